@@ -1,0 +1,225 @@
+"""The `batchllm` command: composes the stages, and turns errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from batchllm_operator import __version__
+from batchllm_operator.errors import BatchLLMError, ExitCode, Interrupted
+
+# Each command imports its stage when it runs, so that --help and schema answer at once.
+
+RESULT_VERSION: Final = 1
+_PR_SET_PDEATHSIG: Final = 1
+_log = logging.getLogger("batchllm_operator")
+
+Result = Mapping[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (see `errors.ExitCode`)."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
+    )
+    _log.setLevel(logging.INFO)
+    if getattr(args, "die_with_parent", False):
+        _die_with_parent()
+    _stop_on_signals()
+    try:
+        result = args.command(args)
+        if getattr(args, "result", None) is not None:
+            _write_result(args.result, args.name, result)
+        return ExitCode.OK
+    except BatchLLMError as error:
+        print(f"batchllm: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except Interrupted as stop:
+        print(
+            f"batchllm: {stop}; what was finished is kept: give the same command again to go on",
+            file=sys.stderr,
+        )
+        return 128 + stop.signal_number
+
+
+def _plan(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.plan import plan_job
+    from batchllm_operator.spec import load_spec
+
+    plan = plan_job(load_spec(args.job), args.ds)
+    counts = plan.manifest.counts
+    print(
+        f"{counts.num_rows:,} rows: {counts.num_requests:,} requests in {counts.num_groups:,} groups"
+        f" ({counts.num_shared_groups:,} shared), {counts.num_duplicate_rows:,} duplicates,"
+        f" {counts.num_rejected_rows:,} rejected\n"
+        f"{counts.num_logical_tokens:,} prompt tokens, {counts.num_planned_tokens:,} after sharing:"
+        f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
+        f" {counts.optimal_saving_ratio:.1%} optimal\n"
+        f"{len(plan.manifest.shards)} shards; plan: {plan.folder.uri}"
+    )
+    return {
+        "plan_uri": plan.folder.uri,
+        "num_shards": len(plan.manifest.shards),
+        "planned_saving_ratio": counts.planned_saving_ratio,
+        "optimal_saving_ratio": counts.optimal_saving_ratio,
+        **counts.model_dump(),
+    }
+
+
+def _run(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.run import run_shard
+
+    report = run_shard(args.plan, args.shard)
+    print(
+        f"shard {report.shard_idx}: {report.num_rows:,} rows, {report.num_failed_rows:,} failed;"
+        f" {report.num_parts} parts, {report.num_resumed_parts} of them done before"
+    )
+    return {"plan_uri": args.plan, **report.model_dump()}
+
+
+def _commit(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.commit import commit_run
+
+    report = commit_run(args.plan)
+    print(
+        f"{report.num_rows_out:,} rows with a text and {report.num_rows_failed:,} with an error"
+        f" published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
+    )
+    return report.model_dump(exclude={"sample_rows"})
+
+
+def _report(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.commit import load_report, published_plan_uri
+    from batchllm_operator.report import format_summary
+    from batchllm_operator.spec import load_spec
+
+    plan_uri = args.plan or published_plan_uri(load_spec(args.job), args.ds)
+    report = load_report(plan_uri)
+    print(format_summary(report))
+    return report.model_dump(exclude={"sample_rows"})
+
+
+def _schema(args: argparse.Namespace) -> Result:
+    from batchllm_operator.spec import JobSpec
+
+    schema = JobSpec.model_json_schema()
+    print(json.dumps(schema, indent=2))
+    return schema
+
+
+def _demo_table(args: argparse.Namespace) -> Result:
+    from batchllm_operator.demo.table import build_demo_table
+
+    info = build_demo_table(args.folder, ds=args.ds)
+    print(f"demo table: {info}")
+    return {"folder": str(args.folder)}
+
+
+def _demo_model(args: argparse.Namespace) -> Result:
+    from batchllm_operator.demo.model import build_demo_model
+
+    build_demo_model(args.folder)
+    print(f"demo model: {args.folder}")
+    return {"folder": str(args.folder)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="batchllm",
+        description="Offline LLM jobs over data-lake tables, planned by their shared prefixes.",
+        epilog="Exit codes: " + ", ".join(f"{code.value} {code.name.lower()}" for code in ExitCode),
+    )
+    parser.add_argument("--version", action="version", version=f"batchllm {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="name", required=True, metavar="COMMAND")
+
+    def add(
+        name: str, run: Callable[[argparse.Namespace], Result], text: str
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(command=run)
+        return command
+
+    def add_stage(
+        name: str, run: Callable[[argparse.Namespace], Result], text: str
+    ) -> argparse.ArgumentParser:
+        command = add(name, run, text)
+        command.add_argument(
+            "--result", type=Path, metavar="FILE", help="write counts and URIs there as JSON"
+        )
+        command.add_argument(
+            "--die-with-parent",
+            action="store_true",
+            help="end at once when the process that started this one ends (Linux)",
+        )
+        return command
+
+    plan = add_stage("plan", _plan, "Plan a job for one partition of its input table.")
+    plan.add_argument("--job", required=True, type=Path, metavar="FILE", help="job spec (YAML)")
+    plan.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
+
+    run = add_stage("run", _run, "Generate for one shard of a plan; resumes where it was stopped.")
+    run.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")
+    run.add_argument("--shard", required=True, type=int, metavar="I", help="shard, from 0")
+
+    commit = add_stage("commit", _commit, "Check that every row is answered, and publish.")
+    commit.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")
+
+    report = add_stage("report", _report, "Print what a committed run did.")
+    which = report.add_mutually_exclusive_group(required=True)
+    which.add_argument("--plan", metavar="URI", help="what `plan` printed")
+    which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML); needs --ds")
+    report.add_argument("--ds", help="the partition; with --job")
+
+    add("schema", _schema, "Print the JSON schema of the job spec.")
+
+    table = add("demo-table", _demo_table, "Make a small table from installed packages' texts.")
+    table.add_argument("folder", type=Path, metavar="DIR")
+    table.add_argument("--ds", required=True, help="the partition to make")
+
+    model = add("demo-model", _demo_model, "Make a tiny model with random weights.")
+    model.add_argument("folder", type=Path, metavar="DIR")
+    return parser
+
+
+def _write_result(path: Path, command: str, result: Result) -> None:
+    """Write the result whole or not at all: a reader never sees half of it."""
+    body = {"result_version": RESULT_VERSION, "command": command, **result}
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _stop_on_signals() -> None:
+    """Turn the first SIGINT or SIGTERM into `Interrupted`; the second ends the process at once."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        raise Interrupted(number)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, stop)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, even by SIGKILL (Linux)."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent or parent == 1:  # it ended before the kernel was told
+        sys.exit(ExitCode.FAILURE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""The inference engine behind one protocol, and what makes a shard's run restartable."""
+
+from batchllm_operator.engine.isolation import IsolatingEngine
+from batchllm_operator.engine.protocol import Engine, EngineDiedError, EngineOutput, EngineRequest
+from batchllm_operator.spec import JobSpec
+
+__all__ = ["Engine", "EngineDiedError", "EngineOutput", "EngineRequest", "start_engine"]
+
+
+def start_engine(spec: JobSpec, max_model_len: int) -> Engine:
+    """Start the engine that the spec names, so that a row that kills it costs only itself.
+
+    Args:
+        spec: the job.
+        max_model_len: most tokens of a prompt and its output together, as planned.
+
+    Raises:
+        SpecError: vLLM doesn't know an argument of `engine.extra_args`.
+        EngineError: the engine can't start.
+    """
+    if spec.engine.backend == "fake":
+        from batchllm_operator.engine.fake import FakeEngine
+
+        return IsolatingEngine(lambda: FakeEngine(spec))
+    from batchllm_operator.engine.vllm_engine import VLLMEngine  # imports vLLM: seconds
+
+    return IsolatingEngine(lambda: VLLMEngine(spec, max_model_len))

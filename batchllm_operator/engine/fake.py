@@ -1,0 +1,70 @@
+"""An engine without a model, for trying out and testing everything around it.
+
+It answers a prompt with a digest of its token ids, so that outputs are deterministic and
+tell any two prompts apart. Faults and slowness can be asked for in `engine.extra_args`:
+
+    delay_s            seconds for each request
+    error_token_id     a request whose prompt has this token gets an error
+    fatal_token_id     ... kills the engine
+    max_in_flight      requests that run at a time (default 16)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
+from batchllm_operator.errors import SpecError
+from batchllm_operator.spec import JobSpec
+
+_KNOWN_ARGS = {"delay_s", "error_token_id", "fatal_token_id", "max_in_flight"}
+
+
+class FakeEngine:
+    """Makes up an output for each request; serves them in waves of `max_in_flight`."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        args = dict(spec.engine.extra_args)
+        if unknown := sorted(set(args) - _KNOWN_ARGS):
+            raise SpecError(f"engine.extra_args: the fake engine has no {', '.join(unknown)}")
+        self._delay_s = float(str(args.get("delay_s", 0)))
+        self._error_token_id = args.get("error_token_id")
+        self._fatal_token_id = args.get("fatal_token_id")
+        self._max_in_flight = int(str(args.get("max_in_flight", 16)))
+        self._max_tokens = spec.sampling.max_tokens
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        last_group_id, num_cached = None, 0
+        while wave := list(islice(requests, self._max_in_flight)):
+            for idx, request in enumerate(wave):
+                if self._fatal_token_id in request.prompt_token_ids:
+                    raise EngineDiedError("fatal token in the batch", wave[idx:])
+                if self._delay_s:
+                    time.sleep(self._delay_s)
+                num_cached = request.num_prefix_tokens if request.group_id == last_group_id else 0
+                last_group_id = request.group_id
+                yield self._answer(request, num_cached)
+
+    def close(self) -> None:
+        pass
+
+    def _answer(self, request: EngineRequest, num_cached_tokens: int) -> EngineOutput:
+        if self._error_token_id in request.prompt_token_ids:
+            return EngineOutput.failed(request, "error token in the prompt")
+        return EngineOutput(
+            request_idx=request.request_idx,
+            text=fake_text(request.prompt_token_ids),
+            finish_reason="length",
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=num_cached_tokens,
+            num_output_tokens=self._max_tokens,
+            error=None,
+        )
+
+
+def fake_text(prompt_token_ids: list[int]) -> str:
+    """The text that the fake engine gives for a prompt."""
+    return "fake " + hashlib.sha256(repr(prompt_token_ids).encode()).hexdigest()[:16]

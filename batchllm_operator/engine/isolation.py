@@ -1,0 +1,89 @@
+"""Keeps a row that kills the engine from taking the job down.
+
+When the engine dies, one of the requests that it held may be the cause. A new engine tries
+them again in halves until the one that kills it stands alone; it gets an error, the others
+get their outputs, and the stream goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from batchllm_operator.engine.protocol import Engine, EngineDiedError, EngineOutput, EngineRequest
+from batchllm_operator.errors import EngineError
+
+_log = logging.getLogger(__name__)
+_MAX_CULPRITS: Final = 5
+
+
+class IsolatingEngine:
+    """An engine that outlives the engines that `start` makes.
+
+    It gives up, with `EngineError`, once more than five requests have killed an engine
+    each while running alone: then it's the machine, not the rows.
+    """
+
+    def __init__(self, start: Callable[[], Engine]) -> None:
+        self._start = start
+        self._engine: Engine | None = start()
+        self._num_culprits = 0
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        while True:
+            try:
+                yield from self._revived().stream(requests)
+                return
+            except EngineDiedError as error:
+                self._bury(error)
+                suspects = error.in_flight
+                if not suspects:
+                    raise EngineError(f"the engine died without a request: {error}") from error
+            yield from self._isolate(suspects)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _isolate(self, suspects: Sequence[EngineRequest]) -> Iterator[EngineOutput]:
+        """Serve all suspects, in batches that are halved until none kills the engine."""
+        batches = _halves(suspects) if len(suspects) > 1 else [suspects]
+        while batches:
+            batch = batches.pop()
+            requests = iter(batch)
+            try:
+                yield from self._revived().stream(requests)
+            except EngineDiedError as error:
+                self._bury(error)
+                if len(batch) == 1:
+                    self._count_culprit(error)
+                    yield EngineOutput.failed(batch[0], str(error))
+                else:
+                    batches += _halves([*error.in_flight, *requests])  # not answered, not taken
+
+    def _count_culprit(self, error: EngineDiedError) -> None:
+        self._num_culprits += 1
+        if self._num_culprits > _MAX_CULPRITS:
+            raise EngineError(
+                f"the engine died on {self._num_culprits} single requests; last: {error}"
+            ) from error
+
+    def _revived(self) -> Engine:
+        if self._engine is None:
+            _log.warning("starting the engine again")
+            self._engine = self._start()
+        return self._engine
+
+    def _bury(self, error: EngineDiedError) -> None:
+        _log.warning(
+            "the engine died with %d requests in flight: %s", len(error.in_flight), error
+        )
+        self.close()
+
+
+def _halves(batch: Sequence[EngineRequest]) -> list[Sequence[EngineRequest]]:
+    """The two halves of `batch`, second first, so that `pop` keeps the order."""
+    middle = (len(batch) + 1) // 2
+    return [half for half in (batch[middle:], batch[:middle]) if half]

@@ -1,0 +1,82 @@
+"""What the job needs of an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from batchllm_operator.errors import EngineError
+
+ENGINE_ERROR: Final = "engine_error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt to generate for."""
+
+    request_idx: int
+    prompt_token_ids: list[int]
+    group_id: int
+    """Requests with the same group_id share their first `num_prefix_tokens` tokens."""
+    num_prefix_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What became of one request: a text, or an error."""
+
+    request_idx: int
+    text: str | None
+    finish_reason: str | None
+    """`stop` or `length`; None with an error."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens whose KV was found in the cache instead of computed."""
+    num_output_tokens: int
+    error: str | None
+
+    @classmethod
+    def failed(cls, request: EngineRequest, reason: str) -> EngineOutput:
+        """The output of a request that the engine could not serve."""
+        reason = " ".join(reason.split())
+        return cls(
+            request_idx=request.request_idx,
+            text=None,
+            finish_reason=None,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=0,
+            num_output_tokens=0,
+            error=f"{ENGINE_ERROR}: {reason}",
+        )
+
+
+class EngineDiedError(EngineError):
+    """The engine failed as a whole, and can't be used again.
+
+    `in_flight` are the requests, in the order they were taken, that it had accepted
+    and not answered: one of them may be the cause.
+    """
+
+    def __init__(self, message: str, in_flight: Sequence[EngineRequest]) -> None:
+        super().__init__(message)
+        self.in_flight = tuple(in_flight)
+
+
+class Engine(Protocol):
+    """Generates for a stream of requests."""
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        """Generate for each request, and yield outputs as they are finished, in any order.
+
+        Takes requests only as it needs them, with a bounded look-ahead, in the given
+        order. Every request taken gets exactly one output.
+
+        Raises:
+            EngineDiedError: the engine failed; outputs yielded so far stand.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release memory and processes. The engine can't be used afterwards."""
+        ...

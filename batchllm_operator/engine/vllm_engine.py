@@ -1,0 +1,175 @@
+"""vLLM behind the engine protocol, inside this process.
+
+In-process (no separate engine core process), so that ending this process in any way ends
+the engine; with tensor parallelism vLLM's workers watch this process and follow it.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any, Final
+
+from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
+from batchllm_operator.errors import EngineError, SpecError
+from batchllm_operator.spec import JobSpec, SamplingSpec
+
+# Read by vLLM when it is imported. The first is what this module is about; the others keep a
+# batch job from phoning home and from filling the task log. A user's own setting wins.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+for _name, _value in {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Pinning threads to cores slows an engine that shares its process's cores down manyfold.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
+from vllm.inputs import TokensPrompt  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+
+_LOOK_AHEAD: Final = 2
+"""Requests held by the engine, as a multiple of what it runs at a time: enough for its
+scheduler never to run dry, and no more."""
+_DEFAULT_MAX_NUM_SEQS: Final = 256
+_CPU_KV_CACHE_BYTES: Final = 1 << 30
+_CPU_BLOCK_SIZE: Final = 32
+
+
+class VLLMEngine:
+    """vLLM's engine, fed in plan order with prefix caching on.
+
+    Raises:
+        SpecError: vLLM has no argument that `engine.extra_args` names, or refuses its value.
+        EngineError: vLLM can't start.
+    """
+
+    def __init__(self, spec: JobSpec, max_model_len: int) -> None:
+        args = engine_args(spec, max_model_len)
+        known = inspect.signature(EngineArgs).parameters
+        if unknown := sorted(set(args) - set(known)):
+            raise SpecError(f"engine.extra_args: this vLLM has no argument {', '.join(unknown)}")
+        try:
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**args))
+        # Whatever keeps vLLM from starting (memory, driver, weights) ends here as one typed error.
+        except Exception as error:
+            raise EngineError(f"vLLM can't start: {_first_line(error)}") from error
+        self._params = sampling_params(spec.sampling)
+        self._max_in_flight = _LOOK_AHEAD * int(args["max_num_seqs"])
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        in_flight: dict[str, EngineRequest] = {}
+        exhausted = False
+        while True:
+            while not exhausted and len(in_flight) < self._max_in_flight:
+                request = next(requests, None)
+                if request is None:
+                    exhausted = True
+                    break
+                refusal = self._accept(request)
+                if refusal is None:
+                    in_flight[str(request.request_idx)] = request
+                else:
+                    yield refusal
+            if not in_flight:
+                return
+            try:
+                finished = [output for output in self._engine.step() if output.finished]
+            # A step that fails leaves vLLM's state unknown, whatever the error was.
+            except Exception as error:
+                raise EngineDiedError(_first_line(error), list(in_flight.values())) from error
+            for output in finished:
+                yield _convert(in_flight.pop(output.request_id), output)
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._engine = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    def _accept(self, request: EngineRequest) -> EngineOutput | None:
+        """Hand the request to vLLM; an output with the reason if it refuses."""
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+        try:
+            self._engine.add_request(str(request.request_idx), prompt, self._params.clone())
+        except ValueError as error:  # vLLM's validation errors all derive from it
+            return EngineOutput.failed(request, _first_line(error))
+        return None
+
+
+def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
+    """vLLM's engine arguments for a spec on this machine's platform.
+
+    On a CPU: eager mode (compilation takes longer than a small job), 1 GiB of KV cache
+    and blocks of 32 tokens, unless the spec says otherwise.
+    """
+    engine = spec.engine
+    args: dict[str, Any] = {
+        "model": spec.model.path,
+        "revision": spec.model.revision,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "dtype": engine.dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": engine.max_num_seqs or _DEFAULT_MAX_NUM_SEQS,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "block_size": engine.block_size,
+        "kv_cache_memory_bytes": engine.kv_cache_memory_bytes,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "enforce_eager": engine.enforce_eager,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "seed": spec.sampling.seed or 0,
+    }
+    if current_platform.is_cpu():
+        on_cpu = {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
+            "block_size": _CPU_BLOCK_SIZE,
+        }
+        args |= {name: value for name, value in on_cpu.items() if args[name] is None}
+    args = {name: value for name, value in args.items() if value is not None}
+    return args | dict(engine.extra_args)
+
+
+def sampling_params(sampling: SamplingSpec) -> SamplingParams:
+    """vLLM's sampling parameters; only finished outputs are asked for."""
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _convert(request: EngineRequest, output: Any) -> EngineOutput:
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        return EngineOutput.failed(request, f"vLLM ended it with {completion.finish_reason!r}")
+    return EngineOutput(
+        request_idx=request.request_idx,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=output.num_cached_tokens or 0,
+        num_output_tokens=len(completion.token_ids),
+        error=None,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

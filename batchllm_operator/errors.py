@@ -1,0 +1,94 @@
+"""Every error a user can meet, with the exit code that the command line gives it.
+
+An error's message says what was wrong, where (file, table, column, row), and what
+to do. Callers branch on the class, never on the text.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import ClassVar
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the `batchllm` command. Schedulers may rely on them."""
+
+    OK = 0
+    FAILURE = 1  # the engine, the machine or the storage failed: a retry may help
+    INVALID = 2  # spec, table or plan is wrong: a retry won't help
+    EMPTY = 3  # the partition has no rows and the spec says on_empty: fail
+    TOO_MANY_FAILED_ROWS = 4  # more than max_failed_fraction
+    INCOMPLETE = 5  # commit before every shard has finished
+    INTERRUPTED = 130  # 128 + SIGINT
+    TERMINATED = 143  # 128 + SIGTERM
+
+
+class BatchLLMError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.FAILURE
+
+
+class SpecError(BatchLLMError):
+    """The job spec is wrong: unknown field, bad value, secret in the file."""
+
+    exit_code = ExitCode.INVALID
+
+
+class TableError(BatchLLMError):
+    """A lake table is absent, unreadable, or lacks a column."""
+
+    exit_code = ExitCode.INVALID
+
+
+class KeyColumnError(TableError):
+    """The key columns don't identify rows: a duplicate or a null key."""
+
+
+class ModelError(BatchLLMError):
+    """The model or tokenizer can't be loaded, or doesn't fit the spec."""
+
+    exit_code = ExitCode.INVALID
+
+
+class PlanError(BatchLLMError):
+    """A plan is absent, corrupted, foreign, or of another version."""
+
+    exit_code = ExitCode.INVALID
+
+
+class EmptyPartitionError(BatchLLMError):
+    """The partition has no rows and the spec says `on_empty: fail`."""
+
+    exit_code = ExitCode.EMPTY
+
+
+class FailedRowsError(BatchLLMError):
+    """More rows failed than `max_failed_fraction` allows; nothing was published."""
+
+    exit_code = ExitCode.TOO_MANY_FAILED_ROWS
+
+
+class IncompleteRunError(BatchLLMError):
+    """Some rows have no output yet; run the named shards, then commit again."""
+
+    exit_code = ExitCode.INCOMPLETE
+
+
+class StorageError(BatchLLMError):
+    """Reading or writing the lake failed for a reason outside this package."""
+
+
+class EngineError(BatchLLMError):
+    """The inference engine can't start, or died and could not be revived."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The command was asked to stop by a signal. Finished parts are kept.
+
+    A `KeyboardInterrupt`, so that no `except Exception` on the way swallows it.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number

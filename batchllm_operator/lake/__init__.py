@@ -1,0 +1,12 @@
+"""The data lake: tables to read and publish, folders to keep plans and parts in."""
+
+from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.parquet import ParquetTable
+from batchllm_operator.lake.table import InputFile, LakeTable, Snapshot
+
+__all__ = ["Folder", "InputFile", "LakeTable", "ParquetTable", "Snapshot", "open_table"]
+
+
+def open_table(uri: str, partition_column: str) -> LakeTable:
+    """The table at `uri`. Parquet is the only format so far."""
+    return ParquetTable(Folder.open(uri), partition_column)

@@ -1,0 +1,172 @@
+"""A folder on local disk or S3, with the few operations that crash safety is built from.
+
+Everything is read and written whole. A write is visible in one step: on local disk by
+fsync and rename, on S3 by the single request that completes an upload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from batchllm_operator.errors import SpecError, StorageError
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder that need not exist yet; names in it use `/` and never start with one."""
+
+    fs: Any  # fsspec.AbstractFileSystem; fsspec ships no types
+    path: str
+
+    @classmethod
+    def open(cls, uri: str) -> Folder:
+        """The folder at a local path or an fsspec URI such as `s3://bucket/table`.
+
+        Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client.
+
+        Raises:
+            SpecError: no file system is installed for the URI's scheme.
+        """
+        try:
+            fs, path = fsspec.core.url_to_fs(uri)
+        except (ValueError, ImportError) as error:
+            raise SpecError(f"{uri}: no storage for this kind of URI: {error}") from error
+        return cls(fs, path.rstrip("/"))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the folder is on this machine's own file system."""
+        return isinstance(self.fs, LocalFileSystem)
+
+    @property
+    def uri(self) -> str:
+        """Where the folder lies: a plain path if local, else a URI."""
+        return self.path if self.is_local else str(self.fs.unstrip_protocol(self.path))
+
+    def child(self, *names: str) -> Folder:
+        """The folder `names[0]/names[1]/...` in this one."""
+        return Folder(self.fs, "/".join((self.path, *names)))
+
+    def full_path(self, name: str) -> str:
+        """The path of `name` as the file system wants it."""
+        return f"{self.path}/{name}"
+
+    def exists(self, name: str = "") -> bool:
+        """Whether the folder (no name) or a file or folder in it exists."""
+        with self._errors(name):
+            return bool(self.fs.exists(self.full_path(name) if name else self.path))
+
+    def subfolder_names(self) -> list[str]:
+        """Names of the folders directly in this one, sorted; none if it doesn't exist."""
+        with self._errors():
+            try:
+                entries = self.fs.ls(self.path, detail=True, refresh=True)
+            except FileNotFoundError:
+                return []
+        return sorted(_base(e["name"]) for e in entries if e["type"] == "directory")
+
+    def find(self) -> dict[str, dict[str, Any]]:
+        """All files below, by name relative to the folder, sorted; values are fsspec's details."""
+        with self._errors():
+            try:
+                found = self.fs.find(self.path, detail=True, refresh=True)
+            except FileNotFoundError:
+                return {}
+        return {path[len(self.path) + 1 :]: found[path] for path in sorted(found)}
+
+    @contextmanager
+    def open_file(self, name: str) -> Iterator[IO[bytes]]:
+        """Open `name` for reading, seekable."""
+        with self._errors(name), self.fs.open(self.full_path(name), "rb") as file:
+            yield file
+
+    def read_bytes(self, name: str) -> bytes:
+        """The whole content of `name`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        with self._errors(name):
+            return bytes(self.fs.cat_file(self.full_path(name)))
+
+    def sha256(self, name: str) -> str:
+        """SHA-256 (hex) of `name`, read in chunks.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        digest = hashlib.sha256()
+        with self.open_file(name) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Create or replace `name` in one step: a reader sees all of `data` or the old content."""
+        with self._errors(name):
+            if not self.is_local:
+                self.fs.pipe_file(self.full_path(name), data)
+                return
+            with self._replacing(name) as temporary:
+                temporary.write_bytes(data)
+
+    def publish_file(self, source: Path, name: str) -> None:
+        """Create or replace `name` by a copy of the local file `source`, in one step."""
+        with self._errors(name):
+            if not self.is_local:
+                self.fs.put_file(str(source), self.full_path(name))
+                return
+            with self._replacing(name) as temporary:
+                shutil.copyfile(source, temporary)
+
+    @contextmanager
+    def _replacing(self, name: str) -> Iterator[Path]:
+        """A temporary path beside the local `name`; renamed to it, durably, on success."""
+        target = Path(self.full_path(name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            yield temporary
+            _fsync(temporary)
+            os.replace(temporary, target)
+            _fsync(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def _errors(self, name: str = "") -> Iterator[None]:
+        """Turn the storage's own errors into `StorageError`, except a missing file."""
+        from botocore.exceptions import BotoCoreError  # slow to import, needed by S3 only
+
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (OSError, BotoCoreError) as error:
+            where = f"{self.uri}/{name}" if name else self.uri
+            raise StorageError(f"{where}: {error}") from error
+
+
+def _base(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,223 @@
+"""Hive-partitioned Parquet on local disk or S3.
+
+A published partition is one file, `<column>=<value>/data.parquet`, because one file can be
+replaced in one step both locally (rename) and on S3 (PUT), without a transaction log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import and_
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+import pyarrow as pa
+import pyarrow.dataset as pds
+import pyarrow.parquet as pq
+
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.table import InputFile, Snapshot
+from batchllm_operator.spec import FilterTerm
+
+DATA_FILE: Final = "data.parquet"
+METADATA_PREFIX: Final = "batchllm."
+_BATCH_ROWS: Final = 4096
+_FOOTER_TAIL_BYTES: Final = 8  # footer length (4 bytes, little endian) and "PAR1"
+
+
+class ParquetTable:
+    """A Parquet dataset whose folders are named `column=value`."""
+
+    def __init__(self, folder: Folder, partition_column: str) -> None:
+        self._folder = folder
+        self._partition_column = partition_column
+
+    @property
+    def uri(self) -> str:
+        return self._folder.uri
+
+    def snapshot(self, partition: str) -> Snapshot:
+        if not self._folder.exists():
+            raise TableError(f"table {self.uri}: there is no such folder")
+        files = self._visible_files()
+        if not files:
+            raise TableError(f"table {self.uri}: holds no Parquet files")
+        if not any(self._partition_column in _hive_values(name) for name in files):
+            raise TableError(
+                f"table {self.uri}: isn't partitioned by {self._partition_column!r}: there are no"
+                f" folders named {self._partition_column}=..."
+            )
+        chosen = {
+            name: details
+            for name, details in files.items()
+            if _hive_values(name).get(self._partition_column) == partition
+        }
+        schema_of = chosen or dict(list(files.items())[-1:])  # an absent partition has a schema too
+        schemas, files = [], []
+        for name, details in schema_of.items():
+            footer, footer_digest = self._read_footer(name)
+            schemas.append(footer.schema.to_arrow_schema())
+            etag = str(details.get("ETag", "")).strip('"')
+            version = f"etag:{etag}" if etag else f"footer-sha256:{footer_digest}"
+            files.append(InputFile(name, int(details["size"]), footer.num_rows, version))
+        return Snapshot(
+            partition=partition,
+            files=tuple(file for file in files if file.name in chosen),
+            schema=self._merge(schemas, next(iter(schema_of))),
+        )
+
+    def scan(
+        self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+    ) -> Iterator[pa.RecordBatch]:
+        for what, names in (
+            ("column", columns),
+            ("filter column", [c.column for c in conditions]),
+        ):
+            for name in names:
+                if name not in snapshot.schema.names:
+                    raise TableError(
+                        f"table {self.uri}: there is no {what} {name!r}; the table has"
+                        f" {', '.join(snapshot.schema.names)}"
+                    )
+        if not snapshot.files:
+            return
+        hive_columns = _hive_values(snapshot.files[0].name)
+        dataset = pds.dataset(
+            [self._folder.full_path(file.name) for file in snapshot.files],
+            schema=snapshot.schema,
+            format="parquet",
+            filesystem=self._folder.fs,
+            partitioning=pds.HivePartitioning(pa.schema([(c, pa.string()) for c in hive_columns])),
+            partition_base_dir=self._folder.path,
+        )
+        condition = reduce(and_, [_expression(term) for term in conditions]) if conditions else None
+        try:
+            yield from dataset.to_batches(
+                columns=list(columns), filter=condition, batch_size=_BATCH_ROWS
+            )
+        except FileNotFoundError as error:
+            raise TableError(
+                f"table {self.uri}: a file of partition {snapshot.partition!r} vanished while it"
+                f" was read: {error}"
+            ) from error
+        except (pa.ArrowException, OSError) as error:
+            raise TableError(
+                f"table {self.uri}: partition {snapshot.partition!r} can't be read: {error}"
+            ) from error
+
+    def published_metadata(self, partition: str) -> Mapping[str, str] | None:
+        folder = self._partition_folder(partition)
+        names = [name for name in folder.find() if _is_visible(name)]
+        if not names:
+            return None
+        foreign = [name for name in names if name != DATA_FILE]
+        if foreign:
+            raise TableError(
+                f"output {folder.uri}: holds {foreign[0]!r}, which no job of this package wrote;"
+                " move it away or choose another output table"
+            )
+        with folder.open_file(DATA_FILE) as file:
+            try:
+                footer = pq.read_metadata(file).metadata or {}
+            except (pa.ArrowException, OSError) as error:
+                raise TableError(f"output {folder.uri}/{DATA_FILE}: {error}") from error
+        ours = {
+            key.decode().removeprefix(METADATA_PREFIX): value.decode()
+            for key, value in footer.items()
+            if key.startswith(METADATA_PREFIX.encode())
+        }
+        if not ours:
+            raise TableError(
+                f"output {folder.uri}/{DATA_FILE}: wasn't written by a job of this package; move it"
+                " away or choose another output table"
+            )
+        return ours
+
+    def publish(self, partition: str, data: Path, metadata: Mapping[str, str]) -> None:
+        self.published_metadata(partition)  # refuses to replace somebody else's files
+        footer = pq.read_metadata(data).metadata or {}
+        assert all(footer.get(f"{METADATA_PREFIX}{k}".encode()) for k in metadata)
+        self._partition_folder(partition).publish_file(data, DATA_FILE)
+
+    def _partition_folder(self, partition: str) -> Folder:
+        return self._folder.child(f"{self._partition_column}={quote(partition, safe='')}")
+
+    def _visible_files(self) -> dict[str, dict[str, Any]]:
+        """Parquet files that readers see, by name; hidden are those below `_x` or `.x`.
+
+        Only names ending in `.parquet`, if there are any: writers leave other files beside them.
+        """
+        visible = {
+            name: details
+            for name, details in self._folder.find().items()
+            if _is_visible(name) and int(details["size"]) > 0
+        }
+        return {n: d for n, d in visible.items() if n.endswith(".parquet")} or visible
+
+    def _read_footer(self, name: str) -> tuple[pq.FileMetaData, str]:
+        """A file's Parquet footer, and its SHA-256."""
+        try:
+            with self._folder.open_file(name) as file:
+                file.seek(-_FOOTER_TAIL_BYTES, 2)
+                tail = file.read(_FOOTER_TAIL_BYTES)
+                if tail[4:] != b"PAR1":
+                    raise TableError(f"table {self.uri}: {name} isn't a whole Parquet file")
+                file.seek(-_FOOTER_TAIL_BYTES - int.from_bytes(tail[:4], "little"), 2)
+                digest = hashlib.sha256(file.read()).hexdigest()
+                file.seek(0)
+                return pq.read_metadata(file), digest
+        except (pa.ArrowException, OSError) as error:
+            raise TableError(f"table {self.uri}: {name} can't be read: {error}") from error
+
+    def _merge(self, schemas: list[pa.Schema], name: str) -> pa.Schema:
+        """One schema for all files; the folders' columns are strings and win."""
+        try:
+            merged = pa.unify_schemas(schemas, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise TableError(
+                f"table {self.uri}: the partition's files disagree on a column: {error}"
+            ) from error
+        hive_columns = _hive_values(name)
+        fields = [field for field in merged if field.name not in hive_columns]
+        return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
+
+
+def _hive_values(name: str) -> dict[str, str]:
+    """Partition columns and values in a relative file name such as `ds=2026-01-31/a.parquet`."""
+    segments = name.split("/")[:-1]
+    pairs = (segment.partition("=") for segment in segments if "=" in segment)
+    return {unquote(column): unquote(value) for column, _, value in pairs}
+
+
+def _is_visible(name: str) -> bool:
+    return not any(segment.startswith(("_", ".")) for segment in name.split("/"))
+
+
+def _expression(term: FilterTerm) -> pds.Expression:
+    field = pds.field(term.column)
+    match term.op:
+        case "in":
+            return field.isin(list(_values(term)))
+        case "not in":
+            return ~field.isin(list(_values(term)))
+        case "==":
+            return field == term.value
+        case "!=":
+            return field != term.value
+        case "<":
+            return field < term.value
+        case "<=":
+            return field <= term.value
+        case ">":
+            return field > term.value
+        case ">=":
+            return field >= term.value
+
+
+def _values(term: FilterTerm) -> tuple[str | int | float | bool, ...]:
+    assert isinstance(term.value, tuple)  # the spec checks it
+    return term.value

@@ -1,0 +1,171 @@
+"""The run stage: one shard of a plan, streamed through an engine into output parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict
+
+from batchllm_operator.engine import Engine, EngineOutput, EngineRequest, start_engine
+from batchllm_operator.lake import Folder
+from batchllm_operator.pipeline.parts import PartEntry, read_ledger, write_part
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.planner.plan import read_parts
+from batchllm_operator.progress import Progress
+from batchllm_operator.spec import JobSpec
+
+REPORT_FILE = "report.json"
+
+
+class ShardReport(BaseModel):
+    """What became of a shard, all attempts together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    report_version: Literal[1] = 1
+    plan_id: str
+    shard_idx: int
+    num_parts: int
+    num_resumed_parts: int
+    """Parts that earlier attempts had finished."""
+    num_requests: int
+    num_rows: int
+    num_failed_rows: int
+    num_logical_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    engine_s: float
+
+    @classmethod
+    def of(
+        cls, plan_id: str, shard_idx: int, entries: Sequence[PartEntry], num_resumed_parts: int
+    ) -> ShardReport:
+        """Add up the ledger entries of a finished shard."""
+        return cls(
+            plan_id=plan_id,
+            shard_idx=shard_idx,
+            num_parts=len(entries),
+            num_resumed_parts=num_resumed_parts,
+            num_requests=sum(e.num_requests for e in entries),
+            num_rows=sum(e.num_rows for e in entries),
+            num_failed_rows=sum(e.num_failed_rows for e in entries),
+            num_logical_tokens=sum(e.num_logical_tokens for e in entries),
+            num_prompt_tokens=sum(e.num_prompt_tokens for e in entries),
+            num_cached_tokens=sum(e.num_cached_tokens for e in entries),
+            num_output_tokens=sum(e.num_output_tokens for e in entries),
+            engine_s=round(sum(e.engine_s for e in entries), 3),
+        )
+
+
+@dataclass(slots=True)
+class _OpenPart:
+    """A part of which some requests are still with the engine."""
+
+    row_idxs: dict[int, list[int]]
+    outputs: list[EngineOutput] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.outputs) == len(self.row_idxs)
+
+
+def run_shard(
+    plan_uri: str,
+    shard_idx: int,
+    *,
+    start: Callable[[JobSpec, int], Engine] = start_engine,
+) -> ShardReport:
+    """Generate for every request of a shard that has no finished part yet.
+
+    Parts are written as they finish; an interruption drops the open ones, and the next
+    run begins with them. Memory holds the open parts only. If nothing is left to do, no
+    engine is started.
+
+    Raises:
+        PlanError: the plan or the shard is absent, corrupted or of another version.
+        SpecError: the engine doesn't know a setting.
+        EngineError: the engine can't start, or keeps dying.
+    """
+    plan = StoredPlan.open(plan_uri)
+    folder = plan.run_folder(shard_idx)
+    shard = plan.manifest.shards[shard_idx]
+    entries = read_ledger(folder)
+    resumed = len(entries)
+    missing = [part_idx for part_idx in range(shard.num_parts) if part_idx not in entries]
+    if missing:
+        with plan.open_file(shard.file) as file:
+            engine = start(plan.manifest.spec, plan.manifest.max_model_len)
+            try:
+                parts = read_parts(pq.ParquetFile(file), missing)
+                run = _ShardRun(folder, parts)
+                rows_before = sum(entry.num_rows for entry in entries.values())
+                with Progress(
+                    f"shard {shard_idx}", shard.num_rows, initial=rows_before
+                ) as progress:
+                    for entry in run.entries(engine, progress):
+                        entries[entry.part_idx] = entry
+            finally:
+                engine.close()
+    report = ShardReport.of(
+        plan.manifest.plan_id, shard_idx, [entries[i] for i in sorted(entries)], resumed
+    )
+    folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
+    return report
+
+
+class _ShardRun:
+    """Feeds parts to the engine and collects what comes back."""
+
+    def __init__(self, folder: Folder, parts: Iterator[tuple[int, pa.Table]]) -> None:
+        self._folder = folder
+        self._parts = parts
+        self._open_parts: dict[int, _OpenPart] = {}
+        self._part_of: dict[int, int] = {}  # request_idx -> part_idx, of requests with the engine
+        self._num_tokens = 0
+
+    def entries(self, engine: Engine, progress: Progress) -> Iterator[PartEntry]:
+        """Run all parts through the engine; yield the ledger entry of each as it is written."""
+        started_at = part_started_at = time.monotonic()
+        for output in engine.stream(self._requests()):
+            part_idx = self._part_of.pop(output.request_idx)
+            part = self._open_parts[part_idx]
+            part.outputs.append(output)
+            self._num_tokens += output.num_prompt_tokens + output.num_output_tokens
+            tokens_per_s = self._num_tokens / max(time.monotonic() - started_at, 1e-9)
+            progress.advance(
+                len(part.row_idxs[output.request_idx]), f"{tokens_per_s:,.0f} tokens/s"
+            )
+            if part.is_finished:
+                del self._open_parts[part_idx]
+                now = time.monotonic()
+                yield write_part(
+                    self._folder, part_idx, part.outputs, part.row_idxs, now - part_started_at
+                )
+                part_started_at = now
+        assert not self._open_parts, "the engine left requests without an output"
+
+    def _requests(self) -> Iterator[EngineRequest]:
+        for part_idx, table in self._parts:
+            request_idxs = table["request_idx"].to_pylist()
+            row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
+            self._open_parts[part_idx] = _OpenPart(row_idxs)
+            for request_idx, group_id, num_prefix_tokens, token_ids in zip(
+                request_idxs,
+                table["group_id"].to_pylist(),
+                table["num_prefix_tokens"].to_pylist(),
+                table["prompt_token_ids"],
+                strict=True,
+            ):
+                self._part_of[request_idx] = part_idx
+                yield EngineRequest(
+                    request_idx=request_idx,
+                    prompt_token_ids=token_ids.as_py(),
+                    group_id=group_id,
+                    num_prefix_tokens=num_prefix_tokens,
+                )

@@ -1,0 +1,41 @@
+"""Prompts in, groups out: the paper's standalone preprocessing (Sec. 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from batchllm_operator.planner.order import order_groups
+from batchllm_operator.planner.prefix_tree import build_prefix_tree
+from batchllm_operator.planner.reuse import maximize_reuse
+from batchllm_operator.planner.token_table import TokenTable
+
+
+def prefix_sharing_groups(
+    prompts: Sequence[Sequence[int]],
+) -> list[tuple[list[int], list[list[int]]]]:
+    """Groups of prompts in the shape that Sec. 5 gives them, in scheduling order.
+
+    All prompts are taken to have outputs of one length. For small sets and for trying
+    things out: a plan keeps prompt indexes instead of copies of the tokens.
+
+    Args:
+        prompts: token ids of each prompt.
+
+    Returns:
+        Per group, (prefix token ids, [distinct token ids of each member]). A prompt that
+        shares nothing is ([], [all of its token ids]).
+
+    Raises:
+        PlanError: as `TokenTable.from_lists`.
+    """
+    tokens = TokenTable.from_lists(prompts)
+    groups = maximize_reuse(build_prefix_tree(tokens))
+    one_each = np.ones(len(tokens), dtype=np.int64)
+    result = []
+    for group_idx in order_groups(groups, tokens.lengths, one_each).tolist():
+        cut = int(groups.num_prefix_tokens[group_idx])
+        members = [tokens.prompt(idx).tolist() for idx in groups.members(group_idx).tolist()]
+        result.append((members[0][:cut], [member[cut:] for member in members]))
+    return result

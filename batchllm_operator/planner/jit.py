@@ -1,0 +1,20 @@
+"""The one way in which this package compiles its loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
+
+from numba import njit  # type: ignore[import-untyped]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Compiles a loop over numpy arrays to machine code at its first call.
+
+    The code is cached on disk beside the module, so later processes start without
+    compiling. Integers are 64 bits wide and wrap; indexes aren't checked.
+    """
+    return cast("Callable[P, R]", njit(cache=True)(function))

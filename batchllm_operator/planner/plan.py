@@ -1,0 +1,267 @@
+"""The persisted plan: a manifest that names, checks and explains the plan's data files.
+
+Nothing here touches storage: bytes and local files in, bytes and local files out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.reuse import saving_ratio
+from batchllm_operator.planner.token_table import TokenTable
+from batchllm_operator.spec import SPEC_VERSION, JobSpec
+
+PLAN_VERSION: Final = 1
+PLAN_KIND: Final = "batchllm-plan"
+MANIFEST_FILE: Final = "manifest.json"
+ROWS_FILE: Final = "rows.parquet"
+ERROR_COLUMN: Final = "error"
+"""Column of rows.parquet: why a row can't be prompted; null where it can."""
+
+SHARD_SCHEMA: Final = pa.schema(
+    [
+        pa.field("request_idx", pa.int64(), nullable=False),
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("num_prefix_tokens", pa.int32(), nullable=False),
+        pa.field("row_idxs", pa.list_(pa.int64()), nullable=False),
+        pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),
+    ]
+)
+"""One row per request, in plan order. `request_idx` counts through all shards; `group_id` is
+the group's place in the plan; `num_prefix_tokens` is what the request shares with its group."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataFile(_Frozen):
+    """A file of the plan, with what proves that it is the one that was written."""
+
+    size_bytes: int
+    sha256: str
+
+
+class ShardInfo(_Frozen):
+    """One shard: the work of one GPU task."""
+
+    file: str
+    num_groups: int
+    num_requests: int
+    num_rows: int
+    num_parts: int
+    """Row groups of the shard file; each becomes one output part."""
+    num_prefill_tokens: int
+    """Prefill tokens after sharing."""
+
+
+class PlanCounts(_Frozen):
+    """What was planned, in rows, requests and tokens."""
+
+    num_rows: int
+    num_rejected_rows: int
+    """Rows that can't be prompted; their error is in rows.parquet."""
+    num_duplicate_rows: int
+    """Rows whose prompt another row's request stands for."""
+    num_requests: int
+    num_groups: int
+    num_shared_groups: int
+    """Groups of two requests or more."""
+    num_logical_tokens: int
+    """Prompt tokens of all rows that can be prompted (Eq. 2, N_logical)."""
+    num_planned_tokens: int
+    """Prefill tokens when each group computes its one prefix once (Eq. 2, N_processed)."""
+    num_optimal_tokens: int
+    """The same when every shared prefix, at every level, is computed once."""
+
+    @property
+    def planned_saving_ratio(self) -> float:
+        """Eq. 2 of the single-level plan, 0 to 1."""
+        return saving_ratio(self.num_planned_tokens, self.num_logical_tokens)
+
+    @property
+    def optimal_saving_ratio(self) -> float:
+        """Eq. 2 of the multi-level optimum, 0 to 1."""
+        return saving_ratio(self.num_optimal_tokens, self.num_logical_tokens)
+
+
+class SnapshotFile(_Frozen):
+    """One input file as it was when the plan read it."""
+
+    name: str
+    size_bytes: int
+    version: str
+
+
+class PlanManifest(_Frozen):
+    """All about a plan but its data. Equal inputs give equal bytes."""
+
+    kind: Literal["batchllm-plan"] = PLAN_KIND
+    plan_version: Literal[1] = PLAN_VERSION
+    plan_id: str
+    spec_version: int
+    spec: JobSpec
+    spec_identity: str
+    ds: str
+    input_uri: str
+    input_files: tuple[SnapshotFile, ...]
+    tokenizer_fingerprint: str
+    max_model_len: int
+    counts: PlanCounts
+    planned_saving_ratio: float
+    optimal_saving_ratio: float
+    files: Mapping[str, DataFile]
+    shards: tuple[ShardInfo, ...]
+
+    @property
+    def run_id(self) -> str:
+        """Names this plan's run in the output table."""
+        return f"{self.spec.name}/{self.ds}/{self.plan_id}"
+
+    def to_bytes(self) -> bytes:
+        """The manifest as it is stored, closed by a digest of itself."""
+        body = self.model_dump(mode="json")
+        return _dump({**body, "manifest_sha256": _digest(body)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, source: str) -> PlanManifest:
+        """Read a stored manifest; `source` names it in errors.
+
+        Raises:
+            PlanError: not a plan, another version, or not as it was written.
+        """
+        try:
+            body = json.loads(data)
+        except ValueError as error:
+            raise PlanError(f"plan {source}: the manifest is corrupted: not JSON") from error
+        if not isinstance(body, dict) or body.get("kind") != PLAN_KIND:
+            raise PlanError(f"plan {source}: this isn't a plan made by `batchllm plan`")
+        for field, ours in (("plan_version", PLAN_VERSION), ("spec_version", SPEC_VERSION)):
+            if body.get(field) != ours:
+                raise PlanError(
+                    f"plan {source}: has {field} {body.get(field)!r}; this release reads {ours};"
+                    " make the plan again with this release"
+                )
+        if body.pop("manifest_sha256", None) != _digest(body):
+            raise PlanError(f"plan {source}: the manifest is corrupted: its checksum doesn't hold")
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            fields = ", ".join(".".join(map(str, e["loc"])) for e in error.errors()[:5])
+            raise PlanError(f"plan {source}: the manifest is corrupted: see {fields}") from error
+
+
+def compute_plan_id(spec: JobSpec, ds: str, files: Mapping[str, DataFile]) -> str:
+    """16 hex digits that stand for the job's identity and all of the plan's data."""
+    content = {name: file.sha256 for name, file in files.items()}
+    return _digest({"spec": spec.identity, "ds": ds, "files": content})[:16]
+
+
+def shard_file(shard_idx: int) -> str:
+    """Name of a shard's file in the plan."""
+    return f"shard-{shard_idx:05d}.parquet"
+
+
+def part_bounds(group_ids: npt.NDArray[np.int64], part_rows: int) -> list[int]:
+    """Where a shard's parts begin and end: `[0, ..., num_requests]`.
+
+    A part closes at the first end of a group at which it holds `part_rows` requests; a group
+    with more than that is cut, so that a part never grows without bound.
+
+    Args:
+        group_ids: int64 [num_requests], groups adjacent.
+        part_rows: at least 1.
+    """
+    bounds = [0]
+    group_ends = np.flatnonzero(np.diff(group_ids)) + 1
+    for group_end in [*group_ends.tolist(), len(group_ids)]:
+        while group_end - bounds[-1] >= 2 * part_rows:
+            bounds.append(bounds[-1] + part_rows)
+        if group_end - bounds[-1] >= part_rows:
+            bounds.append(group_end)
+    if bounds[-1] != len(group_ids):
+        bounds.append(len(group_ids))
+    return bounds
+
+
+def write_shard(
+    path: Path,
+    tokens: TokenTable,
+    *,
+    request_idx_start: int,
+    prompt_idxs: npt.NDArray[np.int64],
+    group_ids: npt.NDArray[np.int64],
+    num_prefix_tokens: npt.NDArray[np.int64],
+    row_idxs: Sequence[npt.NDArray[np.int64]],
+    part_rows: int,
+) -> int:
+    """Write one shard, a row group for each part, and return the number of parts.
+
+    Args:
+        path: local file to create.
+        tokens: prompts of the plan; `prompt_idxs` points into it.
+        request_idx_start: number of requests in the shards before.
+        prompt_idxs: int64 [num_requests], in plan order.
+        group_ids: int64 [num_requests].
+        num_prefix_tokens: int64 [num_requests].
+        row_idxs: for each request, the rows that it stands for.
+        part_rows: see `part_bounds`.
+    """
+    bounds = part_bounds(group_ids, part_rows)
+    with pq.ParquetWriter(path, SHARD_SCHEMA, compression="zstd", use_dictionary=False) as writer:
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            part = slice(start, end)
+            prompts = tokens.take(prompt_idxs[part])
+            rows = row_idxs[start:end]
+            writer.write_table(
+                pa.table(
+                    [
+                        pa.array(np.arange(start, end) + request_idx_start),
+                        pa.array(group_ids[part]),
+                        pa.array(num_prefix_tokens[part].astype(np.int32)),
+                        _list_array(np.concatenate(rows), [len(r) for r in rows]),
+                        _list_array(prompts.token_ids, prompts.lengths),
+                    ],
+                    schema=SHARD_SCHEMA,
+                ),
+                row_group_size=max(end - start, 1),
+            )
+    return len(bounds) - 1
+
+
+def describe_file(path: Path) -> DataFile:
+    """Size and checksum of a local file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return DataFile(size_bytes=path.stat().st_size, sha256=digest)
+
+
+def read_parts(file: pq.ParquetFile, part_idxs: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
+    """Yield (part_idx, its requests) of a shard file, one part in memory at a time."""
+    for part_idx in part_idxs:
+        yield part_idx, file.read_row_group(part_idx)
+
+
+def _list_array(values: npt.NDArray[Any], lengths: Sequence[int] | npt.NDArray[Any]) -> pa.Array:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_dump(body)).hexdigest()
+
+
+def _dump(body: Mapping[str, Any]) -> bytes:
+    return (json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,108 @@
+"""Progress with ETA: a bar on a terminal, periodic plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from tqdm import tqdm
+
+LINE_INTERVAL_S = 10.0
+
+
+class Progress:
+    """Counts work done towards a total and tells how long the rest will take.
+
+    Work that an earlier attempt left finished (`initial`) counts as done, but not
+    towards the speed from which the ETA is taken.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        *,
+        unit: str = "rows",
+        initial: int = 0,
+        stream: TextIO | None = None,
+        line_interval_s: float = LINE_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._label, self._total, self._unit = label, total, unit
+        self._initial = self._done = initial
+        self._note = ""
+        self._stream = stream if stream is not None else sys.stderr
+        self._clock = clock
+        self._started_at = self._last_line_at = clock()
+        self._line_interval_s = line_interval_s
+        self._bar: tqdm[None] | None = None
+        if self._stream.isatty():
+            self._bar = tqdm(
+                total=total, initial=initial, desc=label, unit=f" {unit}", file=self._stream
+            )
+
+    def __enter__(self) -> Progress:
+        if self._bar is None:
+            resumed = f", {self._initial} of them done before" if self._initial else ""
+            self._print(f"{self._label}: {self._total} {self._unit}{resumed}")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        else:
+            self._print(self.line())
+
+    def advance(self, count: int, note: str = "") -> None:
+        """Count `count` more as done; `note` (such as tokens/s) stands behind the numbers."""
+        self._done += count
+        self._note = note or self._note
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._note, refresh=False)
+            self._bar.update(count)
+        elif self._clock() - self._last_line_at >= self._line_interval_s:
+            self._last_line_at = self._clock()
+            self._print(self.line())
+
+    def complete(self) -> None:
+        """Take what was done for the total, where that wasn't known beforehand."""
+        self._total = self._done
+        if self._bar is not None:
+            self._bar.total = self._done
+            self._bar.refresh()
+
+    def line(self) -> str:
+        """The present state in words."""
+        elapsed_s = self._clock() - self._started_at
+        speed = (self._done - self._initial) / elapsed_s if elapsed_s > 0 else 0.0
+        percent = 100 * self._done / self._total if self._total else 100.0
+        parts = [f"{self._done}/{self._total} {self._unit} ({percent:.0f} %)"]
+        if speed > 0:
+            parts.append(f"{speed:,.1f} {self._unit}/s")
+        if self._note:
+            parts.append(self._note)
+        if self._done < self._total:
+            eta = _duration((self._total - self._done) / speed) if speed > 0 else "unknown"
+            parts.append(f"ETA {eta}")
+        else:
+            parts.append(f"took {_duration(elapsed_s)}")
+        return f"{self._label}: {', '.join(parts)}"
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

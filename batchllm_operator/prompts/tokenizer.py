@@ -1,0 +1,152 @@
+"""Prompt texts to token ids, exactly as the engine's own tokenizer gives them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from batchllm_operator.errors import ModelError
+from batchllm_operator.spec import JobSpec
+
+PROMPT_TOO_LONG: Final = "prompt_too_long"
+_UTF8_MAX_LEN: Final = 4096
+
+
+class Tokenizer(Protocol):
+    """Turns prompt texts into token ids."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the token ids of some text could."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, chat template and special tokens included."""
+        ...
+
+
+class ModelTokenizer:
+    """The model's own tokenizer, loaded by transformers from a folder or the hub.
+
+    Raises:
+        ModelError: the folder or hub name can't be loaded, or lacks a chat template
+            that the spec asks for.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+        from transformers import AutoConfig, AutoTokenizer  # seconds to import
+
+        model = spec.model
+        if os.path.isabs(model.path) and not os.path.isdir(model.path):
+            raise ModelError(f"model {model.path}: there is no such folder")
+        origin: dict[str, Any] = {
+            "revision": model.revision,
+            "trust_remote_code": model.trust_remote_code,
+        }
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model.path, **origin)
+            config = AutoConfig.from_pretrained(model.path, **origin)
+        except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise ModelError(f"model {model.path}: can't be loaded: {first_line}") from error
+        self._chat = spec.prompt.chat_template
+        self._system = spec.prompt.system
+        if self._chat and not self._tokenizer.chat_template:
+            raise ModelError(
+                f"model {model.path}: has no chat template; set prompt.chat_template: false"
+            )
+        self._max_model_len = spec.engine.max_model_len or _position_limit(config, model.path)
+
+    @property
+    def fingerprint(self) -> str:
+        if not self._tokenizer.is_fast:
+            parts = [json.dumps(self._tokenizer.get_vocab(), sort_keys=True)]
+        else:
+            parts = [self._tokenizer.backend_tokenizer.to_str()]
+        parts.append(json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str))
+        parts.append(json.dumps(self._tokenizer.chat_template) if self._chat else "")
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        if self._chat:
+            texts = [self._apply_chat_template(text) for text in texts]
+        # A chat template writes its special tokens itself. verbose=False: lengths are checked here.
+        encoded = self._tokenizer(
+            list(texts),
+            add_special_tokens=not self._chat,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def _apply_chat_template(self, text: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        if self._system is not None:
+            messages.insert(0, {"role": "system", "content": self._system})
+        return str(
+            self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
+
+
+class Utf8Tokenizer:
+    """One token per UTF-8 byte: the tokenizer of the `fake` engine, which has no model."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
+
+    @property
+    def fingerprint(self) -> str:
+        return "utf-8"
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode("utf-8", errors="replace")) for text in texts]
+
+
+def load_tokenizer(spec: JobSpec) -> Tokenizer:
+    """The tokenizer that fits the spec's engine.
+
+    Raises:
+        ModelError: see `ModelTokenizer`.
+    """
+    return Utf8Tokenizer(spec) if spec.engine.backend == "fake" else ModelTokenizer(spec)
+
+
+def length_fault(num_prompt_tokens: int, max_model_len: int) -> str | None:
+    """The row error of a prompt that leaves no room for an output token, if it is one."""
+    if num_prompt_tokens < max_model_len:
+        return None
+    return (
+        f"{PROMPT_TOO_LONG}: {num_prompt_tokens} tokens, the model allows {max_model_len - 1}"
+        " and one of output"
+    )
+
+
+def _position_limit(config: Any, path: str) -> int:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 2:
+        raise ModelError(
+            f"model {path}: its config.json doesn't say how long a prompt may be; set"
+            " engine.max_model_len"
+        )
+    return limit

@@ -1,0 +1,41 @@
+"""The short printed summary of a run."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from batchllm_operator.report.run_report import RunReport
+
+_MAX_TEXT_CHARS: Final = 70
+
+
+def format_summary(report: RunReport) -> str:
+    """A few lines for a terminal; no trailing line break."""
+    failed = "".join(f", {count} {kind}" for kind, count in sorted(report.errors_by_kind.items()))
+    lines = [
+        f"job {report.job}, partition {report.ds}",
+        f"  rows           {report.num_rows_in:,} in, {report.num_rows_out:,} out,"
+        f" {report.num_rows_failed:,} failed{failed and ' (' + failed[2:] + ')'},"
+        f" {report.num_rows_duplicate:,} duplicates generated once",
+        f"  prompt tokens  {report.num_logical_tokens:,} logical,"
+        f" {report.num_computed_tokens:,} computed; output tokens {report.num_output_tokens:,}",
+        f"  saving ratio   {report.achieved_saving_ratio:.1%} achieved,"
+        f" {report.planned_saving_ratio:.1%} planned, {report.optimal_saving_ratio:.1%} optimal",
+        f"  plan           {report.num_requests:,} requests in {report.num_groups:,} groups"
+        f" ({report.num_shared_groups:,} shared), {report.num_shards} shards",
+        f"  speed          {report.tokens_per_s:,.0f} tokens/s"
+        f" over {report.engine_s:,.1f} s of generating",
+        f"  model          {report.model}",
+        f"  table          {report.table_uri}",
+        f"  report         {report.report_uri}",
+    ]
+    if report.sample_rows:
+        lines.append("  sample rows")
+    for row in report.sample_rows:
+        key = ", ".join(f"{name}={value}" for name, value in row.key.items())
+        lines.append(f"    {key}: {_clip(row.generated_text)!r}")
+    return "\n".join(lines)
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT_CHARS else text[: _MAX_TEXT_CHARS - 1] + "…"
