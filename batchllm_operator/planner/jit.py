@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
-from numba import njit  # type: ignore[import-untyped]
+from numba import njit
 
 P = ParamSpec("P")
 R = TypeVar("R")

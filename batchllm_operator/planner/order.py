@@ -18,11 +18,11 @@ def order_groups(
 ) -> NDArray[np.int64]:
     """Puts groups that decode long after little prefill first, as Eq. 3 and 4 do.
 
-    R = (sum of the members' estimated output tokens) / (prefix + sum of distinct tokens);
+    R = (mean of the members' estimated output tokens) / (prefix + sum of distinct tokens);
     larger R goes first, so that the long prefills later in the job meet decodes of earlier
-    requests to share a token batch with. Eq. 4 takes the output of a whole group as
-    constant; here a group decodes as much as its members together. A group without any
-    token to prefill has R = infinity.
+    requests to share a token batch with. Eq. 4 takes the output length as constant and
+    writes 1 for it: with equal estimates this is the order of Eq. 4 exactly. A group
+    without any token to prefill has R = infinity.
 
     Groups of equal R keep the order in which they are given. From `maximize_reuse` that is
     the lexicographic rank of their first member, so the result doesn't depend on the order
@@ -53,5 +53,6 @@ def order_groups(
     outputs = output_tokens[groups.member_idxs].astype(np.int64)
     decode = np.add.reduceat(outputs, groups.offsets[:-1])
     ratio = np.full(len(prefill), np.inf)
-    np.divide(decode, prefill, out=ratio, where=prefill > 0)
+    # One division: groups whose R is equal as a fraction get equal floats.
+    np.divide(decode, prefill * groups.sizes, out=ratio, where=prefill > 0)
     return np.argsort(-ratio, kind="stable").astype(np.int64, copy=False)
