@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )
     _log.setLevel(logging.INFO)
+    if not sys.warnoptions:  # libraries warn their developers; -W and PYTHONWARNINGS bring it back
+        warnings.simplefilter("ignore")
     if getattr(args, "die_with_parent", False):
         _die_with_parent()
     _stop_on_signals()
@@ -59,8 +62,8 @@ def _plan(args: argparse.Namespace) -> Result:
     plan = plan_job(load_spec(args.job), args.ds)
     counts = plan.manifest.counts
     print(
-        f"{counts.num_rows:,} rows: {counts.num_requests:,} requests in {counts.num_groups:,} groups"
-        f" ({counts.num_shared_groups:,} shared), {counts.num_duplicate_rows:,} duplicates,"
+        f"{counts.num_rows:,} rows: {counts.num_requests:,} requests in {counts.num_groups:,}"
+        f" groups ({counts.num_shared_groups:,} shared), {counts.num_duplicate_rows:,} duplicates,"
         f" {counts.num_rejected_rows:,} rejected\n"
         f"{counts.num_logical_tokens:,} prompt tokens, {counts.num_planned_tokens:,} after sharing:"
         f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
@@ -140,7 +143,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: " + ", ".join(f"{code.value} {code.name.lower()}" for code in ExitCode),
     )
     parser.add_argument("--version", action="version", version=f"batchllm {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="name", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", dest="name", required=True, metavar="COMMAND"
+    )
 
     def add(
         name: str, run: Callable[[argparse.Namespace], Result], text: str
@@ -196,7 +201,7 @@ def _write_result(path: Path, command: str, result: Result) -> None:
     body = {"result_version": RESULT_VERSION, "command": command, **result}
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _stop_on_signals() -> None:

@@ -263,8 +263,8 @@ class JobSpec(_Section):
     def _check_secrets(cls, data: object) -> object:
         for where in _find_secrets(data):
             raise ValueError(
-                f"{where} looks like a secret; specs are stored with every plan, so take credentials"
-                " from the environment or an Airflow connection instead"
+                f"{where} looks like a secret; specs are stored with every plan, so take"
+                " credentials from the environment or an Airflow connection instead"
             )
         return data
 
@@ -310,7 +310,7 @@ class JobSpec(_Section):
 
     @property
     def input_columns(self) -> tuple[str, ...]:
-        """Input columns that the job reads, each once; the partition column only if it is placed."""
+        """Input columns that the job reads, each once; the partition's only if it is placed."""
         names = (*self.input.key, *self.output.carry, *self.prompt.columns)
         return tuple(dict.fromkeys(names))
 

@@ -77,9 +77,7 @@ class IsolatingEngine:
         return self._engine
 
     def _bury(self, error: EngineDiedError) -> None:
-        _log.warning(
-            "the engine died with %d requests in flight: %s", len(error.in_flight), error
-        )
+        _log.warning("the engine died with %d requests in flight: %s", len(error.in_flight), error)
         self.close()
 
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import os
+import sys
+import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
@@ -33,6 +37,7 @@ from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
+_log = logging.getLogger(__name__)
 _LOOK_AHEAD: Final = 2
 """Requests held by the engine, as a multiple of what it runs at a time: enough for its
 scheduler never to run dry, and no more."""
@@ -51,11 +56,9 @@ class VLLMEngine:
 
     def __init__(self, spec: JobSpec, max_model_len: int) -> None:
         args = engine_args(spec, max_model_len)
-        known = inspect.signature(EngineArgs).parameters
-        if unknown := sorted(set(args) - set(known)):
-            raise SpecError(f"engine.extra_args: this vLLM has no argument {', '.join(unknown)}")
         try:
-            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**args))
+            with _without_llvmlite():
+                self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         # Whatever keeps vLLM from starting (memory, driver, weights) ends here as one typed error.
         except Exception as error:
             raise EngineError(f"vLLM can't start: {_first_line(error)}") from error
@@ -82,6 +85,9 @@ class VLLMEngine:
                 finished = [output for output in self._engine.step() if output.finished]
             # A step that fails leaves vLLM's state unknown, whatever the error was.
             except Exception as error:
+                _log.debug("an engine step failed", exc_info=error)
+                # The frames hold the dead engine and its memory, which the next one will need.
+                traceback.clear_frames(error.__traceback__)
                 raise EngineDiedError(_first_line(error), list(in_flight.values())) from error
             for output in finished:
                 yield _convert(in_flight.pop(output.request_id), output)
@@ -89,6 +95,7 @@ class VLLMEngine:
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        self._engine.engine_core.shutdown()
         self._engine = None
         gc.collect()
         cleanup_dist_env_and_memory()
@@ -98,7 +105,9 @@ class VLLMEngine:
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
         try:
             self._engine.add_request(str(request.request_idx), prompt, self._params.clone())
-        except ValueError as error:  # vLLM's validation errors all derive from it
+        # vLLM checks a request before it takes it, with errors of several families: whatever it
+        # was, the fault is this request's and the engine goes on.
+        except Exception as error:  # noqa: BLE001
             return EngineOutput.failed(request, _first_line(error))
         return None
 
@@ -108,6 +117,9 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
 
     On a CPU: eager mode (compilation takes longer than a small job), 1 GiB of KV cache
     and blocks of 32 tokens, unless the spec says otherwise.
+
+    Raises:
+        SpecError: `engine.extra_args` names an argument that this vLLM lacks.
     """
     engine = spec.engine
     args: dict[str, Any] = {
@@ -125,7 +137,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "seed": spec.sampling.seed or 0,
+        "use_tqdm_on_load": False,
     }
     if current_platform.is_cpu():
         on_cpu = {
@@ -134,8 +146,12 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
             "block_size": _CPU_BLOCK_SIZE,
         }
         args |= {name: value for name, value in on_cpu.items() if args[name] is None}
-    args = {name: value for name, value in args.items() if value is not None}
-    return args | dict(engine.extra_args)
+    known = inspect.signature(EngineArgs).parameters
+    if unknown := sorted(set(engine.extra_args) - set(known)):
+        raise SpecError(f"engine.extra_args: this vLLM has no argument {', '.join(unknown)}")
+    return {name: value for name, value in args.items() if value is not None} | dict(
+        engine.extra_args
+    )
 
 
 def sampling_params(sampling: SamplingSpec) -> SamplingParams:
@@ -153,6 +169,22 @@ def sampling_params(sampling: SamplingSpec) -> SamplingParams:
         ignore_eos=sampling.ignore_eos,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+@contextmanager
+def _without_llvmlite() -> Iterator[None]:
+    """Keep one module of llvmlite (numba's compiler) out of `sys.modules` for a while.
+
+    vLLM 0.32 on CPU looks through all loaded modules when it starts, and stumbles over an
+    object in that one whose `__dict__` isn't a dict. Nothing imports the module meanwhile.
+    """
+    name = "llvmlite.binding.ffi"
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
 
 
 def _convert(request: EngineRequest, output: Any) -> EngineOutput:

@@ -141,7 +141,7 @@ class Folder:
         try:
             yield temporary
             _fsync(temporary)
-            os.replace(temporary, target)
+            temporary.replace(target)
             _fsync(target.parent)
         finally:
             temporary.unlink(missing_ok=True)

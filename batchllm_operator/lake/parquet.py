@@ -57,16 +57,17 @@ class ParquetTable:
             if _hive_values(name).get(self._partition_column) == partition
         }
         schema_of = chosen or dict(list(files.items())[-1:])  # an absent partition has a schema too
-        schemas, files = [], []
+        schemas: list[pa.Schema] = []
+        pinned: list[InputFile] = []
         for name, details in schema_of.items():
             footer, footer_digest = self._read_footer(name)
             schemas.append(footer.schema.to_arrow_schema())
             etag = str(details.get("ETag", "")).strip('"')
             version = f"etag:{etag}" if etag else f"footer-sha256:{footer_digest}"
-            files.append(InputFile(name, int(details["size"]), footer.num_rows, version))
+            pinned.append(InputFile(name, int(details["size"]), footer.num_rows, version))
         return Snapshot(
             partition=partition,
-            files=tuple(file for file in files if file.name in chosen),
+            files=tuple(file for file in pinned if file.name in chosen),
             schema=self._merge(schemas, next(iter(schema_of))),
         )
 

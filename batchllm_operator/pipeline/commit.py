@@ -90,7 +90,9 @@ def load_report(plan_uri: str) -> RunReport:
     try:
         data = plan.folder.read_bytes(REPORT_FILE)
     except FileNotFoundError as error:
-        raise PlanError(f"plan {plan_uri}: has no {REPORT_FILE}: it wasn't committed yet") from error
+        raise PlanError(
+            f"plan {plan_uri}: has no {REPORT_FILE}: it wasn't committed yet"
+        ) from error
     return RunReport.from_bytes(data, source=plan_uri)
 
 
@@ -184,7 +186,9 @@ def _spread(shards: Sequence[_Shard], num_rows: int, spool: Path) -> list[Path]:
     paths = [spool / f"bucket-{idx}" for idx in range(-(-num_rows // _BUCKET_ROWS))]
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(path, _BUCKET_SCHEMA)) for path in paths]
-        for part in itertools.chain.from_iterable(shard.parts(PART_SCHEMA.names) for shard in shards):
+        for part in itertools.chain.from_iterable(
+            shard.parts(PART_SCHEMA.names) for shard in shards
+        ):
             outputs = _one_per_row(part)
             bucket_idxs = outputs["row_idx"].to_numpy() // _BUCKET_ROWS
             for bucket_idx in np.unique(bucket_idxs):
@@ -205,7 +209,9 @@ def _one_per_row(part: pa.Table) -> pa.Table:
     rows = part.select([field.name for field in _OUTPUT_FIELDS]).take(request)
     rows = rows.add_column(0, "row_idx", pc.list_flatten(row_idxs))
     request_idxs = request.to_numpy()
-    is_repeat = np.concatenate([[False], request_idxs[1:] == request_idxs[:-1]])[: len(request_idxs)]
+    is_repeat = np.concatenate([[False], request_idxs[1:] == request_idxs[:-1]])[
+        : len(request_idxs)
+    ]
     cached = pc.if_else(pa.array(is_repeat), rows["num_prompt_tokens"], rows["num_cached_tokens"])
     position = rows.schema.get_field_index("num_cached_tokens")
     return rows.set_column(position, "num_cached_tokens", cached).cast(_BUCKET_SCHEMA)
@@ -248,8 +254,9 @@ def _join(
         repeated = found[1:][found[1:] == found[:-1]]
         wrong = repeated if len(repeated) else np.setxor1d(expected, found)
         raise PlanError(
-            f"row {wrong[0]} has {np.count_nonzero(found == wrong[0])} outputs where the plan wants"
-            f" {np.count_nonzero(expected == wrong[0])}; {len(wrong)} such rows; nothing was published"
+            f"row {wrong[0]} has {np.count_nonzero(found == wrong[0])} outputs where the plan"
+            f" wants {np.count_nonzero(expected == wrong[0])}; {len(wrong)} such rows; nothing was"
+            " published"
         )
     place = np.cumsum(prompted) - 1
     joined = outputs.take(pa.array(place, mask=~prompted))

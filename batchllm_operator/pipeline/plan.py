@@ -113,9 +113,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         return _build(spec, ds, table, snapshot, Path(spool))
 
 
-def _build(
-    spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: Path
-) -> StoredPlan:
+def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: Path) -> StoredPlan:
     tokenizer = load_tokenizer(spec)
     rows = _read_rows(spec, table, snapshot, tokenizer, spool / ROWS_FILE)
     where = f"table {table.uri}, partition {ds!r}"
@@ -126,7 +124,9 @@ def _build(
     _check_keys(rows.keys, spec.input.key, where)
     num_rejected = rows.num_rows - len(rows.row_idxs)
     if num_rejected:
-        _log.warning("%d of %d rows can't be prompted; see %s", num_rejected, rows.num_rows, ROWS_FILE)
+        _log.warning(
+            "%d of %d rows can't be prompted; see %s", num_rejected, rows.num_rows, ROWS_FILE
+        )
 
     requests = _deduplicate(rows, merge=spec.sampling.is_greedy)
     tree = build_prefix_tree(requests.tokens)
@@ -151,7 +151,10 @@ def _build(
         spec_identity=spec.identity,
         ds=ds,
         input_uri=table.uri,
-        input_files=tuple(SnapshotFile(name=f.name, size_bytes=f.size_bytes, version=f.version) for f in snapshot.files),
+        input_files=tuple(
+            SnapshotFile(name=f.name, size_bytes=f.size_bytes, version=f.version)
+            for f in snapshot.files
+        ),
         tokenizer_fingerprint=tokenizer.fingerprint,
         max_model_len=tokenizer.max_model_len,
         counts=counts,
@@ -214,7 +217,7 @@ def _read_rows(
 def _tokenize(
     texts: list[str | None], errors: list[str | None], tokenizer: Tokenizer, rows: _Rows
 ) -> list[str | None]:
-    """Add the prompts of a batch to `rows`; return the batch's errors, too long prompts included."""
+    """Add the prompts of a batch to `rows`; return its errors, too long prompts included."""
     errors = list(errors)
     idxs = [idx for idx, text in enumerate(texts) if text is not None]
     encoded = tokenizer.encode([text for text in texts if text is not None])
@@ -248,7 +251,9 @@ def _check_keys(batches: list[pa.RecordBatch], key: tuple[str, ...], where: str)
             " / ".join(repr(row[name]) for name in key)
             for row in repeated.slice(0, _MAX_NAMED).to_pylist()
         )
-        more = f" and {repeated.num_rows - _MAX_NAMED} more" if repeated.num_rows > _MAX_NAMED else ""
+        more = (
+            f" and {repeated.num_rows - _MAX_NAMED} more" if repeated.num_rows > _MAX_NAMED else ""
+        )
         raise KeyColumnError(
             f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once"
         )

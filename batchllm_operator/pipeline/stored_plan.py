@@ -33,7 +33,7 @@ class StoredPlan:
             data = folder.read_bytes(MANIFEST_FILE)
         except FileNotFoundError as error:
             raise PlanError(
-                f"plan {uri}: there is no {MANIFEST_FILE}: not a plan, or one that was never completed"
+                f"plan {uri}: there is no {MANIFEST_FILE}: not a plan, or one never completed"
             ) from error
         return cls(folder, PlanManifest.from_bytes(data, source=uri))
 

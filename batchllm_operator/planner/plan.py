@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -220,7 +221,7 @@ def write_shard(
     """
     bounds = part_bounds(group_ids, part_rows)
     with pq.ParquetWriter(path, SHARD_SCHEMA, compression="zstd", use_dictionary=False) as writer:
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             part = slice(start, end)
             prompts = tokens.take(prompt_idxs[part])
             rows = row_idxs[start:end]

@@ -29,4 +29,5 @@ def first_occurrences(tokens: TokenTable) -> npt.NDArray[np.int64]:
     )
     codes = prompts.dictionary_encode().indices.to_numpy(zero_copy_only=False)
     _, first_idx = np.unique(codes, return_index=True)
-    return first_idx[codes].astype(np.int64)
+    first: npt.NDArray[np.int64] = first_idx[codes].astype(np.int64)
+    return first

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from batchllm_operator.errors import ModelError
@@ -46,7 +47,8 @@ class ModelTokenizer:
         from transformers import AutoConfig, AutoTokenizer  # seconds to import
 
         model = spec.model
-        if os.path.isabs(model.path) and not os.path.isdir(model.path):
+        folder = Path(model.path)
+        if folder.is_absolute() and not folder.is_dir():
             raise ModelError(f"model {model.path}: there is no such folder")
         origin: dict[str, Any] = {
             "revision": model.revision,
@@ -100,9 +102,10 @@ class ModelTokenizer:
         messages = [{"role": "user", "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
-        return str(
-            self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        chat = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
         )
+        return str(chat)
 
 
 class Utf8Tokenizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from batchllm_operator.errors import PlanError
 
@@ -16,7 +16,7 @@ class _Frozen(BaseModel):
 class SampleRow(_Frozen):
     """A row of the output table, for a look."""
 
-    key: dict[str, JsonValue]
+    key: dict[str, str]
     generated_text: str
 
 

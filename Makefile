@@ -1,0 +1,48 @@
+SHELL := /bin/bash
+PYTHON ?= python3.11
+export PYTHON
+BIN := .venv/bin
+LOCK := requirements/cpu-py311-linux-x86_64.lock
+PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
+# Airflow's scheduler parses these files over and over: no heavy import may run at module level.
+DAG_CODE := batchllm_operator/operators dags
+DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
+  ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make .venv with the CPU builds of torch and vLLM, Airflow and this package
+	@scripts/setup.sh
+
+demo: setup ## Run the DAG daily_snippets for one date on a small lake table
+	@bash scripts/demo.sh
+
+test: setup ## Run all tests
+	$(BIN)/pytest
+
+lint: setup ## Check style, types and who imports whom
+	$(BIN)/ruff check
+	$(BIN)/ruff check --select TID253 --config '$(DAG_BAN)' $(DAG_CODE)
+	$(BIN)/ruff format --check
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports
+
+format: setup ## Rewrite the code in the project's style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: setup ## Measure the planner and the demo job; each ends with one JSON line
+	$(BIN)/python -m benchmarks.planner
+	$(BIN)/python -m benchmarks.demo_job
+
+lock: ## Pin the newest versions that pyproject.toml allows (KEEP=1: only what must change)
+	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv .venv
+	$(BIN)/python scripts/environment.py lock $(LOCK) $(if $(KEEP),--keep)
+
+clean: ## Remove caches, demo output and build products, but not .venv
+	rm -rf .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +

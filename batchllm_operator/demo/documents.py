@@ -1,0 +1,125 @@
+"""Real text that any machine has: the long descriptions of its Python distributions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Final
+
+_MIN_DOCUMENT_CHARS: Final = 400
+_MAX_DOCUMENT_CHARS: Final = 2_500
+_OWN_DISTRIBUTION: Final = "batchllm-operator"
+
+_MARKDOWN_HEADING = re.compile(r"#{1,6}\s+(?P<text>.+?)[\s#]*$")
+_CODE_FENCE = re.compile(r"\s*(```|~~~)")
+_UNDERLINE = re.compile(r"""(?P<mark>[=\-~^"'`*+#.:])(?P=mark){2,}\s*$""")
+_IMAGE = re.compile(r"!\[[^\]]*\]\([^)]*\)")
+_LINK = re.compile(r"\[(?P<text>[^\]]*)\](\([^)]*\)|\[[^\]]*\])")
+_RST_LINK = re.compile(r"`(?P<text>[^`<]+?)\s*<[^>]*>`_*")
+_TAG = re.compile(r"<[^>]*>|\{[#:.][^}]*\}")
+_VERSION = re.compile(r"v?\d")
+_WORD = re.compile(r"[A-Za-z]{3}")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoDocument:
+    """One distribution's long description."""
+
+    package: str
+    """Normalised name of the distribution; identifies the document."""
+    text: str
+    """The description, clipped at a line break."""
+    headings: tuple[str, ...]
+    """Headings of the whole description in order of appearance, each once (ignoring case)."""
+
+
+def clip(text: str, max_chars: int) -> str:
+    """`text` cut to at most `max_chars` characters, at the last line break if there is one."""
+    if len(text) <= max_chars:
+        return text
+    head = text[:max_chars]
+    at_line = head.rfind("\n")
+    return head[:at_line].rstrip() if at_line > 0 else head
+
+
+def headings_of(text: str, *, markdown: bool) -> tuple[str, ...]:
+    """Headings in a Markdown or reStructuredText document, as plain text, each once.
+
+    Lines in code fences, version numbers and one-symbol lines don't count.
+    """
+    found: dict[str, str] = {}
+    lines = [line.rstrip() for line in text.splitlines()]
+    in_fence = False
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if markdown and _CODE_FENCE.match(line):
+            in_fence = not in_fence
+        if in_fence or not line.strip() or line[0].isspace():
+            continue
+        heading = _heading(line, following, markdown=markdown)
+        if 3 <= len(heading) <= 60 and _WORD.search(heading) and not _VERSION.match(heading):
+            found.setdefault(heading.casefold(), heading)
+    return tuple(found.values())
+
+
+def _heading(line: str, following: str, *, markdown: bool) -> str:
+    """The text of the heading that `line` is, or an empty string."""
+    underline = _UNDERLINE.match(following)
+    if markdown and (match := _MARKDOWN_HEADING.match(line)):
+        text = match["text"]
+    elif (
+        underline
+        and not _UNDERLINE.match(line)
+        and (underline["mark"] in "=-" if markdown else len(underline[0]) >= len(line))
+    ):
+        text = line
+    else:
+        return ""
+    text = _TAG.sub("", _RST_LINK.sub(r"\g<text>", _LINK.sub(r"\g<text>", _IMAGE.sub("", text))))
+    return " ".join(text.split()).strip(" #*`_:.!|")
+
+
+def demo_documents(max_chars: int = _MAX_DOCUMENT_CHARS) -> tuple[DemoDocument, ...]:
+    """Long descriptions of the installed distributions, sorted by name, without equal texts.
+
+    The same environment always gives the same documents. This package's own
+    description is left out, so that editing the README doesn't change the demo.
+    """
+    return tuple(
+        DemoDocument(package, clip(text, max_chars), headings)
+        for package, text, headings in _descriptions()
+    )
+
+
+@cache
+def _descriptions() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    """(package, whole description, headings) of every distribution with enough text."""
+    by_package: dict[str, tuple[str, bool]] = {}
+    for package, text, markdown in _installed():
+        by_package.setdefault(package, (text, markdown))  # the first on sys.path is the one in use
+    found = []
+    seen: set[str] = set()
+    for package, (text, markdown) in sorted(by_package.items()):
+        if len(text) < _MIN_DOCUMENT_CHARS or text in seen or package == _OWN_DISTRIBUTION:
+            continue
+        seen.add(text)
+        found.append((package, text, headings_of(text, markdown=markdown)))
+    return tuple(found)
+
+
+def _installed() -> Iterator[tuple[str, str, bool]]:
+    """Yield (normalised name, description, whether it is Markdown) of each distribution."""
+    for distribution in metadata.distributions():
+        fields = distribution.metadata.json
+        name, text = fields.get("name"), fields.get("description")
+        if not isinstance(name, str) or not isinstance(text, str):
+            continue  # a broken installation, or one without a description
+        lines = (line.rstrip() for line in text.strip().splitlines())
+        content_type = str(fields.get("description_content_type", ""))
+        yield (
+            re.sub(r"[-_.]+", "-", name).lower(),
+            "\n".join(lines),
+            content_type.startswith("text/markdown"),
+        )

@@ -1,0 +1,207 @@
+"""The demo's model: Qwen2 in miniature with random weights and a real tokenizer.
+
+It writes nonsense, yet everything around it is as with a real model: the folder, the
+tokenizer, the chat template, the loading code. Heavy libraries are imported when used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from batchllm_operator.demo.documents import demo_documents
+from batchllm_operator.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+_VOCAB_SIZE: Final = 4_096
+_HIDDEN_SIZE: Final = 128
+_NUM_LAYERS: Final = 2
+_NUM_HEADS: Final = 4
+_NUM_KV_HEADS: Final = 2
+_MAX_POSITIONS: Final = 4_096
+
+_END_OF_TEXT: Final = "<|endoftext|>"
+_MESSAGE_START: Final = "<|im_start|>"
+_MESSAGE_END: Final = "<|im_end|>"
+_SPECIAL_TOKENS: Final = (_END_OF_TEXT, _MESSAGE_START, _MESSAGE_END)
+
+_CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# How far the weights spread, chosen for outputs that depend on the whole prompt and for
+# logits whose best two are far apart compared to float32 noise.
+_QK_GAIN: Final = 1.2  # attention looks at few positions, not at an average of all
+_BRANCH_GAIN: Final = 3.0  # attention and MLP outweigh the embedding of the last token
+_NORM_SPREAD: Final = 0.5  # of the log of each token's output norm: few tokens compete
+_END_NORM: Final = 5.0  # the end of a message wins now and then
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModelInfo:
+    """What `build_demo_model` wrote."""
+
+    path: Path
+    """Folder to give as `model.path` in a job spec."""
+    num_parameters: int
+    vocab_size: int
+    """Tokens that the tokenizer knows, special ones included."""
+
+
+def build_demo_model(
+    folder: Path, *, documents: Sequence[str] | None = None, seed: int = 0
+) -> DemoModelInfo:
+    """Write a tiny Qwen2 model and its tokenizer into `folder`; transformers and vLLM load it.
+
+    Weights are float32 and random with `seed`; the byte-level BPE tokenizer is trained on
+    `documents` (default: `demo_documents()`). Same documents and seed, same bytes. Files
+    are made elsewhere and moved in at the end, `config.json` last, so that a folder with a
+    `config.json` is complete; an older model in the folder is replaced. Needs no network.
+
+    Raises:
+        ModelError: `documents` holds no text to train the tokenizer on.
+    """
+    if documents is None:
+        documents = [document.text for document in demo_documents()]
+    if not any(documents):
+        raise ModelError(f"demo model {folder}: there is no text to train the tokenizer on")
+    tokenizer = _train_tokenizer(documents)
+    model = _random_model(tokenizer, seed)
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        tokenizer.save_pretrained(unfinished)
+        with _quiet():
+            model.save_pretrained(unfinished)
+        (unfinished / "model.safetensors").chmod(0o644)  # made readable by its owner alone
+        folder.mkdir(exist_ok=True)
+        for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return DemoModelInfo(
+        path=folder,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocab_size=len(tokenizer),
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from drawing a progress bar for a file of a few megabytes."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def _train_tokenizer(documents: Sequence[str]) -> Qwen2Tokenizer:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    # Loading by model type makes a Qwen2Tokenizer, which brings its own way of splitting
+    # text; training with the same one keeps tokenizer.json true for whoever reads it alone.
+    untrained = Qwen2Tokenizer().backend_tokenizer
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = untrained.normalizer
+    tokenizer.pre_tokenizer = untrained.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE,
+        special_tokens=list(_SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    trained: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    merges: Any = [tuple(merge) for merge in trained["merges"]]  # pairs, whatever its type says
+    return Qwen2Tokenizer(
+        vocab=trained["vocab"],
+        merges=merges,
+        unk_token=_END_OF_TEXT,
+        eos_token=_MESSAGE_END,
+        pad_token=_END_OF_TEXT,
+        additional_special_tokens=[_MESSAGE_START],
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=_MAX_POSITIONS,
+    )
+
+
+def _random_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=_HIDDEN_SIZE,
+        intermediate_size=4 * _HIDDEN_SIZE,
+        num_hidden_layers=_NUM_LAYERS,
+        num_attention_heads=_NUM_HEADS,
+        num_key_value_heads=_NUM_KV_HEADS,
+        max_position_embeddings=_MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
+        torch.manual_seed(seed)
+        model: Qwen2ForCausalLM = Qwen2ForCausalLM(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            _fill(name, weight, generator)
+        _shape_output(model.lm_head.weight, tokenizer, generator)
+    return model
+
+
+def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Overwrite one parameter with random values of a spread that suits its place."""
+    if "norm" in name:
+        weight.fill_(1.0)
+    elif name.endswith("bias"):
+        weight.normal_(0.0, 0.1, generator=generator)
+    elif "embed_tokens" in name:
+        weight.normal_(0.0, 1.0, generator=generator)
+    else:
+        gain = 1.0
+        if ".q_proj." in name or ".k_proj." in name:
+            gain = _QK_GAIN
+        elif ".o_proj." in name or ".down_proj." in name:
+            gain = _BRANCH_GAIN
+        weight.normal_(0.0, gain / math.sqrt(weight.shape[-1]), generator=generator)
+
+
+def _shape_output(
+    weight: torch.Tensor, tokenizer: Qwen2Tokenizer, generator: torch.Generator
+) -> None:
+    """Give each token's row of `weight` ([vocab, hidden]) a norm of its own.
+
+    Ids without a token and special ones other than the end of a message get zero, so that
+    they never come out.
+    """
+    norms = (weight.new_empty(weight.shape[0]).normal_(generator=generator) * _NORM_SPREAD).exp_()
+    norms[len(tokenizer) :] = 0.0
+    norms[tokenizer.all_special_ids] = 0.0
+    norms[tokenizer.eos_token_id] = _END_NORM
+    weight.mul_(norms[:, None])

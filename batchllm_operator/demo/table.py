@@ -1,0 +1,138 @@
+"""The demo's lake table: passages of real documentation, each asked about several topics."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.demo.documents import DemoDocument, demo_documents
+from batchllm_operator.errors import TableError
+
+__all__ = ["DEMO_SCHEMA", "DemoTableInfo", "build_demo_table", "demo_documents"]
+
+DEMO_SCHEMA: Final = pa.schema(
+    [
+        pa.field("snippet_id", pa.string(), nullable=False),
+        pa.field("package", pa.string(), nullable=False),
+        pa.field("document", pa.string(), nullable=False),
+        pa.field("query", pa.string(), nullable=False),
+    ]
+)
+"""Columns of the demo table; `snippet_id` is the key, the partition column is in the path."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoTableInfo:
+    """What `build_demo_table` wrote."""
+
+    uri: str
+    """Root of the dataset."""
+    partition_path: Path
+    """Folder of the partition."""
+    num_rows: int
+    num_documents: int
+    num_queries: int
+    """Distinct query texts; several documents share most of them."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_rows:,} rows ({self.num_documents:,} documents, {self.num_queries:,}"
+            f" different queries) in {self.partition_path}"
+        )
+
+
+def build_demo_table(
+    folder: Path,
+    *,
+    ds: str,
+    max_documents: int = 60,
+    max_queries_per_document: int = 5,
+    max_document_chars: int = 2_500,
+) -> DemoTableInfo:
+    """Write partition `ds` of the demo table: `<folder>/ds=<ds>/part-0.parquet`.
+
+    Documents are descriptions of installed distributions; their queries are the headings
+    that recur most across all of them ("Installation", "Usage", ...), so that rows share
+    documents as well as queries. Fewer documents than asked for is fine. Rows are in a
+    fixed order that isn't grouped by document. In one environment the file has the same
+    bytes every time; an older one is replaced in one step.
+
+    Raises:
+        TableError: `ds` can't name a partition, or no installed distribution has a
+            description with headings.
+    """
+    if not ds or "/" in ds or ds.startswith("."):
+        raise TableError(f"demo table {folder}: {ds!r} can't name a partition; use 2026-01-31")
+    chosen = _choose(demo_documents(max_document_chars), max_documents, max_queries_per_document)
+    if not chosen:
+        raise TableError(
+            f"demo table {folder}: no Python distribution installed here has a long description"
+            " with headings, so there is nothing to make a table of"
+        )
+    rows = sorted(_rows(chosen), key=_shuffle_key)
+    partition_path = folder / f"ds={ds}"
+    partition_path.mkdir(parents=True, exist_ok=True)
+    unfinished = partition_path / f".part-0.parquet.{os.getpid()}"
+    try:
+        pq.write_table(pa.Table.from_pylist(rows, schema=DEMO_SCHEMA), unfinished)
+        unfinished.replace(partition_path / "part-0.parquet")
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return DemoTableInfo(
+        uri=str(folder),
+        partition_path=partition_path,
+        num_rows=len(rows),
+        num_documents=len(chosen),
+        num_queries=len({row["query"] for row in rows}),
+    )
+
+
+def _choose(
+    documents: Sequence[DemoDocument], max_documents: int, max_queries: int
+) -> list[tuple[DemoDocument, tuple[str, ...]]]:
+    """The documents whose headings recur most, each with its queries."""
+    spellings = Counter(heading for document in documents for heading in document.headings)
+    recurrence = Counter(h.casefold() for document in documents for h in document.headings)
+    # One spelling for all documents ("Quick Start", "Quick start"), or they wouldn't be shared.
+    canonical: dict[str, str] = {}
+    for heading, _ in sorted(spellings.items(), key=lambda item: (-item[1], item[0])):
+        canonical.setdefault(heading.casefold(), heading)
+
+    candidates = []
+    seen_texts: set[str] = set()
+    for document in documents:
+        if document.text in seen_texts or not document.headings:
+            continue
+        seen_texts.add(document.text)
+        ranked = sorted((-recurrence[h.casefold()], h.casefold()) for h in document.headings)
+        queries = tuple(canonical[heading] for _, heading in ranked[:max_queries])
+        num_shared = sum(1 for count, _ in ranked[:max_queries] if count < -1)
+        candidates.append((-num_shared, document.package, document, queries))
+    candidates.sort(key=lambda candidate: candidate[:2])
+    return [(document, queries) for _, _, document, queries in candidates[:max_documents]]
+
+
+def _rows(chosen: Iterable[tuple[DemoDocument, tuple[str, ...]]]) -> list[dict[str, str]]:
+    return [
+        {
+            "snippet_id": f"{document.package}:{idx}",
+            "package": document.package,
+            "document": document.text,
+            "query": query,
+        }
+        for document, queries in chosen
+        for idx, query in enumerate(queries)
+    ]
+
+
+def _shuffle_key(row: dict[str, str]) -> bytes:
+    """A place in the table that has nothing to do with the row's document."""
+    return hashlib.sha256(row["snippet_id"].encode()).digest()

@@ -1,0 +1,17 @@
+"""Airflow operators for the stages of a job. Each runs a `batchllm` command as a child process.
+
+Only Airflow, `spec` and `errors` may be imported here: Airflow parses DAG files over and
+over, and its workers need neither the engine nor a GPU to do so.
+"""
+
+from batchllm_operator.operators.commit import BatchLLMCommitOperator
+from batchllm_operator.operators.generate import BatchLLMGenerateOperator
+from batchllm_operator.operators.plan import BatchLLMPlanOperator
+from batchllm_operator.operators.task_group import batchllm_task_group
+
+__all__ = [
+    "BatchLLMCommitOperator",
+    "BatchLLMGenerateOperator",
+    "BatchLLMPlanOperator",
+    "batchllm_task_group",
+]

@@ -1,0 +1,129 @@
+"""How an operator runs a `batchllm` command: arguments in, versioned result JSON out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Final, NoReturn
+
+from airflow.sdk import BaseOperator
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+
+from batchllm_operator.errors import ExitCode
+from batchllm_operator.operators.child import ChildOutcome, ChildProcess
+
+RESULT_VERSION: Final = 1
+
+# -P: what lies in the working directory must not shadow a package (kernels/ would be taken
+# for Hugging Face's).
+_COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator.cli")
+
+_FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS)
+"""Failures that a retry can't mend. An empty partition isn't one: data may come late."""
+
+
+class BatchLLMCommandOperator(BaseOperator):
+    """Base of the operators: runs one `batchllm` command as a child process of the task.
+
+    The command's lines go into the task's log. When the task is killed, times out or
+    loses its supervisor, the command is asked to stop by SIGTERM and killed after
+    `kill_grace_s`; when the task itself is killed by SIGKILL, the kernel ends the command.
+
+    Args:
+        env: environment variables for the command, on top of the task's own (templated).
+        kill_grace_s: seconds that the command may take to stop.
+    """
+
+    template_fields: Sequence[str] = ("env",)
+    template_fields_renderers: ClassVar[dict[str, str]] = {"env": "json"}
+    ui_color = "#d7e8f4"
+
+    def __init__(
+        self, *, env: Mapping[str, str] | None = None, kill_grace_s: float = 30.0, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.env = env
+        self.kill_grace_s = kill_grace_s
+        self._child: ChildProcess | None = None
+
+    def run_command(self, command: str, *arguments: str) -> dict[str, Any]:
+        """Run `batchllm <command> <arguments>` and return its result.
+
+        Raises:
+            AirflowFailException: the spec, the table or the plan is wrong, too many rows
+                failed, or the command speaks another result version; a retry won't help.
+            AirflowException: the command failed in any other way, or was stopped.
+        """
+        with TemporaryDirectory(prefix="batchllm-") as folder:
+            result_path = Path(folder) / "result.json"
+            argv = (*_COMMAND, command, *arguments)
+            self.log.info("Running batchllm %s", " ".join((command, *arguments)))
+            child = self._child = ChildProcess(
+                (*argv, "--result", str(result_path), "--die-with-parent"),
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(self.env or {})},
+                kill_grace_s=self.kill_grace_s,
+            )
+            outcome = child.run(self.log.info)
+            if outcome.exit_code != ExitCode.OK:
+                _raise_failure(command, outcome)
+            return read_result(result_path, command)
+
+    def on_kill(self) -> None:
+        """Ask the command to stop; whoever waits for it in `execute` sees to its end."""
+        if self._child is not None:
+            self.log.warning("The task is being killed; stopping the command")
+            self._child.stop("the task was killed")
+
+
+def read_result(path: Path, command: str) -> dict[str, Any]:
+    """Read what `batchllm <command> --result <path>` wrote.
+
+    Raises:
+        AirflowFailException: there is no file, or it isn't a result of this version and
+            command; both mean that the installed releases don't fit together.
+    """
+    try:
+        result = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise AirflowFailException(
+            f"batchllm {command} ended well but wrote no result; is it another release than"
+            " these operators?"
+        ) from None
+    except ValueError as error:
+        raise AirflowFailException(f"batchllm {command}: its result isn't JSON: {error}") from error
+    version = result.get("result_version") if isinstance(result, dict) else None
+    if version != RESULT_VERSION:
+        raise AirflowFailException(
+            f"batchllm {command}: result version {version!r}; these operators read version"
+            f" {RESULT_VERSION}: install the same release of batchllm-operator on both sides"
+        )
+    if result.get("command") != command:
+        raise AirflowFailException(
+            f"batchllm {command}: the result is that of {result.get('command')!r}"
+        )
+    return dict(result)
+
+
+def uris_and_counts(result: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """What of a result may go into an XCom: numbers and URIs, no texts and nothing nested."""
+    return {
+        name: value
+        for name, value in result.items()
+        if (isinstance(value, int | float) and name != "result_version")
+        or (isinstance(value, str) and name.endswith("_uri"))
+    }
+
+
+def _raise_failure(command: str, outcome: ChildOutcome) -> NoReturn:
+    if outcome.stop_reason is not None:
+        raise AirflowException(
+            f"batchllm {command} was stopped: {outcome.stop_reason}; finished parts are kept"
+        )
+    message = f"batchllm {command}: {outcome.error or 'no message'} (exit code {outcome.exit_code})"
+    if outcome.exit_code in _FINAL_EXIT_CODES:
+        raise AirflowFailException(message)
+    raise AirflowException(message)

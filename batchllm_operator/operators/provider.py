@@ -1,0 +1,28 @@
+"""What Airflow shows about this package; the entry point `apache_airflow_provider`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchllm_operator import __version__
+
+
+def get_provider_info() -> dict[str, Any]:
+    """Describe the provider, in the form of Airflow's provider_info.schema.json."""
+    return {
+        "package-name": "batchllm-operator",
+        "name": "BatchLLM",
+        "description": "Offline LLM jobs over data-lake tables, planned by their shared prefixes.",
+        "versions": [__version__],
+        "integrations": [{"integration-name": "BatchLLM", "tags": ["software"]}],
+        "operators": [
+            {
+                "integration-name": "BatchLLM",
+                "python-modules": [
+                    "batchllm_operator.operators.plan",
+                    "batchllm_operator.operators.generate",
+                    "batchllm_operator.operators.commit",
+                ],
+            }
+        ],
+    }

@@ -1,0 +1,24 @@
+"""Every day: for each (document, query) of the day's partition, the snippet that answers it."""
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from airflow.sdk import DAG, CronDataIntervalTimetable
+
+from batchllm_operator.operators import batchllm_task_group
+
+SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
+
+with DAG(
+    "daily_snippets",
+    description="Snippets of documents for queries; the rows of a document share its prefix",
+    # By data interval, so that {{ ds }} is the day that has just ended.
+    schedule=CronDataIntervalTimetable("@daily", timezone="UTC"),
+    start_date=datetime(2026, 1, 1, tzinfo=UTC),
+    catchup=False,
+    max_active_runs=1,
+    default_args={"retries": 2, "retry_delay": timedelta(minutes=1)},
+    tags=["batchllm"],
+):
+    batchllm_task_group(SPEC_DIR / "daily_snippets.yaml", group_id="snippets")

@@ -1,0 +1,24 @@
+"""Every day: how well each document answers its query; the rows of a query share its prefix."""
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from airflow.sdk import DAG, CronDataIntervalTimetable
+
+from batchllm_operator.operators import batchllm_task_group
+
+SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
+
+with DAG(
+    "offline_ranking",
+    description="Relevance of documents to queries; instruction and query are the prefix",
+    # By data interval, so that {{ ds }} is the day that has just ended.
+    schedule=CronDataIntervalTimetable("@daily", timezone="UTC"),
+    start_date=datetime(2026, 1, 1, tzinfo=UTC),
+    catchup=False,
+    max_active_runs=1,
+    default_args={"retries": 2, "retry_delay": timedelta(minutes=1)},
+    tags=["batchllm"],
+):
+    batchllm_task_group(SPEC_DIR / "offline_ranking.yaml", group_id="ranking")

@@ -1,0 +1,1 @@
+"""Attention kernels for batches of prompts that share prefixes. Depends on torch only."""

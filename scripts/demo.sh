@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Runs the DAG daily_snippets for one date on a small lake table made of the descriptions of
+# the installed Python packages, and prints what it did. Everything it makes is in .demo/.
+#   DS=2026-01-31   the partition
+set -euo pipefail
+
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+demo="$root/.demo"
+log="$demo/airflow.log"
+ds="${DS:-2026-01-31}"
+spec="$root/dags/specs/daily_snippets.yaml"
+
+if [[ ! -x "$root/.venv/bin/airflow" ]]; then
+  echo "demo: there is no Airflow in $root/.venv; run 'make setup' first" >&2
+  exit 1
+fi
+if [[ ! "$ds" =~ ^[0-9]{4}-[0-9]{2}-[0-9]{2}$ ]]; then
+  echo "demo: DS='$ds' is not a date such as 2026-01-31" >&2
+  exit 2
+fi
+mkdir -p "$demo"
+
+# An Airflow of its own: nothing of one that the caller may have is read or changed.
+for name in $(compgen -e AIRFLOW__ || true); do unset "$name"; done
+export AIRFLOW_HOME="$demo/airflow"
+export AIRFLOW__CORE__DAGS_FOLDER="$root/dags"
+export AIRFLOW__CORE__LOAD_EXAMPLES=False
+export BATCHLLM_SPEC_DIR="$root/dags/specs"
+# Nobody is told about this run, and nothing is downloaded.
+export DO_NOT_TRACK=1 SCARF_ANALYTICS=false VLLM_NO_USAGE_STATS=1 VLLM_DO_NOT_TRACK=1
+export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+if [[ -z "${HOME:-}" ]]; then
+  export HOME="$demo/home"
+  mkdir -p "$HOME"
+fi
+
+batchllm() { "$root/.venv/bin/python" -P -m batchllm_operator.cli "$@"; }
+airflow() { "$root/.venv/bin/airflow" "$@"; }
+
+fail() {
+  echo "demo: $1; the end of $log:" >&2
+  tail -n 30 -- "$log" >&2
+  exit 1
+}
+
+# Keeps Airflow's whole log and passes on which task runs and what its command says.
+show_progress() {
+  local line message
+  while IFS= read -r line; do
+    printf '%s\n' "$line" >>"$log"
+    case "$line" in
+      *'[DAG TEST] starting task_id='*)
+        message="${line#*starting task_id=}"
+        message="${message%% \[*}"
+        printf 'task %s\n' "${message/ map_index=-1/}"
+        ;;
+      *' [airflow.task.operators.batchllm_operator.'*)
+        message="${line%% \[airflow.task.operators.batchllm_operator.*}"
+        message="${message#*\] }"
+        case "$message" in
+          '(MainProcess pid='* | '[W'[0-9]* | 'WARNING: Triton '*) continue ;; # vLLM on a CPU
+        esac
+        printf '  %s\n' "${message%"${message##*[![:space:]]}"}"
+        ;;
+      *'DagRun Finished:'*)
+        message="${line#* state=}"
+        printf 'run %s\n' "${message%%,*}"
+        ;;
+    esac
+  done
+}
+
+: >"$log"
+if [[ ! -f "$demo/lake/documents/ds=$ds/part-0.parquet" ]]; then
+  batchllm demo-table "$demo/lake/documents" --ds "$ds"
+fi
+if [[ ! -f "$demo/model/config.json" ]]; then
+  batchllm demo-model "$demo/model"
+fi
+airflow db migrate >>"$log" 2>&1 || fail "Airflow's database can't be made"
+airflow dags test daily_snippets "$ds" 2>&1 | show_progress || fail "the DAG run failed"
+echo
+batchllm report --job "$spec" --ds "$ds"
+echo "  Airflow's log  $log"

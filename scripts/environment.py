@@ -1,0 +1,172 @@
+"""The CPU environment's contents: pin them, repair them, check them. Standard library only.
+
+    python scripts/environment.py lock LOCK    resolve pyproject.toml and write the lock
+    python scripts/environment.py repair       forget what an interrupted install left half done
+    python scripts/environment.py check LOCK   exit 1 and say why, unless everything is as locked
+
+The lock leaves out torch, which is installed first as a CPU build, and torch's companions,
+which nothing here uses and whose default builds want CUDA. It is installed with --no-deps, so no
+resolver gets to bring them back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ("cpu", "airflow", "dev")
+COMPANIONS = frozenset({"torchaudio", "torchcodec", "torchvision"})
+CUDA_PREFIXES = ("nvidia-", "cuda-")
+
+
+def canonical(name: str) -> str:
+    """The spelling of a distribution's name that package indexes compare by."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def is_unwanted(name: str) -> bool:
+    """Whether `name` (canonical) is a CUDA package or a companion of torch."""
+    return name in COMPANIONS or name.startswith(CUDA_PREFIXES)
+
+
+def read_lock(lock: Path) -> dict[str, str]:
+    """Version by canonical name."""
+    pins = (line.split()[0] for line in lock.read_text().splitlines() if not line.startswith("#"))
+    return dict(pin.split("==", 1) for pin in pins)
+
+
+# lock
+
+
+def requirements(pyproject: dict[str, Any]) -> list[str]:
+    """Everything that the environment is resolved from, with torch as its CPU build."""
+    project = pyproject["project"]
+    wanted: list[str] = [*project["dependencies"], *pyproject["build-system"]["requires"]]
+    for extra in EXTRAS:
+        wanted += project["optional-dependencies"][extra]
+    return [f"{line}+cpu" if line.startswith("torch==") else line for line in wanted]
+
+
+def resolve(wanted: list[str], keep: dict[str, str]) -> list[dict[str, Any]]:
+    """pip's choice for `wanted`: the `install` list of its report. Nothing is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, constraint = Path(folder) / "report.json", Path(folder) / "constraint.txt"
+        constraint.write_text("".join(f"{name}=={pin}\n" for name, pin in keep.items()))
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "-qq"]
+        command += ["--report", str(report), "--constraint", str(constraint)]
+        subprocess.run([*command, *wanted], check=True)
+        chosen: list[dict[str, Any]] = json.loads(report.read_text())["install"]
+    return chosen
+
+
+def render(chosen: list[dict[str, Any]]) -> str:
+    """The lock's text: `name==version` and the hash of the file that pip chose, one per line."""
+    lines = []
+    for item in sorted(chosen, key=lambda item: canonical(item["metadata"]["name"])):
+        name = canonical(item["metadata"]["name"])
+        if name.startswith(CUDA_PREFIXES):
+            raise SystemExit(f"{name} was resolved, but the CPU environment holds no CUDA package")
+        if name != "torch" and name not in COMPANIONS:
+            digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
+            lines.append(f"{name}=={item['metadata']['version']} --hash=sha256:{digest}\n")
+    made_for = f"Python {platform.python_version()} on {platform.machine()}"
+    return f"# Written by `make lock` for {made_for}; install with --no-deps\n{''.join(lines)}"
+
+
+def write_lock(lock: Path, *, keep: bool) -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    text = render(resolve(requirements(pyproject), read_lock(lock) if keep else {}))
+    lock.write_text(text)
+    print(f"{lock}: {text.count(' --hash=')} distributions")
+
+
+# repair and check
+
+
+def is_complete(distribution: Distribution) -> bool:
+    """Whether pip came to its last step, INSTALLER, and every file in RECORD is there."""
+    files = distribution.files
+    if files is None or distribution.read_text("INSTALLER") is None:
+        return False
+    paths = (distribution.locate_file(file) for file in files if file.suffix != ".pyc")
+    return all(Path(str(path)).exists() for path in paths)
+
+
+def incomplete(site: Path) -> Iterator[Path]:
+    """What an interrupted pip left in `site`: metadata without all files, moved-away folders."""
+    yield from site.glob("~*")
+    for metadata in site.glob("*.dist-info"):
+        if not is_complete(Distribution.at(metadata)):
+            yield metadata
+
+
+def repair(site: Path) -> None:
+    """Remove the metadata of half-installed distributions, so that pip installs them again."""
+    for leftover in list(incomplete(site)):
+        print(f"half installed, will be installed again: {leftover.name}")
+        shutil.rmtree(leftover)
+
+
+def faults(pins: dict[str, str], installed: dict[str, str]) -> Iterator[str]:
+    """What differs between the lock and what is `installed` (version by canonical name)."""
+    for name, version in pins.items():
+        if installed.get(name) != version:
+            yield f"{name}: {version} is locked, {installed.get(name, 'nothing')} is installed"
+    for name in filter(is_unwanted, installed):
+        yield f"{name}: must not be in the CPU environment (pip uninstall {name})"
+    for module in ("torch", "vllm", "airflow", "batchllm_operator", "batchllm_kernels"):
+        if importlib.util.find_spec(module) is None:
+            yield f"{module}: can't be imported"
+
+
+def torch_cuda_version(site: Path) -> str | None:
+    """The CUDA version that torch was built for, read without importing torch."""
+    namespace: dict[str, Any] = {}
+    exec((site / "torch" / "version.py").read_text(), namespace)
+    cuda: str | None = namespace["cuda"]
+    return cuda
+
+
+def check(lock: Path, site: Path) -> None:
+    installed = {canonical(d.metadata["Name"]): d.version for d in distributions(path=[str(site)])}
+    found = list(faults(read_lock(lock), installed))
+    if cuda := torch_cuda_version(site):
+        found.append(f"torch: built for CUDA {cuda}, but the CPU environment needs a CPU build")
+    if found:
+        raise SystemExit("\n".join(["the environment is not as locked:", *found]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Pin, repair or check the CPU environment.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    lock = commands.add_parser("lock", help="resolve pyproject.toml and write the lock")
+    lock.add_argument("lock", type=Path)
+    lock.add_argument("--keep", action="store_true", help="keep the versions locked so far")
+    commands.add_parser("repair", help="forget what an interrupted install left half done")
+    commands.add_parser("check", help="compare with the lock").add_argument("lock", type=Path)
+    arguments = parser.parse_args()
+    site = Path(sysconfig.get_path("purelib"))
+    if arguments.command == "lock":
+        write_lock(arguments.lock, keep=arguments.keep)
+    elif arguments.command == "repair":
+        repair(site)
+    else:
+        check(arguments.lock, site)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Storage on local disk and S3, and the command line in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Read once, when these libraries are imported: no test may reach for a model on the hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+
+@dataclass(frozen=True)
+class CommandOutcome:
+    """What a `batchllm` command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        """Lines on stderr that report an error."""
+        return [line for line in self.err.splitlines() if "error" in line.lower()]
+
+
+Batchllm = Callable[..., CommandOutcome]
+
+
+@pytest.fixture
+def batchllm(capsys: pytest.CaptureFixture[str]) -> Iterator[Batchllm]:
+    """Run a `batchllm` command in this process, with the stderr that a user would see."""
+    from batchllm_operator.cli import main
+
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    level = logging.getLogger("batchllm_operator").level
+
+    def run(*args: object) -> CommandOutcome:
+        root = logging.getLogger()
+        root_handlers, root_level = root.handlers, root.level
+        root.handlers = []  # pytest's own keep the command from logging to stderr
+        capsys.readouterr()
+        try:
+            code = main([str(arg) for arg in args])
+        except SystemExit as stop:  # argparse
+            code = stop.code if isinstance(stop.code, int) else 1
+        finally:
+            root.handlers = root_handlers
+            root.setLevel(root_level)
+        return CommandOutcome(int(code), *capsys.readouterr())
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    logging.getLogger("batchllm_operator").setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """An S3 server on a loopback port; no client of it outlives it."""
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    S3FileSystem.clear_instance_cache()
+    yield f"http://{host}:{port}"
+    S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+@pytest.fixture
+def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a user of `s3_endpoint`. Tests share a client, to save time."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    settings = {
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def fresh_s3_client(s3_environment: None) -> Iterator[None]:
+    """For tests that change the environment: a client is made in it, and forgotten after."""
+    from s3fs import S3FileSystem
+
+    S3FileSystem.clear_instance_cache()
+    yield
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def s3_bucket(s3_environment: None) -> str:
+    """A new bucket."""
+    from s3fs import S3FileSystem
+
+    name = f"lake-{uuid.uuid4().hex[:12]}"
+    S3FileSystem().mkdir(name)
+    return f"s3://{name}"
+
+
+@pytest.fixture(params=["local", "s3"])
+def lake_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place for tables that has nothing in it yet: once on local disk, once on S3."""
+    if request.param == "local":
+        return str(tmp_path / "lake")
+    bucket: str = request.getfixturevalue("s3_bucket")
+    return f"{bucket}/lake"

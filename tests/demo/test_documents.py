@@ -1,0 +1,55 @@
+from batchllm_operator.demo.documents import clip, demo_documents, headings_of
+
+
+def test_markdown_headings_are_plain_text_without_code_and_versions():
+    text = """\
+# My *tool* ![badge](http://x/y.svg)
+
+## Installation ##
+
+```sh
+# not a heading
+```
+
+## 1.2.3
+## [Usage](http://x)
+Quick start
+-----------
+## usage
+"""
+    assert headings_of(text, markdown=True) == ("My *tool", "Installation", "Usage", "Quick start")
+
+
+def test_rst_headings_are_underlined_lines():
+    text = """\
+=====
+Tool
+=====
+
+# not a heading
+
+Getting `started <http://x>`_
+=============================
+
+too long for its line
+====
+
+Usage
+~~~~~
+"""
+    assert headings_of(text, markdown=False) == ("Tool", "Getting started", "Usage")
+
+
+def test_clip_ends_at_a_line_break():
+    assert clip("one\ntwo\nthree", 9) == "one\ntwo"
+    assert clip("one\ntwo", 7) == "one\ntwo"
+    assert clip("a" * 10, 4) == "aaaa"
+
+
+def test_documents_are_sorted_clipped_and_without_this_package():
+    documents = demo_documents(max_chars=1_000)
+    packages = [document.package for document in documents]
+    assert packages == sorted(set(packages))
+    assert "batchllm-operator" not in packages
+    assert all(0 < len(document.text) <= 1_000 for document in documents)
+    assert len(documents) >= 50

@@ -1,0 +1,92 @@
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchllm_operator.demo import table
+from batchllm_operator.demo.documents import DemoDocument
+from batchllm_operator.demo.table import DEMO_SCHEMA, build_demo_table
+from batchllm_operator.errors import TableError
+
+DS = "2026-01-31"
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    return pq.ParquetFile(folder / f"ds={DS}" / "part-0.parquet").read().to_pylist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("documents")
+    build_demo_table(folder, ds=DS)
+    return folder
+
+
+def test_table_has_a_few_hundred_rows_with_unique_keys(folder: Path):
+    file = pq.ParquetFile(folder / f"ds={DS}" / "part-0.parquet")
+    assert file.schema_arrow.equals(DEMO_SCHEMA)
+    rows = read_rows(folder)
+    assert 200 <= len(rows) <= 400
+    assert len({row["snippet_id"] for row in rows}) == len(rows)
+    assert len({(row["document"], row["query"]) for row in rows}) == len(rows)
+    assert all(row["document"].strip() and row["query"].strip() for row in rows)
+    assert max(len(row["document"]) for row in rows) <= 2_500
+
+
+def test_documents_have_several_queries_and_queries_recur(folder: Path):
+    rows = read_rows(folder)
+    queries_per_document = Counter(row["document"] for row in rows)
+    documents_per_query = Counter(row["query"] for row in rows)
+    assert sum(count >= 3 for count in queries_per_document.values()) > 0.8 * len(
+        queries_per_document
+    )
+    assert sum(count for count in documents_per_query.values() if count > 1) > 0.5 * len(rows)
+
+
+def test_rows_are_not_grouped_by_document(folder: Path):
+    documents = [row["document"] for row in read_rows(folder)]
+    neighbours = sum(a == b for a, b in zip(documents, documents[1:], strict=False))
+    assert neighbours < 0.1 * len(documents)
+
+
+def test_same_environment_gives_the_same_bytes(folder: Path, tmp_path: Path):
+    info = build_demo_table(tmp_path, ds=DS)
+    build_demo_table(tmp_path, ds=DS)
+    assert [path.name for path in info.partition_path.iterdir()] == ["part-0.parquet"]
+    written = (info.partition_path / "part-0.parquet").read_bytes()
+    assert written == (folder / f"ds={DS}" / "part-0.parquet").read_bytes()
+    assert info.num_rows == len(read_rows(tmp_path))
+
+
+def test_spellings_of_one_heading_are_one_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    documents = (
+        DemoDocument("a", "text of a", ("Quick Start", "Only here")),
+        DemoDocument("b", "text of b", ("Quick start",)),
+        DemoDocument("c", "text of c", ("Quick start",)),
+        DemoDocument("d", "text of c", ("Quick start",)),
+        DemoDocument("e", "text of e", ()),
+    )
+    monkeypatch.setattr(table, "demo_documents", lambda max_chars: documents)
+    info = build_demo_table(tmp_path, ds=DS, max_queries_per_document=1)
+    rows = sorted(read_rows(tmp_path), key=lambda row: row["snippet_id"])
+    assert [(row["snippet_id"], row["query"]) for row in rows] == [
+        ("a:0", "Quick start"),
+        ("b:0", "Quick start"),
+        ("c:0", "Quick start"),
+    ]
+    assert (info.num_rows, info.num_documents, info.num_queries) == (3, 3, 1)
+
+
+def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(table, "demo_documents", lambda max_chars: ())
+    with pytest.raises(TableError, match="nothing to make a table of"):
+        build_demo_table(tmp_path / "documents", ds=DS)
+    assert not (tmp_path / "documents").exists()
+
+
+@pytest.mark.parametrize("ds", ["", "..", "a/b"])
+def test_ds_must_be_able_to_name_a_partition(tmp_path: Path, ds: str):
+    with pytest.raises(TableError, match="can't name a partition"):
+        build_demo_table(tmp_path, ds=ds)

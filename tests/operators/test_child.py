@@ -1,0 +1,162 @@
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from batchllm_operator.operators.child import ChildOutcome, ChildProcess
+
+HANG_GUARD_S = 60
+
+
+def child(code: str, *arguments: str, kill_grace_s: float = 30.0) -> ChildProcess:
+    argv = (sys.executable, "-u", "-c", code, *arguments)
+    return ChildProcess(argv, env=dict(os.environ), kill_grace_s=kill_grace_s)
+
+
+def await_no_writer(reader: int) -> None:
+    """Return when the last process that holds the pipe's other end has ended."""
+    ready, _, _ = select.select([reader], [], [], HANG_GUARD_S)
+    assert ready, "a process is still alive"
+    assert os.read(reader, 1) == b""
+
+
+def test_lines_of_both_streams_are_logged():
+    lines: list[str] = []
+    code = "import sys; print('a'); print(); print('ü', file=sys.stderr)"
+    outcome = child(code).run(lines.append)
+    assert outcome == ChildOutcome(exit_code=0, error="ü", stop_reason=None)
+    assert sorted(lines) == ["a", "ü"]
+
+
+def test_the_commands_own_message_is_the_error():
+    code = (
+        "import sys; print('batchllm: error: no such table', file=sys.stderr);"
+        "print('goodbye', file=sys.stderr); sys.exit(2)"
+    )
+    outcome = child(code).run(lambda line: None)
+    assert outcome == ChildOutcome(exit_code=2, error="no such table", stop_reason=None)
+
+
+def test_long_output_arrives_whole():
+    lines: list[str] = []
+    child("for i in range(20_000): print(i)").run(lines.append)
+    assert lines == [str(i) for i in range(20_000)]
+
+
+def test_death_by_a_signal_is_an_exit_code_as_in_a_shell():
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert child(code).run(lambda line: None).exit_code == 128 + signal.SIGKILL
+
+
+def test_a_command_that_does_not_exist_is_an_oserror():
+    with pytest.raises(FileNotFoundError):
+        ChildProcess(["/nowhere/batchllm"], env={}, kill_grace_s=1).run(print)
+
+
+def test_stop_asks_with_sigterm():
+    process = child("import signal; print('up'); signal.pause()")
+    outcome = process.run(lambda line: process.stop("enough"))
+    assert outcome == ChildOutcome(128 + signal.SIGTERM, error="", stop_reason="enough")
+
+
+def test_a_command_that_ignores_sigterm_is_killed_after_the_grace():
+    code = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up');"
+        "\nwhile True: signal.pause()"
+    )
+    process = child(code, kill_grace_s=0.1)
+    outcome = process.run(lambda line: process.stop("enough"))
+    assert outcome.exit_code == 128 + signal.SIGKILL
+
+
+def test_stop_may_come_from_a_signal_handler():
+    process = child("import signal; print('up'); signal.pause()")
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: process.stop("signalled"))
+    try:
+        outcome = process.run(lambda line: os.kill(os.getpid(), signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert outcome.stop_reason == "signalled"
+
+
+def test_stop_before_and_after_a_run_does_nothing():
+    process = child("pass")
+    process.stop("too early")
+    assert process.run(print) == ChildOutcome(exit_code=0, error="", stop_reason=None)
+    process.stop("too late")
+
+
+def test_an_exception_while_waiting_ends_the_command_first(tmp_path: Path):
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    code = "import sys, signal; f = open(sys.argv[1], 'w'); print('up'); signal.pause()"
+
+    def log(line: str) -> None:
+        raise TimeoutError(line)
+
+    with pytest.raises(TimeoutError, match="up"):
+        child(code, str(fifo)).run(log)
+    await_no_writer(reader)
+    os.close(reader)
+
+
+def test_what_a_failed_command_started_ends_with_it(tmp_path: Path):
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    grandchild = "import sys, signal; f = open(sys.argv[1], 'w'); signal.pause()"
+    code = (
+        "import subprocess, sys\n"
+        f"subprocess.Popen([sys.executable, '-c', {grandchild!r}, sys.argv[1]],"
+        " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "open(sys.argv[1] + '.go').read()\n"
+        "sys.exit(1)\n"
+    )
+    os.mkfifo(f"{fifo}.go")
+    process = child(code, str(fifo))
+    outcomes: list[ChildOutcome] = []
+    runner = threading.Thread(target=lambda: outcomes.append(process.run(print)))
+    runner.start()
+    reader = os.open(fifo, os.O_RDONLY)  # waits for the grandchild
+    Path(f"{fifo}.go").write_text("go")
+    runner.join(HANG_GUARD_S)
+    assert [outcome.exit_code for outcome in outcomes] == [1]
+    await_no_writer(reader)
+    os.close(reader)
+
+
+def test_death_of_the_parent_ends_the_command(tmp_path: Path):
+    """As when Airflow's supervisor is killed: supervisor -> task -> command."""
+    fifo, outcome = tmp_path / "alive", tmp_path / "outcome"
+    os.mkfifo(fifo)
+    command = "import sys, signal; f = open(sys.argv[1], 'w'); signal.pause()"
+    task = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from batchllm_operator.operators.child import ChildProcess\n"
+        f"argv = [sys.executable, '-c', {command!r}, {str(fifo)!r}]\n"
+        "outcome = ChildProcess(argv, env=dict(os.environ), kill_grace_s=30).run(print)\n"
+        f"part = Path({str(outcome) + '.part'!r})\n"
+        "part.write_text(f'{outcome.exit_code} {outcome.stop_reason}')\n"
+        f"part.rename({str(outcome)!r})\n"
+    )
+    supervisor = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    process = subprocess.Popen([sys.executable, "-c", supervisor, task])
+    reader = os.open(fifo, os.O_RDONLY)  # waits for the command
+    process.kill()
+    process.wait()
+    await_no_writer(reader)
+    os.close(reader)
+    for _ in range(HANG_GUARD_S * 10):
+        if outcome.exists():
+            break
+        time.sleep(0.1)
+    code, _, reason = outcome.read_text().partition(" ")
+    assert int(code) == 128 + signal.SIGTERM
+    assert reason == "the process that supervised this task has died"

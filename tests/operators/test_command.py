@@ -1,0 +1,159 @@
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+
+from batchllm_operator.errors import ExitCode
+from batchllm_operator.operators import command
+from batchllm_operator.operators.command import (
+    BatchLLMCommandOperator,
+    read_result,
+    uris_and_counts,
+)
+
+# Stands in for the command line: writes what RESULT holds, prints, exits as it is told.
+STAND_IN = """
+import json, os, sys
+arguments = sys.argv[1:]
+if os.environ.get("RESULT"):
+    open(arguments[arguments.index("--result") + 1], "w").write(os.environ["RESULT"])
+print(json.dumps(arguments))
+if os.environ.get("ERROR"):
+    print("batchllm: error: " + os.environ["ERROR"], file=sys.stderr)
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(command, "_COMMAND", (sys.executable, str(script)))
+
+
+def operator(**env: str) -> BatchLLMCommandOperator:
+    return BatchLLMCommandOperator(task_id="task", env=env)
+
+
+def result_json(**fields: object) -> str:
+    return json.dumps({"result_version": 1, "command": "plan", **fields})
+
+
+def test_result_is_returned_and_lines_are_logged(stand_in: None, capfd: pytest.CaptureFixture[str]):
+    task = operator(RESULT=result_json(plan_uri="s3://b/p", num_shards=2))
+    result = task.run_command("plan", "--job", "a b.yaml")
+    assert result == {
+        "result_version": 1,
+        "command": "plan",
+        "plan_uri": "s3://b/p",
+        "num_shards": 2,
+    }
+    logged = "".join(capfd.readouterr())
+    assert '["plan", "--job", "a b.yaml", "--result"' in logged
+    assert '"--die-with-parent"]' in logged
+
+
+@pytest.mark.parametrize("code", [ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS])
+def test_failures_that_a_retry_cannot_mend_fail_the_task(stand_in: None, code: ExitCode):
+    with pytest.raises(AirflowFailException, match="plan: no column 'x' "):
+        operator(CODE=str(int(code)), ERROR="no column 'x'").run_command("plan")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [ExitCode.FAILURE, ExitCode.EMPTY, ExitCode.INCOMPLETE, ExitCode.TERMINATED, 137],
+)
+def test_other_failures_may_be_retried(stand_in: None, code: int):
+    with pytest.raises(AirflowException, match="commit: the disk is full ") as caught:
+        operator(CODE=str(int(code)), ERROR="the disk is full").run_command("commit")
+    assert not isinstance(caught.value, AirflowFailException)
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        ("", "wrote no result"),
+        ("{", "isn't JSON"),
+        ("[]", "result version None"),
+        ('{"result_version": 2, "command": "plan"}', "result version 2"),
+        ('{"result_version": 1, "command": "run"}', "that of 'run'"),
+    ],
+)
+def test_a_result_of_another_release_is_refused(stand_in: None, result: str, reason: str):
+    with pytest.raises(AirflowFailException, match=reason):
+        operator(RESULT=result).run_command("plan")
+
+
+def test_result_versions_of_both_sides_agree():
+    from batchllm_operator import cli
+
+    assert command.RESULT_VERSION == cli.RESULT_VERSION
+
+
+def test_read_result_takes_what_the_command_line_writes(tmp_path: Path):
+    from batchllm_operator import cli
+
+    cli._write_result(tmp_path / "result.json", "run", {"num_rows": 3})
+    assert read_result(tmp_path / "result.json", "run")["num_rows"] == 3
+
+
+def test_only_uris_and_counts_leave_a_task():
+    result = {
+        "result_version": 1,
+        "command": "commit",
+        "table_uri": "s3://b/t",
+        "num_rows_in": 3,
+        "saving_ratio": 0.5,
+        "model": "m",
+        "errors_by_kind": {"x": 1},
+        "sample_rows": [{"generated_text": "secret"}],
+    }
+    assert uris_and_counts(result) == {
+        "table_uri": "s3://b/t",
+        "num_rows_in": 3,
+        "saving_ratio": 0.5,
+    }
+
+
+def test_on_kill_stops_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As Airflow does it: a SIGTERM handler calls on_kill while execute waits."""
+    script = tmp_path / "stand_in.py"
+    script.write_text("import os, signal; os.kill(os.getppid(), signal.SIGUSR1); signal.pause()")
+    monkeypatch.setattr(command, "_COMMAND", (sys.executable, str(script)))
+    task = operator()
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: task.on_kill())
+    try:
+        with pytest.raises(AirflowException, match="stopped: the task was killed") as caught:
+            task.run_command("run")
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert not isinstance(caught.value, AirflowFailException)
+
+
+def test_on_kill_without_a_command_does_nothing():
+    operator().on_kill()
+
+
+def test_death_of_the_task_by_sigkill_ends_the_real_command(tmp_path: Path):
+    spec = tmp_path / "spec.yaml"
+    os.mkfifo(spec)  # `batchllm plan` waits in reading it
+    task = (
+        "import sys\n"
+        "from batchllm_operator.operators.command import BatchLLMCommandOperator\n"
+        "BatchLLMCommandOperator(task_id='task').run_command(\n"
+        "    'plan', '--job', sys.argv[1], '--ds', '2026-01-31')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", task, str(spec)], stdout=subprocess.DEVNULL)
+    writer = os.open(spec, os.O_WRONLY)  # waits for the command
+    process.kill()
+    process.wait()
+    poll = select.poll()
+    poll.register(writer, 0)  # POLLERR: nobody reads any more
+    assert poll.poll(60_000) == [(writer, select.POLLERR)]
+    os.close(writer)

@@ -1,0 +1,115 @@
+"""The import rules in pyproject.toml notice when they are broken, and forget no package."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONTRACTS: dict[str, dict[str, Any]] = {
+    contract["id"]: contract for contract in PYPROJECT["tool"]["importlinter"]["contracts"]
+}
+ALLOWED = {
+    "batchllm_operator.spec": "batchllm_operator.errors",
+    "batchllm_operator.planner": "numba",
+    "batchllm_operator.operators": "airflow",
+    "batchllm_operator.engine.vllm_engine": "vllm",
+    "batchllm_kernels.api": "torch",
+}
+BIN = Path(sys.executable).parent
+
+
+def our_modules() -> set[str]:
+    """Every module of ours that a contract names, and those that `ALLOWED` does."""
+    named = set(ALLOWED)
+    for contract in CONTRACTS.values():
+        named |= {*contract["source_modules"], *contract["forbidden_modules"]}
+    return {module for module in named if module.startswith("batchllm_") and "." in module}
+
+
+def write_skeleton(folder: Path, imports: dict[str, str]) -> None:
+    """The packages with nothing in them but `imports` (module -> imported module)."""
+    for module in our_modules():
+        package = folder.joinpath(*module.split("."))
+        package.mkdir(parents=True, exist_ok=True)
+        target = imports.get(module)
+        (package / "__init__.py").write_text(f"import {target}\n" if target else "")
+    for parent in ("batchllm_operator", "batchllm_operator/engine", "batchllm_kernels"):
+        (folder / parent / "__init__.py").touch()
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(BIN / "lint-imports"), "--no-cache", "--config", str(ROOT / "pyproject.toml")]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_allowed_imports_pass(tmp_path: Path) -> None:
+    write_skeleton(tmp_path, ALLOWED)
+    done = lint_imports(tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("contract", "importer", "imported"),
+    [
+        ("errors", "batchllm_operator.errors", "batchllm_operator.spec"),
+        ("spec", "batchllm_operator.spec", "batchllm_operator.lake"),
+        ("planner", "batchllm_operator.planner", "torch"),
+        ("planner", "batchllm_operator.planner", "batchllm_operator.lake"),
+        ("operators", "batchllm_operator.operators", "pyarrow"),
+        ("operators", "batchllm_operator.operators", "batchllm_operator.pipeline"),
+        ("vllm", "batchllm_operator.engine", "vllm"),
+        ("kernels", "batchllm_kernels.api", "batchllm_operator.errors"),
+    ],
+)
+def test_forbidden_import_is_reported(
+    contract: str, importer: str, imported: str, tmp_path: Path
+) -> None:
+    write_skeleton(tmp_path, {**ALLOWED, importer: imported})
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1
+    assert f"{CONTRACTS[contract]['name']} BROKEN" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("contract", "allowed"),
+    [
+        ("errors", {"errors"}),
+        ("spec", {"spec", "errors"}),
+        ("planner", {"planner", "spec", "errors"}),
+        ("operators", {"operators", "spec", "errors"}),
+    ],
+)
+def test_contract_names_every_sibling(contract: str, allowed: set[str]) -> None:
+    package = ROOT / "batchllm_operator"
+    siblings = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
+    siblings |= {path.parent.name for path in package.glob("*/__init__.py")}
+    forbidden = {
+        module.removeprefix("batchllm_operator.")
+        for module in CONTRACTS[contract]["forbidden_modules"]
+    }
+    assert siblings - allowed <= forbidden
+
+
+@pytest.mark.parametrize(
+    ("path", "is_banned"),
+    [
+        ("batchllm_operator/lake/parquet.py", True),
+        ("batchllm_operator/operators/generate.py", True),
+        ("dags/daily_snippets.py", True),
+        ("batchllm_operator/engine/vllm_engine.py", False),
+        ("kernels/batchllm_kernels/api.py", False),
+    ],
+)
+def test_heavy_module_level_imports_are_banned(path: str, is_banned: bool) -> None:
+    source = "import torch\n\n\ndef load() -> None:\n    import vllm\n"
+    command = [str(BIN / "ruff"), "check", "--select", "TID253", "--output-format", "concise"]
+    done = subprocess.run(
+        [*command, "--stdin-filename", path, "-"],
+        cwd=ROOT, input=source, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.count("TID253") == int(is_banned), done.stdout

@@ -1,0 +1,136 @@
+"""The installed environment holds what it should, and scripts/environment.py can tell."""
+
+import importlib.util
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCK = ROOT / "requirements" / "cpu-py311-linux-x86_64.lock"
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("environment", ROOT / "scripts/environment.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+environment = load_script()
+
+
+def install(site: Path, name: str, version: str, *, with_files: bool = True) -> Path:
+    """What pip leaves behind for a distribution of one module."""
+    metadata = site / f"{name}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (metadata / "INSTALLER").write_text("pip\n")
+    (metadata / "RECORD").write_text(f"{name}.py,,\n{metadata.name}/METADATA,,\n")
+    if with_files:
+        (site / f"{name}.py").touch()
+    return metadata
+
+
+def report_item(name: str, version: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "version": version},
+        "download_info": {"archive_info": {"hashes": {"sha256": f"digest-of-{name}"}}},
+    }
+
+
+def test_no_cuda_distribution_is_installed() -> None:
+    names = {environment.canonical(dist.metadata["Name"]) for dist in distributions()}
+    assert {name for name in names if environment.is_unwanted(name)} == set()
+
+
+def test_torch_is_a_cpu_build() -> None:
+    import torch
+
+    assert torch.version.cuda is None
+
+
+def test_extras() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert set(extras) == {"cpu", "gpu", "airflow", "iceberg", "delta", "dev"}
+
+
+def test_lock_names_every_direct_requirement() -> None:
+    pins = environment.read_lock(LOCK)
+    wanted = {
+        environment.canonical(line.split("[")[0].split(">")[0].split("=")[0])
+        for line in environment.requirements(PYPROJECT)
+    }
+    assert wanted - set(pins) == {"torch"}
+    assert not any(environment.is_unwanted(name) for name in pins)
+
+
+def test_lock_pins_the_hash_of_each_file() -> None:
+    lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+    assert lines == sorted(lines, key=lambda line: line.split("==")[0])
+    assert all(len(line.split("--hash=sha256:")[1]) == 64 for line in lines)
+
+
+def test_render_leaves_out_torch_and_its_companions() -> None:
+    names = ["Zope.Interface", "torch", "torchvision", "torchaudio", "torchcodec", "attrs"]
+    text = environment.render([report_item(name, "1.0") for name in names])
+    assert text.splitlines()[1:] == [
+        "attrs==1.0 --hash=sha256:digest-of-attrs",
+        "zope-interface==1.0 --hash=sha256:digest-of-Zope.Interface",
+    ]
+
+
+def test_render_refuses_cuda_packages() -> None:
+    with pytest.raises(SystemExit, match="nvidia-nccl-cu13"):
+        environment.render([report_item("nvidia_nccl_cu13", "2.0")])
+
+
+def test_requirements_ask_for_the_cpu_build_of_torch() -> None:
+    [torch] = [line for line in environment.requirements(PYPROJECT) if line.startswith("torch==")]
+    assert torch.endswith("+cpu")
+
+
+def test_repair_forgets_what_is_half_installed(tmp_path: Path) -> None:
+    whole = install(tmp_path, "whole", "1.0")
+    without_module = install(tmp_path, "cut", "1.0", with_files=False)
+    without_record = install(tmp_path, "torn", "1.0")
+    (without_record / "RECORD").unlink()
+    without_last_step = install(tmp_path, "stopped", "1.0")
+    (without_last_step / "INSTALLER").unlink()
+    (tmp_path / "~umpy").mkdir()
+    environment.repair(tmp_path)
+    assert whole.exists()
+    assert not without_module.exists()
+    assert not without_record.exists()
+    assert not without_last_step.exists()
+    assert not (tmp_path / "~umpy").exists()
+
+
+def test_faults_name_what_is_missing_other_or_unwanted() -> None:
+    pins = {"attrs": "1.0", "idna": "2.0", "six": "3.0"}
+    installed = {"attrs": "1.0", "idna": "2.1", "nvidia-cublas": "13.0", "torchvision": "0.28"}
+    found = list(environment.faults(pins, installed))
+    assert found == [
+        "idna: 2.0 is locked, 2.1 is installed",
+        "six: 3.0 is locked, nothing is installed",
+        "nvidia-cublas: must not be in the CPU environment (pip uninstall nvidia-cublas)",
+        "torchvision: must not be in the CPU environment (pip uninstall torchvision)",
+    ]
+
+
+def test_faults_name_modules_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    assert "vllm: can't be imported" in environment.faults({}, {})
+
+
+@pytest.mark.parametrize(("line", "expected"), [("cuda = None", None), ("cuda = '13.0'", "13.0")])
+def test_torch_cuda_version(line: str, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(line)
+    assert environment.torch_cuda_version(tmp_path) == expected
