@@ -29,7 +29,10 @@ Result = Mapping[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `errors.ExitCode`)."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.name == "report" and args.job is not None and args.ds is None:
+        parser.error("report: --job needs --ds")
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )

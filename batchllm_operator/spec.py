@@ -247,12 +247,19 @@ class JobSpec(_Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_\-]{0,99}$")
     """The job's name: letters, digits, `_` and `-`. Plans and reports are filed under it."""
     input: InputSpec
+    """The table that the job reads."""
     prompt: PromptSpec
+    """How a row becomes a prompt."""
     model: ModelSpec
+    """The model that generates."""
     sampling: SamplingSpec = SamplingSpec()
+    """How tokens are chosen; greedy by default."""
     output: OutputSpec
+    """The table that the job writes."""
     engine: EngineSpec = EngineSpec()
+    """Settings of the inference engine."""
     planner: PlannerSpec = PlannerSpec()
+    """How the work is cut."""
     on_empty: Literal["fail", "commit"] = "fail"
     """A partition without rows: `fail` (exit code 3), or `commit` an empty partition."""
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
@@ -270,8 +277,7 @@ class JobSpec(_Section):
 
     @model_validator(mode="after")
     def _check_columns(self) -> JobSpec:
-        carried = (*self.input.key, *self.output.carry)
-        for column in carried:
+        for column in self.kept_columns:
             if column in OUTPUT_COLUMNS:
                 raise ValueError(
                     f"column {column!r} can't be a key or carried over: the job writes a column of"
@@ -279,8 +285,6 @@ class JobSpec(_Section):
                 )
             if column == self.input.partition_column:
                 raise ValueError(f"column {column!r} is the partition column; it is always kept")
-        for column in sorted({c for c in carried if carried.count(c) > 1}):
-            raise ValueError(f"column {column!r} is named twice among key and carry")
         return self
 
     @property
@@ -309,10 +313,14 @@ class JobSpec(_Section):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @property
+    def kept_columns(self) -> tuple[str, ...]:
+        """Input columns that the output table has, the key first, each once."""
+        return tuple(dict.fromkeys((*self.input.key, *self.output.carry)))
+
+    @property
     def input_columns(self) -> tuple[str, ...]:
         """Input columns that the job reads, each once; the partition's only if it is placed."""
-        names = (*self.input.key, *self.output.carry, *self.prompt.columns)
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys((*self.kept_columns, *self.prompt.columns)))
 
 
 def _find_secrets(value: object, path: str = "") -> Iterator[str]:

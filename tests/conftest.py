@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("batchllm", deadline=None)  # no test depends on how fast the machine is
+settings.load_profile("batchllm")
 
 # Read once, when these libraries are imported: no test may reach for a model on the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"

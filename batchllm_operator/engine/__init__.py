@@ -1,8 +1,13 @@
 """The inference engine behind one protocol, and what makes a shard's run restartable."""
 
+import logging
+
 from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.engine.protocol import Engine, EngineDiedError, EngineOutput, EngineRequest
+from batchllm_operator.errors import EngineError
 from batchllm_operator.spec import JobSpec
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Engine", "EngineDiedError", "EngineOutput", "EngineRequest", "start_engine"]
 
@@ -16,12 +21,17 @@ def start_engine(spec: JobSpec, max_model_len: int) -> Engine:
 
     Raises:
         SpecError: vLLM doesn't know an argument of `engine.extra_args`.
-        EngineError: the engine can't start.
+        EngineError: vLLM isn't installed, or can't start.
     """
     if spec.engine.backend == "fake":
         from batchllm_operator.engine.fake import FakeEngine
 
         return IsolatingEngine(lambda: FakeEngine(spec))
-    from batchllm_operator.engine.vllm_engine import VLLMEngine  # imports vLLM: seconds
-
+    _log.info("starting vLLM with model %s", spec.model.path)
+    try:
+        from batchllm_operator.engine.vllm_engine import VLLMEngine  # imports vLLM: seconds
+    except ImportError as error:
+        raise EngineError(
+            f"vLLM can't be imported ({error}); install the extra 'gpu' or 'cpu' of this package"
+        ) from error
     return IsolatingEngine(lambda: VLLMEngine(spec, max_model_len))

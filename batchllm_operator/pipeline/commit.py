@@ -276,7 +276,11 @@ def _output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
         [
             *(rows_schema.field(name).remove_metadata() for name in spec.input.key),
             *(own.get(name, pa.field(name, pa.string())) for name in OUTPUT_COLUMNS),
-            *(rows_schema.field(name).remove_metadata() for name in spec.output.carry),
+            *(
+                rows_schema.field(name).remove_metadata()
+                for name in spec.kept_columns
+                if name not in spec.input.key
+            ),
         ]
     )
 

@@ -187,10 +187,9 @@ def _read_rows(
     spec: JobSpec, table: LakeTable, snapshot: Snapshot, tokenizer: Tokenizer, path: Path
 ) -> _Rows:
     """Stream the rows into token ids, and their keys and faults into `path`."""
-    kept_columns = [*spec.input.key, *spec.output.carry]
     schema = pa.schema(
         [
-            *(snapshot.schema.field(name) for name in kept_columns),
+            *(snapshot.schema.field(name) for name in spec.kept_columns),
             pa.field(ERROR_COLUMN, pa.string()),
         ]
     )
@@ -201,9 +200,11 @@ def _read_rows(
         Progress("read and tokenize", sum(file.num_rows for file in snapshot.files)) as progress,
     ):
         for batch in table.scan(snapshot, spec.input_columns, spec.input.filter):
+            if batch.num_rows == 0:
+                continue
             rendered = renderer.render(batch)
             errors = _tokenize(rendered.texts, rendered.errors, tokenizer, rows)
-            columns = [batch.column(name) for name in kept_columns]
+            columns = [batch.column(name) for name in spec.kept_columns]
             writer.write_table(
                 pa.Table.from_arrays([*columns, pa.array(errors, pa.string())], schema=schema)
             )

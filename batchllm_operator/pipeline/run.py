@@ -12,11 +12,13 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
 from batchllm_operator.engine import Engine, EngineOutput, EngineRequest, start_engine
+from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.parts import PartEntry, read_ledger, write_part
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.planner.plan import read_parts
 from batchllm_operator.progress import Progress
+from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import JobSpec
 
 REPORT_FILE = "report.json"
@@ -88,7 +90,9 @@ def run_shard(
     engine is started.
 
     Raises:
-        PlanError: the plan or the shard is absent, corrupted or of another version.
+        PlanError: the plan or the shard is absent, corrupted or of another version, or the
+            model's tokenizer isn't the one that the plan was made with.
+        ModelError: the tokenizer can't be loaded.
         SpecError: the engine doesn't know a setting.
         EngineError: the engine can't start, or keeps dying.
     """
@@ -100,6 +104,7 @@ def run_shard(
     missing = [part_idx for part_idx in range(shard.num_parts) if part_idx not in entries]
     if missing:
         with plan.open_file(shard.file) as file:
+            _check_tokenizer(plan)
             engine = start(plan.manifest.spec, plan.manifest.max_model_len)
             try:
                 parts = read_parts(pq.ParquetFile(file), missing)
@@ -117,6 +122,16 @@ def run_shard(
     )
     folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
     return report
+
+
+def _check_tokenizer(plan: StoredPlan) -> None:
+    """Token ids mean something only to the tokenizer that made them."""
+    manifest = plan.manifest
+    if load_tokenizer(manifest.spec).fingerprint != manifest.tokenizer_fingerprint:
+        raise PlanError(
+            f"plan {plan.folder.uri}: the tokenizer of model {manifest.spec.model.path} isn't the"
+            " one that the plan was made with; make the plan again"
+        )
 
 
 class _ShardRun:

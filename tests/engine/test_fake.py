@@ -1,0 +1,47 @@
+"""The fake engine: deterministic texts, and faults on request."""
+
+from __future__ import annotations
+
+import pytest
+from support.fake_job import fake_spec
+
+from batchllm_operator.engine import EngineDiedError, EngineRequest
+from batchllm_operator.engine.fake import FakeEngine, fake_text
+from batchllm_operator.errors import SpecError
+
+
+def engine(**args: object) -> FakeEngine:
+    return FakeEngine(fake_spec("/lake", engine={"extra_args": args}))
+
+
+def requests(*prompts: list[int]) -> list[EngineRequest]:
+    return [EngineRequest(idx, prompt, 0, 1) for idx, prompt in enumerate(prompts)]
+
+
+def test_each_prompt_has_its_own_text_every_time() -> None:
+    outputs = list(engine().stream(iter(requests([1, 2], [1, 3], [1, 2]))))
+    assert [output.text for output in outputs] == [fake_text(p) for p in ([1, 2], [1, 3], [1, 2])]
+    assert outputs[0].text == outputs[2].text != outputs[1].text
+    assert [output.num_cached_tokens for output in outputs] == [0, 1, 1]
+
+
+def test_requests_are_taken_as_they_are_needed() -> None:
+    taken = []
+
+    def source():
+        for request in requests(*([n] for n in range(10))):
+            taken.append(request.request_idx)
+            yield request
+
+    stream = engine(max_in_flight=3).stream(source())
+    next(stream)
+    assert taken == [0, 1, 2]
+
+
+def test_faults() -> None:
+    assert next(engine(error_token_id=7).stream(iter(requests([7])))).error is not None
+    with pytest.raises(EngineDiedError) as died:
+        list(engine(fatal_token_id=7).stream(iter(requests([1], [7], [2]))))
+    assert [request.request_idx for request in died.value.in_flight] == [1, 2]
+    with pytest.raises(SpecError, match="surprise"):
+        engine(surprise=1)

@@ -1,0 +1,391 @@
+"""What every lake table promises, for Parquet on local disk and on S3."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake import Folder, LakeTable, ParquetTable, open_table
+from batchllm_operator.lake.parquet import METADATA_PREFIX
+from batchllm_operator.spec import FilterTerm
+
+DS = "2026-01-31"
+
+
+def parquet_bytes(table: pa.Table, **options: Any) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink, **options)
+    return sink.getvalue()
+
+
+def numbers(*values: int) -> pa.Table:
+    return pa.table({"n": pa.array(values, pa.int64())})
+
+
+@pytest.fixture
+def folder(lake_uri: str) -> Folder:
+    return Folder.open(lake_uri).child("table")
+
+
+@pytest.fixture
+def table(folder: Folder) -> LakeTable:
+    return open_table(folder.uri, "ds")
+
+
+def put(folder: Folder, name: str, table: pa.Table, **options: Any) -> None:
+    folder.write_bytes(name, parquet_bytes(table, **options))
+
+
+def rows(
+    table: LakeTable,
+    columns: Sequence[str],
+    conditions: Sequence[FilterTerm] = (),
+    partition: str = DS,
+) -> list[dict[str, Any]]:
+    batches = table.scan(table.snapshot(partition), columns, conditions)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+# Snapshots
+
+
+def test_a_snapshot_pins_the_partitions_files(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/b.parquet", numbers(1, 2))
+    put(folder, f"ds={DS}/a.parquet", numbers(3))
+    put(folder, "ds=2026-02-01/a.parquet", numbers(4))
+    snapshot = table.snapshot(DS)
+    assert snapshot.partition == DS
+    assert [(f.name, f.num_rows) for f in snapshot.files] == [
+        (f"ds={DS}/a.parquet", 1),
+        (f"ds={DS}/b.parquet", 2),
+    ]
+    assert all(f.size_bytes == folder.find()[f.name]["size"] for f in snapshot.files)
+    assert snapshot.schema == pa.schema([("n", pa.int64()), ("ds", pa.string())])
+
+
+def test_the_version_changes_with_the_content_only(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(1, 2))
+    before = table.snapshot(DS)
+    put(folder, f"ds={DS}/a.parquet", numbers(1, 2))
+    assert table.snapshot(DS) == before
+    put(folder, f"ds={DS}/a.parquet", numbers(1, 3))
+    assert table.snapshot(DS).files[0].version != before.files[0].version
+
+
+def test_a_table_that_is_not_there(folder: Folder, table: LakeTable) -> None:
+    with pytest.raises(TableError, match="there is no such folder") as caught:
+        table.snapshot(DS)
+    assert folder.uri in str(caught.value)
+
+
+def test_a_folder_without_parquet(folder: Folder, table: LakeTable) -> None:
+    folder.write_bytes(f"_batchllm/ds={DS}/a.parquet", b"PAR1")
+    with pytest.raises(TableError, match="holds no Parquet files"):
+        table.snapshot(DS)
+
+
+def test_a_table_without_the_partition_column(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"date={DS}/a.parquet", numbers(1))
+    with pytest.raises(TableError, match="isn't partitioned by 'ds'"):
+        table.snapshot(DS)
+
+
+def test_an_absent_partition_has_a_schema_and_no_files(folder: Folder, table: LakeTable) -> None:
+    put(folder, "ds=2025-01-01/a.parquet", numbers(1))
+    snapshot = table.snapshot(DS)
+    assert snapshot.files == ()
+    assert snapshot.schema.names == ["n", "ds"]
+    assert list(table.scan(snapshot, ["n"])) == []
+    with pytest.raises(TableError, match="no column 'm'"):
+        list(table.scan(snapshot, ["m"]))
+
+
+@pytest.mark.parametrize(
+    "hidden", ["_batchllm/x.parquet", "_SUCCESS", ".crc", "_tmp.parquet", ".x/y.parquet"]
+)
+def test_hidden_files_are_not_data(folder: Folder, table: LakeTable, hidden: str) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(1))
+    folder.write_bytes(f"ds={DS}/{hidden}", b"anything")
+    folder.write_bytes(hidden, b"anything")
+    assert rows(table, ["n"]) == [{"n": 1}]
+
+
+def test_files_that_are_not_parquet_are_not_data(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(1))
+    folder.write_bytes(f"ds={DS}/README.md", b"# Table")
+    folder.write_bytes(f"ds={DS}/a.parquet.crc", b"crc")
+    folder.write_bytes("notes.txt", b"x")
+    assert rows(table, ["n"]) == [{"n": 1}]
+
+
+def test_parquet_files_need_no_suffix(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/part-0", numbers(1))
+    assert rows(table, ["n"]) == [{"n": 1}]
+
+
+WHOLE = parquet_bytes(numbers(*range(1000)))
+BROKEN = {
+    "cut in half": WHOLE[: len(WHOLE) // 2],
+    "last byte lost": WHOLE[:-1],
+    "magic only": b"PAR1",
+    "a byte": b"x",
+    "text": b"id,doc\n1,hello\n",
+    "footer longer than the file": b"PAR1" + (10_000).to_bytes(4, "little") + b"PAR1",
+    "footer of zeros": b"PAR1" + bytes(64) + (64).to_bytes(4, "little") + b"PAR1",
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_named(folder: Folder, table: LakeTable, data: bytes) -> None:
+    """A retry won't help: the table is at fault, not the storage."""
+    put(folder, f"ds={DS}/a.parquet", numbers(1))
+    folder.write_bytes(f"ds={DS}/b.parquet", data)
+    with pytest.raises(TableError, match=f"ds={DS}/b.parquet"):
+        rows(table, ["n"])
+
+
+def test_a_file_with_damaged_data(folder: Folder, table: LakeTable) -> None:
+    """Its footer is whole, so only reading tells."""
+    damaged = b"PAR1" + bytes(len(WHOLE) // 2 - 4) + WHOLE[len(WHOLE) // 2 :]
+    folder.write_bytes(f"ds={DS}/b.parquet", damaged)
+    with pytest.raises(TableError, match=f"partition '{DS}' can't be read"):
+        rows(table, ["n"])
+
+
+def test_files_that_disagree_on_a_column(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(1))
+    put(folder, f"ds={DS}/b.parquet", pa.table({"n": ["one"]}))
+    with pytest.raises(TableError, match="disagree"):
+        table.snapshot(DS)
+
+
+AWKWARD_VALUES = ["a/b", "a b", "naïve-表", "50%", "%2F", "..", ".", "a=b", "a+b", "x&y?z#", "'\""]
+
+
+@pytest.mark.parametrize("value", AWKWARD_VALUES)
+def test_any_partition_value_is_published_and_read_back(
+    folder: Folder, table: LakeTable, tmp_path: Path, value: str
+) -> None:
+    publish(table, value, numbers(7), tmp_path)
+    assert rows(table, ["n", "ds"], partition=value) == [{"n": 7, "ds": value}]
+    assert table.published_metadata(value) == {"plan_id": "p1"}
+    assert [f.count("/") for f in folder.find()] == [1]  # ds=.../data.parquet, never deeper
+    others = [other for other in AWKWARD_VALUES if other != value]
+    assert not any(table.snapshot(other).files for other in others)
+
+
+# Scans
+
+
+def test_scan_gives_the_columns_that_were_asked_for_in_that_order(
+    folder: Folder, table: LakeTable
+) -> None:
+    put(folder, f"ds={DS}/a.parquet", pa.table({"a": [1], "b": ["x"], "c": [None]}))
+    [batch] = table.scan(table.snapshot(DS), ["ds", "b"])
+    assert batch.schema.names == ["ds", "b"]
+    assert batch.to_pylist() == [{"ds": DS, "b": "x"}]
+
+
+def test_rows_keep_the_order_of_files_and_of_rows_in_them(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/b.parquet", numbers(*range(20_000, 30_000)), row_group_size=300)
+    put(folder, f"ds={DS}/a.parquet", numbers(*range(20_000)), row_group_size=700)
+    for _ in range(3):
+        assert [row["n"] for row in rows(table, ["n"])] == list(range(30_000))
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "expected"),
+    [
+        ("==", 2, [2]),
+        ("!=", 2, [1, 3]),
+        ("<", 2, [1]),
+        ("<=", 2, [1, 2]),
+        (">", 2, [3]),
+        (">=", 2, [2, 3]),
+        ("in", (1, 3, 9), [1, 3]),
+        ("not in", (1, 9), [2, 3]),
+        ("in", (), []),
+        ("not in", (), [1, 2, 3]),
+        (">", 1.5, [2, 3]),
+    ],
+)
+def test_filters(
+    folder: Folder, table: LakeTable, op: Any, value: Any, expected: list[int]
+) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(1, 2, 3))
+    condition = FilterTerm(column="n", op=op, value=value)
+    assert [row["n"] for row in rows(table, ["n"], [condition])] == expected
+
+
+def test_all_conditions_must_hold_and_their_columns_need_not_be_read(
+    folder: Folder, table: LakeTable
+) -> None:
+    data = pa.table({"n": [1, 2, 3], "lang": ["en", "de", "en"], "ok": [True, True, False]})
+    put(folder, f"ds={DS}/a.parquet", data)
+    conditions = [
+        FilterTerm(column="lang", value="en"),
+        FilterTerm(column="ok", value=True),
+        FilterTerm(column="ds", value=DS),
+    ]
+    assert rows(table, ["n"], conditions) == [{"n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("op", "value"), [("==", "two"), ("<", "two"), ("in", ("two",)), ("in", (1, "two"))]
+)
+def test_a_filter_of_the_wrong_type(folder: Folder, table: LakeTable, op: Any, value: Any) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(1, 2))
+    with pytest.raises(TableError, match=r"table"):
+        rows(table, ["n"], [FilterTerm(column="n", op=op, value=value)])
+
+
+def test_unknown_columns_are_named_with_those_there_are(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/a.parquet", pa.table({"doc": ["x"], "query": ["y"]}))
+    with pytest.raises(TableError, match="no column 'title'; the table has doc, query, ds"):
+        rows(table, ["doc", "title"])
+    with pytest.raises(TableError, match="no filter column 'lang'"):
+        rows(table, ["doc"], [FilterTerm(column="lang", value="en")])
+
+
+def test_files_with_different_schemas(folder: Folder, table: LakeTable) -> None:
+    old = pa.table({"n": pa.array([1], pa.int32()), "doc": ["x"]})
+    new = pa.table({"doc": ["y"], "n": pa.array([2**40], pa.int64()), "title": ["t"]})
+    put(folder, f"ds={DS}/a.parquet", old)
+    put(folder, f"ds={DS}/b.parquet", new)
+    assert rows(table, ["n", "doc", "title"]) == [
+        {"n": 1, "doc": "x", "title": None},
+        {"n": 2**40, "doc": "y", "title": "t"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str
+)
+def test_other_kinds_of_strings(folder: Folder, table: LakeTable, kind: pa.DataType) -> None:
+    for name, words in (("a", ["x", None]), ("b", ["y", "x"])):
+        put(folder, f"ds={DS}/{name}.parquet", pa.table({"doc": pa.array(words).cast(kind)}))
+    assert [row["doc"] for row in rows(table, ["doc"])] == ["x", None, "y", "x"]
+    condition = FilterTerm(column="doc", value="x")
+    assert [row["doc"] for row in rows(table, ["doc"], [condition])] == ["x", "x"]
+
+
+def test_strings_of_different_kinds_in_one_partition(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/a.parquet", pa.table({"doc": pa.array(["x"], pa.string())}))
+    put(folder, f"ds={DS}/b.parquet", pa.table({"doc": pa.array(["y"], pa.large_string())}))
+    assert [row["doc"] for row in rows(table, ["doc"])] == ["x", "y"]
+
+
+def test_further_folder_levels_are_columns_too(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/region=eu/a.parquet", numbers(1))
+    put(folder, f"ds={DS}/region=a%2Fb/a.parquet", numbers(2))
+    put(folder, "ds=2026-02-01/region=eu/a.parquet", numbers(3))
+    assert rows(table, ["n", "region"]) == [{"n": 2, "region": "a/b"}, {"n": 1, "region": "eu"}]
+    condition = FilterTerm(column="region", value="eu")
+    assert rows(table, ["n"], [condition]) == [{"n": 1}]
+
+
+def test_the_folder_wins_over_a_column_of_its_name(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/a.parquet", pa.table({"ds": ["something else"], "n": [1]}))
+    assert rows(table, ["ds"]) == [{"ds": DS}]
+
+
+def test_partition_values_stay_strings(folder: Folder, table: LakeTable) -> None:
+    put(folder, "ds=007/a.parquet", numbers(1))
+    assert rows(table, ["ds"], partition="007") == [{"ds": "007"}]
+    assert table.snapshot("7").files == ()
+
+
+def test_a_file_that_vanishes_under_a_scan(tmp_path: Path) -> None:
+    folder = Folder.open(str(tmp_path))
+    put(folder, f"ds={DS}/a.parquet", numbers(1))
+    put(folder, f"ds={DS}/b.parquet", numbers(2))
+    table = ParquetTable(folder, "ds")
+    snapshot = table.snapshot(DS)
+    (tmp_path / f"ds={DS}" / "b.parquet").unlink()
+    with pytest.raises(TableError, match=r"partition '2026-01-31'"):
+        list(table.scan(snapshot, ["n"]))
+
+
+# Publishing
+
+
+def published_file(path: Path, data: pa.Table, metadata: Mapping[str, str]) -> Path:
+    footer = {f"{METADATA_PREFIX}{key}": value for key, value in metadata.items()}
+    pq.write_table(data.replace_schema_metadata(footer), path)
+    return path
+
+
+def publish(
+    table: LakeTable, partition: str, data: pa.Table, spool: Path, plan_id: str = "p1"
+) -> None:
+    metadata = {"plan_id": plan_id}
+    table.publish(partition, published_file(spool / "spooled", data, metadata), metadata)
+
+
+def test_publish_makes_a_partition_that_any_reader_reads(
+    folder: Folder, table: LakeTable, tmp_path: Path
+) -> None:
+    assert table.published_metadata(DS) is None
+    publish(table, DS, numbers(1, 2), tmp_path)
+    assert table.published_metadata(DS) == {"plan_id": "p1"}
+    assert list(folder.find()) == [f"ds={DS}/data.parquet"]
+    plain = pq.read_table(
+        folder.full_path(""), filesystem=folder.fs, partitioning="hive"
+    ).to_pylist()
+    assert [row["n"] for row in plain] == [1, 2]
+
+
+def test_publish_replaces_its_partition_and_no_other(
+    folder: Folder, table: LakeTable, tmp_path: Path
+) -> None:
+    publish(table, DS, numbers(1, 2, 3), tmp_path)
+    publish(table, "2026-02-01", numbers(9), tmp_path)
+    publish(table, DS, numbers(4), tmp_path, plan_id="p2")
+    assert rows(table, ["n"]) == [{"n": 4}]
+    assert table.published_metadata(DS) == {"plan_id": "p2"}
+    assert rows(table, ["n"], partition="2026-02-01") == [{"n": 9}]
+    assert len(folder.find()) == 2
+
+
+def test_an_empty_partition_can_be_published(table: LakeTable, tmp_path: Path) -> None:
+    publish(table, DS, numbers(), tmp_path)
+    assert rows(table, ["n"]) == []
+    assert table.snapshot(DS).files[0].num_rows == 0
+
+
+FOREIGN: dict[str, Callable[[], tuple[str, bytes]]] = {
+    "another file": lambda: ("part-00000.parquet", parquet_bytes(numbers(5))),
+    "another data.parquet": lambda: ("data.parquet", parquet_bytes(numbers(5))),
+    "a broken data.parquet": lambda: ("data.parquet", WHOLE[:-1]),
+    "a data.parquet of zeros": lambda: ("data.parquet", BROKEN["footer of zeros"]),
+    "a file in a folder": lambda: ("region=eu/data.parquet", parquet_bytes(numbers(5))),
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_partition_is_neither_replaced_nor_added_to(
+    folder: Folder, table: LakeTable, tmp_path: Path, make: Callable[[], tuple[str, bytes]]
+) -> None:
+    name, data = make()
+    folder.write_bytes(f"ds={DS}/{name}", data)
+    with pytest.raises(TableError, match=name):
+        table.published_metadata(DS)
+    with pytest.raises(TableError, match=name):
+        publish(table, DS, numbers(1), tmp_path)
+    assert list(folder.find()) == [f"ds={DS}/{name}"]
+    assert folder.read_bytes(f"ds={DS}/{name}") == data
+
+
+def test_markers_beside_the_data_are_left_alone(
+    folder: Folder, table: LakeTable, tmp_path: Path
+) -> None:
+    folder.write_bytes(f"ds={DS}/_SUCCESS", b"")
+    publish(table, DS, numbers(1), tmp_path)
+    assert list(folder.find()) == [f"ds={DS}/_SUCCESS", f"ds={DS}/data.parquet"]

@@ -1,0 +1,219 @@
+"""The commit stage: all rows or nothing, in input order, once."""
+
+from __future__ import annotations
+
+import datetime
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+
+from batchllm_operator.engine.fake import fake_text
+from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
+from batchllm_operator.pipeline import commit as commit_module
+from batchllm_operator.pipeline.commit import commit_run, load_report, published_plan_uri
+from batchllm_operator.pipeline.parts import read_ledger
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.spec import JobSpec
+
+
+def run_job(spec: JobSpec) -> StoredPlan:
+    plan = plan_job(spec, DS)
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    return plan
+
+
+def published(lake: Path) -> pa.Table:
+    return pq.ParquetFile(lake / "out" / f"ds={DS}" / "data.parquet").read()
+
+
+def expected_text(row: dict[str, str]) -> str:
+    return fake_text(list(expected_prompt(row).encode()))
+
+
+@pytest.mark.parametrize("bucket_rows", [1, 7, 40, 1 << 16])
+def test_rows_come_out_in_input_order(
+    tmp_path: Path, bucket_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_module, "_BUCKET_ROWS", bucket_rows)
+    rows = document_rows(8, 5)
+    rows[3] = {**rows[3], "document": None}
+    rows[11] = {**rows[20], "row_key": "a duplicate"}
+    write_table(tmp_path / "documents", rows)
+    plan = run_job(fake_spec(tmp_path))
+    report = commit_run(plan.folder.uri)
+    table = published(tmp_path).to_pylist()
+    assert [row["row_key"] for row in table] == [row["row_key"] for row in rows]
+    for idx, (found, row) in enumerate(zip(table, rows, strict=True)):
+        assert found["query"] == row["query"]
+        assert found["run_id"] == f"job/{DS}/{plan.manifest.plan_id}"
+        if idx == 3:
+            assert found["generated_text"] is None
+            assert found["error"] == "null_value: column 'document' is null"
+        else:
+            assert (found["generated_text"], found["error"]) == (expected_text(row), None)
+            assert found["num_prompt_tokens"] == len(expected_prompt(row))
+    assert table[20]["num_cached_tokens"] == table[20]["num_prompt_tokens"]  # 11 computed it
+    assert (report.num_rows_in, report.num_rows_out, report.num_rows_failed) == (40, 39, 1)
+    assert report.num_rows_duplicate == 1
+
+
+def test_a_whole_dataset_reader_sees_the_partition_only(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 2))
+    commit_run(run_job(fake_spec(tmp_path)).folder.uri)
+    table = pq.read_table(tmp_path / "out")
+    assert table.num_rows == 4
+    assert set(table["ds"].to_pylist()) == {DS}
+
+
+def test_commit_before_run_names_the_shards(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    run_shard(plan.folder.uri, 1)
+    with pytest.raises(IncompleteRunError, match=r"unfinished: shard 0 \(0 of 3 parts\);"):
+        commit_run(plan.folder.uri)
+    assert not (tmp_path / "out" / f"ds={DS}").exists()
+
+
+def test_committing_twice_changes_nothing(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = run_job(fake_spec(tmp_path))
+    report = commit_run(plan.folder.uri)
+    data = tmp_path / "out" / f"ds={DS}" / "data.parquet"
+    before = data.stat()
+    assert commit_run(plan.folder.uri) == report
+    assert (data.stat().st_mtime_ns, data.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+
+
+def test_a_later_run_replaces_the_partition_and_no_other(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    write_table(tmp_path / "documents", document_rows(1, 1), ds="2026-02-01")
+    spec = fake_spec(tmp_path)
+    other = plan_job(spec, "2026-02-01")
+    run_shard(other.folder.uri, 0)
+    commit_run(other.folder.uri)
+    first = run_job(spec)
+    commit_run(first.folder.uri)
+    write_table(tmp_path / "documents", document_rows(2, 3))
+    second = run_job(spec)
+    commit_run(second.folder.uri)
+    assert published(tmp_path).num_rows == 6
+    assert published_plan_uri(spec, DS) == second.folder.uri
+    commit_run(first.folder.uri)  # the earlier input came back: its outputs are still there
+    assert published_plan_uri(spec, DS) == first.folder.uri
+    assert published(tmp_path).num_rows == 30
+    assert published_plan_uri(spec, "2026-02-01") == other.folder.uri
+
+
+@pytest.mark.parametrize(("allowed", "published_rows"), [(0.2, 15), (0.1, None), (0.0, None)])
+def test_too_many_failed_rows_publish_nothing(
+    tmp_path: Path, allowed: float, published_rows: int | None
+) -> None:
+    rows = document_rows(3, 5)
+    rows[0]["query"] = None
+    rows[4]["query"] = rows[5]["query"] = "~"
+    write_table(tmp_path / "documents", rows)
+    engine = {"extra_args": {"error_token_id": ord("~")}}
+    plan = run_job(fake_spec(tmp_path, engine=engine, max_failed_fraction=allowed))
+    if published_rows is not None:
+        assert commit_run(plan.folder.uri).num_rows_failed == 3
+        assert published(tmp_path).num_rows == published_rows
+        return
+    with pytest.raises(FailedRowsError, match=r"3 of 15 rows.*2 engine_error, 1 null_value"):
+        commit_run(plan.folder.uri)
+    assert not (tmp_path / "out" / f"ds={DS}").exists()
+    # Raising the limit and planning again keeps what was generated.
+    spec = fake_spec(tmp_path, engine=engine, max_failed_fraction=1.0)
+    assert plan_job(spec, DS).folder == plan.folder
+    assert commit_run(plan.folder.uri).num_rows_out == 12
+
+
+def test_an_altered_part_is_not_published(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = run_job(fake_spec(tmp_path))
+    folder = plan.run_folder(0)
+    entry = read_ledger(folder)[1]
+    Path(folder.full_path(entry.file)).write_bytes(b"not what was written")
+    with pytest.raises(IncompleteRunError, match=r"shard 0 \(2 of 3 parts\)"):
+        commit_run(plan.folder.uri)
+
+
+def test_parts_of_another_plan_are_not_published(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = run_job(fake_spec(tmp_path))
+    folder, other = plan.run_folder(0), plan.run_folder(1)
+    for entry in read_ledger(other).values():  # whole parts, but not this shard's rows
+        folder.write_bytes(entry.file, other.read_bytes(entry.file))
+        name = f"part-{entry.part_idx:05d}.json"
+        folder.write_bytes(name, other.read_bytes(name))
+    with pytest.raises(PlanError, match="has 2 outputs where the plan wants 1"):
+        commit_run(plan.folder.uri)
+    assert not (tmp_path / "out" / f"ds={DS}").exists()
+
+
+def test_somebody_elses_partition_is_not_replaced(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = run_job(fake_spec(tmp_path))
+    write_table(tmp_path / "out", [{"precious": 1}])
+    with pytest.raises(TableError, match=r"a\.parquet"):
+        commit_run(plan.folder.uri)
+    assert pq.read_table(tmp_path / "out" / f"ds={DS}" / "a.parquet").num_rows == 1
+
+
+def test_an_empty_partition_is_published_if_asked_for(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(), ds="2026-01-01")
+    plan = plan_job(fake_spec(tmp_path, on_empty="commit"), DS)
+    assert plan.manifest.shards == ()
+    report = commit_run(plan.folder.uri)
+    assert (report.num_rows_in, report.sample_rows) == (0, ())
+    table = published(tmp_path)
+    assert table.num_rows == 0
+    assert table.column_names[:2] == ["row_key", "generated_text"]
+
+
+def test_types_of_keys_and_carried_columns_survive(tmp_path: Path) -> None:
+    kept = {
+        "day": [datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)],
+        "price": [Decimal("1.50"), None],
+        "tags": [["a", "b"], []],
+        "origin": [{"site": "x"}, {"site": None}],
+        "at": [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)] * 2,
+    }
+    table = pa.table({"document": ["a", "b"], "query": ["c", "d"], "number": [1, 2], **kept})
+    category = pa.array(["red", "blue"]).dictionary_encode()
+    table = table.append_column("category", category)
+    folder = tmp_path / "documents" / f"ds={DS}"
+    folder.mkdir(parents=True)
+    pq.write_table(table, folder / "a.parquet")
+    carried = [*kept, "category"]
+    spec = fake_spec(tmp_path, input={"key": ["number", "day"]}, output={"carry": carried})
+    commit_run(run_job(spec).folder.uri)
+    found = published(tmp_path)
+    for name in ("number", *carried):
+        assert found[name].to_pylist() == table[name].to_pylist(), name
+        assert found.schema.field(name).type == table.schema.field(name).type, name
+
+
+def test_report_adds_up(tmp_path: Path) -> None:
+    rows = document_rows(4, 5)
+    write_table(tmp_path / "documents", rows)
+    spec = fake_spec(tmp_path)
+    plan = run_job(spec)
+    with pytest.raises(PlanError, match="wasn't committed yet"):
+        load_report(plan.folder.uri)
+    with pytest.raises(TableError, match="has not been published"):
+        published_plan_uri(spec, DS)
+    report = commit_run(plan.folder.uri)
+    assert load_report(plan.folder.uri) == report
+    assert report.num_logical_tokens == sum(len(expected_prompt(row)) for row in rows)
+    assert report.num_output_tokens == 20 * 8
+    assert report.planned_saving_ratio == pytest.approx(report.achieved_saving_ratio)
+    assert report.achieved_saving_ratio <= report.optimal_saving_ratio
+    assert len(report.sample_rows) == 3
+    assert report.sample_rows[0].generated_text == expected_text(rows[0])

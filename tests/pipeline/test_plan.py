@@ -1,0 +1,140 @@
+"""The plan stage: deterministic, every row once, nothing left behind by a refusal."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+
+from batchllm_operator.errors import KeyColumnError, SpecError
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def requests(plan: StoredPlan) -> list[dict[str, object]]:
+    """All requests of a plan, shard after shard."""
+    return [
+        row
+        for shard in plan.manifest.shards
+        for row in pq.read_table(plan.folder.full_path(shard.file)).to_pylist()
+    ]
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    first = plan_job(fake_spec(tmp_path), DS)
+    before = contents(tmp_path / "out")
+    assert plan_job(fake_spec(tmp_path), DS).folder == first.folder
+    assert contents(tmp_path / "out") == before
+
+
+def test_every_row_is_in_one_request_with_its_own_prompt(tmp_path: Path) -> None:
+    rows = document_rows()
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(fake_spec(tmp_path), DS)
+    planned = requests(plan)
+    assert sorted(row_idx for r in planned for row_idx in r["row_idxs"]) == list(range(len(rows)))
+    for request in planned:
+        for row_idx in request["row_idxs"]:
+            assert bytes(request["prompt_token_ids"]).decode() == expected_prompt(rows[row_idx])
+    assert [request["request_idx"] for request in planned] == list(range(len(planned)))
+
+
+def test_groups_are_whole_adjacent_and_share_their_prefix(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    assert plan.manifest.counts.num_shared_groups == 6
+    for shard in plan.manifest.shards:
+        rows = pq.read_table(plan.folder.full_path(shard.file)).to_pylist()
+        seen: list[int] = []
+        for row in rows:
+            if not seen or seen[-1] != row["group_id"]:
+                seen.append(row["group_id"])
+        assert len(set(seen)) == len(seen), "a group is in one piece"
+        for group_id in seen:
+            members = [row for row in rows if row["group_id"] == group_id]
+            prefixes = {
+                tuple(row["prompt_token_ids"][: row["num_prefix_tokens"]]) for row in members
+            }
+            assert len(prefixes) == 1 and len(members) == 5
+
+
+def test_the_order_of_rows_changes_neither_groups_nor_saving(tmp_path: Path) -> None:
+    rows = document_rows()
+    shuffled = random.Random(0).sample(rows, len(rows))
+    prompts, counts = [], []
+    for name, variant in (("a", rows), ("b", shuffled)):
+        write_table(tmp_path / name / "documents", variant)
+        plan = plan_job(fake_spec(tmp_path / name), DS)
+        prompts.append([request["prompt_token_ids"] for request in requests(plan)])
+        counts.append(plan.manifest.counts)
+    assert prompts[0] == prompts[1]
+    assert counts[0] == counts[1]
+
+
+def test_saving_never_exceeds_the_optimum(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    counts = plan_job(fake_spec(tmp_path), DS).manifest.counts
+    assert counts.num_optimal_tokens <= counts.num_planned_tokens < counts.num_logical_tokens
+    assert 0.5 < counts.planned_saving_ratio <= counts.optimal_saving_ratio < 1
+
+
+def test_duplicates_are_one_request_under_greedy_sampling_only(tmp_path: Path) -> None:
+    rows = document_rows(2, 2)
+    rows += [{**rows[0], "row_key": "again"}, {**rows[0], "row_key": "and again"}]
+    write_table(tmp_path / "documents", rows)
+    greedy = plan_job(fake_spec(tmp_path), DS)
+    assert greedy.manifest.counts.num_requests == 4
+    assert greedy.manifest.counts.num_duplicate_rows == 2
+    assert [0, 4, 5] in [request["row_idxs"] for request in requests(greedy)]
+    sampled = plan_job(fake_spec(tmp_path, sampling={"temperature": 0.7}), DS)
+    assert sampled.manifest.counts.num_requests == 6
+
+
+def test_a_changed_input_is_another_plan_and_engine_tuning_is_not(tmp_path: Path) -> None:
+    rows = document_rows()
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(fake_spec(tmp_path), DS)
+    tuned = plan_job(fake_spec(tmp_path, engine={"max_num_seqs": 7}), DS)
+    assert tuned.folder == plan.folder
+    assert tuned.manifest.spec.engine.max_num_seqs == 7
+    write_table(tmp_path / "documents", [{**rows[0], "query": "changed!"}, *rows[1:]])
+    assert plan_job(fake_spec(tmp_path), DS).folder != plan.folder
+
+
+def test_the_number_of_shards_is_bounded_by_the_groups(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(3, 2))
+    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 10}), DS)
+    assert [shard.num_groups for shard in plan.manifest.shards] == [1, 1, 1]
+
+
+def test_the_manifest_can_be_read_back(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    assert StoredPlan.open(plan.folder.uri) == plan
+
+
+def test_refusals_write_nothing(tmp_path: Path) -> None:
+    rows = document_rows(2, 2)
+    write_table(tmp_path / "documents", [*rows, rows[0]])
+    with pytest.raises(KeyColumnError, match="d0-q0"):
+        plan_job(fake_spec(tmp_path), DS)
+    with pytest.raises(SpecError, match=r"output\.carry.*'nothing'"):
+        plan_job(fake_spec(tmp_path, output={"carry": ["nothing"]}), DS)
+    with pytest.raises(SpecError, match="overwritten"):
+        plan_job(fake_spec(tmp_path, output={"uri": str(tmp_path / "documents")}), DS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_key_that_is_carried_too_is_there_once(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 2))
+    plan = plan_job(fake_spec(tmp_path, output={"carry": ["row_key", "query"]}), DS)
+    kept = pq.read_schema(plan.folder.full_path("rows.parquet")).names
+    assert kept == ["row_key", "query", "error"]

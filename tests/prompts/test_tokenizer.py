@@ -1,0 +1,290 @@
+"""Token ids must be those that the engine's own tokenizer gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchllm_operator.errors import ExitCode, ModelError
+from batchllm_operator.prompts import length_fault, load_tokenizer
+from batchllm_operator.prompts.tokenizer import ModelTokenizer, Utf8Tokenizer
+from batchllm_operator.spec import JobSpec
+
+END, START = "<|im_end|>", "<|im_start|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "",
+    " leading and trailing ",
+    "naïve café 表 🙂",
+    f"a special token {END} in the data {START}",
+    "line\n\nline\ttab\r\n",
+    "{braces} and <|im_end",
+]
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 400,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 321,
+}
+
+
+def build_tokenizer(
+    folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, bos: bool = False, extra: str = ""
+) -> Path:
+    """A model folder without weights: config.json and a byte-level BPE trained on a few lines."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=360,
+        special_tokens=[END, START],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([*TEXTS, extra] * 3, trainer)
+    if bos:
+        bpe.post_processor = processors.TemplateProcessing(
+            single=f"{START} $A", special_tokens=[(START, bpe.token_to_id(START))]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, bos_token=START, chat_template=chat_template
+    )
+    fast.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def own_model(model: Path, tmp_path: Path) -> Path:
+    """A copy of `model` to spoil."""
+    return Path(shutil.copytree(model, tmp_path / "model"))
+
+
+def job(
+    path: Path | str, *, backend: str = "vllm", max_model_len: int | None = None, **prompt: Any
+) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "spec_version": 1,
+            "name": "t",
+            "input": {"uri": "in", "key": "id"},
+            "prompt": {"template": "{doc}", **prompt},
+            "model": {"path": str(path)},
+            "output": {"uri": "out"},
+            "engine": {"backend": backend, "max_model_len": max_model_len},
+        }
+    )
+
+
+def reference(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def refused(spec: JobSpec) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(spec)
+    assert caught.value.exit_code == ExitCode.INVALID
+    message = str(caught.value)
+    assert spec.model.path in message
+    assert "\n" not in message
+    return message
+
+
+# Token ids
+
+
+def test_plain_prompts_get_the_models_own_token_ids(model: Path) -> None:
+    plain = reference(model)
+    encoded = load_tokenizer(job(model)).encode(TEXTS)
+    assert encoded == [plain(text)["input_ids"] for text in TEXTS]
+    assert all(type(token_id) is int for ids in encoded for token_id in ids)
+
+
+def test_special_tokens_that_the_model_adds_are_added_once(tmp_path: Path) -> None:
+    model = build_tokenizer(tmp_path, bos=True)
+    plain = reference(model)
+    encoded = load_tokenizer(job(model)).encode(TEXTS)
+    assert encoded == [plain(text)["input_ids"] for text in TEXTS]
+    assert all(ids[0] == plain.bos_token_id for ids in encoded)
+    chat = load_tokenizer(job(model, chat_template=True)).encode(["hello"])[0]
+    assert chat[:2].count(plain.bos_token_id) == 1  # the template's own, and no other before it
+
+
+@pytest.mark.parametrize("system", [None, "Be brief.", "{braces} {% raw %}"])
+def test_chat_prompts_get_what_the_models_chat_template_gives(
+    model: Path, system: str | None
+) -> None:
+    plain = reference(model)
+    texts = [text for text in TEXTS if text]
+    head = [] if system is None else [{"role": "system", "content": system}]
+    expected = [
+        plain.apply_chat_template(
+            [*head, {"role": "user", "content": text}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+        )["input_ids"]
+        for text in texts
+    ]
+    assert load_tokenizer(job(model, chat_template=True, system=system)).encode(texts) == expected
+
+
+def test_batches_do_not_change_token_ids(model: Path) -> None:
+    tokenizer = load_tokenizer(job(model))
+    assert tokenizer.encode(TEXTS) == [tokenizer.encode([text])[0] for text in TEXTS]
+    assert tokenizer.encode([]) == []
+
+
+def test_a_prompt_longer_than_the_model_is_counted_in_full_and_quietly(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    [ids] = load_tokenizer(job(model)).encode(["word " * 1000])
+    assert len(ids) > 321
+    assert capfd.readouterr().err == ""
+
+
+# Limits
+
+
+def test_the_limit_is_the_models_unless_the_spec_says_less(model: Path) -> None:
+    assert load_tokenizer(job(model)).max_model_len == 321
+    assert load_tokenizer(job(model, max_model_len=64)).max_model_len == 64
+
+
+def test_a_model_that_does_not_say_needs_a_limit_in_the_spec(own_model: Path) -> None:
+    (own_model / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
+    assert "engine.max_model_len" in refused(job(own_model))
+    assert load_tokenizer(job(own_model, max_model_len=64)).max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "fits"), [(0, True), (1, True), (9, True), (10, False), (11, False)]
+)
+def test_a_prompt_must_leave_room_for_one_token(num_tokens: int, fits: bool) -> None:
+    fault = length_fault(num_tokens, 10)
+    assert (fault is None) == fits
+    if fault is not None:
+        assert fault.startswith(f"prompt_too_long: {num_tokens} tokens")
+        assert "9" in fault
+
+
+# Fingerprints
+
+
+def test_the_fingerprint_is_that_of_the_content(model: Path, own_model: Path) -> None:
+    assert load_tokenizer(job(own_model)).fingerprint == load_tokenizer(job(model)).fingerprint
+
+
+def test_the_fingerprint_changes_with_the_vocabulary(model: Path, tmp_path: Path) -> None:
+    other = build_tokenizer(tmp_path, extra="entirely different words words words")
+    assert load_tokenizer(job(other)).fingerprint != load_tokenizer(job(model)).fingerprint
+
+
+def test_the_fingerprint_changes_with_a_chat_template_that_is_used(
+    model: Path, tmp_path: Path
+) -> None:
+    other = build_tokenizer(tmp_path, chat_template=CHAT_TEMPLATE.replace("assistant", "model"))
+    for used in (True, False):
+        same = (
+            load_tokenizer(job(other, chat_template=used)).fingerprint
+            == load_tokenizer(job(model, chat_template=used)).fingerprint
+        )
+        assert same != used
+
+
+def test_encoding_leaves_the_fingerprint_alone(model: Path) -> None:
+    """Truncation and padding are settings inside the tokenizer; using it may not set them."""
+    tokenizer = load_tokenizer(job(model))
+    before = tokenizer.fingerprint
+    tokenizer.encode(TEXTS)
+    assert tokenizer.fingerprint == before
+
+
+# What can't be loaded
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert "no such folder" in refused(job(tmp_path / "absent"))
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    refused(job(tmp_path))
+
+
+def test_a_folder_without_a_config(own_model: Path) -> None:
+    (own_model / "config.json").unlink()
+    refused(job(own_model))
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"version": "1.0"}'])
+def test_a_broken_tokenizer(own_model: Path, content: str) -> None:
+    (own_model / "tokenizer.json").write_text(content, encoding="utf-8")
+    refused(job(own_model))
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", '{"model_type": "nosuch"}'])
+def test_a_broken_config(own_model: Path, content: str) -> None:
+    (own_model / "config.json").write_text(content, encoding="utf-8")
+    refused(job(own_model))
+
+
+def test_a_missing_chat_template(tmp_path: Path) -> None:
+    model = build_tokenizer(tmp_path, chat_template=None)
+    assert "prompt.chat_template: false" in refused(job(model, chat_template=True))
+    load_tokenizer(job(model))
+
+
+@pytest.mark.parametrize(
+    "chat_template",
+    ["{{ raise_exception('System role not supported') }}", "{% for %}", "{{ nosuch.field }}"],
+)
+def test_a_chat_template_that_refuses_the_prompt(tmp_path: Path, chat_template: str) -> None:
+    """As those of some models do when there is a system text."""
+    model = build_tokenizer(tmp_path, chat_template=chat_template)
+    with pytest.raises(ModelError, match="chat template"):
+        load_tokenizer(job(model, chat_template=True, system="Be brief.")).encode(["hello"])
+
+
+def test_a_hub_name_without_a_network() -> None:
+    """conftest.py keeps the hub out of reach."""
+    refused(job("batchllm-tests/no-such-model"))
+
+
+# The fake engine's tokenizer
+
+
+def test_the_fake_engine_needs_no_model(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(job(tmp_path / "absent", backend="fake"))
+    assert isinstance(tokenizer, Utf8Tokenizer)
+    assert tokenizer.encode(["aé"]) == [[97, 195, 169]]
+    assert tokenizer.max_model_len == 4096
+    assert load_tokenizer(job("x", backend="fake", max_model_len=9)).max_model_len == 9
+
+
+def test_vllm_gets_the_models_tokenizer(model: Path) -> None:
+    assert isinstance(load_tokenizer(job(model)), ModelTokenizer)

@@ -1,0 +1,141 @@
+"""The command as a process: results, signals, and ending with its parent."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from support.demo_job import live_processes, wait_until
+from support.fake_job import DS, document_rows, job_fields, write_table
+
+from batchllm_operator.errors import ExitCode
+
+Batchllm = Callable[..., Any]  # the fixture in conftest.py
+COMMAND = [sys.executable, "-m", "batchllm_operator.cli"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A spec file for a job of 40 rows in 8 parts that takes a few seconds."""
+    write_table(tmp_path / "documents", document_rows(8, 5))
+    fields = job_fields(".", engine={"extra_args": {"delay_s": 0.05}}, planner={"num_shards": 1})
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+    return path
+
+
+def call(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, args)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def plan(job: Path) -> str:
+    result = job.parent / "plan.json"
+    done = call("plan", "--job", job, "--ds", DS, "--result", result)
+    assert done.returncode == 0, done.stderr
+    return str(json.loads(result.read_text())["plan_uri"])
+
+
+def run_parts(plan_uri: str) -> list[Path]:
+    return sorted((Path(plan_uri) / "runs" / "shard-00000").glob("part-*.json"))
+
+
+def test_the_three_commands_leave_versioned_results(job: Path) -> None:
+    results = {}
+    uri = plan(job)
+    for command, more in (("run", ["--shard", "0"]), ("commit", []), ("report", [])):
+        path = job.parent / f"{command}.json"
+        done = call(command, "--plan", uri, *more, "--result", path)
+        assert done.returncode == 0, done.stderr
+        results[command] = json.loads(path.read_text())
+        assert results[command]["result_version"] == 1
+        assert results[command]["command"] == command
+    assert results["run"]["num_rows"] == results["commit"]["num_rows_out"] == 40
+    assert results["report"]["plan_uri"] == uri
+    assert "sample_rows" not in results["report"], "rows never leave the lake in a result"
+
+
+def test_a_run_without_a_terminal_prints_plain_progress_lines(job: Path) -> None:
+    done = call("run", "--plan", plan(job), "--shard", 0)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("shard 0: ")]
+    assert lines[0] == "shard 0: 40 rows"
+    assert lines[-1].startswith("shard 0: 40/40 rows (100 %)")
+    assert "\r" not in done.stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_keeps_whole_parts_and_goes_on(job: Path, how: signal.Signals) -> None:
+    uri = plan(job)
+    process = subprocess.Popen([*COMMAND, "run", "--plan", uri, "--shard", "0"], stderr=-1)
+    wait_until(lambda: run_parts(uri), "the first part is written")
+    process.send_signal(how)
+    _, stderr = process.communicate(timeout=30)
+    if how is signal.SIGKILL:
+        assert process.returncode == -how
+    else:
+        assert process.returncode == 128 + how
+        assert b"give the same command again" in stderr and b"Traceback" not in stderr
+    kept = len(run_parts(uri))
+    assert 1 <= kept < 8
+    result = job.parent / "run.json"
+    assert call("run", "--plan", uri, "--shard", 0, "--result", result).returncode == 0
+    assert json.loads(result.read_text())["num_resumed_parts"] == kept
+    assert call("commit", "--plan", uri).returncode == 0
+    keys = pq.read_table(job.parent / "out")["row_key"].to_pylist()
+    assert keys == [row["row_key"] for row in document_rows(8, 5)]
+
+
+def test_a_command_can_end_with_its_parent(job: Path) -> None:
+    uri = plan(job)
+    arguments = [*COMMAND, "run", "--plan", uri, "--shard", "0", "--die-with-parent"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess; subprocess.run({arguments!r})"],
+        start_new_session=True,
+    )
+    wait_until(lambda: run_parts(uri), "the first part is written")
+    assert len(live_processes(parent.pid)) == 2
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not live_processes(parent.pid), "the command has ended too", 10.0)
+    assert len(run_parts(uri)) < 8
+
+
+def test_a_command_outlives_its_parent_unless_asked(job: Path) -> None:
+    uri = plan(job)
+    arguments = [*COMMAND, "run", "--plan", uri, "--shard", "0"]
+    subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({arguments!r})"])
+    wait_until(lambda: len(run_parts(uri)) == 8, "the orphan has finished")
+
+
+def test_schema_is_json_and_names_every_section(batchllm: Batchllm) -> None:
+    schema = json.loads(batchllm("schema").out)
+    assert {"input", "prompt", "model", "sampling", "output", "engine", "planner"} <= set(
+        schema["properties"]
+    )
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nonsense"], ["plan"], ["run", "--plan", "x"], ["report"], ["report", "--job", "x.yaml"]],
+)
+def test_wrong_usage_is_exit_code_2(batchllm: Batchllm, arguments: list[str]) -> None:
+    outcome = batchllm(*arguments)
+    assert outcome.code == ExitCode.INVALID
+    assert "usage: batchllm" in outcome.err
+
+
+def test_help_lists_commands_and_exit_codes(batchllm: Batchllm) -> None:
+    outcome = batchllm("--help")
+    assert outcome.code == ExitCode.OK
+    for word in ("plan", "run", "commit", "report", "schema", "demo-table", "Exit codes"):
+        assert word in outcome.out

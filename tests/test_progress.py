@@ -1,0 +1,134 @@
+"""Progress: what a log and what a terminal gets to see."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from batchllm_operator.progress import Progress
+
+
+@dataclass
+class Clock:
+    """A clock that the test sets."""
+
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().splitlines()
+
+
+def test_plain_lines_come_at_intervals() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress("shard 0", 100, stream=stream, clock=clock, line_interval_s=10) as progress:
+        for _ in range(50):  # 25 s
+            clock.now_s += 0.5
+            progress.advance(1)
+    assert lines(stream) == [
+        "shard 0: 100 rows",
+        "shard 0: 20/100 rows (20 %), 2.0 rows/s, ETA 40 s",
+        "shard 0: 40/100 rows (40 %), 2.0 rows/s, ETA 30 s",
+        "shard 0: 50/100 rows (50 %), 2.0 rows/s, ETA 25 s",
+    ]
+
+
+def test_a_line_is_flushed_at_once() -> None:
+    class Stream(io.StringIO):
+        flushed = ""
+
+        def flush(self) -> None:
+            self.flushed = self.getvalue()
+
+    clock, stream = Clock(), Stream()
+    with Progress("plan", 2, stream=stream, clock=clock):
+        assert stream.flushed == "plan: 2 rows\n"
+
+
+def test_the_last_line_tells_how_long_it_took() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress("shard 1", 6, unit="parts", stream=stream, clock=clock) as progress:
+        clock.now_s += 3725
+        progress.advance(6, "12 tokens/s")
+    assert lines(stream)[-1].endswith(
+        "6/6 parts (100 %), 0.0 parts/s, 12 tokens/s, took 1 h 02 min"
+    )
+
+
+def test_a_note_stays_until_the_next() -> None:
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress("s", 10, stream=stream, clock=clock)
+    clock.now_s += 1
+    progress.advance(1, "9 tokens/s")
+    progress.advance(1)
+    assert "9 tokens/s" in progress.line()
+    progress.advance(1, "8 tokens/s")
+    assert "8 tokens/s" in progress.line()
+    assert "9 tokens/s" not in progress.line()
+
+
+def test_resumed_work_counts_as_done_but_not_as_speed() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress("s", 1000, initial=900, stream=stream, clock=clock) as progress:
+        assert "ETA unknown" in progress.line()
+        clock.now_s += 10
+        progress.advance(10)
+        assert progress.line() == "s: 910/1000 rows (91 %), 1.0 rows/s, ETA 1 min 30 s"
+    assert lines(stream)[0] == "s: 1000 rows, 900 of them done before"
+
+
+def test_an_interrupted_run_says_how_far_it_came() -> None:
+    clock, stream = Clock(), io.StringIO()
+    try:
+        with Progress("s", 4, stream=stream, clock=clock) as progress:
+            clock.now_s += 2
+            progress.advance(1)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert lines(stream)[-1] == "s: 1/4 rows (25 %), 0.5 rows/s, ETA 6 s"
+
+
+def test_nothing_to_do_is_no_division_by_zero() -> None:
+    stream = io.StringIO()
+    with Progress("s", 0, stream=stream, clock=Clock()):
+        pass
+    assert lines(stream)[-1] == "s: 0/0 rows (100 %), took 0 s"
+
+
+def test_complete_takes_what_was_done_for_the_total() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress("s", 10, stream=stream, clock=clock) as progress:
+        clock.now_s += 2
+        progress.advance(4)
+        progress.complete()
+    assert lines(stream)[-1] == "s: 4/4 rows (100 %), 2.0 rows/s, took 2 s"
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    stream = Terminal()
+    with Progress("shard 0", 4, initial=1, stream=stream) as progress:
+        progress.advance(2, "7 tokens/s")
+        progress.advance(1)
+    shown = stream.getvalue()
+    assert "\r" in shown
+    assert "shard 0" in shown
+    assert "1/4" in shown.split("\r")[1]
+    assert "4/4" in shown.split("\r")[-1]
+    assert "100%" in shown.split("\r")[-1]
+
+
+def test_a_bar_ends_full_when_rows_were_left_out() -> None:
+    stream = Terminal()
+    with Progress("read", 10, stream=stream) as progress:
+        progress.advance(4)
+        progress.complete()
+    assert "4/4" in stream.getvalue().split("\r")[-1]

@@ -1,0 +1,539 @@
+"""The job spec: what it accepts, what it refuses, and in which words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from batchllm_operator.errors import ExitCode, SpecError
+from batchllm_operator.spec import JobSpec, load_spec, parse_spec, template_columns
+
+MINIMAL: dict[str, Any] = {
+    "spec_version": 1,
+    "name": "snippets",
+    "input": {"uri": "s3://lake/documents", "key": "id"},
+    "prompt": {"template": "{document}"},
+    "model": {"path": "org/model"},
+    "output": {"uri": "s3://lake/snippets"},
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """`MINIMAL` with values put at dotted names (`__` for a dot)."""
+    data = copy.deepcopy(MINIMAL)
+    for name, value in changes.items():
+        *sections, field = name.split("__")
+        section = data
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[field] = value
+    return data
+
+
+def parse(**changes: Any) -> JobSpec:
+    return parse_spec(changed(**changes), source="job.yaml")
+
+
+def refusal(data: dict[str, Any]) -> str:
+    """The message with which `data` is refused."""
+    with pytest.raises(SpecError) as caught:
+        parse_spec(data, source="job spec /jobs/job.yaml")
+    message = str(caught.value)
+    assert message.startswith("job spec /jobs/job.yaml: ")
+    assert "\n" not in message
+    assert caught.value.exit_code == ExitCode.INVALID
+    return message
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused_file(path: Path) -> str:
+    with pytest.raises(SpecError) as caught:
+        load_spec(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+# What is accepted
+
+
+FULL = """
+spec_version: 1
+name: daily_snippets
+input:
+  uri: s3://lake/documents
+  partition_column: date
+  key: [doc_id, query_id]
+  filter:
+    - {column: lang, value: en}
+    - {column: score, op: ">=", value: 0.5}
+    - {column: source, op: not in, value: [a, b]}
+prompt:
+  system: "Answer in JSON: {\\"a\\": 1}"
+  template: "Document: {document}\\nQuery: {query}"
+  chat_template: true
+model: {path: Qwen/Qwen2.5-0.5B-Instruct, revision: main}
+sampling: {max_tokens: 64, temperature: 0.7, top_p: 0.9, top_k: 40, seed: 7, stop: "###"}
+output: {uri: s3://lake/snippets, carry: [query]}
+engine: {max_model_len: 2048, dtype: bfloat16, extra_args: {swap_space: 4, kv_transfer: [1, x]}}
+planner: {num_shards: 4, estimated_output_tokens: 32, part_rows: 100}
+on_empty: commit
+max_failed_fraction: 0.01
+"""
+
+
+def test_a_file_becomes_a_spec(tmp_path: Path) -> None:
+    spec = load_spec(write(tmp_path, FULL))
+    assert spec.input.partition_column == "date"
+    assert spec.input.key == ("doc_id", "query_id")
+    assert [(t.column, t.op, t.value) for t in spec.input.filter] == [
+        ("lang", "==", "en"),
+        ("score", ">=", 0.5),
+        ("source", "not in", ("a", "b")),
+    ]
+    assert spec.prompt.columns == ("document", "query")
+    assert spec.input_columns == ("doc_id", "query_id", "query", "document")
+    assert spec.sampling.stop == ("###",)
+    assert not spec.sampling.is_greedy
+    assert spec.engine.extra_args == {"swap_space": 4, "kv_transfer": [1, "x"]}
+    assert spec.on_empty == "commit"
+
+
+def test_a_spec_survives_being_stored(tmp_path: Path) -> None:
+    """A plan keeps the spec as JSON; people may dump it to YAML again."""
+    spec = load_spec(write(tmp_path, FULL))
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    again = load_spec(write(tmp_path, yaml.safe_dump(spec.model_dump(mode="json"))))
+    assert again == spec
+    assert again.identity == spec.identity
+
+
+def test_a_minimal_spec_is_greedy_vllm_with_one_shard() -> None:
+    spec = parse()
+    assert spec.sampling.is_greedy
+    assert spec.engine.backend == "vllm"
+    assert spec.planner.num_shards == 1
+    assert spec.input.partition_column == "ds"
+    assert spec.on_empty == "fail"
+
+
+def test_one_key_column_needs_no_list() -> None:
+    assert parse(input__key="id").input.key == ("id",)
+    assert parse(input__key=["id"]).input.key == ("id",)
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse().name = "other"  # type: ignore[misc]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("nmae", "x"),
+        ("input__urii", "x"),
+        ("prompt__templat", "x"),
+        ("sampling__beam_width", 4),
+        ("engine__gpu_memory", 0.9),
+        ("planner__shards", 2),
+    ],
+)
+def test_an_unknown_field_is_named(where: str, value: Any) -> None:
+    assert f"{where.replace('__', '.')}: unknown field" in refusal(changed(**{where: value}))
+
+
+@pytest.mark.parametrize("section", ["name", "input", "prompt", "model", "output", "spec_version"])
+def test_a_missing_field_is_named(section: str) -> None:
+    data = changed()
+    del data[section]
+    message = refusal(data).lower()
+    assert section in message
+    assert "required" in message
+
+
+def test_all_faults_are_named_at_once() -> None:
+    message = refusal(changed(sampling__max_tokens=0, planner__num_shards="two", typo=1))
+    assert all(name in message for name in ("sampling.max_tokens", "planner.num_shards", "typo"))
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("name", "has space"),
+        ("name", "../up"),
+        ("name", ""),
+        ("name", "x" * 101),
+        ("input__uri", ""),
+        ("input__key", []),
+        ("input__filter", [{"column": "a", "op": "in", "value": "b"}]),
+        ("input__filter", [{"column": "a", "value": ["b"]}]),
+        ("input__filter", [{"column": "a", "op": "~", "value": "b"}]),
+        ("prompt__template", ""),
+        ("model__path", ""),
+        ("sampling__max_tokens", 0),
+        ("sampling__temperature", -0.1),
+        ("sampling__temperature", float("nan")),
+        ("sampling__top_p", 0),
+        ("sampling__top_p", 1.1),
+        ("engine__backend", "tgi"),
+        ("engine__dtype", "int3"),
+        ("engine__gpu_memory_utilization", 1.5),
+        ("planner__part_rows", 0),
+        ("on_empty", "ignore"),
+        ("max_failed_fraction", 1.01),
+        ("max_failed_fraction", float("nan")),
+    ],
+)
+def test_a_bad_value_names_its_field(where: str, value: Any) -> None:
+    assert where.replace("__", ".") in refusal(changed(**{where: value}))
+
+
+@pytest.mark.parametrize("version", [0, 2, "1.5", "two", 1.5, [1]])
+def test_another_version_is_refused_with_the_one_we_read(version: Any) -> None:
+    message = refusal(changed(spec_version=version))
+    assert "spec_version" in message
+    assert "1" in message
+
+
+@pytest.mark.parametrize("column", ["generated_text", "error", "model", "run_id"])
+def test_columns_that_the_job_writes_cannot_be_carried(column: str) -> None:
+    assert repr(column) in refusal(changed(output__carry=[column]))
+    assert repr(column) in refusal(changed(input__key=column))
+
+
+def test_the_partition_column_is_kept_anyway() -> None:
+    assert "'ds'" in refusal(changed(output__carry=["ds"]))
+    assert "'ds'" in refusal(changed(input__key="ds"))
+    assert "'date'" in refusal(changed(input__partition_column="date", output__carry="date"))
+
+
+def test_a_column_that_is_named_twice_is_kept_once() -> None:
+    spec = parse(input__key="id", output__carry=["q", "id", "q"], prompt__template="{q}{d}")
+    assert spec.kept_columns == ("id", "q")
+    assert spec.input_columns == ("id", "q", "d")
+
+
+def test_not_yaml_names_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "spec_version: 1\nname: x\ninput: {uri: [}\n")
+    assert "line 3" in refused_file(path)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n- b\n", "just text\n", "3\n"])
+def test_a_file_that_is_not_a_mapping(tmp_path: Path, text: str) -> None:
+    assert "mapping" in refused_file(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: 'unclosed\n",
+        "name: \x01\n",
+        "\tname: x\n",
+        "name: *nowhere\n",
+        "name: !!python/object/apply:os.system [true]\n",
+        "spec_version: 1\nname: 2026-99-99\n",
+        "? [a, b]\n: c\n",
+        "1: x\n",
+    ],
+)
+def test_odd_yaml_is_one_clear_error(tmp_path: Path, text: str) -> None:
+    refused_file(write(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "No such file" in refused_file(tmp_path / "absent.yaml")
+    assert "directory" in refused_file(tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\xfa")
+    refused_file(binary)
+
+
+# Templates
+
+
+@pytest.mark.parametrize(
+    ("template", "columns"),
+    [
+        ("{doc}", ("doc",)),
+        ("{doc} {query} {doc}", ("doc", "query")),
+        ('{{"answer": "{query}"}}', ("query",)),
+        ("{{{doc}}}", ("doc",)),
+        ("{{doc}}", ()),
+        ("{a column} {naïve} {0}", ("a column", "naïve", "0")),
+        ("no places", ()),
+    ],
+)
+def test_templates(template: str, columns: tuple[str, ...]) -> None:
+    assert template_columns(template) == columns
+    assert parse(prompt__template=template).prompt.columns == columns
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{a.b}",
+        "{a[0]}",
+        "{a!r}",
+        "{a:>3}",
+        "{a:{b}}",
+        "{}",
+        "text {} text",
+        "{a",
+        "a}",
+        "{a!}",
+        "{.x}",
+        "{[0]}",
+    ],
+)
+def test_a_template_places_columns_and_does_nothing_else(template: str) -> None:
+    assert "prompt.template" in refusal(changed(prompt__template=template))
+
+
+def test_braces_in_the_system_text_are_text() -> None:
+    assert parse(prompt__system="{not} {a.b} {").prompt.system == "{not} {a.b} {"
+
+
+# Secrets
+
+AWS_KEY = "AKIA" + "IOSFODNN7EXAMPLE"
+HF_TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ"
+SECRETS: dict[str, dict[str, Any]] = {
+    "AWS key as a value": changed(engine__extra_args={"x": AWS_KEY}),
+    "AWS key inside text": changed(prompt__system=f"use {AWS_KEY} to log in"),
+    "hub token as a value": changed(model__revision=HF_TOKEN),
+    "hub token by its name": changed(engine__extra_args={"hf_token": "swordfish"}),
+    "in a list": changed(sampling__stop=["a", HF_TOKEN]),
+    "in a filter": changed(input__filter=[{"column": "c", "value": HF_TOKEN}]),
+    "deep inside": changed(engine__extra_args={"a": {"b": [{"password": "swordfish"}]}}),
+    "user info in a URI": changed(input__uri="s3://user:swordfish@bucket/table"),
+    "user info without a password": changed(input__uri="s3://swordfish@bucket/table"),
+    "query parameter": changed(output__uri="s3://b/t?x=1&secret_access_key=swordfish"),
+    "presigned": changed(input__uri="https://h/t?X-Amz-Security-Token=swordfish"),
+    "api_key": changed(engine__api_key="swordfish"),
+    "AWS_SECRET_ACCESS_KEY": changed(AWS_SECRET_ACCESS_KEY="swordfish"),
+    "secret_key": changed(engine__extra_args={"secret_key": "swordfish"}),
+    "camel case": changed(engine__extra_args={"hfToken": "swordfish"}),
+    "a number": changed(engine__extra_args={"password": 8675309}),
+    "a list of them": changed(engine__extra_args={"api_keys": ["swordfish"]}),
+    "private key": changed(prompt__system="-----BEGIN RSA PRIVATE KEY-----\nswordfish"),
+    "GitHub": changed(model__path="ghp_" + "swordfish0" * 4),
+    "OpenAI": changed(model__path="sk-" + "swordfish0" * 4),
+    "with other faults": changed(engine__extra_args={"token": "swordfish"}, typo=1, name="a b"),
+    "in an unknown section": changed(credentials={"token": "swordfish"}),
+    "broken URI": changed(input__uri="s3://user:swordfish@[bucket/table"),
+}
+
+
+@pytest.mark.parametrize("data", SECRETS.values(), ids=SECRETS)
+def test_a_secret_is_refused_and_not_repeated(data: dict[str, Any]) -> None:
+    message = refusal(data)
+    for secret in ("swordfish", "8675309", AWS_KEY, HF_TOKEN):
+        assert secret not in message
+
+
+def test_the_message_says_which_field_and_what_to_do() -> None:
+    message = refusal(changed(engine__extra_args={"a": [{"hf_token": "swordfish"}]}))
+    assert "engine.extra_args.a[0].hf_token" in message
+    assert "environment" in message
+
+
+@pytest.mark.parametrize("where", ["name", "input__key", "on_empty", "sampling__max_tokens"])
+def test_a_wrong_value_is_not_repeated(where: str) -> None:
+    """It may be a secret that we don't recognise, put into the wrong line."""
+    assert "sword fish" not in refusal(changed(**{where: {"nested": "sword fish"}}))
+    assert "sword fish" not in refusal(changed(**{where: ["sword fish", 1]}))
+
+
+def test_a_secret_in_a_file_is_not_in_the_traceback(tmp_path: Path) -> None:
+    """Airflow logs the whole chain of causes."""
+    data = changed(engine__extra_args={"hf_token": "swordfish"}, sampling__max_tokens="swordfish")
+    with pytest.raises(SpecError) as caught:
+        load_spec(write(tmp_path, yaml.safe_dump(data)))
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert "swordfish" not in str(error)
+        error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("sampling__max_tokens", 16),
+        ("planner__estimated_output_tokens", 16),
+        ("engine__extra_args", {"tokenizer": "org/model", "max_num_partial_prefills": 2}),
+        ("engine__extra_args", {"tokenizer_mode": "slow", "token_budget": 3}),
+        ("engine__extra_args", {"skip_tokenizer_init": True, "tokenizers": ["a"]}),
+        ("prompt__system", "Never reveal a password, token or api_key. password: none"),
+        ("prompt__template", "Is {text} a secret? See https://example.org/a@b for help."),
+        ("prompt__template", "token={token}"),
+        ("prompt__template", "hf_model and sk-learn, AKIA and skeletons"),
+        ("input__key", "token"),
+        ("output__carry", ["secret", "api_key"]),
+        ("input__uri", "s3://bucket/secrets/table?versionId=3"),
+        ("model__path", "/models/token"),
+        ("input__filter", [{"column": "password", "op": "!=", "value": "reset"}]),
+    ],
+)
+def test_what_only_looks_like_a_secret_is_accepted(where: str, value: Any) -> None:
+    parse(**{where: value})
+
+
+# Paths
+
+
+def load(folder: Path, **changes: Any) -> JobSpec:
+    return load_spec(write(folder, yaml.safe_dump(changed(**changes))))
+
+
+def test_relative_paths_start_at_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    monkeypatch.chdir(tmp_path)
+    load(jobs, input__uri="../lake/in", output__uri="out/", model__path="./model")
+    spec = load_spec(Path("jobs/job.yaml"))
+    assert spec.input.uri == str(tmp_path / "lake" / "in")
+    assert spec.output.uri == str(jobs / "out")
+    assert spec.model.path == str(jobs / "model")
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("s3://bucket/table/", "s3://bucket/table"),
+        ("/lake/table/", "/lake/table"),
+        ("file:///lake/table", "/lake/table"),
+    ],
+)
+def test_absolute_uris_are_kept(tmp_path: Path, uri: str, expected: str) -> None:
+    assert load(tmp_path, input__uri=uri).input.uri == expected
+
+
+def test_the_home_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    spec = load(tmp_path, input__uri="~/in", model__path="~/model")
+    assert (spec.input.uri, spec.model.path) == ("/home/someone/in", "/home/someone/model")
+
+
+def test_an_unknown_home_folder_is_a_fault_of_the_spec(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="nosuchuser"):
+        load(tmp_path, input__uri="~nosuchuser/in")
+
+
+def test_a_hub_name_is_not_a_path(tmp_path: Path) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert load(tmp_path, model__path="org/model").model.path == "org/model"
+
+
+# Identity
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("engine__max_num_seqs", 7),
+        ("engine__max_num_batched_tokens", 700),
+        ("engine__gpu_memory_utilization", 0.5),
+        ("engine__kv_cache_memory_bytes", 1 << 30),
+        ("engine__tensor_parallel_size", 2),
+        ("engine__enforce_eager", True),
+        ("engine__block_size", 32),
+        ("on_empty", "commit"),
+        ("max_failed_fraction", 0.1),
+    ],
+)
+def test_tuning_keeps_the_identity(where: str, value: Any) -> None:
+    """So that an out-of-memory error can be tuned away without paying again."""
+    assert parse(**{where: value}) != parse()
+    assert parse(**{where: value}).identity == parse().identity
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("name", "other"),
+        ("input__uri", "s3://lake/other"),
+        ("input__key", ["id", "q"]),
+        ("input__filter", [{"column": "a", "value": 1}]),
+        ("prompt__template", "{document} "),
+        ("prompt__system", "x"),
+        ("prompt__chat_template", True),
+        ("model__path", "org/other"),
+        ("model__revision", "v2"),
+        ("sampling__max_tokens", 127),
+        ("sampling__temperature", 0.1),
+        ("sampling__seed", 1),
+        ("sampling__stop", ["x"]),
+        ("output__carry", ["q"]),
+        ("engine__dtype", "float32"),
+        ("engine__max_model_len", 100),
+        ("engine__backend", "fake"),
+        ("engine__extra_args", {"quantization": "fp8"}),
+    ],
+)
+def test_what_outputs_depend_on_changes_the_identity(where: str, value: Any) -> None:
+    assert parse(**{where: value}).identity != parse().identity
+
+
+def test_identity_does_not_depend_on_how_the_file_is_written() -> None:
+    explicit = parse(sampling={"max_tokens": 128, "temperature": 0}, input__key=["id"])
+    assert explicit.identity == parse().identity
+    reordered = dict(reversed(changed().items()))
+    assert parse_spec(reordered, source="x").identity == parse().identity
+    args = {"a": 1, "b": {"c": 2, "d": 3}}
+    turned = {"b": {"d": 3, "c": 2}, "a": 1}
+    assert parse(engine__extra_args=args).identity == parse(engine__extra_args=turned).identity
+
+
+# The JSON schema
+
+
+def schema_models() -> Iterator[dict[str, Any]]:
+    schema = JobSpec.model_json_schema()
+    yield schema
+    yield from (model for model in schema["$defs"].values() if "properties" in model)
+
+
+def test_every_field_of_the_schema_is_documented() -> None:
+    """By itself, or by the section that it refers to."""
+    sections = JobSpec.model_json_schema()["$defs"]
+    undocumented = [
+        f"{model['title']}.{name}"
+        for model in schema_models()
+        for name, field in model["properties"].items()
+        if not field.get("description")
+        and not sections.get(field.get("$ref", "").rsplit("/")[-1], {}).get("description")
+    ]
+    assert undocumented == []
+
+
+def test_every_section_of_the_schema_is_documented_and_closed() -> None:
+    titles = {model["title"] for model in schema_models()}
+    assert {"JobSpec", "InputSpec", "PromptSpec", "EngineSpec", "FilterTerm"} <= titles
+    for model in schema_models():
+        assert model["description"]
+        assert model["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [("InputSpec", "key"), ("OutputSpec", "carry"), ("SamplingSpec", "stop")],
+)
+def test_the_schema_allows_one_name_or_a_list(section: str, field: str) -> None:
+    """Editors check specs against the schema while they are written."""
+    described = JobSpec.model_json_schema()["$defs"][section]["properties"][field]
+    kinds = {choice.get("type") for choice in described.get("anyOf", [described])}
+    assert kinds == {"string", "array"}
