@@ -1,9 +1,11 @@
+import errno
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,17 @@ def test_on_kill_without_a_command_does_nothing():
     operator().on_kill()
 
 
+def open_when_read(fifo: Path, process: subprocess.Popen[bytes]) -> int:
+    """Open `fifo` for writing as soon as something below `process` reads it."""
+    while process.poll() is None:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            assert error.errno == errno.ENXIO  # no reader yet
+            time.sleep(0.05)
+    raise AssertionError(f"ended with exit code {process.returncode} before it read {fifo}")
+
+
 def test_death_of_the_task_by_sigkill_ends_the_real_command(tmp_path: Path):
     spec = tmp_path / "spec.yaml"
     os.mkfifo(spec)  # `batchllm plan` waits in reading it
@@ -150,7 +163,7 @@ def test_death_of_the_task_by_sigkill_ends_the_real_command(tmp_path: Path):
         "    'plan', '--job', sys.argv[1], '--ds', '2026-01-31')\n"
     )
     process = subprocess.Popen([sys.executable, "-c", task, str(spec)], stdout=subprocess.DEVNULL)
-    writer = os.open(spec, os.O_WRONLY)  # waits for the command
+    writer = open_when_read(spec, process)
     process.kill()
     process.wait()
     poll = select.poll()

@@ -1,0 +1,737 @@
+"""Bad input, through the command line with the fake engine: what users see, and what is left.
+
+Every refusal is one line on stderr that names the file, field, column or row at fault, with the
+documented exit code, and without a trace in the output table.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from batchllm_operator.lake import Folder
+
+DS = "2026-01-31"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job over a small table in `folder`, and the commands to run it."""
+
+    folder: Path
+    batchllm: Any  # the fixture of conftest.py
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def write_table(self, table: pa.Table, name: str = f"ds={DS}/a.parquet") -> None:
+        path = self.folder / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, path)
+
+    def write_rows(self, *docs: Any) -> None:
+        keys = [f"k{idx}" for idx in range(len(docs))]
+        self.write_table(pa.table({"id": keys, "doc": list(docs), "q": ["?"] * len(docs)}))
+
+    def write_spec(self, **changes: Any) -> Path:
+        spec: dict[str, Any] = {
+            "spec_version": 1,
+            "name": "job",
+            "input": {"uri": "in", "key": "id"},
+            "prompt": {"template": "{doc}|{q}"},
+            "model": {"path": "none"},
+            "sampling": {"max_tokens": 4},
+            "output": {"uri": "out"},
+            "engine": {"backend": "fake"},
+            "planner": {"num_shards": 2, "part_rows": 2},
+        }
+        for section, value in changes.items():
+            old = spec.get(section)
+            spec[section] = {**old, **value} if isinstance(old, dict) else value
+        path = self.folder / "job.yaml"
+        path.write_text(yaml.safe_dump(spec), encoding="utf-8")
+        return path
+
+    def plan(self, ds: str = DS) -> Any:
+        return self.batchllm("plan", "--job", self.folder / "job.yaml", "--ds", ds)
+
+    def planned(self, ds: str = DS) -> Path:
+        """Plan, and return where the plan lies."""
+        result = self.folder / "plan-result.json"
+        outcome = self.batchllm(
+            "plan", "--job", self.folder / "job.yaml", "--ds", ds, "--result", result
+        )
+        assert outcome.code == 0, outcome.err
+        return Path(json.loads(result.read_text(encoding="utf-8"))["plan_uri"])
+
+    def run_all(self, plan: Path | str) -> None:
+        for shard in range(len(list(Path(plan).glob("shard-*.parquet")))):
+            outcome = self.batchllm("run", "--plan", plan, "--shard", shard)
+            assert outcome.code == 0, outcome.err
+
+    def commit(self, plan: Path | str) -> Any:
+        return self.batchllm("commit", "--plan", plan)
+
+    def published(self, ds: str = DS) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = pq.read_table(
+            self.out / f"ds={ds}" / "data.parquet", partitioning=None
+        ).to_pylist()
+        return rows
+
+
+@pytest.fixture
+def job(tmp_path: Path, batchllm: Any) -> Job:
+    job = Job(tmp_path, batchllm)
+    job.write_rows("first", "second", "third", "fourth", "fifth")
+    job.write_spec()
+    return job
+
+
+def assert_refused(outcome: Any, code: int, *words: str) -> None:
+    """One clear line, with these words in it."""
+    assert outcome.code == code, outcome.err
+    errors = [line for line in outcome.err.splitlines() if line.startswith("batchllm: error: ")]
+    assert len(errors) == 1, outcome.err
+    assert "Traceback" not in outcome.err
+    assert outcome.err.endswith(errors[0] + "\n")  # nothing after it
+    for word in words:
+        assert word in errors[0]
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    """All files below, with their content."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+# The spec, its table and its columns
+
+
+def test_no_spec_file(job: Job) -> None:
+    (job.folder / "job.yaml").unlink()
+    assert_refused(job.plan(), 2, str(job.folder / "job.yaml"), "No such file")
+    assert not job.out.exists()
+
+
+def test_a_spec_that_is_not_yaml(job: Job) -> None:
+    (job.folder / "job.yaml").write_text("name: x\ninput: {uri: [\n", encoding="utf-8")
+    assert_refused(job.plan(), 2, "job.yaml", "not YAML", "line")
+    assert not job.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"inptu": {}}, ["inptu", "unknown field"]),
+        ({"sampling": {"beam_width": 3}}, ["sampling.beam_width", "unknown field"]),
+        ({"input": {"key": None}}, ["input.key"]),
+        ({"spec_version": 2}, ["spec_version", "2", "1"]),
+        ({"prompt": {"template": "{doc.__class__}"}}, ["prompt.template"]),
+        ({"engine": {"extra_args": {"hf_token": "swordfish"}}}, ["engine.extra_args.hf_token"]),
+    ],
+)
+def test_a_wrong_spec(job: Job, changes: dict[str, Any], words: list[str]) -> None:
+    job.write_spec(**changes)
+    outcome = job.plan()
+    assert_refused(outcome, 2, "job.yaml", *words)
+    assert "swordfish" not in outcome.err
+    assert not job.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "column"),
+    [
+        ({"prompt": {"template": "{doc} {title}"}}, "prompt.template", "title"),
+        ({"input": {"key": ["id", "part"]}}, "input.key", "part"),
+        ({"output": {"carry": ["lang"]}}, "output.carry", "lang"),
+        ({"input": {"filter": [{"column": "n", "value": 1}]}}, "input.filter", "n"),
+    ],
+)
+def test_a_missing_column_is_named_with_its_field_and_table(
+    job: Job, changes: dict[str, Any], field: str, column: str
+) -> None:
+    job.write_spec(**changes)
+    assert_refused(job.plan(), 2, field, repr(column), str(job.folder / "in"), "id, doc, q")
+    assert not job.out.exists()
+
+
+def test_a_filter_that_cannot_be_compared(job: Job) -> None:
+    job.write_spec(input={"filter": [{"column": "doc", "op": ">", "value": 3}]})
+    assert_refused(job.plan(), 2, str(job.folder / "in"))
+    assert not job.out.exists()
+
+
+def test_a_table_that_is_not_there(job: Job) -> None:
+    job.write_spec(input={"uri": "nowhere"})
+    assert_refused(job.plan(), 2, str(job.folder / "nowhere"), "no such folder")
+    assert not job.out.exists()
+
+
+def test_a_table_that_is_one_file(job: Job) -> None:
+    job.write_spec(input={"uri": f"in/ds={DS}/a.parquet"})
+    assert_refused(job.plan(), 2, f"in/ds={DS}/a.parquet")
+    assert not job.out.exists()
+
+
+def test_a_table_with_a_truncated_file(job: Job) -> None:
+    path = job.folder / "in" / f"ds={DS}" / "a.parquet"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert_refused(job.plan(), 2, f"ds={DS}/a.parquet")
+    assert not job.out.exists()
+
+
+def test_a_storage_that_we_do_not_know(job: Job) -> None:
+    job.write_spec(input={"uri": "nosuch://bucket/table"})
+    assert_refused(job.plan(), 2, "nosuch://bucket/table")
+    assert not job.out.exists()
+
+
+def test_output_over_the_input(job: Job) -> None:
+    job.write_spec(output={"uri": "./out/../in/"})
+    before = listing(job.folder / "in")
+    assert_refused(job.plan(), 2, "output.uri", str(job.folder / "in"))
+    assert listing(job.folder / "in") == before
+
+
+def test_an_output_partition_of_somebody_else(job: Job) -> None:
+    """Told before any GPU work, not at the commit."""
+    theirs = job.out / f"ds={DS}" / "part-0.parquet"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"theirs")
+    assert_refused(job.plan(), 2, str(theirs.parent), "part-0.parquet")
+    assert listing(job.out) == {f"ds={DS}/part-0.parquet": b"theirs"}
+
+
+def test_an_output_that_cannot_be_written(job: Job) -> None:
+    """A fault of the storage: a retry may help."""
+    job.out.write_bytes(b"a file where the folder should be")
+    assert_refused(job.plan(), 1, str(job.out))
+    assert job.out.read_bytes() == b"a file where the folder should be"
+
+
+def test_a_fake_engine_argument_that_is_unknown(job: Job) -> None:
+    job.write_spec(engine={"extra_args": {"dealy_s": 1}})
+    plan = job.planned()
+    assert_refused(job.batchllm("run", "--plan", plan, "--shard", 0), 2, "extra_args", "dealy_s")
+
+
+def test_a_refused_command_writes_no_result(job: Job) -> None:
+    job.write_spec(input={"uri": "nowhere"})
+    result = job.folder / "result.json"
+    outcome = job.batchllm("plan", "--job", job.folder / "job.yaml", "--ds", DS, "--result", result)
+    assert_refused(outcome, 2)
+    assert not result.exists()
+
+
+# Empty partitions
+
+
+def empty_partition(job: Job, how: str) -> None:
+    if how == "no such partition":
+        shutil.move(job.folder / "in" / f"ds={DS}", job.folder / "in" / "ds=2025-01-01")
+    elif how == "a file without rows":
+        job.write_table(pq.read_table(job.folder / "in" / f"ds={DS}" / "a.parquet").slice(0, 0))
+
+
+@pytest.mark.parametrize("how", ["no such partition", "a file without rows", "all filtered out"])
+@pytest.mark.parametrize("on_empty", ["fail", "commit"])
+def test_an_empty_partition(job: Job, how: str, on_empty: str) -> None:
+    nothing = [{"column": "id", "value": "no such key"}] if how == "all filtered out" else []
+    empty_partition(job, how)
+    job.write_spec(on_empty=on_empty, input={"filter": nothing}, output={"carry": ["q"]})
+    if on_empty == "fail":
+        assert_refused(job.plan(), 3, str(job.folder / "in"), DS, "no rows")
+        assert not job.out.exists()
+        return
+    outcome = job.plan()
+    assert outcome.code == 0
+    assert "WARNING" in outcome.err
+    assert "no rows" in outcome.err
+    plan = job.planned()
+    assert list(plan.glob("shard-*")) == []
+    assert job.commit(plan).code == 0
+    assert job.published() == []
+    schema = pq.read_schema(job.out / f"ds={DS}" / "data.parquet")
+    assert schema.names[:2] == ["id", "generated_text"]
+    assert schema.names[-1] == "q"
+    assert job.batchllm("report", "--plan", plan).code == 0
+    assert job.commit(plan).code == 0
+
+
+# Rows that can't be prompted
+
+
+def test_bad_rows_get_an_error_and_the_others_a_text(job: Job) -> None:
+    job.write_rows("good", None, "", "x" * 5000, "good too")
+    job.write_spec(prompt={"template": "{doc}"}, output={"carry": ["doc"]})
+    plan = job.planned()
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+    rows = job.published()
+    assert [row["id"] for row in rows] == ["k0", "k1", "k2", "k3", "k4"]
+    assert [row["doc"] for row in rows] == ["good", None, "", "x" * 5000, "good too"]
+    errors = [row["error"] for row in rows]
+    assert [error and error.partition(":")[0] for error in errors] == [
+        None,
+        "null_value",
+        "empty_prompt",
+        "prompt_too_long",
+        None,
+    ]
+    for row in rows:
+        assert (row["generated_text"] is None) == (row["error"] is not None)
+        assert (row["finish_reason"] is None) == (row["error"] is not None)
+        assert row["run_id"].startswith(f"job/{DS}/")
+        assert row["model"] == "none"
+    report = job.batchllm("report", "--plan", plan)
+    assert "5 in, 2 out, 3 failed" in report.out
+
+
+def test_a_column_of_numbers(job: Job) -> None:
+    job.write_table(pa.table({"id": ["a", "b"], "doc": ["x", "y"], "q": [1, None]}))
+    job.write_spec(max_failed_fraction=1.0)
+    plan = job.planned()
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+    first, second = (row["error"] for row in job.published())
+    assert first == "not_a_string: column 'q' holds int, not a string"
+    assert second == "null_value: column 'q' is null"
+
+
+def test_text_that_is_not_utf8(job: Job) -> None:
+    broken = pa.StringArray.from_buffers(
+        2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pa.py_buffer(b"x\xff\xfe")
+    )
+    job.write_table(pa.table({"id": ["a", "b"], "doc": broken, "q": ["?", "?"]}))
+    plan = job.planned()
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+    assert [row["error"] is None for row in job.published()] == [True, False]
+
+
+def test_rows_with_equal_prompts_share_one_output(job: Job) -> None:
+    job.write_rows("same", "other", "same", "same")
+    plan = job.planned()
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+    rows = job.published()
+    assert len({row["generated_text"] for row in rows}) == 2
+    assert rows[0]["generated_text"] == rows[2]["generated_text"] == rows[3]["generated_text"]
+    assert [row["num_output_tokens"] for row in rows] == [4, 4, 4, 4]
+
+
+# Keys
+
+
+def test_duplicate_keys_are_named_before_any_work(job: Job) -> None:
+    ids = [f"k{idx}" for idx in (3, 1, 2, 3, 1, 3, 9)]
+    job.write_table(pa.table({"id": ids, "doc": ids, "q": ids}))
+    outcome = job.plan()
+    assert_refused(outcome, 2, str(job.folder / "in"), DS, "(id)", "'k1'", "'k3'")
+    assert "'k2'" not in outcome.err
+    assert not job.out.exists()
+
+
+def test_up_to_ten_duplicate_keys_are_named(job: Job) -> None:
+    ids = [f"k{idx % 13:02d}" for idx in range(26)]
+    job.write_table(pa.table({"id": ids, "doc": ids, "q": ids}))
+    outcome = job.plan()
+    assert_refused(outcome, 2, "and 3 more")
+    assert sum(f"'k{idx:02d}'" in outcome.err for idx in range(13)) == 10
+
+
+def test_duplicates_over_several_files_and_columns(job: Job) -> None:
+    job.write_table(pa.table({"id": [1, 2], "doc": ["a", "b"], "q": ["x", "x"]}))
+    job.write_table(
+        pa.table({"id": [2, 1], "doc": ["b", "c"], "q": ["y", "x"]}), f"ds={DS}/b.parquet"
+    )
+    job.write_spec(input={"key": ["id", "doc"]})
+    assert_refused(job.plan(), 2, "(id, doc)", "2 / 'b'")
+    job.write_spec(input={"key": ["id", "doc", "q"]})
+    assert job.plan().code == 0
+
+
+def test_null_keys(job: Job) -> None:
+    job.write_table(
+        pa.table({"id": ["a", None, "b", None], "doc": list("wxyz"), "q": list("wxyz")})
+    )
+    assert_refused(job.plan(), 2, str(job.folder / "in"), "'id'", "null in 2 rows", "1, 3")
+    assert not job.out.exists()
+
+
+def test_keys_that_cannot_be_compared(job: Job) -> None:
+    job.write_table(pa.table({"id": [["a"], ["b"]], "doc": ["x", "y"], "q": ["x", "y"]}))
+    assert_refused(job.plan(), 2, "id", "can't be compared")
+    assert not job.out.exists()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int32(), pa.string())],
+    ids=str,
+)
+def test_keys_and_carried_columns_of_any_kind(job: Job, kind: pa.DataType) -> None:
+    """Over two files, so that dictionaries differ."""
+    for name, ids in (("a", ["k1", "k2"]), ("b", ["k3", "k0"])):
+        column = pa.array(ids).cast(kind)
+        job.write_table(
+            pa.table({"id": column, "doc": ids, "q": ["?"] * 2, "tag": column}),
+            f"ds={DS}/{name}.parquet",
+        )
+    job.write_spec(output={"carry": ["tag"]})
+    plan = job.planned()
+    job.run_all(plan)
+    outcome = job.commit(plan)
+    assert outcome.code == 0, outcome.err
+    expected = pa.array(["k1", "k2", "k3", "k0"]).cast(kind).to_pylist()
+    assert [row["id"] for row in job.published()] == expected
+    assert [row["tag"] for row in job.published()] == expected
+
+
+# Plans that aren't what they were
+
+
+@pytest.fixture
+def finished(job: Job) -> Path:
+    """A plan of `job` that only needs its commit."""
+    plan = job.planned()
+    job.run_all(plan)
+    return plan
+
+
+def flip(path: Path, position: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x40
+    path.write_bytes(bytes(data))
+
+
+def refuse_everywhere(job: Job, plan: Path, *words: str) -> None:
+    before = listing(job.out)
+    assert_refused(job.batchllm("run", "--plan", plan, "--shard", 0), 2, str(plan), *words)
+    assert_refused(job.commit(plan), 2, str(plan), *words)
+    assert_refused(job.batchllm("report", "--plan", plan), 2, str(plan), *words)
+    assert listing(job.out) == before
+
+
+def test_a_plan_that_is_not_there(job: Job) -> None:
+    refuse_everywhere(job, job.folder / "no-plan", "manifest.json")
+    assert not job.out.exists()
+
+
+def test_a_plan_that_was_never_completed(job: Job) -> None:
+    plan = job.planned()
+    (plan / "manifest.json").unlink()
+    refuse_everywhere(job, plan, "never completed")
+
+
+def test_a_corrupted_manifest(job: Job) -> None:
+    plan = job.planned()
+    manifest = plan / "manifest.json"
+    flip(manifest, manifest.read_bytes().index(b'"num_rows"') + 12)
+    refuse_everywhere(job, plan, "corrupted")
+
+
+def test_a_truncated_manifest(job: Job) -> None:
+    plan = job.planned()
+    manifest = plan / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    refuse_everywhere(job, plan, "corrupted")
+
+
+def test_a_foreign_manifest(job: Job) -> None:
+    plan = job.folder / "dbt"
+    plan.mkdir()
+    (plan / "manifest.json").write_text('{"metadata": {"dbt_version": "1.9"}}', encoding="utf-8")
+    refuse_everywhere(job, plan, "isn't a plan")
+
+
+@pytest.mark.parametrize("field", ["plan_version", "spec_version"])
+def test_a_plan_of_another_version(job: Job, field: str) -> None:
+    plan = job.planned()
+    body = json.loads((plan / "manifest.json").read_bytes())
+    (plan / "manifest.json").write_text(json.dumps({**body, field: 2}), encoding="utf-8")
+    refuse_everywhere(job, plan, field, "2", "make the plan again")
+
+
+def test_a_corrupted_shard(job: Job) -> None:
+    plan = job.planned()
+    flip(plan / "shard-00000.parquet", 100)
+    outcome = job.batchllm("run", "--plan", plan, "--shard", 0)
+    assert_refused(outcome, 2, str(plan), "shard-00000.parquet", "corrupted")
+    assert job.batchllm("run", "--plan", plan, "--shard", 1).code == 0
+
+
+def test_a_missing_shard(job: Job) -> None:
+    plan = job.planned()
+    (plan / "shard-00000.parquet").unlink()
+    outcome = job.batchllm("run", "--plan", plan, "--shard", 0)
+    assert_refused(outcome, 2, str(plan), "shard-00000.parquet", "missing")
+
+
+def test_corrupted_rows(job: Job, finished: Path) -> None:
+    flip(finished / "rows.parquet", 100)
+    assert_refused(job.commit(finished), 2, "rows.parquet", "corrupted")
+    assert not (job.out / f"ds={DS}").exists()
+
+
+def test_the_manifest_of_another_plan(job: Job, finished: Path) -> None:
+    job.write_spec(prompt={"template": "other {doc}"})
+    other = job.planned()
+    shutil.copy(other / "manifest.json", finished / "manifest.json")
+    outcome = job.commit(finished)
+    assert outcome.code in (2, 5)
+    assert not (job.out / f"ds={DS}").exists()
+
+
+@pytest.mark.parametrize("shard", ["2", "-1", "99"])
+def test_a_shard_that_the_plan_does_not_have(job: Job, shard: str) -> None:
+    plan = job.planned()
+    assert_refused(job.batchllm("run", "--plan", plan, "--shard", shard), 2, "shards 0 to 1", shard)
+
+
+def test_planning_again_repairs_a_plan(job: Job) -> None:
+    plan = job.planned()
+    whole = listing(plan)
+    flip(plan / "shard-00000.parquet", 100)
+    assert job.planned() == plan
+    assert listing(plan) == whole
+
+
+# Rows that fail in the engine
+
+
+def test_a_failed_row_is_an_error_in_the_output(job: Job) -> None:
+    job.write_rows("good", "bad #", "fine", "good")
+    job.write_spec(engine={"extra_args": {"error_token_id": ord("#")}})
+    plan = job.planned()
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+    errors = [row["error"] for row in job.published()]
+    assert errors == [None, "engine_error: error token in the prompt", None, None]
+
+
+def test_a_row_that_kills_the_engine_costs_only_itself(job: Job) -> None:
+    job.write_rows(*(f"row {idx}{'#' if idx in (3, 8) else ''}" for idx in range(12)))
+    job.write_spec(engine={"extra_args": {"fatal_token_id": ord("#")}})
+    plan = job.planned()
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+    failed = [row["id"] for row in job.published() if row["error"] is not None]
+    assert failed == ["k3", "k8"]
+
+
+def test_an_engine_that_keeps_dying_ends_the_run(job: Job) -> None:
+    job.write_rows(*(f"row {idx} #" for idx in range(12)))
+    job.write_spec(engine={"extra_args": {"fatal_token_id": ord("#")}}, planner={"num_shards": 1})
+    plan = job.planned()
+    assert_refused(job.batchllm("run", "--plan", plan, "--shard", 0), 1, "engine died")
+    assert_refused(job.commit(plan), 5)
+
+
+def bad_rows_of_ten(job: Job, num_bad: int) -> None:
+    job.write_rows(*(f"row {idx}{'#' if idx < num_bad else ''}" for idx in range(10)))
+
+
+@pytest.mark.parametrize(("num_bad", "code"), [(0, 0), (2, 0), (3, 4)])
+def test_more_failed_rows_than_allowed(job: Job, num_bad: int, code: int) -> None:
+    bad_rows_of_ten(job, num_bad)
+    job.write_spec(engine={"extra_args": {"error_token_id": ord("#")}}, max_failed_fraction=0.2)
+    plan = job.planned()
+    job.run_all(plan)
+    outcome = job.commit(plan)
+    if code == 0:
+        assert outcome.code == 0
+        assert len(job.published()) == 10
+    else:
+        assert_refused(outcome, 4, "3 of 10 rows", "3 engine_error", "max_failed_fraction 0.2")
+        assert not (job.out / f"ds={DS}").exists()
+        assert not (plan / "report.json").exists()
+
+
+def test_a_raised_limit_publishes_without_generating_again(job: Job) -> None:
+    bad_rows_of_ten(job, 6)
+    args = {"extra_args": {"error_token_id": ord("#")}}
+    job.write_spec(engine=args)
+    plan = job.planned()
+    job.run_all(plan)
+    assert_refused(job.commit(plan), 4)
+    job.write_spec(engine=args, max_failed_fraction=0.6)
+    assert job.planned() == plan
+    assert job.commit(plan).code == 0
+    assert sum(row["error"] is not None for row in job.published()) == 6
+
+
+def test_no_row_that_can_be_prompted(job: Job) -> None:
+    job.write_rows(None, None)
+    plan = job.planned()
+    assert list(plan.glob("shard-*")) == []
+    assert_refused(job.batchllm("run", "--plan", plan, "--shard", 0), 2, "no shards")
+    assert_refused(job.commit(plan), 4, "2 of 2 rows", "null_value")
+    job.write_spec(max_failed_fraction=1.0)
+    assert job.commit(job.planned()).code == 0
+    assert [row["generated_text"] for row in job.published()] == [None, None]
+
+
+# Commits out of turn
+
+
+def test_commit_before_run_names_the_shards(job: Job) -> None:
+    plan = job.planned()
+    assert_refused(job.commit(plan), 5, "shard 0", "shard 1", "batchllm run")
+    assert job.batchllm("run", "--plan", plan, "--shard", 0).code == 0
+    outcome = job.commit(plan)
+    assert_refused(outcome, 5, "shard 1")
+    assert "shard 0" not in outcome.err
+    assert not (job.out / f"ds={DS}").exists()
+
+
+def test_commit_twice_is_harmless(job: Job, finished: Path) -> None:
+    assert job.commit(finished).code == 0
+    once = listing(job.out)
+    inode = (job.out / f"ds={DS}" / "data.parquet").stat().st_ino
+    again = job.commit(finished)
+    assert again.code == 0
+    assert "already holds" in again.err
+    assert listing(job.out) == once
+    assert (job.out / f"ds={DS}" / "data.parquet").stat().st_ino == inode  # not written again
+
+
+def test_a_second_run_has_nothing_to_do(job: Job, finished: Path) -> None:
+    before = listing(finished / "runs")
+    outcome = job.batchllm("run", "--plan", finished, "--shard", 0)
+    assert outcome.code == 0
+    parts = {name: data for name, data in before.items() if "part-" in name}
+    assert {n: d for n, d in listing(finished / "runs").items() if "part-" in n} == parts
+
+
+@pytest.mark.parametrize("damage", ["altered", "missing", "no entry", "entry altered"])
+def test_a_damaged_part_is_not_published_but_generated_again(
+    job: Job, finished: Path, damage: str
+) -> None:
+    folder = finished / "runs" / "shard-00000"
+    [part] = folder.glob("part-00000-*.parquet")
+    entry = folder / "part-00000.json"
+    if damage == "altered":
+        flip(part, 50)
+    elif damage == "missing":
+        part.unlink()
+    elif damage == "no entry":
+        entry.unlink()
+    else:
+        entry.write_bytes(entry.read_bytes()[:20])
+    assert_refused(job.commit(finished), 5, "shard 0")
+    assert not (job.out / f"ds={DS}").exists()
+    job.run_all(finished)
+    assert job.commit(finished).code == 0
+    assert len(job.published()) == 5
+
+
+def test_a_changed_input_is_a_plan_of_its_own(job: Job, finished: Path) -> None:
+    assert job.commit(finished).code == 0
+    job.write_rows("first", "second", "changed", "fourth", "fifth")
+    plan = job.planned()
+    assert plan != finished
+    assert_refused(job.commit(plan), 5)
+    assert len(job.published()) == 5
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+
+
+# Reports and arguments
+
+
+def test_report_before_commit(job: Job, finished: Path) -> None:
+    assert_refused(job.batchllm("report", "--plan", finished), 2, "report.json", "committed")
+    spec = job.folder / "job.yaml"
+    assert_refused(job.batchllm("report", "--job", spec, "--ds", DS), 2, str(job.out), DS)
+
+
+def test_report_of_a_job_needs_its_partition(job: Job, finished: Path) -> None:
+    assert job.commit(finished).code == 0
+    spec = job.folder / "job.yaml"
+    assert job.batchllm("report", "--job", spec, "--ds", DS).code == 0
+    outcome = job.batchllm("report", "--job", spec)
+    assert outcome.code == 2
+    assert "--ds" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["nosuch"], ["plan"], ["run", "--plan", "x", "--shard", "one"], ["report"]]
+)
+def test_wrong_arguments(batchllm: Any, args: list[str]) -> None:
+    outcome = batchllm(*args)
+    assert outcome.code == 2
+    assert "batchllm" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize("ds", ["..", ".", "a/b", "../../up", "a b", "50%", "naïve 表"])
+def test_any_partition_value_stays_inside_its_folders(job: Job, ds: str) -> None:
+    from urllib.parse import quote
+
+    shutil.move(job.folder / "in" / f"ds={DS}", job.folder / "in" / f"ds={quote(ds, safe='')}")
+    plan = job.planned(ds)
+    assert plan.resolve().parent.parent == job.out / "_batchllm" / "job"
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+    assert sorted(path.name for path in job.out.iterdir()) == sorted(
+        ["_batchllm", f"ds={quote(ds, safe='')}"]
+    )
+    assert job.batchllm("report", "--job", job.folder / "job.yaml", "--ds", ds).code == 0
+
+
+def test_an_empty_partition_value(job: Job) -> None:
+    outcome = job.plan(ds="")
+    assert outcome.code in (2, 3)
+    assert not job.out.exists()
+
+
+# All of it on S3
+
+
+def test_a_job_on_s3(job: Job, s3_bucket: str, tmp_path: Path) -> None:
+    lake = Folder.open(f"{s3_bucket}/lake")
+    lake.publish_file(job.folder / "in" / f"ds={DS}" / "a.parquet", f"in/ds={DS}/a.parquet")
+    job.write_spec(input={"uri": f"{lake.uri}/in"}, output={"uri": f"{lake.uri}/out"})
+    result = tmp_path / "result.json"
+    spec = tmp_path / "job.yaml"
+    assert job.batchllm("plan", "--job", spec, "--ds", DS, "--result", result).code == 0
+    plan = json.loads(result.read_text(encoding="utf-8"))["plan_uri"]
+    assert_refused(job.commit(plan), 5, "shard 0")
+    for shard in (0, 1, 0):
+        assert job.batchllm("run", "--plan", plan, "--shard", shard).code == 0
+    for _ in range(2):
+        assert job.commit(plan).code == 0
+    report = job.batchllm("report", "--job", spec, "--ds", DS)
+    assert "5 in, 5 out, 0 failed" in report.out
+    with lake.open_file(f"out/ds={DS}/data.parquet") as file:
+        assert len(pq.read_table(file)) == 5
+
+
+def test_a_bucket_that_is_not_there(job: Job, s3_environment: None) -> None:
+    job.write_spec(input={"uri": "s3://no-such-bucket/in"})
+    assert_refused(job.plan(), 2, "s3://no-such-bucket/in")
+    job.write_spec(output={"uri": "s3://no-such-bucket/out"})
+    assert_refused(job.plan(), 1, "s3://no-such-bucket/out")
+
+
+def test_an_endpoint_that_is_not_there(
+    job: Job, fresh_s3_client: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the storage: a retry may help."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    job.write_spec(input={"uri": "s3://bucket/in"})
+    assert_refused(job.plan(), 1, "s3://bucket/in")
+    assert_refused(job.commit("s3://bucket/out/plan-1"), 1, "s3://bucket/out/plan-1")
