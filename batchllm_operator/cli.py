@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatchLLMError as error:
         print(f"batchllm: error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # the machine's or the storage's, met where no stage expects it
+        print(f"batchllm: error: {error}", file=sys.stderr)
+        return ExitCode.FAILURE
     except Interrupted as stop:
         print(
             f"batchllm: {stop}; what was finished is kept: give the same command again to go on",

@@ -46,9 +46,11 @@ OUTPUT_COLUMNS: Final = (
 # What gives a secret away: names of settings that hold one, and the published
 # shapes of common credentials. Matched values are never repeated in a message.
 _SECRET_NAME = re.compile(
-    r"(^|[_\-])(secret|password|passwd|token|api_?key|access_?key(_id)?|private_?key|credentials?)$",
+    r"(^|[_\-])(token|(secret|password|passwd|((api|access|private|secret)_?key)|credential)s?"
+    r"|access_?key_id)$",
     re.IGNORECASE,
 )
+_CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SECRET_VALUE = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_\-]{20,}"
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
@@ -88,7 +90,9 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(columns)
 
 
-Columns = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+Columns = Annotated[
+    tuple[str, ...], BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
+]
 Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
 
 
@@ -328,7 +332,7 @@ def _find_secrets(value: object, path: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, child in value.items():
             here = f"{path}.{name}" if path else str(name)
-            if _SECRET_NAME.search(str(name)) and isinstance(child, str):
+            if child is not None and _names_secret(str(name)) and not isinstance(child, Mapping):
                 yield here
             else:
                 yield from _find_secrets(child, here)
@@ -339,13 +343,34 @@ def _find_secrets(value: object, path: str = "") -> Iterator[str]:
         yield path
 
 
+def _names_secret(name: str) -> bool:
+    """Whether a setting of that name (in snake, kebab or camel case) holds a secret."""
+    return _SECRET_NAME.search(_CAMEL_CASE.sub("_", name)) is not None
+
+
 def _has_user_info(value: str) -> bool:
     """Whether `value` is a URI with a password or key in its authority or query."""
     if "://" not in value or any(c.isspace() for c in value):
         return False
-    parts = urlsplit(value)
+    try:
+        parts = urlsplit(value)
+    except ValueError:  # broken; whoever opens it will say so
+        return "@" in value
     names = (pair.partition("=")[0] for pair in parts.query.split("&"))
-    return "@" in parts.netloc or any(_SECRET_NAME.search(name) for name in names)
+    return "@" in parts.netloc or any(map(_names_secret, names))
+
+
+class _SpecLoader(yaml.SafeLoader):
+    """YAML's safe loader, but a field that is given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key, _ in node.value:
+            if key.value != "<<" and names.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"field {key.value!r} is given twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def load_spec(path: str | Path) -> JobSpec:
@@ -357,7 +382,7 @@ def load_spec(path: str | Path) -> JobSpec:
     """
     path = Path(path)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _SpecLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"job spec {path}: can't be read: {error}") from error
     except yaml.YAMLError as error:
@@ -365,6 +390,8 @@ def load_spec(path: str | Path) -> JobSpec:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not valid YAML"
         raise SpecError(f"job spec {path}: not YAML{where}: {problem}") from error
+    except ValueError as error:  # such as a date that doesn't exist
+        raise SpecError(f"job spec {path}: not YAML: {error}") from error
     if not isinstance(data, dict):
         raise SpecError(f"job spec {path}: must be a mapping of fields, such as 'name: my_job'")
     return _resolve_paths(parse_spec(data, source=f"job spec {path}"), path.resolve().parent)
@@ -377,9 +404,9 @@ def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
         SpecError: naming every offending field.
     """
     version = data.get("spec_version")
-    if version is not None and version != SPEC_VERSION:
+    if isinstance(version, int) and version != SPEC_VERSION:
         raise SpecError(
-            f"{source}: spec_version is {version!r}; this release reads version {SPEC_VERSION}"
+            f"{source}: spec_version is {version}; this release reads version {SPEC_VERSION}"
         )
     try:
         return JobSpec.model_validate(data)
@@ -407,7 +434,10 @@ def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
             uri = uri.removeprefix("file://")
         if "://" in uri:
             return uri.rstrip("/")
-        return str((folder / Path(uri).expanduser()).resolve())
+        try:
+            return str((folder / Path(uri).expanduser()).resolve())
+        except RuntimeError as error:  # ~somebody
+            raise SpecError(f"{uri}: there is no such home folder") from error
 
     model = spec.model
     if model.path.startswith(("/", "./", "../", "~/")):

@@ -34,12 +34,12 @@ if [[ -z "${HOME:-}" ]]; then
   mkdir -p "$HOME"
 fi
 
+airflow="$root/.venv/bin/airflow"
 batchllm() { "$root/.venv/bin/python" -P -m batchllm_operator.cli "$@"; }
-airflow() { "$root/.venv/bin/airflow" "$@"; }
 
 fail() {
   echo "demo: $1; the end of $log:" >&2
-  tail -n 30 -- "$log" >&2
+  tail -n 20 -- "$log" >&2
   exit 1
 }
 
@@ -62,6 +62,10 @@ show_progress() {
         esac
         printf '  %s\n' "${message%"${message##*[![:space:]]}"}"
         ;;
+      *'Task instance state updated'*' new_state='*)
+        message="${line#* new_state=}"
+        printf '  %s\n' "${message%% *}"
+        ;;
       *'DagRun Finished:'*)
         message="${line#* state=}"
         printf 'run %s\n' "${message%%,*}"
@@ -77,8 +81,22 @@ fi
 if [[ ! -f "$demo/model/config.json" ]]; then
   batchllm demo-model "$demo/model"
 fi
-airflow db migrate >>"$log" 2>&1 || fail "Airflow's database can't be made"
-airflow dags test daily_snippets "$ds" 2>&1 | show_progress || fail "the DAG run failed"
+"$airflow" db migrate >>"$log" 2>&1 || fail "Airflow's database can't be made"
+
+exec 3> >(show_progress)
+progress_pid=$!
+"$airflow" dags test daily_snippets "$ds" >&3 2>&1 &
+airflow_pid=$!
+exec 3>&-
+# `dags test` takes an interruption for a failure and retries. Its end is the command's end.
+trap 'kill -KILL "$airflow_pid" 2>/dev/null
+  echo "demo: stopped; run it again to go on from the last finished part" >&2; exit 130' INT TERM
+status=0
+wait "$airflow_pid" || status=$?
+wait "$progress_pid" || true
+trap - INT TERM
+if ((status != 0)); then fail "the DAG run failed"; fi
+
 echo
 batchllm report --job "$spec" --ds "$ds"
 echo "  Airflow's log  $log"

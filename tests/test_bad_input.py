@@ -205,6 +205,20 @@ def test_output_over_the_input(job: Job) -> None:
     assert listing(job.folder / "in") == before
 
 
+@pytest.mark.parametrize("layout", [f"ds={DS}", f"region=eu/ds={DS}"])
+def test_outputs_inside_the_input_are_refused_or_never_read(job: Job, layout: str) -> None:
+    shutil.copytree(job.folder / "in" / f"ds={DS}", job.folder / "lake" / layout)
+    job.write_spec(input={"uri": "lake"}, output={"uri": "lake/out"})
+    outcome = job.plan()
+    if outcome.code != 0:
+        assert_refused(outcome, 2, "output.uri", str(job.folder / "lake"))
+        return
+    plan = job.planned()
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+    assert job.planned() == plan
+
+
 def test_an_output_partition_of_somebody_else(job: Job) -> None:
     """Told before any GPU work, not at the commit."""
     theirs = job.out / f"ds={DS}" / "part-0.parquet"
@@ -233,6 +247,35 @@ def test_a_refused_command_writes_no_result(job: Job) -> None:
     outcome = job.batchllm("plan", "--job", job.folder / "job.yaml", "--ds", DS, "--result", result)
     assert_refused(outcome, 2)
     assert not result.exists()
+
+
+def test_a_result_that_cannot_be_written(job: Job) -> None:
+    result = job.folder / "no-such-folder" / "result.json"
+    outcome = job.batchllm("plan", "--job", job.folder / "job.yaml", "--ds", DS, "--result", result)
+    assert_refused(outcome, outcome.code or 1, str(result.parent))
+
+
+def test_folder_columns_can_be_keys_carried_and_placed(job: Job) -> None:
+    shutil.rmtree(job.folder / "in")
+    for region in ("eu", "us"):
+        table = pa.table({"id": ["a", "b"], "doc": [f"x {region}", f"y {region}"]})
+        job.write_table(table, f"ds={DS}/region={region}/a.parquet")
+    job.write_spec(
+        input={"key": ["id", "region"]},
+        prompt={"template": "{ds} {region} {doc}"},
+        output={"carry": ["doc"]},
+    )
+    plan = job.planned()
+    job.run_all(plan)
+    assert job.commit(plan).code == 0
+    rows = job.published()
+    assert [(row["id"], row["region"]) for row in rows] == [
+        ("a", "eu"),
+        ("b", "eu"),
+        ("a", "us"),
+        ("b", "us"),
+    ]
+    assert len({row["generated_text"] for row in rows}) == 4
 
 
 # Empty partitions
@@ -274,20 +317,22 @@ def test_an_empty_partition(job: Job, how: str, on_empty: str) -> None:
 
 
 def test_bad_rows_get_an_error_and_the_others_a_text(job: Job) -> None:
-    job.write_rows("good", None, "", "x" * 5000, "good too")
+    docs = ["good", None, "", "x" * 5000, "good too", "and good"]
+    job.write_rows(*docs)
     job.write_spec(prompt={"template": "{doc}"}, output={"carry": ["doc"]})
     plan = job.planned()
     job.run_all(plan)
     assert job.commit(plan).code == 0
     rows = job.published()
-    assert [row["id"] for row in rows] == ["k0", "k1", "k2", "k3", "k4"]
-    assert [row["doc"] for row in rows] == ["good", None, "", "x" * 5000, "good too"]
+    assert [row["id"] for row in rows] == ["k0", "k1", "k2", "k3", "k4", "k5"]
+    assert [row["doc"] for row in rows] == docs
     errors = [row["error"] for row in rows]
     assert [error and error.partition(":")[0] for error in errors] == [
         None,
         "null_value",
         "empty_prompt",
         "prompt_too_long",
+        None,
         None,
     ]
     for row in rows:
@@ -296,7 +341,7 @@ def test_bad_rows_get_an_error_and_the_others_a_text(job: Job) -> None:
         assert row["run_id"].startswith(f"job/{DS}/")
         assert row["model"] == "none"
     report = job.batchllm("report", "--plan", plan)
-    assert "5 in, 2 out, 3 failed" in report.out
+    assert "6 in, 3 out, 3 failed" in report.out
 
 
 def test_a_column_of_numbers(job: Job) -> None:

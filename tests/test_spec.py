@@ -537,3 +537,21 @@ def test_the_schema_allows_one_name_or_a_list(section: str, field: str) -> None:
     described = JobSpec.model_json_schema()["$defs"][section]["properties"][field]
     kinds = {choice.get("type") for choice in described.get("anyOf", [described])}
     assert kinds == {"string", "array"}
+
+
+def test_a_field_given_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("spec_version: 1\nname: a\nsampling:\n  top_k: 1\n  top_k: 2\n")
+    with pytest.raises(SpecError, match=r"line 5.*'top_k' is given twice"):
+        load_spec(path)
+
+
+def test_yaml_anchors_and_merges_still_work(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "spec_version: 1\nname: a\ninput: {uri: in, key: id}\nprompt: {template: '{x}'}\n"
+        "model: {path: m}\noutput: {uri: out}\n"
+        "sampling:\n  <<: {top_k: 1, seed: 3}\n  top_k: 2\n"
+    )
+    sampling = load_spec(path).sampling
+    assert (sampling.top_k, sampling.seed) == (2, 3)

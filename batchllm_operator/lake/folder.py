@@ -41,7 +41,8 @@ class Folder:
             SpecError: no file system is installed for the URI's scheme.
         """
         try:
-            fs, path = fsspec.core.url_to_fs(uri)
+            # No listings are cached: other processes write here too.
+            fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
         except (ValueError, ImportError) as error:
             raise SpecError(f"{uri}: no storage for this kind of URI: {error}") from error
         return cls(fs, path.rstrip("/"))
@@ -73,34 +74,44 @@ class Folder:
         """Names of the folders directly in this one, sorted; none if it doesn't exist."""
         with self._errors():
             try:
-                entries = self.fs.ls(self.path, detail=True, refresh=True)
+                entries = self.fs.ls(self.path, detail=True)
             except FileNotFoundError:
                 return []
         return sorted(_base(e["name"]) for e in entries if e["type"] == "directory")
 
     def find(self) -> dict[str, dict[str, Any]]:
-        """All files below, by name relative to the folder, sorted; values are fsspec's details."""
+        """All files below, by name relative to the folder, sorted; values are fsspec's details.
+
+        Objects that stand for a folder on S3 (a name ending in `/`) aren't files.
+        """
         with self._errors():
             try:
-                found = self.fs.find(self.path, detail=True, refresh=True)
+                found = self.fs.find(self.path, detail=True)
             except FileNotFoundError:
                 return {}
-        return {path[len(self.path) + 1 :]: found[path] for path in sorted(found)}
+        names = ((path[len(self.path) + 1 :], path) for path in sorted(found))
+        return {n: found[path] for n, path in names if n and not n.endswith("/")}
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[IO[bytes]]:
-        """Open `name` for reading, seekable."""
-        with self._errors(name), self.fs.open(self.full_path(name), "rb") as file:
-            yield file
-
-    def read_bytes(self, name: str) -> bytes:
-        """The whole content of `name`.
+        """Open `name` for reading, seekable; what reading raises is the reader's to judge.
 
         Raises:
             FileNotFoundError: there is no such file.
         """
         with self._errors(name):
-            return bytes(self.fs.cat_file(self.full_path(name)))
+            file = self.fs.open(self.full_path(name), "rb")
+        with file:
+            yield file
+
+    def read_bytes(self, name: str, start: int | None = None) -> bytes:
+        """The content of `name`, from byte `start` on.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        with self._errors(name):
+            return bytes(self.fs.cat_file(self.full_path(name), start=start))
 
     def sha256(self, name: str) -> str:
         """SHA-256 (hex) of `name`, read in chunks.
@@ -109,14 +120,14 @@ class Folder:
             FileNotFoundError: there is no such file.
         """
         digest = hashlib.sha256()
-        with self.open_file(name) as file:
+        with self._errors(name), self.open_file(name) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
         return digest.hexdigest()
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Create or replace `name` in one step: a reader sees all of `data` or the old content."""
-        with self._errors(name):
+        with self._errors(name, writing=True):
             if not self.is_local:
                 self.fs.pipe_file(self.full_path(name), data)
                 return
@@ -125,7 +136,7 @@ class Folder:
 
     def publish_file(self, source: Path, name: str) -> None:
         """Create or replace `name` by a copy of the local file `source`, in one step."""
-        with self._errors(name):
+        with self._errors(name, writing=True):
             if not self.is_local:
                 self.fs.put_file(str(source), self.full_path(name))
                 return
@@ -147,15 +158,15 @@ class Folder:
             temporary.unlink(missing_ok=True)
 
     @contextmanager
-    def _errors(self, name: str = "") -> Iterator[None]:
-        """Turn the storage's own errors into `StorageError`, except a missing file."""
+    def _errors(self, name: str = "", *, writing: bool = False) -> Iterator[None]:
+        """Turn the storage's errors into `StorageError`, but let a file to read be missing."""
         from botocore.exceptions import BotoCoreError  # slow to import, needed by S3 only
 
         try:
             yield
-        except FileNotFoundError:
-            raise
         except (OSError, BotoCoreError) as error:
+            if isinstance(error, FileNotFoundError) and not writing:
+                raise
             where = f"{self.uri}/{name}" if name else self.uri
             raise StorageError(f"{where}: {error}") from error
 

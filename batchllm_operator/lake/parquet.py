@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 
-from batchllm_operator.errors import TableError
+from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.table import InputFile, Snapshot
 from batchllm_operator.spec import FilterTerm
@@ -26,7 +26,9 @@ from batchllm_operator.spec import FilterTerm
 DATA_FILE: Final = "data.parquet"
 METADATA_PREFIX: Final = "batchllm."
 _BATCH_ROWS: Final = 4096
-_FOOTER_TAIL_BYTES: Final = 8  # footer length (4 bytes, little endian) and "PAR1"
+_MAGIC: Final = b"PAR1"
+_FOOTER_TAIL_BYTES: Final = 8  # the footer's length (4 bytes, little endian) and the magic
+_FOOTER_GUESS_BYTES: Final = 1 << 16  # read first: most footers are smaller
 
 
 class ParquetTable:
@@ -43,7 +45,7 @@ class ParquetTable:
     def snapshot(self, partition: str) -> Snapshot:
         if not self._folder.exists():
             raise TableError(f"table {self.uri}: there is no such folder")
-        files = self._visible_files()
+        files = self._files_near(partition)
         if not files:
             raise TableError(f"table {self.uri}: holds no Parquet files")
         if not any(self._partition_column in _hive_values(name) for name in files):
@@ -60,7 +62,7 @@ class ParquetTable:
         schemas: list[pa.Schema] = []
         pinned: list[InputFile] = []
         for name, details in schema_of.items():
-            footer, footer_digest = self._read_footer(name)
+            footer, footer_digest = self._read_footer(name, int(details["size"]))
             schemas.append(footer.schema.to_arrow_schema())
             etag = str(details.get("ETag", "")).strip('"')
             version = f"etag:{etag}" if etag else f"footer-sha256:{footer_digest}"
@@ -87,16 +89,17 @@ class ParquetTable:
         if not snapshot.files:
             return
         hive_columns = _hive_values(snapshot.files[0].name)
-        dataset = pds.dataset(
-            [self._folder.full_path(file.name) for file in snapshot.files],
-            schema=snapshot.schema,
-            format="parquet",
-            filesystem=self._folder.fs,
-            partitioning=pds.HivePartitioning(pa.schema([(c, pa.string()) for c in hive_columns])),
-            partition_base_dir=self._folder.path,
-        )
-        condition = reduce(and_, [_expression(term) for term in conditions]) if conditions else None
+        partitioning = pds.HivePartitioning(pa.schema([(c, pa.string()) for c in hive_columns]))
         try:
+            dataset = pds.dataset(
+                [self._folder.full_path(file.name) for file in snapshot.files],
+                schema=snapshot.schema,
+                format="parquet",
+                filesystem=self._folder.fs,
+                partitioning=partitioning,
+                partition_base_dir=self._folder.path,
+            )
+            condition = reduce(and_, map(_expression, conditions)) if conditions else None
             yield from dataset.to_batches(
                 columns=list(columns), filter=condition, batch_size=_BATCH_ROWS
             )
@@ -106,7 +109,9 @@ class ParquetTable:
                 f" was read: {error}"
             ) from error
         except (pa.ArrowException, OSError) as error:
-            raise TableError(
+            # Arrow says OSError for damaged data too, without the errno of a real one.
+            kind = StorageError if getattr(error, "errno", None) else TableError
+            raise kind(
                 f"table {self.uri}: partition {snapshot.partition!r} can't be read: {error}"
             ) from error
 
@@ -147,32 +152,45 @@ class ParquetTable:
     def _partition_folder(self, partition: str) -> Folder:
         return self._folder.child(f"{self._partition_column}={quote(partition, safe='')}")
 
-    def _visible_files(self) -> dict[str, dict[str, Any]]:
-        """Parquet files that readers see, by name; hidden are those below `_x` or `.x`.
+    def _files_near(self, partition: str) -> dict[str, dict[str, Any]]:
+        """Parquet files that readers see, by name: the partition's, or all if it has none.
 
-        Only names ending in `.parquet`, if there are any: writers leave other files beside them.
+        Where the table's first level of folders is the partition column, no other partition
+        is listed.
         """
-        visible = {
-            name: details
-            for name, details in self._folder.find().items()
-            if _is_visible(name) and int(details["size"]) > 0
+        chosen = [
+            name
+            for name in self._folder.subfolder_names()
+            if _hive_values(f"{name}/").get(self._partition_column) == partition
+        ]
+        found = {
+            f"{name}/{below}": details
+            for name in chosen
+            for below, details in self._folder.child(name).find().items()
         }
-        return {n: d for n, d in visible.items() if n.endswith(".parquet")} or visible
+        return _visible(found) or _visible(self._folder.find())
 
-    def _read_footer(self, name: str) -> tuple[pq.FileMetaData, str]:
+    def _read_footer(self, name: str, size_bytes: int) -> tuple[pq.FileMetaData, str]:
         """A file's Parquet footer, and its SHA-256."""
+        broken = f"table {self.uri}: {name} isn't a whole Parquet file"
         try:
-            with self._folder.open_file(name) as file:
-                file.seek(-_FOOTER_TAIL_BYTES, 2)
-                tail = file.read(_FOOTER_TAIL_BYTES)
-                if tail[4:] != b"PAR1":
-                    raise TableError(f"table {self.uri}: {name} isn't a whole Parquet file")
-                file.seek(-_FOOTER_TAIL_BYTES - int.from_bytes(tail[:4], "little"), 2)
-                digest = hashlib.sha256(file.read()).hexdigest()
-                file.seek(0)
-                return pq.read_metadata(file), digest
+            end = self._folder.read_bytes(name, max(0, size_bytes - _FOOTER_GUESS_BYTES))
+            if len(end) < _FOOTER_TAIL_BYTES or not end.endswith(_MAGIC):
+                raise TableError(broken)
+            footer_bytes = int.from_bytes(end[-_FOOTER_TAIL_BYTES:][:4], "little")
+            footer_bytes += _FOOTER_TAIL_BYTES
+            if footer_bytes > size_bytes:
+                raise TableError(broken)
+            if footer_bytes > len(end):
+                end = self._folder.read_bytes(name, size_bytes - footer_bytes)
+        except FileNotFoundError as error:
+            raise TableError(f"table {self.uri}: {name} vanished while it was read") from error
+        footer = end[-footer_bytes:]
+        try:
+            metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
         except (pa.ArrowException, OSError) as error:
-            raise TableError(f"table {self.uri}: {name} can't be read: {error}") from error
+            raise TableError(f"{broken}: {error}") from error
+        return metadata, hashlib.sha256(footer).hexdigest()
 
     def _merge(self, schemas: list[pa.Schema], name: str) -> pa.Schema:
         """One schema for all files; the folders' columns are strings and win."""
@@ -196,6 +214,15 @@ def _hive_values(name: str) -> dict[str, str]:
 
 def _is_visible(name: str) -> bool:
     return not any(segment.startswith(("_", ".")) for segment in name.split("/"))
+
+
+def _visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Files that hold data: not those below `_x` or `.x`, and not empty ones.
+
+    Only names ending in `.parquet`, if there are any: writers leave other files beside them.
+    """
+    seen = {n: details for n, details in files.items() if _is_visible(n) and details["size"]}
+    return {n: details for n, details in seen.items() if n.endswith(".parquet")} or seen
 
 
 def _expression(term: FilterTerm) -> pds.Expression:

@@ -334,8 +334,8 @@ def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:
     key = manifest.spec.input.key
     samples: list[SampleRow] = []
     for batch in table.scan(table.snapshot(manifest.ds), [*key, "generated_text"]):
-        for row in batch.filter(pc.is_valid(batch["generated_text"])).slice(0, 3).to_pylist():
-            if len(samples) < _NUM_SAMPLE_ROWS:
+        for row in batch.to_pylist():
+            if row["generated_text"] is not None and len(samples) < _NUM_SAMPLE_ROWS:
                 shown = {name: str(row[name]) for name in key}
                 samples.append(SampleRow(key=shown, generated_text=row["generated_text"]))
         if len(samples) == _NUM_SAMPLE_ROWS:

@@ -96,14 +96,21 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     in the same folder, so planning again is harmless.
 
     Raises:
-        SpecError: input and output are the same table.
+        SpecError: input and output are the same table or one lies in the other; or the spec
+            names a column that the table lacks.
         TableError: the table or a column of it isn't there; the output partition is foreign.
         KeyColumnError: keys aren't unique or are null; names up to ten.
         ModelError: the tokenizer can't be loaded.
         EmptyPartitionError: there are no rows and the spec says `on_empty: fail`.
     """
-    if spec.input.uri == spec.output.uri:
-        raise SpecError(f"output.uri: is the input table {spec.input.uri}; it would be overwritten")
+    source, target = f"{spec.input.uri}/", f"{spec.output.uri}/"
+    if source.startswith(target) or target.startswith(source):
+        raise SpecError(
+            f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
+            " one would be read or overwritten as a part of the other"
+        )
+    if not ds:
+        raise SpecError("ds: is empty; name a partition, such as 2026-01-31")
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     _check_columns(spec, table, snapshot)
@@ -208,11 +215,20 @@ def _read_rows(
             writer.write_table(
                 pa.Table.from_arrays([*columns, pa.array(errors, pa.string())], schema=schema)
             )
-            rows.keys.append(batch.select(list(spec.input.key)))
+            rows.keys.append(_select_keys(batch, spec.input.key))
             rows.num_rows += batch.num_rows
             progress.advance(batch.num_rows, f"{len(rows.token_ids)} tokens")
         progress.complete()  # a filter leaves rows out
     return rows
+
+
+def _select_keys(batch: pa.RecordBatch, key: tuple[str, ...]) -> pa.RecordBatch:
+    """The key columns, decoded: dictionaries of two batches can't be compared by code."""
+    columns = [batch.column(name) for name in key]
+    return pa.RecordBatch.from_arrays(
+        [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in columns],
+        names=list(key),
+    )
 
 
 def _tokenize(

@@ -72,4 +72,7 @@ class StoredPlan:
 
 def job_folder(spec: JobSpec, ds: str) -> Folder:
     """Where the plans of a job and partition lie."""
-    return Folder.open(spec.output.uri).child("_batchllm", spec.name, quote(ds, safe=""))
+    name = quote(ds, safe="")
+    if name in (".", ".."):  # a value like any other, but not as a folder's name
+        name = name.replace(".", "%2E")
+    return Folder.open(spec.output.uri).child("_batchllm", spec.name, name)

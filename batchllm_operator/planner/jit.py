@@ -14,7 +14,13 @@ R = TypeVar("R")
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Compiles a loop over numpy arrays to machine code at its first call.
 
-    The code is cached on disk beside the module, so later processes start without
-    compiling. Integers are 64 bits wide and wrap; indexes aren't checked.
+    The code is cached on disk beside the module or in the user's cache folder, so later
+    processes start without compiling; where neither can be written (a container with a
+    read-only file system), each process compiles. Integers are 64 bits wide and wrap;
+    indexes aren't checked.
     """
-    return cast("Callable[P, R]", njit(cache=True)(function))
+    try:
+        dispatcher = njit(cache=True)(function)
+    except RuntimeError:  # numba found no folder for its cache
+        dispatcher = njit(function)
+    return cast("Callable[P, R]", dispatcher)

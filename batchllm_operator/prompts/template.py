@@ -12,6 +12,7 @@ from batchllm_operator.spec import PromptSpec
 
 NULL_VALUE: Final = "null_value"
 NOT_A_STRING: Final = "not_a_string"
+NOT_UTF8: Final = "not_utf8"
 EMPTY_PROMPT: Final = "empty_prompt"
 
 
@@ -37,10 +38,10 @@ class PromptRenderer:
     def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
         """Render each row of `batch`, which must hold all columns of the template.
 
-        A row with a null or a non-string in one of those columns, or for which the template
-        gives no text, gets an error (`code: explanation`) in place of a text.
+        A row with a null, a non-string or broken text in one of those columns, or for which
+        the template gives no text, gets an error (`code: explanation`) in place of a text.
         """
-        values = {name: batch.column(name).to_pylist() for name in self._columns}
+        values = {name: _to_python(batch.column(name)) for name in self._columns}
         texts: list[str | None] = []
         errors: list[str | None] = []
         for row_idx in range(batch.num_rows):
@@ -57,6 +58,8 @@ class PromptRenderer:
         for name, value in row.items():
             if value is None:
                 return f"{NULL_VALUE}: column {name!r} is null"
+            if isinstance(value, UnicodeDecodeError):
+                return f"{NOT_UTF8}: column {name!r} isn't valid UTF-8: {value.reason}"
             if not isinstance(value, str):
                 return f"{NOT_A_STRING}: column {name!r} holds {type(value).__name__}, not a string"
         return None
@@ -68,3 +71,18 @@ class PromptRenderer:
             if name is not None:
                 pieces.append(str(row[name]))
         return "".join(pieces)
+
+
+def _to_python(column: pa.Array) -> list[object]:
+    """The column's values; in place of a text that isn't UTF-8, the error that says so."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: pa.Scalar) -> object:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error

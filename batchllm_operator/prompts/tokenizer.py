@@ -39,7 +39,7 @@ class ModelTokenizer:
 
     Raises:
         ModelError: the folder or hub name can't be loaded, or lacks a chat template
-            that the spec asks for.
+            that the spec asks for; from `encode`, the chat template refuses a prompt.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -57,9 +57,13 @@ class ModelTokenizer:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model.path, **origin)
             config = AutoConfig.from_pretrained(model.path, **origin)
-        except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        # A damaged folder, an unknown name, a missing package: each library on the way has its
+        # own kind of error, and all mean that the spec's model can't be used.
+        except Exception as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise ModelError(f"model {model.path}: can't be loaded: {first_line}") from error
+            hint = "" if folder.is_absolute() else " (a folder begins with ./, ../, ~/ or /)"
+            raise ModelError(f"model {model.path}: can't be loaded{hint}: {first_line}") from error
+        self._path = model.path
         self._chat = spec.prompt.chat_template
         self._system = spec.prompt.system
         if self._chat and not self._tokenizer.chat_template:
@@ -99,12 +103,20 @@ class ModelTokenizer:
         return ids
 
     def _apply_chat_template(self, text: str) -> str:
+        from jinja2 import TemplateError  # transformers renders chat templates with it
+
         messages = [{"role": "user", "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
-        chat = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            chat = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ModelError(
+                f"model {self._path}: its chat template refuses the prompt: {error}; change"
+                " prompt.system, or set prompt.chat_template: false"
+            ) from error
         return str(chat)
 
 

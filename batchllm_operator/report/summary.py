@@ -32,10 +32,14 @@ def format_summary(report: RunReport) -> str:
     if report.sample_rows:
         lines.append("  sample rows")
     for row in report.sample_rows:
-        key = ", ".join(f"{name}={value}" for name, value in row.key.items())
+        key = ", ".join(f"{name}={_printable(value)}" for name, value in row.key.items())
         lines.append(f"    {key}: {_clip(row.generated_text)!r}")
     return "\n".join(lines)
 
 
 def _clip(text: str) -> str:
     return text if len(text) <= _MAX_TEXT_CHARS else text[: _MAX_TEXT_CHARS - 1] + "…"
+
+
+def _printable(key: str) -> str:
+    return key if key.isprintable() else repr(key)

@@ -1,7 +1,7 @@
 from batchllm_operator.demo.documents import clip, demo_documents, headings_of
 
 
-def test_markdown_headings_are_plain_text_without_code_and_versions():
+def test_markdown_headings_are_plain_text_without_code_and_versions() -> None:
     text = """\
 # My *tool* ![badge](http://x/y.svg)
 
@@ -20,7 +20,7 @@ Quick start
     assert headings_of(text, markdown=True) == ("My *tool", "Installation", "Usage", "Quick start")
 
 
-def test_rst_headings_are_underlined_lines():
+def test_rst_headings_are_underlined_lines() -> None:
     text = """\
 =====
 Tool
@@ -40,13 +40,13 @@ Usage
     assert headings_of(text, markdown=False) == ("Tool", "Getting started", "Usage")
 
 
-def test_clip_ends_at_a_line_break():
+def test_clip_ends_at_a_line_break() -> None:
     assert clip("one\ntwo\nthree", 9) == "one\ntwo"
     assert clip("one\ntwo", 7) == "one\ntwo"
     assert clip("a" * 10, 4) == "aaaa"
 
 
-def test_documents_are_sorted_clipped_and_without_this_package():
+def test_documents_are_sorted_clipped_and_without_this_package() -> None:
     documents = demo_documents(max_chars=1_000)
     packages = [document.package for document in documents]
     assert packages == sorted(set(packages))

@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_importing_the_module_loads_nothing_heavy():
+def test_importing_the_module_loads_nothing_heavy() -> None:
     code = (
         "import sys, batchllm_operator.demo.model;"
         "print({'torch', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules))"
@@ -29,7 +29,7 @@ def test_importing_the_module_loads_nothing_heavy():
     assert run.stdout.strip() == "set()"
 
 
-def test_same_documents_and_seed_give_the_same_bytes(folder: Path, tmp_path: Path):
+def test_same_documents_and_seed_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     again, other = tmp_path / "again", tmp_path / "other"
     build_demo_model(again, documents=DOCUMENTS)
     build_demo_model(again, documents=DOCUMENTS)  # over an older one
@@ -39,13 +39,11 @@ def test_same_documents_and_seed_give_the_same_bytes(folder: Path, tmp_path: Pat
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names)
     for name in names:
         assert (again / name).read_bytes() == (folder / name).read_bytes(), name
-    assert (other / "model.safetensors").read_bytes() != (
-        folder / "model.safetensors"
-    ).read_bytes()
+    assert (other / "model.safetensors").read_bytes() != (folder / "model.safetensors").read_bytes()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["again", "other"]
 
 
-def test_building_leaves_the_callers_random_state_alone(tmp_path: Path):
+def test_building_leaves_the_callers_random_state_alone(tmp_path: Path) -> None:
     import torch
 
     before = torch.random.get_rng_state()
@@ -53,7 +51,7 @@ def test_building_leaves_the_callers_random_state_alone(tmp_path: Path):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_tokenizer_loads_and_gives_text_back(folder: Path):
+def test_tokenizer_loads_and_gives_text_back(folder: Path) -> None:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -70,7 +68,7 @@ def test_tokenizer_loads_and_gives_text_back(folder: Path):
     assert len(tokenizer(DOCUMENTS[0])["input_ids"]) < 0.6 * len(DOCUMENTS[0])  # it has learnt
 
 
-def test_chat_template_wraps_messages(folder: Path):
+def test_chat_template_wraps_messages(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -83,7 +81,7 @@ def test_chat_template_wraps_messages(folder: Path):
     assert ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
 
 
-def test_greedy_choices_are_clear_and_depend_on_the_prompt(folder: Path):
+def test_greedy_choices_are_clear_and_depend_on_the_prompt(folder: Path) -> None:
     """The best logit leads by far more than float32 noise: batching can't change the text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -109,7 +107,7 @@ def test_greedy_choices_are_clear_and_depend_on_the_prompt(folder: Path):
     assert len(texts) > len(PROMPTS) // 2
 
 
-def test_no_text_to_train_on_is_an_error(tmp_path: Path):
+def test_no_text_to_train_on_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no text"):
         build_demo_model(tmp_path / "model", documents=[""])
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_table_has_a_few_hundred_rows_with_unique_keys(folder: Path):
+def test_table_has_a_few_hundred_rows_with_unique_keys(folder: Path) -> None:
     file = pq.ParquetFile(folder / f"ds={DS}" / "part-0.parquet")
     assert file.schema_arrow.equals(DEMO_SCHEMA)
     rows = read_rows(folder)
@@ -35,7 +36,7 @@ def test_table_has_a_few_hundred_rows_with_unique_keys(folder: Path):
     assert max(len(row["document"]) for row in rows) <= 2_500
 
 
-def test_documents_have_several_queries_and_queries_recur(folder: Path):
+def test_documents_have_several_queries_and_queries_recur(folder: Path) -> None:
     rows = read_rows(folder)
     queries_per_document = Counter(row["document"] for row in rows)
     documents_per_query = Counter(row["query"] for row in rows)
@@ -45,13 +46,13 @@ def test_documents_have_several_queries_and_queries_recur(folder: Path):
     assert sum(count for count in documents_per_query.values() if count > 1) > 0.5 * len(rows)
 
 
-def test_rows_are_not_grouped_by_document(folder: Path):
+def test_rows_are_not_grouped_by_document(folder: Path) -> None:
     documents = [row["document"] for row in read_rows(folder)]
-    neighbours = sum(a == b for a, b in zip(documents, documents[1:], strict=False))
+    neighbours = sum(a == b for a, b in pairwise(documents))
     assert neighbours < 0.1 * len(documents)
 
 
-def test_same_environment_gives_the_same_bytes(folder: Path, tmp_path: Path):
+def test_same_environment_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     info = build_demo_table(tmp_path, ds=DS)
     build_demo_table(tmp_path, ds=DS)
     assert [path.name for path in info.partition_path.iterdir()] == ["part-0.parquet"]
@@ -60,7 +61,9 @@ def test_same_environment_gives_the_same_bytes(folder: Path, tmp_path: Path):
     assert info.num_rows == len(read_rows(tmp_path))
 
 
-def test_spellings_of_one_heading_are_one_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_spellings_of_one_heading_are_one_query(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     documents = (
         DemoDocument("a", "text of a", ("Quick Start", "Only here")),
         DemoDocument("b", "text of b", ("Quick start",)),
@@ -79,7 +82,7 @@ def test_spellings_of_one_heading_are_one_query(tmp_path: Path, monkeypatch: pyt
     assert (info.num_rows, info.num_documents, info.num_queries) == (3, 3, 1)
 
 
-def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "demo_documents", lambda max_chars: ())
     with pytest.raises(TableError, match="nothing to make a table of"):
         build_demo_table(tmp_path / "documents", ds=DS)
@@ -87,6 +90,6 @@ def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("ds", ["", "..", "a/b"])
-def test_ds_must_be_able_to_name_a_partition(tmp_path: Path, ds: str):
+def test_ds_must_be_able_to_name_a_partition(tmp_path: Path, ds: str) -> None:
     with pytest.raises(TableError, match="can't name a partition"):
         build_demo_table(tmp_path, ds=ds)

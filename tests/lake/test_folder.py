@@ -102,6 +102,13 @@ def test_a_missing_file_is_file_not_found(folder: Folder) -> None:
             read("no/such/folder/absent")
 
 
+def test_an_error_of_the_reader_is_not_blamed_on_the_storage(folder: Folder) -> None:
+    """Whoever reads may fail for reasons of its own: a broken footer, an engine, a full disk."""
+    folder.write_bytes("a", b"x")
+    with pytest.raises(OSError, match="of my own"), folder.open_file("a"):
+        raise OSError("of my own")
+
+
 def test_another_process_is_seen_at_once(folder: Folder) -> None:
     """Airflow tasks run on different machines; no answer may come from a cache."""
     other = elsewhere(folder)

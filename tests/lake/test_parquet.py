@@ -107,6 +107,18 @@ def test_an_absent_partition_has_a_schema_and_no_files(folder: Folder, table: La
         list(table.scan(snapshot, ["m"]))
 
 
+@pytest.mark.parametrize("bare", [DS, "2099-01-01"])
+def test_a_partition_folder_without_data_is_an_empty_partition(
+    folder: Folder, table: LakeTable, bare: str
+) -> None:
+    """Spark leaves `_SUCCESS` alone in one; what lies in other partitions gives the schema."""
+    put(folder, "ds=2025-01-01/a.parquet", numbers(1))
+    folder.write_bytes(f"ds={bare}/_SUCCESS", b"")
+    snapshot = table.snapshot(DS)
+    assert snapshot.files == ()
+    assert snapshot.schema.names == ["n", "ds"]
+
+
 @pytest.mark.parametrize(
     "hidden", ["_batchllm/x.parquet", "_SUCCESS", ".crc", "_tmp.parquet", ".x/y.parquet"]
 )
@@ -389,3 +401,16 @@ def test_markers_beside_the_data_are_left_alone(
     folder.write_bytes(f"ds={DS}/_SUCCESS", b"")
     publish(table, DS, numbers(1), tmp_path)
     assert list(folder.find()) == [f"ds={DS}/_SUCCESS", f"ds={DS}/data.parquet"]
+
+
+def test_folder_markers_on_s3_are_no_files(s3_bucket: str, tmp_path: Path) -> None:
+    """Consoles and Hadoop leave an object `folder/` without content for a folder."""
+    folder = Folder.open(f"{s3_bucket}/table")
+    bucket = s3_bucket.removeprefix("s3://")
+    for key in ("table/", f"table/ds={DS}/", "table/ds=2026-02-01/"):
+        folder.fs.call_s3("put_object", Bucket=bucket, Key=key, Body=b"")
+    table = ParquetTable(folder, "ds")
+    assert table.published_metadata(DS) is None
+    publish(table, DS, numbers(1), tmp_path)
+    assert rows(table, ["n"]) == [{"n": 1}]
+    assert table.snapshot("2026-02-01").files == ()

@@ -19,6 +19,15 @@ def child(code: str, *arguments: str, kill_grace_s: float = 30.0) -> ChildProces
     return ChildProcess(argv, env=dict(os.environ), kill_grace_s=kill_grace_s)
 
 
+def await_writer(fifo: Path) -> int:
+    """Open `fifo` for reading and return when a process has written one byte into it."""
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    ready, _, _ = select.select([reader], [], [], HANG_GUARD_S)
+    assert ready, "the process didn't start"
+    assert os.read(reader, 1) == b"!"
+    return reader
+
+
 def await_no_writer(reader: int) -> None:
     """Return when the last process that holds the pipe's other end has ended."""
     ready, _, _ = select.select([reader], [], [], HANG_GUARD_S)
@@ -26,7 +35,7 @@ def await_no_writer(reader: int) -> None:
     assert os.read(reader, 1) == b""
 
 
-def test_lines_of_both_streams_are_logged():
+def test_lines_of_both_streams_are_logged() -> None:
     lines: list[str] = []
     code = "import sys; print('a'); print(); print('ü', file=sys.stderr)"
     outcome = child(code).run(lines.append)
@@ -34,7 +43,7 @@ def test_lines_of_both_streams_are_logged():
     assert sorted(lines) == ["a", "ü"]
 
 
-def test_the_commands_own_message_is_the_error():
+def test_the_commands_own_message_is_the_error() -> None:
     code = (
         "import sys; print('batchllm: error: no such table', file=sys.stderr);"
         "print('goodbye', file=sys.stderr); sys.exit(2)"
@@ -43,29 +52,29 @@ def test_the_commands_own_message_is_the_error():
     assert outcome == ChildOutcome(exit_code=2, error="no such table", stop_reason=None)
 
 
-def test_long_output_arrives_whole():
+def test_long_output_arrives_whole() -> None:
     lines: list[str] = []
     child("for i in range(20_000): print(i)").run(lines.append)
     assert lines == [str(i) for i in range(20_000)]
 
 
-def test_death_by_a_signal_is_an_exit_code_as_in_a_shell():
+def test_death_by_a_signal_is_an_exit_code_as_in_a_shell() -> None:
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert child(code).run(lambda line: None).exit_code == 128 + signal.SIGKILL
 
 
-def test_a_command_that_does_not_exist_is_an_oserror():
+def test_a_command_that_does_not_exist_is_an_oserror() -> None:
     with pytest.raises(FileNotFoundError):
         ChildProcess(["/nowhere/batchllm"], env={}, kill_grace_s=1).run(print)
 
 
-def test_stop_asks_with_sigterm():
+def test_stop_asks_with_sigterm() -> None:
     process = child("import signal; print('up'); signal.pause()")
     outcome = process.run(lambda line: process.stop("enough"))
     assert outcome == ChildOutcome(128 + signal.SIGTERM, error="", stop_reason="enough")
 
 
-def test_a_command_that_ignores_sigterm_is_killed_after_the_grace():
+def test_a_command_that_ignores_sigterm_is_killed_after_the_grace() -> None:
     code = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up');"
         "\nwhile True: signal.pause()"
@@ -75,7 +84,7 @@ def test_a_command_that_ignores_sigterm_is_killed_after_the_grace():
     assert outcome.exit_code == 128 + signal.SIGKILL
 
 
-def test_stop_may_come_from_a_signal_handler():
+def test_stop_may_come_from_a_signal_handler() -> None:
     process = child("import signal; print('up'); signal.pause()")
     previous = signal.signal(signal.SIGUSR1, lambda number, frame: process.stop("signalled"))
     try:
@@ -85,14 +94,14 @@ def test_stop_may_come_from_a_signal_handler():
     assert outcome.stop_reason == "signalled"
 
 
-def test_stop_before_and_after_a_run_does_nothing():
+def test_stop_before_and_after_a_run_does_nothing() -> None:
     process = child("pass")
     process.stop("too early")
     assert process.run(print) == ChildOutcome(exit_code=0, error="", stop_reason=None)
     process.stop("too late")
 
 
-def test_an_exception_while_waiting_ends_the_command_first(tmp_path: Path):
+def test_an_exception_while_waiting_ends_the_command_first(tmp_path: Path) -> None:
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -107,10 +116,10 @@ def test_an_exception_while_waiting_ends_the_command_first(tmp_path: Path):
     os.close(reader)
 
 
-def test_what_a_failed_command_started_ends_with_it(tmp_path: Path):
+def test_what_a_failed_command_started_ends_with_it(tmp_path: Path) -> None:
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
-    grandchild = "import sys, signal; f = open(sys.argv[1], 'w'); signal.pause()"
+    grandchild = "import sys, signal; f = open(sys.argv[1], 'wb', 0); f.write(b'!'); signal.pause()"
     code = (
         "import subprocess, sys\n"
         f"subprocess.Popen([sys.executable, '-c', {grandchild!r}, sys.argv[1]],"
@@ -123,7 +132,7 @@ def test_what_a_failed_command_started_ends_with_it(tmp_path: Path):
     outcomes: list[ChildOutcome] = []
     runner = threading.Thread(target=lambda: outcomes.append(process.run(print)))
     runner.start()
-    reader = os.open(fifo, os.O_RDONLY)  # waits for the grandchild
+    reader = await_writer(fifo)
     Path(f"{fifo}.go").write_text("go")
     runner.join(HANG_GUARD_S)
     assert [outcome.exit_code for outcome in outcomes] == [1]
@@ -131,11 +140,11 @@ def test_what_a_failed_command_started_ends_with_it(tmp_path: Path):
     os.close(reader)
 
 
-def test_death_of_the_parent_ends_the_command(tmp_path: Path):
+def test_death_of_the_parent_ends_the_command(tmp_path: Path) -> None:
     """As when Airflow's supervisor is killed: supervisor -> task -> command."""
     fifo, outcome = tmp_path / "alive", tmp_path / "outcome"
     os.mkfifo(fifo)
-    command = "import sys, signal; f = open(sys.argv[1], 'w'); signal.pause()"
+    command = "import sys, signal; f = open(sys.argv[1], 'wb', 0); f.write(b'!'); signal.pause()"
     task = (
         "import os, sys\n"
         "from pathlib import Path\n"
@@ -148,7 +157,7 @@ def test_death_of_the_parent_ends_the_command(tmp_path: Path):
     )
     supervisor = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     process = subprocess.Popen([sys.executable, "-c", supervisor, task])
-    reader = os.open(fifo, os.O_RDONLY)  # waits for the command
+    reader = await_writer(fifo)
     process.kill()
     process.wait()
     await_no_writer(reader)

@@ -47,7 +47,9 @@ def result_json(**fields: object) -> str:
     return json.dumps({"result_version": 1, "command": "plan", **fields})
 
 
-def test_result_is_returned_and_lines_are_logged(stand_in: None, capfd: pytest.CaptureFixture[str]):
+def test_result_is_returned_and_lines_are_logged(
+    stand_in: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     task = operator(RESULT=result_json(plan_uri="s3://b/p", num_shards=2))
     result = task.run_command("plan", "--job", "a b.yaml")
     assert result == {
@@ -62,7 +64,7 @@ def test_result_is_returned_and_lines_are_logged(stand_in: None, capfd: pytest.C
 
 
 @pytest.mark.parametrize("code", [ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS])
-def test_failures_that_a_retry_cannot_mend_fail_the_task(stand_in: None, code: ExitCode):
+def test_failures_that_a_retry_cannot_mend_fail_the_task(stand_in: None, code: ExitCode) -> None:
     with pytest.raises(AirflowFailException, match="plan: no column 'x' "):
         operator(CODE=str(int(code)), ERROR="no column 'x'").run_command("plan")
 
@@ -71,7 +73,7 @@ def test_failures_that_a_retry_cannot_mend_fail_the_task(stand_in: None, code: E
     "code",
     [ExitCode.FAILURE, ExitCode.EMPTY, ExitCode.INCOMPLETE, ExitCode.TERMINATED, 137],
 )
-def test_other_failures_may_be_retried(stand_in: None, code: int):
+def test_other_failures_may_be_retried(stand_in: None, code: int) -> None:
     with pytest.raises(AirflowException, match="commit: the disk is full ") as caught:
         operator(CODE=str(int(code)), ERROR="the disk is full").run_command("commit")
     assert not isinstance(caught.value, AirflowFailException)
@@ -87,25 +89,25 @@ def test_other_failures_may_be_retried(stand_in: None, code: int):
         ('{"result_version": 1, "command": "run"}', "that of 'run'"),
     ],
 )
-def test_a_result_of_another_release_is_refused(stand_in: None, result: str, reason: str):
+def test_a_result_of_another_release_is_refused(stand_in: None, result: str, reason: str) -> None:
     with pytest.raises(AirflowFailException, match=reason):
         operator(RESULT=result).run_command("plan")
 
 
-def test_result_versions_of_both_sides_agree():
+def test_result_versions_of_both_sides_agree() -> None:
     from batchllm_operator import cli
 
     assert command.RESULT_VERSION == cli.RESULT_VERSION
 
 
-def test_read_result_takes_what_the_command_line_writes(tmp_path: Path):
+def test_read_result_takes_what_the_command_line_writes(tmp_path: Path) -> None:
     from batchllm_operator import cli
 
     cli._write_result(tmp_path / "result.json", "run", {"num_rows": 3})
     assert read_result(tmp_path / "result.json", "run")["num_rows"] == 3
 
 
-def test_only_uris_and_counts_leave_a_task():
+def test_only_uris_and_counts_leave_a_task() -> None:
     result = {
         "result_version": 1,
         "command": "commit",
@@ -123,7 +125,7 @@ def test_only_uris_and_counts_leave_a_task():
     }
 
 
-def test_on_kill_stops_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_on_kill_stops_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Airflow does it: a SIGTERM handler calls on_kill while execute waits."""
     script = tmp_path / "stand_in.py"
     script.write_text("import os, signal; os.kill(os.getppid(), signal.SIGUSR1); signal.pause()")
@@ -138,7 +140,7 @@ def test_on_kill_stops_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not isinstance(caught.value, AirflowFailException)
 
 
-def test_on_kill_without_a_command_does_nothing():
+def test_on_kill_without_a_command_does_nothing() -> None:
     operator().on_kill()
 
 
@@ -153,7 +155,7 @@ def open_when_read(fifo: Path, process: subprocess.Popen[bytes]) -> int:
     raise AssertionError(f"ended with exit code {process.returncode} before it read {fifo}")
 
 
-def test_death_of_the_task_by_sigkill_ends_the_real_command(tmp_path: Path):
+def test_death_of_the_task_by_sigkill_ends_the_real_command(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     os.mkfifo(spec)  # `batchllm plan` waits in reading it
     task = (

@@ -52,7 +52,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return calls
 
 
-def test_plan_returns_its_shards_and_pushes_uris_and_counts(ran: list[tuple[str, ...]]):
+def test_plan_returns_its_shards_and_pushes_uris_and_counts(ran: list[tuple[str, ...]]) -> None:
     task = BatchLLMPlanOperator(task_id="plan", spec_path="job.yaml", ds="2026-01-31")
     ti = TaskInstance()
     assert execute(task, {"ti": ti}) == [
@@ -66,7 +66,7 @@ def test_plan_returns_its_shards_and_pushes_uris_and_counts(ran: list[tuple[str,
     }
 
 
-def test_generate_and_commit_name_their_plan(ran: list[tuple[str, ...]]):
+def test_generate_and_commit_name_their_plan(ran: list[tuple[str, ...]]) -> None:
     counts = {"plan_uri": "s3://b/plan-1", "num_shards": 2}
     generate = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", shard_idx=1)
     commit = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1")
@@ -78,7 +78,7 @@ def test_generate_and_commit_name_their_plan(ran: list[tuple[str, ...]]):
     ]
 
 
-def test_templates_are_rendered():
+def test_templates_are_rendered() -> None:
     context: Any = {"ds": "2026-01-31", "root": "s3://b"}
     plan = BatchLLMPlanOperator(task_id="p", spec_path="{{ root }}/j.yaml", env={"D": "{{ ds }}"})
     plan.render_template_fields(context)
@@ -95,7 +95,7 @@ def test_templates_are_rendered():
     assert commit.plan_uri == "s3://b/p"
 
 
-def test_task_group_wires_plan_generate_commit():
+def test_task_group_wires_plan_generate_commit() -> None:
     with DAG("job", schedule=None) as dag:
         batchllm_task_group(
             Path("job.yaml"),
@@ -114,7 +114,7 @@ def test_task_group_wires_plan_generate_commit():
     assert plan.spec_path == "job.yaml"
 
 
-def test_provider_info_fits_airflows_schema():
+def test_provider_info_fits_airflows_schema() -> None:
     info = get_provider_info()
     schema = json.loads(files("airflow").joinpath("provider_info.schema.json").read_text())
     Draft7Validator(schema).validate(info)
@@ -122,7 +122,7 @@ def test_provider_info_fits_airflows_schema():
     assert info["versions"] == [__version__]
 
 
-def test_importing_the_operators_loads_nothing_heavy():
+def test_importing_the_operators_loads_nothing_heavy() -> None:
     code = (
         "import sys, batchllm_operator.operators;"
         "print({'torch', 'transformers', 'tokenizers', 'pyarrow', 'vllm', 'numba'}"

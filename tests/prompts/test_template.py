@@ -47,7 +47,7 @@ def test_an_accepted_template_means_what_it_means_to_python(template: str, value
     except ValidationError:
         return
     columns = {name: [value] for name in ("unused", *spec.columns)}
-    expected = template.format_map({name: value for name in spec.columns})
+    expected = template.format_map(dict.fromkeys(spec.columns, value))
     [text] = PromptRenderer(spec).render(pa.record_batch(columns)).texts
     assert (text or "") == expected
 
