@@ -364,12 +364,14 @@ class _SpecLoader(yaml.SafeLoader):
     """YAML's safe loader, but a field that is given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        seen: set[str] = set()
         for key, _ in node.value:
-            if key.value != "<<" and names.count(key.value) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"field {key.value!r} is given twice", key.start_mark
-                )
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen and key.value != "<<":
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"field {key.value!r} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
