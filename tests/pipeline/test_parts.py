@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchllm_operator.engine import EngineOutput
+from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.parts import PART_SCHEMA, read_ledger, write_part
 
@@ -83,3 +84,15 @@ def test_two_writers_of_one_part_leave_one_that_counts(folder: Folder) -> None:
 
 def test_nothing_there_is_an_empty_ledger(folder: Folder) -> None:
     assert read_ledger(folder) == {}
+
+
+def test_an_entry_appears_only_after_its_file(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(self: Folder, source: Path, name: str) -> None:
+        raise StorageError("no space left on device")
+
+    monkeypatch.setattr(Folder, "publish_file", no_space)
+    with pytest.raises(StorageError):
+        write_part(folder, 0, [output(0)], {0: [0]}, 1.0)
+    assert folder.find() == {}

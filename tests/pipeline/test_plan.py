@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
-from batchllm_operator.errors import KeyColumnError, SpecError
+from batchllm_operator.errors import KeyColumnError, SpecError, StorageError
+from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 
@@ -138,3 +139,25 @@ def test_a_key_that_is_carried_too_is_there_once(tmp_path: Path) -> None:
     plan = plan_job(fake_spec(tmp_path, output={"carry": ["row_key", "query"]}), DS)
     kept = pq.read_schema(plan.folder.full_path("rows.parquet")).names
     assert kept == ["row_key", "query", "error"]
+
+
+def test_a_plan_without_all_its_files_has_no_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    publish_file, published = Folder.publish_file, []
+
+    def fails_at_the_last(self: Folder, source: Path, name: str) -> None:
+        published.append(name)
+        if len(published) == 3:
+            raise StorageError("no space left on device")
+        publish_file(self, source, name)
+
+    monkeypatch.setattr(Folder, "publish_file", fails_at_the_last)
+    with pytest.raises(StorageError):
+        plan_job(fake_spec(tmp_path), DS)
+    assert len(published) == 3
+    assert not list((tmp_path / "out").rglob("manifest.json"))
+    monkeypatch.undo()
+    plan = plan_job(fake_spec(tmp_path), DS)
+    assert StoredPlan.open(plan.folder.uri) == plan
