@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _log.setLevel(logging.INFO)
     if not sys.warnoptions:  # libraries warn their developers; -W and PYTHONWARNINGS bring it back
         warnings.simplefilter("ignore")
-    if getattr(args, "die_with_parent", False):
-        _die_with_parent()
+    if getattr(args, "die_with_parent", None) is not None:
+        _die_with_parent(args.die_with_parent)
     _stop_on_signals()
     try:
         result = args.command(args)
@@ -169,8 +169,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument(
             "--die-with-parent",
-            action="store_true",
-            help="end at once when the process that started this one ends (Linux)",
+            type=int,
+            metavar="PID",
+            help="end at once when the process that started this one, PID, ends (Linux)",
         )
         return command
 
@@ -222,13 +223,12 @@ def _stop_on_signals() -> None:
         signal.signal(each, stop)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends, even by SIGKILL (Linux)."""
-    parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent or parent == 1:  # it ended before the kernel was told
+    if os.getppid() != parent_pid:  # it ended before the kernel was told
         sys.exit(ExitCode.FAILURE)
 
 

@@ -97,8 +97,9 @@ def test_a_stopped_run_keeps_whole_parts_and_goes_on(job: Path, how: signal.Sign
 def test_a_command_can_end_with_its_parent(job: Path) -> None:
     uri = plan(job)
     arguments = [*COMMAND, "run", "--plan", uri, "--shard", "0", "--die-with-parent"]
+    code = f"import os, subprocess; subprocess.run([*{arguments!r}, str(os.getpid())])"
     parent = subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess; subprocess.run({arguments!r})"],
+        [sys.executable, "-c", code],
         start_new_session=True,
     )
     wait_until(lambda: run_parts(uri), "the first part is written")
@@ -107,6 +108,13 @@ def test_a_command_can_end_with_its_parent(job: Path) -> None:
     parent.wait()
     wait_until(lambda: not live_processes(parent.pid), "the command has ended too", 10.0)
     assert len(run_parts(uri)) < 8
+
+
+def test_a_command_whose_parent_is_gone_already_does_not_start(job: Path) -> None:
+    uri = plan(job)
+    done = call("run", "--plan", uri, "--shard", 0, "--die-with-parent", 2**22)
+    assert done.returncode == ExitCode.FAILURE
+    assert run_parts(uri) == []
 
 
 def test_a_command_outlives_its_parent_unless_asked(job: Path) -> None:

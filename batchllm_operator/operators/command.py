@@ -63,7 +63,7 @@ class BatchLLMCommandOperator(BaseOperator):
             argv = (*_COMMAND, command, *arguments)
             self.log.info("Running batchllm %s", " ".join((command, *arguments)))
             child = self._child = ChildProcess(
-                (*argv, "--result", str(result_path), "--die-with-parent"),
+                (*argv, "--result", str(result_path), "--die-with-parent", str(os.getpid())),
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(self.env or {})},
                 kill_grace_s=self.kill_grace_s,
             )

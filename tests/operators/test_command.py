@@ -60,7 +60,7 @@ def test_result_is_returned_and_lines_are_logged(
     }
     logged = "".join(capfd.readouterr())
     assert '["plan", "--job", "a b.yaml", "--result"' in logged
-    assert '"--die-with-parent"]' in logged
+    assert f'"--die-with-parent", "{os.getpid()}"]' in logged
 
 
 @pytest.mark.parametrize("code", [ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS])
