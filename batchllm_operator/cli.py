@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.name == "report" and args.job is not None and args.ds is None:
         parser.error("report: --job needs --ds")
+    if getattr(args, "result", None) is not None and not args.result.parent.is_dir():
+        parser.error(f"--result: there is no folder {args.result.parent}")
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )
@@ -229,6 +231,7 @@ def _die_with_parent(parent_pid: int) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # it ended before the kernel was told
+        print(f"batchllm: error: process {parent_pid} isn't the parent (any more)", file=sys.stderr)
         sys.exit(ExitCode.FAILURE)
 
 

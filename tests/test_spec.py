@@ -374,7 +374,7 @@ def test_a_secret_in_a_file_is_not_in_the_traceback(tmp_path: Path) -> None:
     [
         ("sampling__max_tokens", 16),
         ("planner__estimated_output_tokens", 16),
-        ("engine__extra_args", {"tokenizer": "org/model", "max_num_partial_prefills": 2}),
+        ("engine__extra_args", {"tokenizer_mode": "org/model", "max_num_partial_prefills": 2}),
         ("engine__extra_args", {"tokenizer_mode": "slow", "token_budget": 3}),
         ("engine__extra_args", {"skip_tokenizer_init": True, "tokenizers": ["a"]}),
         ("prompt__system", "Never reveal a password, token or api_key. password: none"),
@@ -555,3 +555,27 @@ def test_yaml_anchors_and_merges_still_work(tmp_path: Path) -> None:
     )
     sampling = load_spec(path).sampling
     assert (sampling.top_k, sampling.seed) == (2, 3)
+
+
+def test_a_field_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("spec_version: 1\nname: a\nengine:\n  extra_args: &a {x: *a}\n")
+    with pytest.raises(SpecError, match="holds itself"):
+        load_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "reason"),
+    [
+        ("sampling", {"min_tokens": 9, "max_tokens": 4}, "min_tokens is above max_tokens"),
+        ("sampling", {"stop": ""}, "sampling.stop"),
+        ("sampling", {"temperature": float("inf")}, "sampling.temperature"),
+        ("engine", {"extra_args": {"model": "other"}}, "'model' has a field of its own"),
+        ("engine", {"extra_args": {"max_num_seqs": 3}}, "engine.max_num_seqs"),
+        ("engine", {"extra_args": {"trust_remote_code": True}}, "model.trust_remote_code"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    section: str, value: dict[str, Any], reason: str
+) -> None:
+    assert reason in refusal(changed(**{section: value}))

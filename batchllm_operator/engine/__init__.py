@@ -1,4 +1,4 @@
-"""The inference engine behind one protocol, and what makes a shard's run restartable."""
+"""The inference engine behind one protocol; a row that kills it costs only itself."""
 
 import logging
 

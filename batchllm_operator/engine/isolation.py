@@ -15,14 +15,14 @@ from batchllm_operator.engine.protocol import Engine, EngineDiedError, EngineOut
 from batchllm_operator.errors import EngineError
 
 _log = logging.getLogger(__name__)
-_MAX_CULPRITS: Final = 5
+_MAX_CULPRITS: Final = 5  # in a row
 
 
 class IsolatingEngine:
     """An engine that outlives the engines that `start` makes.
 
-    It gives up, with `EngineError`, once more than five requests have killed an engine
-    each while running alone: then it's the machine, not the rows.
+    It gives up, with `EngineError`, when more than five requests in a row have killed an
+    engine each while running alone: then it's the machine, not the rows.
     """
 
     def __init__(self, start: Callable[[], Engine]) -> None:
@@ -33,7 +33,7 @@ class IsolatingEngine:
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         while True:
             try:
-                yield from self._revived().stream(requests)
+                yield from self._stream(requests)
                 return
             except EngineDiedError as error:
                 self._bury(error)
@@ -54,7 +54,7 @@ class IsolatingEngine:
             batch = batches.pop()
             requests = iter(batch)
             try:
-                yield from self._revived().stream(requests)
+                yield from self._stream(requests)
             except EngineDiedError as error:
                 self._bury(error)
                 if len(batch) == 1:
@@ -63,11 +63,17 @@ class IsolatingEngine:
                 else:
                     batches += _halves([*error.in_flight, *requests])  # not answered, not taken
 
+    def _stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        for output in self._revived().stream(requests):
+            self._num_culprits = 0  # the machine works
+            yield output
+
     def _count_culprit(self, error: EngineDiedError) -> None:
         self._num_culprits += 1
         if self._num_culprits > _MAX_CULPRITS:
             raise EngineError(
-                f"the engine died on {self._num_culprits} single requests; last: {error}"
+                f"the engine died on {self._num_culprits} requests in a row, each alone; last:"
+                f" {error}"
             ) from error
 
     def _revived(self) -> Engine:

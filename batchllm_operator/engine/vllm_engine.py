@@ -36,6 +36,7 @@ from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
 _log = logging.getLogger(__name__)
 _LOOK_AHEAD: Final = 2
@@ -44,25 +45,32 @@ scheduler never to run dry, and no more."""
 _DEFAULT_MAX_NUM_SEQS: Final = 256
 _CPU_KV_CACHE_BYTES: Final = 1 << 30
 _CPU_BLOCK_SIZE: Final = 32
+_MAX_ERROR_CHARS: Final = 400
 
 
 class VLLMEngine:
     """vLLM's engine, fed in plan order with prefix caching on.
 
     Raises:
-        SpecError: vLLM has no argument that `engine.extra_args` names, or refuses its value.
+        SpecError: vLLM has no argument that `engine.extra_args` names, or refuses a setting.
         EngineError: vLLM can't start.
     """
 
     def __init__(self, spec: JobSpec, max_model_len: int) -> None:
         args = engine_args(spec, max_model_len)
         try:
+            self._params = sampling_params(spec.sampling)
+            config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
+        except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+            raise SpecError(f"engine: vLLM refuses the settings: {_one_line(error)}") from error
+        if spec.model.trust_remote_code:
+            _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
+        try:
             with _without_llvmlite():
-                self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**args))
+                self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         # Whatever keeps vLLM from starting (memory, driver, weights) ends here as one typed error.
         except Exception as error:
-            raise EngineError(f"vLLM can't start: {_first_line(error)}") from error
-        self._params = sampling_params(spec.sampling)
+            raise EngineError(f"vLLM can't start: {_one_line(error)}") from error
         self._max_in_flight = _LOOK_AHEAD * int(args["max_num_seqs"])
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
@@ -88,7 +96,7 @@ class VLLMEngine:
                 _log.debug("an engine step failed", exc_info=error)
                 # The frames hold the dead engine and its memory, which the next one will need.
                 traceback.clear_frames(error.__traceback__)
-                raise EngineDiedError(_first_line(error), list(in_flight.values())) from error
+                raise EngineDiedError(_one_line(error), list(in_flight.values())) from error
             for output in finished:
                 yield _convert(in_flight.pop(output.request_id), output)
 
@@ -108,7 +116,7 @@ class VLLMEngine:
         # vLLM checks a request before it takes it, with errors of several families: whatever it
         # was, the fault is this request's and the engine goes on.
         except Exception as error:  # noqa: BLE001
-            return EngineOutput.failed(request, _first_line(error))
+            return EngineOutput.failed(request, _one_line(error))
         return None
 
 
@@ -202,6 +210,7 @@ def _convert(request: EngineRequest, output: Any) -> EngineOutput:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    clipped = text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "..."
+    return f"{type(error).__name__}: {clipped}" if text else type(error).__name__

@@ -1,10 +1,18 @@
 """The data lake: tables to read and publish, folders to keep plans and parts in."""
 
 from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.parquet import ParquetTable
+from batchllm_operator.lake.parquet import ParquetTable, published_schema
 from batchllm_operator.lake.table import InputFile, LakeTable, Snapshot
 
-__all__ = ["Folder", "InputFile", "LakeTable", "ParquetTable", "Snapshot", "open_table"]
+__all__ = [
+    "Folder",
+    "InputFile",
+    "LakeTable",
+    "ParquetTable",
+    "Snapshot",
+    "open_table",
+    "published_schema",
+]
 
 
 def open_table(uri: str, partition_column: str) -> LakeTable:

@@ -11,7 +11,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -143,6 +143,11 @@ class Folder:
             with self._replacing(name) as temporary:
                 shutil.copyfile(source, temporary)
 
+    def remove(self, name: str) -> None:
+        """Remove `name` if it is there."""
+        with self._errors(name), suppress(FileNotFoundError):
+            self.fs.rm_file(self.full_path(name))
+
     @contextmanager
     def _replacing(self, name: str) -> Iterator[Path]:
         """A temporary path beside the local `name`; renamed to it, durably, on success."""
@@ -160,7 +165,7 @@ class Folder:
     @contextmanager
     def _errors(self, name: str = "", *, writing: bool = False) -> Iterator[None]:
         """Turn the storage's errors into `StorageError`, but let a file to read be missing."""
-        from botocore.exceptions import BotoCoreError  # slow to import, needed by S3 only
+        from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
 
         try:
             yield

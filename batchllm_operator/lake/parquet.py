@@ -24,7 +24,7 @@ from batchllm_operator.lake.table import InputFile, Snapshot
 from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
-METADATA_PREFIX: Final = "batchllm."
+_METADATA_PREFIX: Final = "batchllm."
 _BATCH_ROWS: Final = 4096
 _MAGIC: Final = b"PAR1"
 _FOOTER_TAIL_BYTES: Final = 8  # the footer's length (4 bytes, little endian) and the magic
@@ -132,9 +132,9 @@ class ParquetTable:
             except (pa.ArrowException, OSError) as error:
                 raise TableError(f"output {folder.uri}/{DATA_FILE}: {error}") from error
         ours = {
-            key.decode().removeprefix(METADATA_PREFIX): value.decode()
+            key.decode().removeprefix(_METADATA_PREFIX): value.decode()
             for key, value in footer.items()
-            if key.startswith(METADATA_PREFIX.encode())
+            if key.startswith(_METADATA_PREFIX.encode())
         }
         if not ours:
             raise TableError(
@@ -143,10 +143,8 @@ class ParquetTable:
             )
         return ours
 
-    def publish(self, partition: str, data: Path, metadata: Mapping[str, str]) -> None:
+    def publish(self, partition: str, data: Path) -> None:
         self.published_metadata(partition)  # refuses to replace somebody else's files
-        footer = pq.read_metadata(data).metadata or {}
-        assert all(footer.get(f"{METADATA_PREFIX}{k}".encode()) for k in metadata)
         self._partition_folder(partition).publish_file(data, DATA_FILE)
 
     def _partition_folder(self, partition: str) -> Folder:
@@ -203,6 +201,11 @@ class ParquetTable:
         hive_columns = _hive_values(name)
         fields = [field for field in merged if field.name not in hive_columns]
         return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
+
+
+def published_schema(schema: pa.Schema, metadata: Mapping[str, str]) -> pa.Schema:
+    """`schema` marked with `metadata`, as `published_metadata` will give it back."""
+    return schema.with_metadata({f"{_METADATA_PREFIX}{k}": v for k, v in metadata.items()})
 
 
 def _hive_values(name: str) -> dict[str, str]:

@@ -43,7 +43,9 @@ class LakeTable(Protocol):
         ...
 
     def snapshot(self, partition: str) -> Snapshot:
-        """Pin the partition's present content; no files if the table lacks the partition.
+        """Describe the partition's present content; no files if the table lacks the partition.
+
+        Equal snapshots before and after a scan mean that it read one state of the partition.
 
         Raises:
             TableError: there is no table, it isn't partitioned by the column, or a file
@@ -62,18 +64,18 @@ class LakeTable(Protocol):
         ...
 
     def published_metadata(self, partition: str) -> Mapping[str, str] | None:
-        """What `publish` was given for the partition now published; None if there is none.
+        """What the published partition's schema was marked with; None if nothing is published.
 
         Raises:
             TableError: the partition holds data that wasn't published by this package.
         """
         ...
 
-    def publish(self, partition: str, data: Path, metadata: Mapping[str, str]) -> None:
+    def publish(self, partition: str, data: Path) -> None:
         """Replace the partition by the local Parquet file `data`, in one step.
 
-        Readers see the old or the new rows, never a mixture. `metadata` must already
-        be in the file's key-value metadata.
+        Readers see the old or the new rows, never a mixture. The file's own metadata
+        (`published_schema`) says what it is.
 
         Raises:
             TableError: the partition holds data that wasn't published by this package.

@@ -34,12 +34,21 @@ class ChildProcess:
     """Runs one command and waits for it; `stop` may be called meanwhile.
 
     The child leads a process group of its own, so that a signal for this process isn't
-    delivered to it twice and whatever it started can be ended with it.
+    delivered to it twice and whatever it started can be ended with it. In what it prints,
+    `secrets` are replaced by asterisks, in their order.
     """
 
-    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], kill_grace_s: float) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        kill_grace_s: float,
+        secrets: Sequence[str] = (),
+    ) -> None:
         self._argv = tuple(argv)
         self._env = dict(env)
+        self._secrets = tuple(secrets)
         self._kill_grace_s = kill_grace_s
         self._process: subprocess.Popen[str] | None = None
         self._kill_at_s: float | None = None
@@ -113,6 +122,8 @@ class ChildProcess:
         def read(stream: IO[str], is_stderr: bool) -> None:
             with stream:
                 for line in stream:
+                    for secret in self._secrets:
+                        line = line.replace(secret, "***")
                     self._lines.put((is_stderr, line.rstrip()))
 
         assert process.stdout is not None and process.stderr is not None

@@ -15,6 +15,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.operators.child import ChildOutcome, ChildProcess
+from batchllm_operator.operators.credentials import AwsCredentials
 
 RESULT_VERSION: Final = 1
 
@@ -35,18 +36,29 @@ class BatchLLMCommandOperator(BaseOperator):
 
     Args:
         env: environment variables for the command, on top of the task's own (templated).
+            Airflow stores and shows them: no place for secrets.
+        aws_conn_id: Airflow connection of type `aws` whose credentials, region and endpoint
+            the command gets as `AWS_*` variables, before those of `env` and of the worker
+            (templated). Read when the task runs, passed on in the command's environment
+            only. By default the command uses what the worker has.
         kill_grace_s: seconds that the command may take to stop.
     """
 
-    template_fields: Sequence[str] = ("env",)
+    template_fields: Sequence[str] = ("env", "aws_conn_id")
     template_fields_renderers: ClassVar[dict[str, str]] = {"env": "json"}
     ui_color = "#d7e8f4"
 
     def __init__(
-        self, *, env: Mapping[str, str] | None = None, kill_grace_s: float = 30.0, **kwargs: Any
+        self,
+        *,
+        env: Mapping[str, str] | None = None,
+        aws_conn_id: str | None = None,
+        kill_grace_s: float = 30.0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.env = env
+        self.aws_conn_id = aws_conn_id
         self.kill_grace_s = kill_grace_s
         self._child: ChildProcess | None = None
 
@@ -54,17 +66,24 @@ class BatchLLMCommandOperator(BaseOperator):
         """Run `batchllm <command> <arguments>` and return its result.
 
         Raises:
-            AirflowFailException: the spec, the table or the plan is wrong, too many rows
-                failed, or the command speaks another result version; a retry won't help.
+            AirflowFailException: the spec, the table, the plan or the AWS connection is wrong,
+                too many rows failed, or the command speaks another result version; a retry
+                won't help.
             AirflowException: the command failed in any other way, or was stopped.
         """
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **(self.env or {})}
+        secrets: tuple[str, ...] = ()
+        if self.aws_conn_id is not None:
+            credentials = AwsCredentials.from_connection(self.aws_conn_id)
+            env, secrets = credentials.added_to(env), credentials.secrets
         with TemporaryDirectory(prefix="batchllm-") as folder:
             result_path = Path(folder) / "result.json"
             argv = (*_COMMAND, command, *arguments)
             self.log.info("Running batchllm %s", " ".join((command, *arguments)))
             child = self._child = ChildProcess(
                 (*argv, "--result", str(result_path), "--die-with-parent", str(os.getpid())),
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(self.env or {})},
+                env=env,
+                secrets=secrets,
                 kill_grace_s=self.kill_grace_s,
             )
             outcome = child.run(self.log.info)

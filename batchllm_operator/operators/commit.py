@@ -21,7 +21,7 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
         kwargs: see `BatchLLMCommandOperator`.
     """
 
-    template_fields: Sequence[str] = ("plan_uri", "env")
+    template_fields: Sequence[str] = ("plan_uri", "env", "aws_conn_id")
     ui_color = "#e2d5ef"
 
     def __init__(self, *, plan_uri: str | XComArg, **kwargs: Any) -> None:

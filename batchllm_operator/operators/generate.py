@@ -21,7 +21,7 @@ class BatchLLMGenerateOperator(BatchLLMCommandOperator):
         kwargs: see `BatchLLMCommandOperator`.
     """
 
-    template_fields: Sequence[str] = ("plan_uri", "shard_idx", "env")
+    template_fields: Sequence[str] = ("plan_uri", "shard_idx", "env", "aws_conn_id")
     ui_color = "#f4dfc8"
 
     def __init__(self, *, plan_uri: str | XComArg, shard_idx: int | str, **kwargs: Any) -> None:

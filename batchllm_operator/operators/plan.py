@@ -29,7 +29,7 @@ class BatchLLMPlanOperator(BatchLLMCommandOperator):
         kwargs: see `BatchLLMCommandOperator`.
     """
 
-    template_fields: Sequence[str] = ("spec_path", "ds", "env")
+    template_fields: Sequence[str] = ("spec_path", "ds", "env", "aws_conn_id")
     ui_color = "#cde6d0"
 
     def __init__(self, *, spec_path: str, ds: str = "{{ ds }}", **kwargs: Any) -> None:

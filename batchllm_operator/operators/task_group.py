@@ -19,6 +19,7 @@ def batchllm_task_group(
     group_id: str = "batchllm",
     ds: str = "{{ ds }}",
     env: Mapping[str, str] | None = None,
+    aws_conn_id: str | None = None,
     max_parallel_shards: int | None = None,
     generate_args: Mapping[str, Any] | None = None,
 ) -> TaskGroup:
@@ -32,14 +33,19 @@ def batchllm_task_group(
         group_id: prefix of the tasks' ids.
         ds: the partition, a template.
         env: extra environment of all three commands.
+        aws_conn_id: Airflow connection that all three take their AWS credentials from; see
+            `BatchLLMCommandOperator`.
         max_parallel_shards: most shards of one run at a time, such as the number of GPUs.
         generate_args: further arguments of the generate tasks, such as a pool or a queue.
     """
     with TaskGroup(group_id=group_id) as group:
-        plan = BatchLLMPlanOperator(task_id="plan", spec_path=str(spec_path), ds=ds, env=env)
+        plan = BatchLLMPlanOperator(
+            task_id="plan", spec_path=str(spec_path), ds=ds, env=env, aws_conn_id=aws_conn_id
+        )
         generate = BatchLLMGenerateOperator.partial(
             task_id="generate",
             env=env,
+            aws_conn_id=aws_conn_id,
             max_active_tis_per_dagrun=max_parallel_shards,
             **(generate_args or {}),
         ).expand_kwargs(plan.output)
@@ -47,6 +53,7 @@ def batchllm_task_group(
             task_id="commit",
             plan_uri=XComArg(plan, key=PLAN_URI_KEY),
             env=env,
+            aws_conn_id=aws_conn_id,
             trigger_rule=TriggerRule.NONE_FAILED,
         )
         generate >> commit

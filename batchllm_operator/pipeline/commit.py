@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
-from batchllm_operator.lake import Folder, LakeTable, open_table
-from batchllm_operator.lake.parquet import METADATA_PREFIX
-from batchllm_operator.pipeline.parts import PART_SCHEMA, PartEntry, read_ledger
+from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.pipeline.partition import FinishedShard, model_name, write_partition
+from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.run import REPORT_FILE, ShardReport
-from batchllm_operator.pipeline.stored_plan import StoredPlan, job_folder
+from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import saving_ratio
 from batchllm_operator.planner.plan import ERROR_COLUMN, ROWS_FILE, PlanManifest
 from batchllm_operator.report import RunReport, SampleRow
-from batchllm_operator.spec import OUTPUT_COLUMNS, JobSpec
+from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
-_BUCKET_ROWS: Final = 1 << 16
 _NUM_SAMPLE_ROWS: Final = 3
-
-_OUTPUT_FIELDS: Final = [field for field in PART_SCHEMA if field.name in OUTPUT_COLUMNS]
-_BUCKET_SCHEMA: Final = pa.schema([pa.field("row_idx", pa.int64()), *_OUTPUT_FIELDS])
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """A finished shard: where its parts lie, and their ledger."""
-
-    folder: Folder
-    entries: Sequence[PartEntry]
-
-    def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        for entry in self.entries:
-            with self.folder.open_file(entry.file) as file:
-                yield pq.read_table(file, columns=list(columns))
 
 
 def commit_run(plan_uri: str) -> RunReport:
@@ -55,28 +33,30 @@ def commit_run(plan_uri: str) -> RunReport:
     Committing again what is already published changes nothing.
 
     Raises:
-        PlanError: the plan is absent, corrupted or of another version, or its parts don't
-            answer each row once.
+        PlanError: the plan is absent, corrupted or of another version, its parts don't
+            answer each row once, or a later plan's outputs have replaced its own.
         IncompleteRunError: parts are missing; names the shards to run.
         FailedRowsError: more rows failed than the spec allows.
-        TableError: the output partition holds somebody else's data.
+        TableError: the output partition holds what another job or program wrote.
     """
     plan = StoredPlan.open(plan_uri)
     manifest = plan.manifest
     spec = manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column)
     shards = _finished_shards(plan)
-    published = table.published_metadata(manifest.ds)
-    if published is not None and published.get("plan_id") == manifest.plan_id:
-        _log.info("partition %s already holds the outputs of this plan", manifest.ds)
-        return _write_report(plan, table, shards, _count_errors(plan, shards))
+    published_id = check_publisher(table, spec, manifest.ds)
     errors = _count_errors(plan, shards)
+    if published_id == manifest.plan_id:
+        _log.info("partition %s already holds the outputs of this plan", manifest.ds)
+        return _write_report(plan, table, shards, errors)
+    plan.check_current()
     _check_failed_fraction(spec, manifest, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
-        data = Path(spool) / "data.parquet"
-        metadata = {"plan_id": manifest.plan_id, "run_id": manifest.run_id}
-        _build_partition(plan, shards, Path(spool), data, metadata)
-        table.publish(manifest.ds, data, metadata)
+        data = write_partition(plan, shards, Path(spool))
+        if published_id is not None:
+            old = job_folder(spec, manifest.ds).child(f"plan-{published_id}")
+            StoredPlan.mark_superseded_at(old, by=manifest.plan_id)
+        table.publish(manifest.ds, data)
     return _write_report(plan, table, shards, errors)
 
 
@@ -100,23 +80,23 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
     """Where the plan lies whose outputs partition `ds` of the output table holds.
 
     Raises:
-        TableError: nothing is published there.
+        TableError: nothing is published there, or not by this job.
     """
     table = open_table(spec.output.uri, spec.input.partition_column)
-    metadata = table.published_metadata(ds)
-    if metadata is None:
+    plan_id = check_publisher(table, spec, ds)
+    if plan_id is None:
         raise TableError(f"table {table.uri}: partition {ds!r} has not been published")
-    return job_folder(spec, ds).child(f"plan-{metadata['plan_id']}").uri
+    return job_folder(spec, ds).child(f"plan-{plan_id}").uri
 
 
-def _finished_shards(plan: StoredPlan) -> list[_Shard]:
+def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
     shards, unfinished = [], []
     for shard_idx, shard in enumerate(plan.manifest.shards):
         folder = plan.run_folder(shard_idx)
-        entries = read_ledger(folder)
+        entries = read_ledger(folder, plan.manifest.plan_id)
         if set(entries) != set(range(shard.num_parts)):
             unfinished.append(f"shard {shard_idx} ({len(entries)} of {shard.num_parts} parts)")
-        shards.append(_Shard(folder, list(entries.values())))
+        shards.append(FinishedShard(folder, list(entries.values())))
     if unfinished:
         raise IncompleteRunError(
             f"plan {plan.folder.uri}: unfinished: {', '.join(unfinished)}; run"
@@ -125,7 +105,7 @@ def _finished_shards(plan: StoredPlan) -> list[_Shard]:
     return shards
 
 
-def _count_errors(plan: StoredPlan, shards: Sequence[_Shard]) -> Counter[str]:
+def _count_errors(plan: StoredPlan, shards: Sequence[FinishedShard]) -> Counter[str]:
     """Failed rows by kind: what stands before the colon of an error."""
     kinds: Counter[str] = Counter()
     with plan.open_file(ROWS_FILE) as file:
@@ -158,139 +138,8 @@ def _check_failed_fraction(spec: JobSpec, manifest: PlanManifest, errors: Counte
         )
 
 
-def _build_partition(
-    plan: StoredPlan, shards: Sequence[_Shard], spool: Path, data: Path, metadata: dict[str, str]
-) -> None:
-    """Write the partition's rows, in input order, to the local file `data`."""
-    spec, manifest = plan.manifest.spec, plan.manifest
-    num_rows = manifest.counts.num_rows
-    buckets = _spread(shards, num_rows, spool)
-    constants = {"model": _model_name(spec), "run_id": manifest.run_id}
-    with plan.open_file(ROWS_FILE) as file:
-        rows_file = pq.ParquetFile(file)
-        schema = _output_schema(spec, rows_file.schema_arrow).with_metadata(
-            {f"{METADATA_PREFIX}{key}": value for key, value in metadata.items()}
-        )
-        with pq.ParquetWriter(data, schema, compression="zstd") as writer:
-            row_idx = 0
-            for rows, bucket in zip(_rebatch(rows_file), buckets, strict=True):
-                outputs = _read_bucket(bucket)
-                writer.write_table(_join(rows, outputs, row_idx, constants, schema))
-                row_idx += rows.num_rows
-    if row_idx != num_rows:
-        raise PlanError(f"plan {plan.folder.uri}: {ROWS_FILE} has {row_idx} rows, not {num_rows}")
-
-
-def _spread(shards: Sequence[_Shard], num_rows: int, spool: Path) -> list[Path]:
-    """Spread the outputs, one for each row, into files of neighbouring row_idx."""
-    paths = [spool / f"bucket-{idx}" for idx in range(-(-num_rows // _BUCKET_ROWS))]
-    with ExitStack() as stack:
-        writers = [stack.enter_context(pa.ipc.new_stream(path, _BUCKET_SCHEMA)) for path in paths]
-        for part in itertools.chain.from_iterable(
-            shard.parts(PART_SCHEMA.names) for shard in shards
-        ):
-            outputs = _one_per_row(part)
-            bucket_idxs = outputs["row_idx"].to_numpy() // _BUCKET_ROWS
-            for bucket_idx in np.unique(bucket_idxs):
-                if not 0 <= bucket_idx < len(writers):
-                    raise PlanError(f"a part answers a row beyond the plan's {num_rows}")
-                writers[bucket_idx].write_table(outputs.filter(bucket_idxs == bucket_idx))
-    return paths
-
-
-def _one_per_row(part: pa.Table) -> pa.Table:
-    """The outputs of a part's requests, repeated for each row that a request stands for.
-
-    A row that only shares another's output had nothing computed: all its prompt is cached.
-    """
-    part = part.combine_chunks()
-    row_idxs = part["row_idxs"].combine_chunks()
-    request = pc.list_parent_indices(row_idxs)
-    rows = part.select([field.name for field in _OUTPUT_FIELDS]).take(request)
-    rows = rows.add_column(0, "row_idx", pc.list_flatten(row_idxs))
-    request_idxs = request.to_numpy()
-    is_repeat = np.concatenate([[False], request_idxs[1:] == request_idxs[:-1]])[
-        : len(request_idxs)
-    ]
-    cached = pc.if_else(pa.array(is_repeat), rows["num_prompt_tokens"], rows["num_cached_tokens"])
-    position = rows.schema.get_field_index("num_cached_tokens")
-    return rows.set_column(position, "num_cached_tokens", cached).cast(_BUCKET_SCHEMA)
-
-
-def _rebatch(rows_file: pq.ParquetFile) -> Iterator[pa.Table]:
-    """The rows in tables of exactly `_BUCKET_ROWS`, the last one shorter."""
-    kept: list[pa.RecordBatch] = []
-    num_kept = 0
-    for batch in rows_file.iter_batches(batch_size=_BUCKET_ROWS):
-        while num_kept + batch.num_rows >= _BUCKET_ROWS:
-            head = batch.slice(0, _BUCKET_ROWS - num_kept)
-            yield pa.Table.from_batches([*kept, head])
-            batch = batch.slice(head.num_rows)
-            kept, num_kept = [], 0
-        if batch.num_rows:
-            kept.append(batch)
-            num_kept += batch.num_rows
-    if kept:
-        yield pa.Table.from_batches(kept)
-
-
-def _read_bucket(path: Path) -> pa.Table:
-    with pa.ipc.open_stream(path) as reader:
-        return reader.read_all().sort_by("row_idx")
-
-
-def _join(
-    rows: pa.Table, outputs: pa.Table, start: int, constants: dict[str, str], schema: pa.Schema
-) -> pa.Table:
-    """Put each row's output beside it; rows that couldn't be prompted have none.
-
-    Raises:
-        PlanError: a row has no output, or more than one.
-    """
-    prompted = rows[ERROR_COLUMN].is_null().to_numpy()
-    expected = np.flatnonzero(prompted) + start
-    found = outputs["row_idx"].to_numpy()
-    if not np.array_equal(expected, found):
-        repeated = found[1:][found[1:] == found[:-1]]
-        wrong = repeated if len(repeated) else np.setxor1d(expected, found)
-        raise PlanError(
-            f"row {wrong[0]} has {np.count_nonzero(found == wrong[0])} outputs where the plan"
-            f" wants {np.count_nonzero(expected == wrong[0])}; {len(wrong)} such rows; nothing was"
-            " published"
-        )
-    place = np.cumsum(prompted) - 1
-    joined = outputs.take(pa.array(place, mask=~prompted))
-    columns = {name: joined[name] for name in joined.column_names}
-    columns[ERROR_COLUMN] = pc.coalesce(rows[ERROR_COLUMN], joined[ERROR_COLUMN])
-    for name, value in constants.items():
-        columns[name] = pa.repeat(value, rows.num_rows)
-    for name in rows.column_names:
-        columns.setdefault(name, rows[name])
-    return pa.table([columns[field.name] for field in schema], schema=schema)
-
-
-def _output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
-    """Key, the job's own columns, carried columns."""
-    own = {field.name: field for field in _OUTPUT_FIELDS}
-    return pa.schema(
-        [
-            *(rows_schema.field(name).remove_metadata() for name in spec.input.key),
-            *(own.get(name, pa.field(name, pa.string())) for name in OUTPUT_COLUMNS),
-            *(
-                rows_schema.field(name).remove_metadata()
-                for name in spec.kept_columns
-                if name not in spec.input.key
-            ),
-        ]
-    )
-
-
-def _model_name(spec: JobSpec) -> str:
-    return f"{spec.model.path}@{spec.model.revision}" if spec.model.revision else spec.model.path
-
-
 def _write_report(
-    plan: StoredPlan, table: LakeTable, shards: Sequence[_Shard], errors: Counter[str]
+    plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: Counter[str]
 ) -> RunReport:
     manifest = plan.manifest
     counts, spec = manifest.counts, manifest.spec
@@ -305,7 +154,7 @@ def _write_report(
         plan_uri=plan.folder.uri,
         table_uri=table.uri,
         report_uri=f"{plan.folder.uri}/{REPORT_FILE}",
-        model=_model_name(spec),
+        model=model_name(spec),
         num_rows_in=counts.num_rows,
         num_rows_out=counts.num_rows - errors.total(),
         num_rows_failed=errors.total(),

@@ -46,6 +46,7 @@ class PartEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     entry_version: Literal[1] = 1
+    plan_id: str
     part_idx: int
     file: str
     sha256: str
@@ -64,6 +65,7 @@ class PartEntry(BaseModel):
 
 def write_part(
     folder: Folder,
+    plan_id: str,
     part_idx: int,
     outputs: Sequence[EngineOutput],
     row_idxs: Mapping[int, Sequence[int]],
@@ -73,6 +75,7 @@ def write_part(
 
     Args:
         folder: the shard's run folder.
+        plan_id: the plan that the part belongs to.
         part_idx: row group of the shard file.
         outputs: one for each request of the part, in any order.
         row_idxs: for each request_idx, the rows that it stands for.
@@ -99,6 +102,7 @@ def write_part(
     answered = [(o, len(r)) for o, r in zip(outputs, rows, strict=True) if o.error is None]
     num_rows = sum(map(len, rows))
     entry = PartEntry(
+        plan_id=plan_id,
         part_idx=part_idx,
         file=name,
         sha256=sha256,
@@ -115,11 +119,11 @@ def write_part(
     return entry
 
 
-def read_ledger(folder: Folder) -> dict[int, PartEntry]:
-    """The parts that are finished and whole, by part_idx, in order.
+def read_ledger(folder: Folder, plan_id: str) -> dict[int, PartEntry]:
+    """The parts of plan `plan_id` that are finished and whole, by part_idx, in order.
 
-    An entry that can't be read, or whose file is absent or altered, doesn't count; a
-    warning says so, and the part will be generated again.
+    An entry that can't be read, that belongs to another plan, or whose file is absent or
+    altered, doesn't count; a warning says so, and the part will be generated again.
     """
     entries: dict[int, PartEntry] = {}
     for name in folder.find():
@@ -131,8 +135,9 @@ def read_ledger(folder: Folder) -> dict[int, PartEntry]:
         except (ValidationError, FileNotFoundError) as error:
             _log.warning("%s/%s doesn't count: %s", folder.uri, name, type(error).__name__)
             continue
-        if not whole or entry.part_idx != int(match[1]):
-            _log.warning("%s/%s doesn't count: %s was altered", folder.uri, name, entry.file)
+        if not whole or (entry.part_idx, entry.plan_id) != (int(match[1]), plan_id):
+            reason = "belongs elsewhere" if whole else f"{entry.file} was altered"
+            _log.warning("%s/%s doesn't count: %s", folder.uri, name, reason)
             continue
         entries[entry.part_idx] = entry
     return dict(sorted(entries.items()))

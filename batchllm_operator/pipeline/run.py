@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,12 +17,13 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.parts import PartEntry, read_ledger, write_part
 from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.planner.plan import read_parts
+from batchllm_operator.planner.plan import PlanManifest, read_parts
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import JobSpec
 
-REPORT_FILE = "report.json"
+_log = logging.getLogger(__name__)
+REPORT_FILE: Final = "report.json"
 
 
 class ShardReport(BaseModel):
@@ -87,28 +89,33 @@ def run_shard(
 
     Parts are written as they finish; an interruption drops the open ones, and the next
     run begins with them. Memory holds the open parts only. If nothing is left to do, no
-    engine is started.
+    engine is started; a shard below `planner.num_shards` that a small partition didn't need
+    has nothing to do either.
 
     Raises:
         PlanError: the plan or the shard is absent, corrupted or of another version, or the
-            model's tokenizer isn't the one that the plan was made with.
-        ModelError: the tokenizer can't be loaded.
+            model isn't the one that the plan was made with.
+        ModelError: the model's tokenizer can't be loaded.
         SpecError: the engine doesn't know a setting.
         EngineError: the engine can't start, or keeps dying.
     """
     plan = StoredPlan.open(plan_uri)
+    spec = plan.manifest.spec
+    if len(plan.manifest.shards) <= shard_idx < spec.planner.num_shards:
+        _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
+        return ShardReport.of(plan.manifest.plan_id, shard_idx, [], 0)
     folder = plan.run_folder(shard_idx)
     shard = plan.manifest.shards[shard_idx]
-    entries = read_ledger(folder)
+    entries = read_ledger(folder, plan.manifest.plan_id)
     resumed = len(entries)
     missing = [part_idx for part_idx in range(shard.num_parts) if part_idx not in entries]
     if missing:
         with plan.open_file(shard.file) as file:
-            _check_tokenizer(plan)
-            engine = start(plan.manifest.spec, plan.manifest.max_model_len)
+            _check_model(plan)
+            engine = start(_pin_revision(plan.manifest), plan.manifest.max_model_len)
             try:
                 parts = read_parts(pq.ParquetFile(file), missing)
-                run = _ShardRun(folder, parts)
+                run = _ShardRun(folder, plan.manifest.plan_id, parts)
                 rows_before = sum(entry.num_rows for entry in entries.values())
                 with Progress(
                     f"shard {shard_idx}", shard.num_rows, initial=rows_before
@@ -124,21 +131,36 @@ def run_shard(
     return report
 
 
-def _check_tokenizer(plan: StoredPlan) -> None:
-    """Token ids mean something only to the tokenizer that made them."""
+def _check_model(plan: StoredPlan) -> None:
+    """Token ids mean something only to the tokenizer that made them; one run has one model."""
     manifest = plan.manifest
-    if load_tokenizer(manifest.spec).fingerprint != manifest.tokenizer_fingerprint:
-        raise PlanError(
-            f"plan {plan.folder.uri}: the tokenizer of model {manifest.spec.model.path} isn't the"
-            " one that the plan was made with; make the plan again"
-        )
+    found = load_tokenizer(manifest.spec, manifest.ds)
+    for what, planned, present in (
+        ("tokenizer", manifest.tokenizer_fingerprint, found.fingerprint),
+        ("version", manifest.model_version, found.model_version),
+    ):
+        if planned != present:
+            raise PlanError(
+                f"plan {plan.folder.uri}: the {what} of model {manifest.spec.model.path} isn't"
+                " the one that the plan was made with; make the plan again"
+            )
+
+
+def _pin_revision(manifest: PlanManifest) -> JobSpec:
+    """The spec with the hub's commit that was planned with, where the model is on the hub."""
+    kind, _, commit = manifest.model_version.partition(":")
+    if kind != "commit":
+        return manifest.spec
+    model = manifest.spec.model.model_copy(update={"revision": commit})
+    return manifest.spec.model_copy(update={"model": model})
 
 
 class _ShardRun:
     """Feeds parts to the engine and collects what comes back."""
 
-    def __init__(self, folder: Folder, parts: Iterator[tuple[int, pa.Table]]) -> None:
+    def __init__(self, folder: Folder, plan_id: str, parts: Iterator[tuple[int, pa.Table]]) -> None:
         self._folder = folder
+        self._plan_id = plan_id
         self._parts = parts
         self._open_parts: dict[int, _OpenPart] = {}
         self._part_of: dict[int, int] = {}  # request_idx -> part_idx, of requests with the engine
@@ -160,7 +182,12 @@ class _ShardRun:
                 del self._open_parts[part_idx]
                 now = time.monotonic()
                 yield write_part(
-                    self._folder, part_idx, part.outputs, part.row_idxs, now - part_started_at
+                    self._folder,
+                    self._plan_id,
+                    part_idx,
+                    part.outputs,
+                    part.row_idxs,
+                    now - part_started_at,
                 )
                 part_started_at = now
         assert not self._open_parts, "the engine left requests without an output"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Final
 from urllib.parse import quote
 
-from batchllm_operator.errors import PlanError
-from batchllm_operator.lake import Folder
+from batchllm_operator.errors import PlanError, TableError
+from batchllm_operator.lake import Folder, LakeTable
 from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest
 from batchllm_operator.spec import JobSpec
+
+_SUPERSEDED_FILE: Final = "superseded.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,44 @@ class StoredPlan:
             known = f"shards 0 to {num_shards - 1}" if num_shards else "no shards"
             raise PlanError(f"plan {self.folder.uri}: has {known}, not shard {shard_idx}")
         return self.folder.child("runs", f"shard-{shard_idx:05d}")
+
+    @staticmethod
+    def mark_superseded_at(folder: Folder, *, by: str) -> None:
+        """Note in a plan's folder that the outputs of plan `by` take the place of its own."""
+        folder.write_bytes(_SUPERSEDED_FILE, json.dumps({"superseded_by": by}).encode())
+
+    def mark_current(self) -> None:
+        """Take the note away: the input was planned again and gave this plan."""
+        self.folder.remove(_SUPERSEDED_FILE)
+
+    def check_current(self) -> None:
+        """Refuse a plan whose outputs were replaced by a later plan's.
+
+        Raises:
+            PlanError: committing it would bring old outputs back.
+        """
+        if self.folder.exists(_SUPERSEDED_FILE):
+            raise PlanError(
+                f"plan {self.folder.uri}: a later plan's outputs have replaced this one's; to bring"
+                " these back, plan the job again with the input and spec that they were made from"
+            )
+
+
+def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> str | None:
+    """The id of the plan whose outputs partition `ds` holds, None if it has none.
+
+    Raises:
+        TableError: the partition was published by another job, or by another program.
+    """
+    metadata = table.published_metadata(ds)
+    if metadata is None:
+        return None
+    if metadata.get("job") != spec.name:
+        raise TableError(
+            f"output {table.uri}: partition {ds!r} holds the outputs of job"
+            f" {metadata.get('job')!r}; give job {spec.name!r} an output table of its own"
+        )
+    return metadata["plan_id"]
 
 
 def job_folder(spec: JobSpec, ds: str) -> Folder:

@@ -118,6 +118,8 @@ class PlanManifest(_Frozen):
     input_uri: str
     input_files: tuple[SnapshotFile, ...]
     tokenizer_fingerprint: str
+    model_version: str
+    """The hub's commit (`commit:...`) or a digest of the model's folder."""
     max_model_len: int
     counts: PlanCounts
     planned_saving_ratio: float
@@ -163,10 +165,13 @@ class PlanManifest(_Frozen):
             raise PlanError(f"plan {source}: the manifest is corrupted: see {fields}") from error
 
 
-def compute_plan_id(spec: JobSpec, ds: str, files: Mapping[str, DataFile]) -> str:
-    """16 hex digits that stand for the job's identity and all of the plan's data."""
+def compute_plan_id(
+    spec: JobSpec, ds: str, model_version: str, files: Mapping[str, DataFile]
+) -> str:
+    """16 hex digits that stand for what is asked, of which model, about which data."""
     content = {name: file.sha256 for name, file in files.items()}
-    return _digest({"spec": spec.identity, "ds": ds, "files": content})[:16]
+    identity = {"spec": spec.identity, "ds": ds, "model": model_version, "files": content}
+    return _digest(identity)[:16]
 
 
 def shard_file(shard_idx: int) -> str:

@@ -116,7 +116,16 @@ def maximize_reuse(tree: PrefixTree) -> PrefixGroups:
         Groups in lexicographic order of their first members, which doesn't depend on the
         order of the prompts; members of a group are in lexicographic order too.
     """
-    container = _fork_prefixes(tree.parent, tree.depth, tree.num_leaves)
+    return contained_groups(tree, _fork_prefixes(tree.parent, tree.depth, tree.num_leaves))
+
+
+def contained_groups(tree: PrefixTree, container: NDArray[np.int64]) -> PrefixGroups:
+    """Groups in lexicographic order from the nodes that are to be first-level prefixes.
+
+    Args:
+        container: [num_nodes] int64, the node below which each one lies in the end, `ROOT`
+            for a first-level prefix, -1 for a node that is gone. Leaves aren't gone.
+    """
     group_of_rank, prefix = _collect_groups(
         container, tree.depth, tree.leaf_begin, tree.leaf_end, tree.num_prompts
     )

@@ -7,15 +7,20 @@ from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.jit import compiled
+from batchllm_operator.planner.reuse import PrefixGroups
+
+_LIMIT_STEPS = 40  # halvings of the interval in which the limit of a part is searched
+_ROUNDING = 1e-9  # more than sums of costs can be off by
 
 
 def assign_shards(group_costs: NDArray[np.float64], num_shards: int) -> NDArray[np.int64]:
     """Longest processing time first: each group, dearest first, to the cheapest shard so far.
 
-    Groups are never split, so one group may outweigh a fair share. Equal costs are taken in
-    the order given, and equally cheap shards by index, so the same costs always give the
-    same shards. Groups inside a shard keep their order: shard `s` has the groups
-    `np.flatnonzero(assignment == s)`. Shards stay empty if there are more of them than groups.
+    Groups are taken whole: `split_large_groups` is for one that outweighs a fair share. Equal
+    costs are taken in the order given, and equally cheap shards by index, so the same costs
+    always give the same shards. Groups inside a shard keep their order: shard `s` has the
+    groups `np.flatnonzero(assignment == s)`. Shards stay empty if there are more of them than
+    groups.
 
     Args:
         group_costs: [num_groups] float64, finite, >= 0, in any one unit.
@@ -58,6 +63,95 @@ def imbalance(
     return float(shard_costs.max()) / mean if mean > 0 else 1.0
 
 
+def split_large_groups(
+    groups: PrefixGroups,
+    member_costs: NDArray[np.float64],
+    prefix_costs: NDArray[np.float64],
+    num_shards: int,
+) -> PrefixGroups:
+    """Cuts each group that alone outweighs a fair share of the work, so that shards can be even.
+
+    Each part computes the prefix again, so a cut adds work of which every shard bears a share.
+    The limit that parts stay within is therefore the smallest share that is fair *after* the
+    cuts: at least (total cost + repeated prefixes) / num_shards. Without repeated prefixes it
+    is the plain fair share, and it grows with them, so a group that is nearly all prefix stays
+    in few parts or whole instead of costing more than it relieves.
+
+    A group within the limit stays whole; others are cut into the fewest parts of adjacent
+    members that are. A part of a single member may exceed the limit. A part of one becomes a
+    group of one, without a prefix, at an unchanged cost: the member's and the prefix's.
+
+    Linear in the number of prompts, and the same for the same groups in whichever order the
+    prompts were given, as long as sums of costs are exact (whole numbers below 2**53 are).
+
+    Args:
+        groups: groups over prompts [0, num_prompts).
+        member_costs: [num_prompts] float64, finite, >= 0, what each prompt costs beside its
+            group's prefix, in any one unit (tokens will do).
+        prefix_costs: [num_groups] float64, finite, >= 0, what each group's prefix costs, once.
+        num_shards: at least 1; 1 changes nothing.
+
+    Returns:
+        Groups with the members in unchanged order, the parts of a group adjacent.
+
+    Raises:
+        PlanError: there is no shard, a cost is negative or not finite, or the costs don't fit
+            the groups.
+    """
+    _check_shards(prefix_costs, num_shards)
+    costs = _costs_in_group_order(groups, member_costs)
+    if len(prefix_costs) != len(groups):
+        raise PlanError(f"{len(groups)} groups, but {len(prefix_costs)} prefix costs")
+    if num_shards == 1 or len(groups) == 0:
+        return groups
+    prefix_costs = np.asarray(prefix_costs, dtype=np.float64)
+    group_costs = np.add.reduceat(costs, groups.offsets[:-1]) + prefix_costs
+    fair_share = float(group_costs.sum()) / num_shards
+    large = np.flatnonzero((group_costs > fair_share) & (groups.sizes > 1))
+    if len(large) == 0:
+        return groups
+
+    begins_part = np.zeros(groups.num_prompts, dtype=np.bool_)
+    begins_part[groups.offsets[:-1]] = True
+
+    def added_share(limit: float) -> float:
+        added = _cut_groups(costs, groups.offsets, prefix_costs, large, limit, begins_part)
+        return added / num_shards
+
+    unfair, limit = fair_share, float(group_costs[large].max()) * (1 + _ROUNDING)
+    tried = fair_share
+    for _ in range(_LIMIT_STEPS):
+        if fair_share + added_share(tried) > tried:
+            unfair = tried
+        else:
+            limit = tried
+        tried = (unfair + limit) / 2
+    added_share(limit)
+    return _groups_of_parts(groups, begins_part)
+
+
+def _costs_in_group_order(
+    groups: PrefixGroups, member_costs: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    idxs = groups.member_idxs
+    if len(idxs) and not (idxs.min() >= 0 and idxs.max() < len(member_costs)):
+        raise PlanError(f"groups refer to prompts outside [0, {len(member_costs)})")
+    costs = np.asarray(member_costs, dtype=np.float64)[idxs]
+    wrong = ~(np.isfinite(costs) & (costs >= 0))
+    if np.any(wrong):
+        position = int(np.argmax(wrong))
+        raise PlanError(f"prompt {idxs[position]} has the cost {costs[position]}")
+    return costs
+
+
+def _groups_of_parts(groups: PrefixGroups, begins_part: NDArray[np.bool_]) -> PrefixGroups:
+    offsets = np.append(np.flatnonzero(begins_part), groups.num_prompts).astype(np.int64)
+    parts_per_group = np.add.reduceat(begins_part, groups.offsets[:-1], dtype=np.int64)
+    prefix = np.repeat(groups.num_prefix_tokens, parts_per_group)
+    prefix[np.diff(offsets) == 1] = 0
+    return PrefixGroups(groups.member_idxs, offsets, prefix)
+
+
 def _check_shards(group_costs: NDArray[np.float64], num_shards: int) -> None:
     if num_shards < 1:
         raise PlanError(f"a plan needs at least one shard, not {num_shards}")
@@ -78,3 +172,32 @@ def _assign(
         assignment[group_idx] = shard
         loads[shard] += costs[group_idx]
     return assignment
+
+
+@compiled
+def _cut_groups(
+    costs: NDArray[np.float64],
+    offsets: NDArray[np.int64],
+    prefix_costs: NDArray[np.float64],
+    large: NDArray[np.int64],
+    limit: float,
+    begins_part: NDArray[np.bool_],
+) -> float:
+    """Marks where the parts of the groups `large` begin; returns the cost of repeated prefixes.
+
+    A part takes members as long as it stays within the limit, which gives the fewest parts.
+
+    Args:
+        costs: [num_prompts] of the members, group after group.
+        begins_part: [num_prompts], written for the members of `large` only.
+    """
+    repeated = 0.0
+    for group_idx in large:
+        part_cost = prefix_costs[group_idx] + costs[offsets[group_idx]]
+        for position in range(offsets[group_idx] + 1, offsets[group_idx + 1]):
+            begins_part[position] = part_cost + costs[position] > limit
+            if begins_part[position]:
+                part_cost = prefix_costs[group_idx]
+                repeated += prefix_costs[group_idx]
+            part_cost += costs[position]
+    return repeated

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from batchllm_operator.errors import ModelError
+from batchllm_operator.prompts.template import EMPTY_PROMPT
 from batchllm_operator.spec import JobSpec
 
 PROMPT_TOO_LONG: Final = "prompt_too_long"
 _UTF8_MAX_LEN: Final = 4096
+_WHOLE_FILE_BYTES: Final = 16 << 20
+_SAMPLE_BYTES: Final = 1 << 20
+_log = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -21,7 +27,12 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the token ids of some text could."""
+        """Changes when the tokenizer does."""
+        ...
+
+    @property
+    def model_version(self) -> str:
+        """Changes when the model does: the hub's commit, or a digest of the model's folder."""
         ...
 
     @property
@@ -42,11 +53,13 @@ class ModelTokenizer:
             that the spec asks for; from `encode`, the chat template refuses a prompt.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, ds: str) -> None:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
         from transformers import AutoConfig, AutoTokenizer  # seconds to import
 
         model = spec.model
+        if model.trust_remote_code:
+            _log.warning("model %s: runs code of its own (trust_remote_code)", model.path)
         folder = Path(model.path)
         if folder.is_absolute() and not folder.is_dir():
             raise ModelError(f"model {model.path}: there is no such folder")
@@ -64,6 +77,7 @@ class ModelTokenizer:
             hint = "" if folder.is_absolute() else " (a folder begins with ./, ../, ~/ or /)"
             raise ModelError(f"model {model.path}: can't be loaded{hint}: {first_line}") from error
         self._path = model.path
+        self._ds = ds
         self._chat = spec.prompt.chat_template
         self._system = spec.prompt.system
         if self._chat and not self._tokenizer.chat_template:
@@ -71,16 +85,18 @@ class ModelTokenizer:
                 f"model {model.path}: has no chat template; set prompt.chat_template: false"
             )
         self._max_model_len = spec.engine.max_model_len or _position_limit(config, model.path)
+        # Now, because encoding changes what a fast tokenizer says of itself.
+        self._fingerprint = _fingerprint(self._tokenizer, with_chat_template=self._chat)
+        commit = getattr(config, "_commit_hash", None)
+        self._model_version = f"commit:{commit}" if commit else folder_digest(folder)
 
     @property
     def fingerprint(self) -> str:
-        if not self._tokenizer.is_fast:
-            parts = [json.dumps(self._tokenizer.get_vocab(), sort_keys=True)]
-        else:
-            parts = [self._tokenizer.backend_tokenizer.to_str()]
-        parts.append(json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str))
-        parts.append(json.dumps(self._tokenizer.chat_template) if self._chat else "")
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return self._fingerprint
+
+    @property
+    def model_version(self) -> str:
+        return self._model_version
 
     @property
     def max_model_len(self) -> int:
@@ -110,7 +126,10 @@ class ModelTokenizer:
             messages.insert(0, {"role": "system", "content": self._system})
         try:
             chat = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages,
+                tokenize=False,
+                add_generation_prompt=True,
+                strftime_now=self._format_date,
             )
         except TemplateError as error:
             raise ModelError(
@@ -118,6 +137,16 @@ class ModelTokenizer:
                 " prompt.system, or set prompt.chat_template: false"
             ) from error
         return str(chat)
+
+    def _format_date(self, date_format: str) -> str:
+        """For templates that ask for the date: the partition's, so that a plan can be repeated."""
+        try:
+            return datetime.date.fromisoformat(self._ds).strftime(date_format)
+        except ValueError as error:
+            raise ModelError(
+                f"model {self._path}: its chat template asks for the date, and partition"
+                f" {self._ds!r} isn't one (YYYY-MM-DD); set prompt.chat_template: false"
+            ) from error
 
 
 class Utf8Tokenizer:
@@ -131,6 +160,10 @@ class Utf8Tokenizer:
         return "utf-8"
 
     @property
+    def model_version(self) -> str:
+        return "none"
+
+    @property
     def max_model_len(self) -> int:
         return self._max_model_len
 
@@ -138,17 +171,56 @@ class Utf8Tokenizer:
         return [list(text.encode("utf-8", errors="replace")) for text in texts]
 
 
-def load_tokenizer(spec: JobSpec) -> Tokenizer:
-    """The tokenizer that fits the spec's engine.
+def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
+    """The tokenizer that fits the spec's engine, for prompts of partition `ds`.
 
     Raises:
         ModelError: see `ModelTokenizer`.
     """
-    return Utf8Tokenizer(spec) if spec.engine.backend == "fake" else ModelTokenizer(spec)
+    return Utf8Tokenizer(spec) if spec.engine.backend == "fake" else ModelTokenizer(spec, ds)
+
+
+def folder_digest(folder: Path) -> str:
+    """A digest of a model's folder: names, sizes, and content.
+
+    Of a file above 16 MiB (weights) only the first and the last MiB are read: enough to
+    tell two trainings apart, and quick for any size.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts):
+            continue  # what downloaders and version control leave
+        size = path.stat().st_size
+        digest.update(f"{name.as_posix()}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= _WHOLE_FILE_BYTES:
+                digest.update(file.read())
+            else:
+                digest.update(file.read(_SAMPLE_BYTES))
+                file.seek(-_SAMPLE_BYTES, os.SEEK_END)
+                digest.update(file.read())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _fingerprint(tokenizer: Any, *, with_chat_template: bool) -> str:
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Set anew by each call that encodes; prompts are never cut or padded here.
+        backend.pop("truncation", None)
+        backend.pop("padding", None)
+        parts = [json.dumps(backend, sort_keys=True)]
+    else:
+        parts = [type(tokenizer).__name__, json.dumps(tokenizer.get_vocab(), sort_keys=True)]
+    parts.append(json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str))
+    parts.append(json.dumps(tokenizer.chat_template) if with_chat_template else "")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def length_fault(num_prompt_tokens: int, max_model_len: int) -> str | None:
-    """The row error of a prompt that leaves no room for an output token, if it is one."""
+    """The row error of a prompt without tokens, or without room for one of output."""
+    if num_prompt_tokens == 0:
+        return f"{EMPTY_PROMPT}: the tokenizer makes no tokens of this row's text"
     if num_prompt_tokens < max_model_len:
         return None
     return (

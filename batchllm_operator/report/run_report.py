@@ -56,7 +56,8 @@ class RunReport(_Frozen):
     achieved_saving_ratio: float
     """Eq. 2 as it came out, by whole KV blocks, over the rows that got a text."""
     engine_s: float
-    """Seconds of generating, summed over the shards; engine start excluded."""
+    """Seconds of generating the parts, summed over the shards. Not in it: engine start, and
+    what was spent on parts that an interruption dropped."""
     tokens_per_s: float
     """Prompt and output tokens of the requests per second of `engine_s`."""
     sample_rows: tuple[SampleRow, ...]

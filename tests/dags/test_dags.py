@@ -18,8 +18,6 @@ import yaml
 from batchllm_operator.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
-DS = "2026-01-31"
-AIRFLOW = (sys.executable, "-m", "airflow")
 
 PARSE = """
 import json, sys, warnings
@@ -43,65 +41,6 @@ print(json.dumps({
     "dags": dags,
 }))
 """
-
-
-@pytest.fixture(scope="module")
-def airflow_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment with an Airflow home and database of its own."""
-    home = tmp_path_factory.mktemp("airflow home")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}
-    env |= {
-        "AIRFLOW_HOME": str(home),
-        "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
-        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
-    }
-    subprocess.run([*AIRFLOW, "db", "migrate"], env=env, check=True, capture_output=True)
-    return env
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    """A folder with a lake table and the specs of both DAGs, on the engine without a model."""
-    partition = tmp_path / "documents" / f"ds={DS}"
-    partition.mkdir(parents=True)
-    rows = [
-        {"id": f"{d}-{q}", "document": f"Document {d}. " * 9, "query": f"Query {q}?"}
-        for d in range(4)
-        for q in range(3)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), partition / "part-0.parquet")
-    for name in ("daily_snippets", "offline_ranking"):
-        spec = {
-            "spec_version": 1,
-            "name": name,
-            "input": {"uri": "documents", "key": "id"},
-            "prompt": {"template": "{document}\n{query}"},
-            "model": {"path": "./model"},
-            "output": {"uri": name},
-            "engine": {"backend": "fake"},
-            "planner": {"num_shards": 2},
-        }
-        write_spec(tmp_path / f"{name}.yaml", spec)
-    return tmp_path
-
-
-def write_spec(path: Path, spec: dict[str, Any]) -> None:
-    path.write_text(yaml.safe_dump(spec))
-
-
-def run_dag(env: dict[str, str], job: Path, dag_id: str, ds: str = DS) -> str:
-    """Run a DAG for one date; its log, or an exception with it when the run failed."""
-    run = subprocess.run(
-        [*AIRFLOW, "dags", "test", dag_id, ds],
-        env=env | {"BATCHLLM_SPEC_DIR": str(job)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if run.returncode != 0:
-        raise RuntimeError(run.stdout)
-    return run.stdout
 
 
 def test_dag_files_import_without_errors_and_without_heavy_modules(

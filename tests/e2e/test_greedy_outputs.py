@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,14 +21,15 @@ from vllm import LLM, SamplingParams
 model, prompts_path, outputs_path, max_tokens = sys.argv[1:]
 prompts = json.load(open(prompts_path))
 llm = LLM(model, dtype="float32", kv_cache_memory_bytes=1 << 30, block_size=32, enforce_eager=True)
-outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=int(max_tokens)))
+params = SamplingParams(temperature=0.0, max_tokens=int(max_tokens))
+outputs = (llm.generate if isinstance(prompts[0], str) else llm.chat)(prompts, params)
 firsts = [output.outputs[0] for output in outputs]
 json.dump([(first.text, first.finish_reason) for first in firsts], open(outputs_path, "w"))
 """
 
 
-def stock_outputs(demo: Demo, prompts: list[str], max_tokens: int, folder: Path) -> list[list[str]]:
-    """`LLM.generate` over `prompts` in the given order, in a process of its own."""
+def stock_outputs(demo: Demo, prompts: list[Any], max_tokens: int, folder: Path) -> list[list[str]]:
+    """`LLM.generate` (texts) or `LLM.chat` (messages) in the given order, in a process of its own."""
     (folder / "prompts.json").write_text(json.dumps(prompts))
     arguments = [demo.model, folder / "prompts.json", folder / "outputs.json", max_tokens]
     subprocess.run(
@@ -40,19 +42,26 @@ def stock_outputs(demo: Demo, prompts: list[str], max_tokens: int, folder: Path)
     return outputs
 
 
-@pytest.fixture(scope="module")
-def committed(demo: Demo) -> tuple[pa.Table, dict[str, object]]:
-    """The demo job, planned into two shards, run and committed: its table and its report."""
-    spec = demo.write_spec("greedy", planner={"num_shards": 2})
+Committed = tuple[pa.Table, dict[str, object]]
+
+
+def run_job(demo: Demo, spec: Path) -> Committed:
+    """Plan, run and commit: the output table and the report."""
     plan = demo.run("plan", "--job", str(spec), "--ds", DS)
     for shard_idx in range(plan["num_shards"]):
         demo.run("run", "--plan", plan["plan_uri"], "--shard", str(shard_idx))
     report = demo.run("commit", "--plan", plan["plan_uri"])
-    return pq.read_table(demo.folder / "out-greedy"), report
+    return pq.read_table(demo.folder / f"out-{spec.stem}"), report
+
+
+@pytest.fixture(scope="module")
+def committed(demo: Demo) -> Committed:
+    """The demo job in two shards."""
+    return run_job(demo, demo.write_spec("greedy", planner={"num_shards": 2}))
 
 
 def test_every_row_equals_stock_vllm_in_table_order(
-    demo: Demo, committed: tuple[pa.Table, dict[str, object]], tmp_path: Path
+    demo: Demo, committed: Committed, tmp_path: Path
 ) -> None:
     table, _ = committed
     rows = pq.read_table(demo.folder / "documents").to_pylist()
@@ -69,7 +78,29 @@ def test_every_row_equals_stock_vllm_in_table_order(
     assert [list(pair) for pair in found] == expected
 
 
-def test_planned_sharing_is_achieved(committed: tuple[pa.Table, dict[str, object]]) -> None:
+def test_with_a_chat_template_every_row_equals_stock_chat(demo: Demo, tmp_path: Path) -> None:
+    spec = demo.write_spec(
+        "chat",
+        prompt={"chat_template": True, "template": "{document}\n\n{query}"},
+        input={"filter": [{"column": "package", "op": "<", "value": "h"}]},
+    )
+    table, _ = run_job(demo, spec)
+    rows = pq.read_table(demo.folder / "documents").to_pylist()
+    rows = [row for row in rows if row["package"] < "h"]
+    assert len(rows) > 50
+    messages = [
+        [
+            {"role": "system", "content": "Write a short snippet that answers the query.\n"},
+            {"role": "user", "content": f"{row['document']}\n\n{row['query']}"},
+        ]
+        for row in rows
+    ]
+    expected = stock_outputs(demo, messages, 16, tmp_path)
+    assert table["snippet_id"].to_pylist() == [row["snippet_id"] for row in rows]
+    assert table["generated_text"].to_pylist() == [text for text, _ in expected]
+
+
+def test_planned_sharing_is_achieved(committed: Committed) -> None:
     table, report = committed
     assert report["num_rows_out"] == table.num_rows >= 200
     achieved, planned = report["achieved_saving_ratio"], report["planned_saving_ratio"]
@@ -79,7 +110,7 @@ def test_planned_sharing_is_achieved(committed: tuple[pa.Table, dict[str, object
     assert planned - 0.1 < achieved <= report["optimal_saving_ratio"]
 
 
-def test_counts_add_up(committed: tuple[pa.Table, dict[str, object]]) -> None:
+def test_counts_add_up(committed: Committed) -> None:
     table, report = committed
     prompt = sum(table["num_prompt_tokens"].to_pylist())
     cached = sum(table["num_cached_tokens"].to_pylist())

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake import Folder, LakeTable, ParquetTable, open_table
-from batchllm_operator.lake.parquet import METADATA_PREFIX
+from batchllm_operator.lake import Folder, LakeTable, ParquetTable, open_table, published_schema
 from batchllm_operator.spec import FilterTerm
 
 DS = "2026-01-31"
@@ -329,8 +328,7 @@ def test_a_file_that_vanishes_under_a_scan(tmp_path: Path) -> None:
 
 
 def published_file(path: Path, data: pa.Table, metadata: Mapping[str, str]) -> Path:
-    footer = {f"{METADATA_PREFIX}{key}": value for key, value in metadata.items()}
-    pq.write_table(data.replace_schema_metadata(footer), path)
+    pq.write_table(data.cast(published_schema(data.schema, metadata)), path)
     return path
 
 
@@ -338,7 +336,7 @@ def publish(
     table: LakeTable, partition: str, data: pa.Table, spool: Path, plan_id: str = "p1"
 ) -> None:
     metadata = {"plan_id": plan_id}
-    table.publish(partition, published_file(spool / "spooled", data, metadata), metadata)
+    table.publish(partition, published_file(spool / "spooled", data, metadata))
 
 
 def test_publish_makes_a_partition_that_any_reader_reads(

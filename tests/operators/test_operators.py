@@ -101,6 +101,7 @@ def test_task_group_wires_plan_generate_commit() -> None:
             Path("job.yaml"),
             group_id="job",
             env={"A": "1"},
+            aws_conn_id="lake",
             max_parallel_shards=4,
             generate_args={"pool": "gpus"},
         )
@@ -111,6 +112,8 @@ def test_task_group_wires_plan_generate_commit() -> None:
     assert (generate.pool, generate.max_active_tis_per_dagrun) == ("gpus", 4)
     assert commit.trigger_rule == TriggerRule.NONE_FAILED
     assert plan.env == {"A": "1"}
+    conn_ids = (plan.aws_conn_id, generate.partial_kwargs["aws_conn_id"], commit.aws_conn_id)
+    assert conn_ids == ("lake",) * 3
     assert plan.spec_path == "job.yaml"
 
 

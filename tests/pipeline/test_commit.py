@@ -13,7 +13,7 @@ from support.fake_job import DS, document_rows, expected_prompt, fake_spec, writ
 
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
-from batchllm_operator.pipeline import commit as commit_module
+from batchllm_operator.pipeline import partition
 from batchllm_operator.pipeline.commit import commit_run, load_report, published_plan_uri
 from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.plan import plan_job
@@ -41,7 +41,8 @@ def expected_text(row: dict[str, str]) -> str:
 def test_rows_come_out_in_input_order(
     tmp_path: Path, bucket_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_module, "_BUCKET_ROWS", bucket_rows)
+    monkeypatch.setattr(partition, "_BUCKET_ROWS", bucket_rows)
+    monkeypatch.setattr(partition, "_SLICE_ROWS", max(bucket_rows // 2, 1))
     rows = document_rows(8, 5)
     rows[3] = {**rows[3], "document": None}
     rows[11] = {**rows[20], "row_key": "a duplicate"}
@@ -105,7 +106,12 @@ def test_a_later_run_replaces_the_partition_and_no_other(tmp_path: Path) -> None
     commit_run(second.folder.uri)
     assert published(tmp_path).num_rows == 6
     assert published_plan_uri(spec, DS) == second.folder.uri
-    commit_run(first.folder.uri)  # the earlier input came back: its outputs are still there
+    with pytest.raises(PlanError, match="a later plan's outputs have replaced"):
+        commit_run(first.folder.uri)  # a retry of a task long past
+    assert published_plan_uri(spec, DS) == second.folder.uri
+    write_table(tmp_path / "documents", document_rows())
+    assert plan_job(spec, DS).folder == first.folder  # the earlier input came back
+    commit_run(first.folder.uri)
     assert published_plan_uri(spec, DS) == first.folder.uri
     assert published(tmp_path).num_rows == 30
     assert published_plan_uri(spec, "2026-02-01") == other.folder.uri
@@ -138,7 +144,7 @@ def test_an_altered_part_is_not_published(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows())
     plan = run_job(fake_spec(tmp_path))
     folder = plan.run_folder(0)
-    entry = read_ledger(folder)[1]
+    entry = read_ledger(folder, plan.manifest.plan_id)[1]
     Path(folder.full_path(entry.file)).write_bytes(b"not what was written")
     with pytest.raises(IncompleteRunError, match=r"shard 0 \(2 of 3 parts\)"):
         commit_run(plan.folder.uri)
@@ -148,7 +154,9 @@ def test_parts_of_another_plan_are_not_published(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows())
     plan = run_job(fake_spec(tmp_path))
     folder, other = plan.run_folder(0), plan.run_folder(1)
-    for entry in read_ledger(other).values():  # whole parts, but not this shard's rows
+    for entry in read_ledger(
+        other, plan.manifest.plan_id
+    ).values():  # whole parts, but not this shard's rows
         folder.write_bytes(entry.file, other.read_bytes(entry.file))
         name = f"part-{entry.part_idx:05d}.json"
         folder.write_bytes(name, other.read_bytes(name))
@@ -164,6 +172,40 @@ def test_somebody_elses_partition_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"a\.parquet"):
         commit_run(plan.folder.uri)
     assert pq.read_table(tmp_path / "out" / f"ds={DS}" / "a.parquet").num_rows == 1
+
+
+def test_another_jobs_partition_is_not_replaced(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 2))
+    spec, other = fake_spec(tmp_path), fake_spec(tmp_path, name="other")
+    late = run_job(other)
+    commit_run(run_job(spec).folder.uri)
+    for refused in (
+        lambda: plan_job(other, DS),
+        lambda: commit_run(late.folder.uri),
+        lambda: published_plan_uri(other, DS),
+    ):
+        with pytest.raises(TableError, match="holds the outputs of job 'job'"):
+            refused()
+    assert published(tmp_path)["run_id"][0].as_py().startswith("job/")
+
+
+def test_a_key_may_be_called_row_idx(tmp_path: Path) -> None:
+    rows = [{**row, "row_idx": 1000 + 7 * n} for n, row in enumerate(document_rows(3, 3))]
+    write_table(tmp_path / "documents", rows)
+    commit_run(run_job(fake_spec(tmp_path, input={"key": "row_idx"})).folder.uri)
+    assert published(tmp_path)["row_idx"].to_pylist() == [row["row_idx"] for row in rows]
+
+
+def test_one_request_may_stand_for_very_many_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition, "_SLICE_ROWS", 10)
+    row = document_rows(1, 1)[0]
+    rows = [{**row, "row_key": n} for n in range(1000)]
+    write_table(tmp_path / "documents", rows)
+    report = commit_run(run_job(fake_spec(tmp_path)).folder.uri)
+    assert (report.num_requests, report.num_rows_duplicate) == (1, 999)
+    assert published(tmp_path)["generated_text"].to_pylist() == [expected_text(row)] * 1000
 
 
 def test_an_empty_partition_is_published_if_asked_for(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
 from batchllm_operator.errors import KeyColumnError, SpecError, StorageError
-from batchllm_operator.lake import Folder
+from batchllm_operator.lake import Folder, ParquetTable
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 
@@ -110,10 +113,51 @@ def test_a_changed_input_is_another_plan_and_engine_tuning_is_not(tmp_path: Path
     assert plan_job(fake_spec(tmp_path), DS).folder != plan.folder
 
 
-def test_the_number_of_shards_is_bounded_by_the_groups(tmp_path: Path) -> None:
+def test_the_number_of_shards_is_bounded_by_the_requests(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(3, 2))
     plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 10}), DS)
-    assert [shard.num_groups for shard in plan.manifest.shards] == [1, 1, 1]
+    assert [shard.num_requests for shard in plan.manifest.shards] == [1] * 6
+
+
+def test_a_group_larger_than_a_shard_is_cut(tmp_path: Path) -> None:
+    """Distinct documents under one instruction are one group; all shards get some of it."""
+    rows = [
+        {"row_key": n, "document": f"{n} is the number of this document", "query": "?"}
+        for n in range(100, 200)
+    ]
+    write_table(tmp_path / "documents", rows)
+    prompt = {"system": "A long instruction that all prompts begin with. " * 5}
+    plan = plan_job(fake_spec(tmp_path, prompt=prompt, planner={"num_shards": 4}), DS)
+    assert [shard.num_requests for shard in plan.manifest.shards] == [25] * 4
+    counts = plan.manifest.counts
+    assert counts.planned_saving_ratio > 0.95 * counts.optimal_saving_ratio
+
+
+def test_an_input_that_changes_under_the_plan_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    scan = ParquetTable.scan
+
+    def scan_after_a_change(*args: Any) -> Iterator[pa.RecordBatch]:
+        write_table(tmp_path / "documents", document_rows(2, 2))
+        return scan(*args)
+
+    monkeypatch.setattr(ParquetTable, "scan", scan_after_a_change)
+    with pytest.raises(StorageError, match="changed while it was read"):
+        plan_job(fake_spec(tmp_path), DS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_user_learns_at_once_that_commit_will_refuse(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = document_rows(2, 2)
+    rows[1]["query"] = None
+    write_table(tmp_path / "documents", rows)
+    plan_job(fake_spec(tmp_path, max_failed_fraction=0.2), DS)
+    assert "1 of 4 rows can't be prompted" in caplog.text
+    assert "commit will refuse this plan" in caplog.text
 
 
 def test_the_manifest_can_be_read_back(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from batchllm_operator.engine import Engine, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import PlanError
+from batchllm_operator.pipeline import run as run_module
 from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
@@ -31,7 +32,7 @@ def outputs(plan: StoredPlan) -> dict[int, str]:
     """Texts of all finished parts, by row_idx."""
     folder = plan.run_folder(0)
     texts: dict[int, str] = {}
-    for entry in read_ledger(folder).values():
+    for entry in read_ledger(folder, plan.manifest.plan_id).values():
         for row in pq.read_table(folder.full_path(entry.file)).to_pylist():
             for row_idx in row["row_idxs"]:
                 assert row_idx not in texts
@@ -97,7 +98,7 @@ def test_requests_reach_the_engine_in_plan_order(plan: StoredPlan) -> None:
 def test_an_interrupted_run_keeps_finished_parts_and_resumes(plan: StoredPlan) -> None:
     interrupted = run_watched(plan, stop_after=23)
     assert interrupted.closed
-    assert set(read_ledger(plan.run_folder(0))) == {0, 1, 2, 3}
+    assert set(read_ledger(plan.run_folder(0), plan.manifest.plan_id)) == {0, 1, 2, 3}
     resumed = run_watched(plan)
     assert [request.request_idx for request in resumed.requests] == list(range(20, 40))
     assert len(outputs(plan)) == 40
@@ -117,7 +118,7 @@ def test_a_finished_shard_starts_no_engine(plan: StoredPlan) -> None:
 def test_a_damaged_part_is_generated_again(plan: StoredPlan) -> None:
     run_shard(plan.folder.uri, 0)
     folder = plan.run_folder(0)
-    Path(folder.full_path(read_ledger(folder)[2].file)).write_bytes(b"PAR1")
+    Path(folder.full_path(read_ledger(folder, plan.manifest.plan_id)[2].file)).write_bytes(b"PAR1")
     engine = run_watched(plan)
     assert [request.request_idx for request in engine.requests] == list(range(10, 15))
     assert len(outputs(plan)) == 40
@@ -135,7 +136,7 @@ def test_only_parts_in_flight_are_read(tmp_path: Path, monkeypatch: pytest.Monke
 
     def counted(self: pq.ParquetFile, part_idx: int) -> object:
         read.append(part_idx)
-        ahead.append(len(read) - len(read_ledger(plan.run_folder(0))))
+        ahead.append(len(read) - len(read_ledger(plan.run_folder(0), plan.manifest.plan_id)))
         return original(self, part_idx)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
@@ -186,3 +187,25 @@ def test_a_damaged_shard_file_is_refused(plan: StoredPlan) -> None:
     path.write_bytes(data)
     with pytest.raises(PlanError, match=r"shard-00000\.parquet is corrupted"):
         run_shard(plan.folder.uri, 0)
+
+
+def test_another_model_is_refused(plan: StoredPlan) -> None:
+    changed = plan.manifest.model_copy(update={"model_version": "sha256:another"})
+    plan.folder.write_bytes("manifest.json", changed.to_bytes())
+    with pytest.raises(PlanError, match="the version of model no-model"):
+        run_shard(plan.folder.uri, 0)
+
+
+def test_a_model_of_the_hub_runs_at_the_commit_that_was_planned(plan: StoredPlan) -> None:
+    manifest = plan.manifest.model_copy(update={"model_version": "commit:abc123"})
+    assert run_module._pin_revision(manifest).model.revision == "abc123"
+    assert run_module._pin_revision(plan.manifest) == plan.manifest.spec
+
+
+def test_a_shard_that_a_small_partition_did_not_need_has_nothing_to_do(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(1, 1))
+    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 4}), DS)
+    assert len(plan.manifest.shards) == 1
+    assert run_shard(plan.folder.uri, 3).num_rows == 0
+    with pytest.raises(PlanError, match="not shard 4"):
+        run_shard(plan.folder.uri, 4)

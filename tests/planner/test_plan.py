@@ -81,7 +81,7 @@ def make_manifest(**changes: Any) -> PlanManifest:
         num_prefill_tokens=20,
     )
     fields: dict[str, Any] = {
-        "plan_id": compute_plan_id(spec, "2026-01-31", FILES),
+        "plan_id": compute_plan_id(spec, "2026-01-31", "model-1", FILES),
         "spec_version": 1,
         "spec": spec,
         "spec_identity": spec.identity,
@@ -89,6 +89,7 @@ def make_manifest(**changes: Any) -> PlanManifest:
         "input_uri": "/lake/in",
         "input_files": (SnapshotFile(name="ds=x/a.parquet", size_bytes=1, version="etag:x"),),
         "tokenizer_fingerprint": "f" * 64,
+        "model_version": "commit:abc",
         "max_model_len": 4096,
         "counts": counts,
         "planned_saving_ratio": counts.planned_saving_ratio,
@@ -205,22 +206,26 @@ def test_a_manifest_that_was_edited_by_hand_is_refused() -> None:
 
 def test_the_plan_id_stands_for_job_partition_and_data() -> None:
     spec = make_spec()
-    plan_id = compute_plan_id(spec, "2026-01-31", FILES)
+    plan_id = compute_plan_id(spec, "2026-01-31", "model-1", FILES)
     assert len(plan_id) == 16
     assert int(plan_id, 16) >= 0
-    assert plan_id == compute_plan_id(spec, "2026-01-31", dict(reversed(FILES.items())))
+    assert plan_id == compute_plan_id(spec, "2026-01-31", "model-1", dict(reversed(FILES.items())))
     tuned = make_spec(engine={**spec.engine.model_dump(), "max_num_seqs": 3})
-    assert plan_id == compute_plan_id(tuned, "2026-01-31", FILES)
+    assert plan_id == compute_plan_id(tuned, "2026-01-31", "model-1", FILES)
     others = {
         plan_id,
-        compute_plan_id(make_spec(name="other"), "2026-01-31", FILES),
-        compute_plan_id(spec, "2026-02-01", FILES),
-        compute_plan_id(spec, "2026-01-31", {"rows.parquet": FILES["rows.parquet"]}),
+        compute_plan_id(make_spec(name="other"), "2026-01-31", "model-1", FILES),
+        compute_plan_id(spec, "2026-02-01", "model-1", FILES),
+        compute_plan_id(spec, "2026-01-31", "model-2", FILES),
+        compute_plan_id(spec, "2026-01-31", "model-1", {"rows.parquet": FILES["rows.parquet"]}),
         compute_plan_id(
-            spec, "2026-01-31", {**FILES, "rows.parquet": DataFile(size_bytes=10, sha256="c" * 64)}
+            spec,
+            "2026-01-31",
+            "model-1",
+            {**FILES, "rows.parquet": DataFile(size_bytes=10, sha256="c" * 64)},
         ),
     }
-    assert len(others) == 5
+    assert len(others) == 6
 
 
 # Parts

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from batchllm_operator import prompts
 from batchllm_operator.errors import ExitCode, ModelError
-from batchllm_operator.prompts import length_fault, load_tokenizer
-from batchllm_operator.prompts.tokenizer import ModelTokenizer, Utf8Tokenizer
+from batchllm_operator.prompts import Tokenizer, length_fault
+from batchllm_operator.prompts import tokenizer as tokenizer_module
+from batchllm_operator.prompts.tokenizer import ModelTokenizer, Utf8Tokenizer, folder_digest
 from batchllm_operator.spec import JobSpec
 
 END, START = "<|im_end|>", "<|im_start|>"
@@ -41,6 +43,10 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 321,
 }
+
+
+def load_tokenizer(spec: JobSpec, ds: str = "2026-01-31") -> Tokenizer:
+    return prompts.load_tokenizer(spec, ds)
 
 
 def build_tokenizer(
@@ -182,9 +188,12 @@ def test_a_model_that_does_not_say_needs_a_limit_in_the_spec(own_model: Path) ->
     assert load_tokenizer(job(own_model, max_model_len=64)).max_model_len == 64
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "fits"), [(0, True), (1, True), (9, True), (10, False), (11, False)]
-)
+def test_a_prompt_has_tokens() -> None:
+    fault = length_fault(0, 10)
+    assert fault is not None and fault.startswith("empty_prompt: ")
+
+
+@pytest.mark.parametrize(("num_tokens", "fits"), [(1, True), (9, True), (10, False), (11, False)])
 def test_a_prompt_must_leave_room_for_one_token(num_tokens: int, fits: bool) -> None:
     fault = length_fault(num_tokens, 10)
     assert (fault is None) == fits
@@ -288,3 +297,57 @@ def test_the_fake_engine_needs_no_model(tmp_path: Path) -> None:
 
 def test_vllm_gets_the_models_tokenizer(model: Path) -> None:
     assert isinstance(load_tokenizer(job(model)), ModelTokenizer)
+
+
+def test_the_version_of_a_folder_changes_with_its_weights_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_WHOLE_FILE_BYTES", 100)
+    monkeypatch.setattr(tokenizer_module, "_SAMPLE_BYTES", 10)
+    (tmp_path / "config.json").write_text("{}")
+    weights = bytearray(1000)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    versions = [folder_digest(tmp_path)]
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "download.lock").write_text("x")
+    assert folder_digest(tmp_path) == versions[0]
+    for position in (5, 995):  # only the ends of a large file are read
+        weights[position] = 1
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        versions.append(folder_digest(tmp_path))
+    (tmp_path / "config.json").write_text("{ }")
+    versions.append(folder_digest(tmp_path))
+    assert len(set(versions)) == 4
+
+
+def test_a_tokenizer_that_cuts_and_pads_keeps_its_fingerprint(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "cutting"
+    shutil.copytree(model, other)
+    stored = json.loads((other / "tokenizer.json").read_text())
+    stored["truncation"] = {
+        "direction": "Right", "max_length": 7, "strategy": "LongestFirst", "stride": 0
+    }  # fmt: skip
+    (other / "tokenizer.json").write_text(json.dumps(stored))
+    before = load_tokenizer(job(other))
+    [ids] = before.encode(["word " * 50])
+    assert len(ids) > 7
+    assert before.fingerprint == load_tokenizer(job(other)).fingerprint
+    assert before.fingerprint == load_tokenizer(job(model)).fingerprint
+
+
+def test_a_chat_template_that_asks_for_the_date_gets_the_partitions(
+    model: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "dated"
+    shutil.copytree(model, other)
+    for path in other.glob("chat_template*"):
+        path.unlink()
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
+    dated = job(other, chat_template=True)
+    plain = job(other)
+    [found] = load_tokenizer(dated, "2026-01-31").encode(["hello"])
+    assert [found] == load_tokenizer(plain).encode(["31 Jan 2026 hello"])
+    with pytest.raises(ModelError, match="asks for the date, and partition 'eu' isn't one"):
+        load_tokenizer(dated, "eu").encode(["hello"])

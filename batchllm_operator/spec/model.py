@@ -1,21 +1,13 @@
-"""The job spec: one YAML file that says what a job reads, asks, runs and writes.
-
-This is where untrusted input enters, so it is pydantic: unknown fields are refused,
-every value is checked once, and no error message repeats a value that may be secret.
-"""
+"""The fields of a job spec. Unknown ones are refused, and every value is checked once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from string import Formatter
 from typing import Annotated, Any, Final, Literal
-from urllib.parse import urlsplit
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -23,11 +15,11 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
-    ValidationError,
+    field_validator,
     model_validator,
 )
 
-from batchllm_operator.errors import SpecError
+from batchllm_operator.spec.secrets import find_secrets
 
 SPEC_VERSION: Final = 1
 
@@ -42,19 +34,6 @@ OUTPUT_COLUMNS: Final = (
     "run_id",
 )
 """Columns that a job adds to the output table; keys and carried columns may not use these names."""
-
-# What gives a secret away: names of settings that hold one, and the published
-# shapes of common credentials. Matched values are never repeated in a message.
-_SECRET_NAME = re.compile(
-    r"(^|[_\-])(token|(secret|password|passwd|((api|access|private|secret)_?key)|credential)s?"
-    r"|access_?key_id)$",
-    re.IGNORECASE,
-)
-_CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_SECRET_VALUE = re.compile(
-    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_\-]{20,}"
-    r"|\bgh[pousr]_[A-Za-z0-9]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
 
 
 def _as_list(value: object) -> object:
@@ -90,9 +69,9 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(columns)
 
 
-Columns = Annotated[
-    tuple[str, ...], BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
-]
+_LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
+NonEmpty = Annotated[str, Field(min_length=1)]
+Columns = Annotated[tuple[str, ...], _LIST]
 Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
 
 
@@ -100,7 +79,11 @@ class _Section(BaseModel):
     """A part of the spec: immutable, no unknown fields, no values in error messages."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
 
@@ -181,12 +164,18 @@ class SamplingSpec(_Section):
     """Seed of each request's sampling; needed for repeatable outputs when not greedy."""
     repetition_penalty: float = Field(default=1.0, gt=0.0)
     """Above 1 discourages tokens that occurred before."""
-    stop: Columns = ()
+    stop: Annotated[tuple[NonEmpty, ...], _LIST] = ()
     """Strings at which generation ends; not part of the output."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids at which generation ends."""
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says; for benchmarks."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> SamplingSpec:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError("min_tokens is above max_tokens")
+        return self
 
     @property
     def is_greedy(self) -> bool:
@@ -230,6 +219,16 @@ class EngineSpec(_Section):
     extra_args: Mapping[str, JsonValue] = Field(default_factory=dict)
     """Any other engine argument of vLLM, by its Python name."""
 
+    @field_validator("extra_args")
+    @classmethod
+    def _check_extra_args(cls, value: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+        fields = {name: f"engine.{name}" for name in cls.model_fields}
+        fields |= {name: f"model.{name}" for name in ("revision", "trust_remote_code")}
+        fields |= dict.fromkeys(("model", "tokenizer"), "model.path")
+        for name in sorted(set(value) & set(fields)):
+            raise ValueError(f"{name!r} has a field of its own: {fields[name]}")
+        return value
+
 
 class PlannerSpec(_Section):
     """How the work is cut."""
@@ -272,7 +271,7 @@ class JobSpec(_Section):
     @model_validator(mode="before")
     @classmethod
     def _check_secrets(cls, data: object) -> object:
-        for where in _find_secrets(data):
+        for where in find_secrets(data):
             raise ValueError(
                 f"{where} looks like a secret; specs are stored with every plan, so take"
                 " credentials from the environment or an Airflow connection instead"
@@ -293,10 +292,11 @@ class JobSpec(_Section):
 
     @property
     def identity(self) -> str:
-        """SHA-256 (hex) of all settings that outputs depend on.
+        """SHA-256 (hex) of all settings that say what to generate.
 
-        Settings that only say how fast or how strictly the job runs are left out, so
-        that changing them keeps the parts that are already paid for.
+        Settings that only say how fast or how strictly the job runs are left out (they
+        change no more than the rounding of sums), so that changing them keeps the parts
+        that are already paid for.
         """
         neutral: dict[str, Any] = {
             "engine": {
@@ -325,129 +325,3 @@ class JobSpec(_Section):
     def input_columns(self) -> tuple[str, ...]:
         """Input columns that the job reads, each once; the partition's only if it is placed."""
         return tuple(dict.fromkeys((*self.kept_columns, *self.prompt.columns)))
-
-
-def _find_secrets(value: object, path: str = "") -> Iterator[str]:
-    """Yield the dotted names of fields in `value` that hold something like a secret."""
-    if isinstance(value, Mapping):
-        for name, child in value.items():
-            here = f"{path}.{name}" if path else str(name)
-            if child is not None and _names_secret(str(name)) and not isinstance(child, Mapping):
-                yield here
-            else:
-                yield from _find_secrets(child, here)
-    elif isinstance(value, list | tuple):
-        for idx, child in enumerate(value):
-            yield from _find_secrets(child, f"{path}[{idx}]")
-    elif isinstance(value, str) and (_SECRET_VALUE.search(value) or _has_user_info(value)):
-        yield path
-
-
-def _names_secret(name: str) -> bool:
-    """Whether a setting of that name (in snake, kebab or camel case) holds a secret."""
-    return _SECRET_NAME.search(_CAMEL_CASE.sub("_", name)) is not None
-
-
-def _has_user_info(value: str) -> bool:
-    """Whether `value` is a URI with a password or key in its authority or query."""
-    if "://" not in value or any(c.isspace() for c in value):
-        return False
-    try:
-        parts = urlsplit(value)
-    except ValueError:  # broken; whoever opens it will say so
-        return "@" in value
-    names = (pair.partition("=")[0] for pair in parts.query.split("&"))
-    return "@" in parts.netloc or any(map(_names_secret, names))
-
-
-class _SpecLoader(yaml.SafeLoader):
-    """YAML's safe loader, but a field that is given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen and key.value != "<<":
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"field {key.value!r} is given twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def load_spec(path: str | Path) -> JobSpec:
-    """Read a job spec from a YAML file; relative paths in it start at the file's folder.
-
-    Raises:
-        SpecError: the file is absent, isn't YAML, or doesn't hold a valid spec; the
-            message names the file and every offending field, never a value.
-    """
-    path = Path(path)
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _SpecLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"job spec {path}: can't be read: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        raise SpecError(f"job spec {path}: not YAML{where}: {problem}") from error
-    except ValueError as error:  # such as a date that doesn't exist
-        raise SpecError(f"job spec {path}: not YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise SpecError(f"job spec {path}: must be a mapping of fields, such as 'name: my_job'")
-    return _resolve_paths(parse_spec(data, source=f"job spec {path}"), path.resolve().parent)
-
-
-def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
-    """Check `data` and make a `JobSpec` of it; `source` names it in errors.
-
-    Raises:
-        SpecError: naming every offending field.
-    """
-    version = data.get("spec_version")
-    if isinstance(version, int) and version != SPEC_VERSION:
-        raise SpecError(
-            f"{source}: spec_version is {version}; this release reads version {SPEC_VERSION}"
-        )
-    try:
-        return JobSpec.model_validate(data)
-    except ValidationError as error:
-        raise SpecError(f"{source}: {_describe(error)}") from error
-
-
-def _describe(error: ValidationError) -> str:
-    """All faults on one line: field names and reasons, without input values."""
-    faults = []
-    for fault in error.errors(include_input=False, include_url=False, include_context=False):
-        where = ".".join(str(part) for part in fault["loc"])
-        reason = fault["msg"].removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden":
-            reason = "unknown field"
-        faults.append(f"{where}: {reason}" if where else reason)
-    return "; ".join(faults)
-
-
-def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
-    """Make local paths absolute, so that a plan means the same wherever it is read."""
-
-    def resolve(uri: str) -> str:
-        if uri.startswith("file://"):
-            uri = uri.removeprefix("file://")
-        if "://" in uri:
-            return uri.rstrip("/")
-        try:
-            return str((folder / Path(uri).expanduser()).resolve())
-        except RuntimeError as error:  # ~somebody
-            raise SpecError(f"{uri}: there is no such home folder") from error
-
-    model = spec.model
-    if model.path.startswith(("/", "./", "../", "~/")):
-        model = model.model_copy(update={"path": resolve(model.path)})
-    return spec.model_copy(
-        update={
-            "input": spec.input.model_copy(update={"uri": resolve(spec.input.uri)}),
-            "output": spec.output.model_copy(update={"uri": resolve(spec.output.uri)}),
-            "model": model,
-        }
-    )

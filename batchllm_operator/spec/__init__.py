@@ -1,0 +1,34 @@
+"""The job spec: what a job reads, asks, runs and writes. Untrusted input enters here."""
+
+from batchllm_operator.spec.loading import load_spec, parse_spec
+from batchllm_operator.spec.model import (
+    OUTPUT_COLUMNS,
+    SPEC_VERSION,
+    EngineSpec,
+    FilterTerm,
+    InputSpec,
+    JobSpec,
+    ModelSpec,
+    OutputSpec,
+    PlannerSpec,
+    PromptSpec,
+    SamplingSpec,
+    template_columns,
+)
+
+__all__ = [
+    "OUTPUT_COLUMNS",
+    "SPEC_VERSION",
+    "EngineSpec",
+    "FilterTerm",
+    "InputSpec",
+    "JobSpec",
+    "ModelSpec",
+    "OutputSpec",
+    "PlannerSpec",
+    "PromptSpec",
+    "SamplingSpec",
+    "load_spec",
+    "parse_spec",
+    "template_columns",
+]

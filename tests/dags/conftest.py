@@ -1,0 +1,146 @@
+"""An Airflow of the tests' own. It runs in processes of its own, as `airflow dags test`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DS = "2026-01-31"
+
+_DAG = """
+from airflow.sdk import DAG
+from batchllm_operator.operators import batchllm_task_group
+
+with DAG("job", schedule=None):
+    batchllm_task_group(**{arguments!r})
+"""
+
+
+@dataclass(frozen=True)
+class Airflow:
+    """An Airflow home with a database, and the environment of its processes."""
+
+    home: Path
+    env: Mapping[str, str]
+
+    def command(self, *args: str) -> list[str]:
+        return [sys.executable, "-m", "airflow", *args]
+
+    def start(self, dag_id: str, job: Path, **options: Any) -> subprocess.Popen[bytes]:
+        """Start a run of a DAG for `DS`; its output is dropped."""
+        return subprocess.Popen(
+            self.command("dags", "test", dag_id, DS),
+            env={**self.env, "BATCHLLM_SPEC_DIR": str(job)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            **options,
+        )
+
+    def run(self, dag_id: str, job: Path) -> str:
+        """Run a DAG for `DS`; its log, or a RuntimeError with it when the run failed."""
+        run = subprocess.run(
+            self.command("dags", "test", dag_id, DS),
+            env={**self.env, "BATCHLLM_SPEC_DIR": str(job)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if run.returncode != 0:
+            raise RuntimeError(run.stdout)
+        return run.stdout
+
+    def with_dag(self, folder: Path, env: Mapping[str, str] | None = None, **arguments: Any) -> Airflow:
+        """This Airflow with one DAG, `job`: a task group with `arguments`, and no retries."""
+        folder.mkdir()
+        (folder / "job.py").write_text(_DAG.format(arguments=arguments))
+        return Airflow(
+            self.home, {**self.env, "AIRFLOW__CORE__DAGS_FOLDER": str(folder), **(env or {})}
+        )
+
+
+@pytest.fixture(scope="session")
+def airflow(tmp_path_factory: pytest.TempPathFactory) -> Airflow:
+    """An Airflow with the DAGs of this repository."""
+    home = tmp_path_factory.mktemp("airflow home")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}
+    env |= {
+        "AIRFLOW_HOME": str(home),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+    }
+    new = Airflow(home, env)
+    subprocess.run(new.command("db", "migrate"), env=env, check=True, capture_output=True)
+    return new
+
+
+@dataclass(frozen=True)
+class Job:
+    """A folder with a lake table of twelve rows and job specs, on the engine without a model."""
+
+    folder: Path
+
+    def keys(self) -> list[str]:
+        """The keys of all rows, sorted."""
+        return sorted(f"{document}-{query}" for document in range(4) for query in range(3))
+
+    def write_table(self) -> None:
+        partition = self.folder / "documents" / f"ds={DS}"
+        partition.mkdir(parents=True)
+        rows = [
+            {"id": f"{d}-{q}", "document": f"Document {d}. " * 9, "query": f"Query {q}?"}
+            for d in range(4)
+            for q in range(3)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), partition / "part-0.parquet")
+
+    def write_spec(self, name: str, **changes: Any) -> Path:
+        """A spec; `changes` add to its sections or replace its fields."""
+        spec: dict[str, Any] = {
+            "spec_version": 1,
+            "name": name,
+            "input": {"uri": "documents", "key": "id"},
+            "prompt": {"template": "{document}\n{query}"},
+            "model": {"path": "./model"},
+            "output": {"uri": name},
+            "engine": {"backend": "fake"},
+            "planner": {"num_shards": 2},
+        }
+        for section, value in changes.items():
+            old = spec.get(section)
+            merge = isinstance(old, Mapping) and isinstance(value, Mapping)
+            spec[section] = {**old, **value} if merge else value
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(spec))
+        return path
+
+    def published(self, name: str) -> Path:
+        """The one file of the output partition."""
+        (file,) = (self.folder / name / f"ds={DS}").iterdir()
+        return file
+
+    def plan_folder(self, name: str) -> Path:
+        """The folder of the only plan."""
+        (folder,) = (self.folder / name / "_batchllm").glob(f"{name}/{DS}/plan-*")
+        return folder
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A lake table, and the specs of both DAGs of this repository."""
+    new = Job(tmp_path)
+    new.write_table()
+    for name in ("daily_snippets", "offline_ranking"):
+        new.write_spec(name)
+    return new

@@ -1,0 +1,102 @@
+"""What of a spec reaches vLLM, and what a user reads when vLLM refuses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from support.demo_job import DS, OFFLINE, Demo
+
+SHOW = """
+import json, sys
+from batchllm_operator.engine.vllm_engine import engine_args, sampling_params
+from batchllm_operator.spec import load_spec
+spec = load_spec(sys.argv[1])
+params = sampling_params(spec.sampling)
+names = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "repetition_penalty",
+         "stop", "stop_token_ids", "ignore_eos")
+shown = {name: getattr(params, name) for name in names}
+print(json.dumps({"engine": engine_args(spec, 777), "sampling": shown}))
+"""
+
+
+def show(demo: Demo, **changes: Any) -> dict[str, dict[str, Any]]:
+    spec = demo.write_spec("settings", **changes)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SHOW, str(spec)],
+        env={**os.environ, **OFFLINE},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_every_setting_reaches_vllm(demo: Demo) -> None:
+    sampling = {
+        "max_tokens": 11,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "seed": 3,
+        "repetition_penalty": 1.1,
+        "stop": ["\\n"],
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+    }
+    engine = {
+        "dtype": "bfloat16",
+        "block_size": 64,
+        "max_num_seqs": 9,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": 1 << 24,
+        "gpu_memory_utilization": 0.5,
+        "tensor_parallel_size": 2,
+        "enforce_eager": False,
+    }
+    shown = show(
+        demo,
+        sampling=sampling,
+        engine={**engine, "extra_args": {"kv_cache_dtype": "fp8"}},
+        model={"revision": "v1", "trust_remote_code": True},
+    )
+    assert shown["sampling"] == sampling
+    expected = {
+        **engine,
+        "model": str(demo.model),
+        "revision": "v1",
+        "trust_remote_code": True,
+        "max_model_len": 777,
+        "kv_cache_dtype": "fp8",
+        "enable_prefix_caching": True,
+    }
+    assert {name: shown["engine"][name] for name in expected} == expected
+
+
+def test_defaults_suit_a_cpu(demo: Demo) -> None:
+    engine = show(demo)["engine"]
+    assert (engine["enforce_eager"], engine["block_size"]) == (True, 32)
+    assert engine["kv_cache_memory_bytes"] == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({"extra_args": {"kv_cache_dtype": "nonsense"}}, "kv_cache_dtype"),
+        ({"extra_args": {"no_such_argument": 1}}, "no_such_argument"),
+    ],
+)
+def test_a_refused_setting_is_a_fault_of_the_spec(
+    demo: Demo, engine: dict[str, Any], reason: str
+) -> None:
+    spec = demo.write_spec("refused", engine=engine)
+    plan = demo.run("plan", "--job", str(spec), "--ds", DS)
+    outcome = demo.run("run", "--plan", plan["plan_uri"], "--shard", "0", expect=2)
+    [line] = [line for line in outcome["output"].splitlines() if "batchllm: error: " in line]
+    assert reason in line

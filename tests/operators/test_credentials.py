@@ -1,0 +1,215 @@
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
+
+from batchllm_operator.errors import ExitCode
+from batchllm_operator.operators import BatchLLMPlanOperator, command
+from batchllm_operator.operators.command import BatchLLMCommandOperator
+from batchllm_operator.operators.credentials import AwsCredentials
+
+KEY_ID, KEY, TOKEN = "AKIACANARY0KEYID", "canary/secret+key", "canary-session-token"
+CANARIES = (KEY_ID, KEY, TOKEN)
+
+# Stands in for the command line: keeps its environment and arguments, and blurts secrets out.
+BLURT = """
+import json, os, sys
+arguments = sys.argv[1:]
+seen = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+json.dump({"env": seen, "argv": arguments}, open(os.environ["SEEN"], "w"))
+result = {"result_version": 1, "command": "plan", "plan_uri": "s3://b/p", "num_shards": 1}
+json.dump(result, open(arguments[arguments.index("--result") + 1], "w"))
+print(seen)
+print("batchllm: error: refused:", *seen.values(), file=sys.stderr)
+sys.exit(int(os.environ["CODE"]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_aws_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def lake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Define the connection `lake`."""
+
+    def define(**fields: Any) -> None:
+        monkeypatch.setenv("AIRFLOW_CONN_LAKE", json.dumps({"conn_type": "aws", **fields}))
+
+    return define
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"login": KEY_ID, "password": KEY}, (KEY_ID, KEY, None, None, None)),
+        (
+            {"extra": {"aws_access_key_id": KEY_ID, "aws_secret_access_key": KEY}},
+            (KEY_ID, KEY, None, None, None),
+        ),
+        (
+            {
+                "login": KEY_ID,
+                "password": KEY,
+                "extra": {
+                    "aws_access_key_id": "not used",
+                    "aws_secret_access_key": "not used",
+                    "aws_session_token": TOKEN,
+                    "region_name": "eu-west-1",
+                    "endpoint_url": "http://minio:9000",
+                },
+            },
+            (KEY_ID, KEY, TOKEN, "eu-west-1", "http://minio:9000"),
+        ),
+        ({"extra": {"region_name": "eu-west-1"}}, (None, None, None, "eu-west-1", None)),
+        ({"extra": {"region_name": "", "role_arn": ""}}, (None,) * 5),
+        ({}, (None,) * 5),
+    ],
+)
+def test_fields_become_variables(
+    lake: Any, fields: dict[str, Any], variables: tuple[str | None, ...]
+) -> None:
+    names = (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AWS_DEFAULT_REGION",
+        "AWS_ENDPOINT_URL",
+    )
+    lake(**fields)
+    credentials = AwsCredentials.from_connection("lake")
+    given = {name: v for name, v in zip(names, variables, strict=True) if v is not None}
+    assert credentials.added_to({}) == given
+    assert sorted(credentials.secrets) == sorted(v for v in variables[:3] if v is not None)
+    assert not any(canary in repr(credentials) for canary in CANARIES)
+
+
+def test_variables_of_the_worker_that_contradict_the_connection_are_left_out(lake: Any) -> None:
+    lake(login=KEY_ID, password=KEY, extra={"region_name": "r", "endpoint_url": "http://e"})
+    worker = {
+        "AWS_ACCESS_KEY_ID": "another",
+        "AWS_SESSION_TOKEN": "of another key",
+        "AWS_REGION": "another",
+        "AWS_ENDPOINT_URL_S3": "http://another",
+        "AWS_MAX_ATTEMPTS": "3",
+    }
+    assert AwsCredentials.from_connection("lake").added_to(worker) == {
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": KEY,
+        "AWS_DEFAULT_REGION": "r",
+        "AWS_ENDPOINT_URL": "http://e",
+        "AWS_MAX_ATTEMPTS": "3",
+    }
+    lake()
+    assert AwsCredentials.from_connection("lake").added_to(worker) == worker
+
+
+def test_longer_secrets_are_hidden_first_and_words_are_not_secrets() -> None:
+    credentials = AwsCredentials(
+        {"AWS_ACCESS_KEY_ID": "minioadmin", "AWS_SECRET_ACCESS_KEY": "minioadmin-2"}
+    )
+    assert credentials.secrets == ("minioadmin-2", "minioadmin")
+    words = AwsCredentials({"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"})
+    assert words.secrets == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"conn_type": "http", "password": KEY}, "'lake' is of type 'http'"),
+        ({"login": KEY_ID}, "'lake': an access key id"),
+        ({"password": KEY}, "'lake': an access key id"),
+        ({"login": KEY_ID, "extra": {"aws_secret_access_key": KEY}}, "'lake': an access key id"),
+        ({"extra": {"aws_session_token": TOKEN}}, "'lake': an access key id"),
+        ({"login": KEY_ID, "password": KEY, "extra": {"role_arn": TOKEN}}, "'lake': role_arn"),
+        ({"extra": {"service_config": {"s3": {"endpoint_url": TOKEN}}}}, "'lake': service_config"),
+        ({"extra": {"region_name": [TOKEN]}}, "'lake': the value for AWS_DEFAULT_REGION"),
+        ({"login": KEY_ID, "password": KEY, "extra": f"{{{TOKEN}"}, "'lake': extra isn't"),
+        ({"login": KEY_ID, "password": KEY, "extra": f'["{TOKEN}"]'}, "'lake': extra isn't"),
+    ],
+)
+def test_a_connection_that_cannot_be_used_is_named_and_not_shown(
+    lake: Any, capfd: pytest.CaptureFixture[str], fields: dict[str, Any], reason: str
+) -> None:
+    lake(**fields)
+    with pytest.raises(AirflowFailException, match=reason) as caught:
+        AwsCredentials.from_connection("lake")
+    shown = "".join(traceback.format_exception(caught.value)) + "".join(capfd.readouterr())
+    assert not any(canary in shown for canary in CANARIES)
+
+
+def test_an_unknown_connection_is_named() -> None:
+    with pytest.raises(AirflowFailException, match="no Airflow connection 'nowhere'"):
+        AwsCredentials.from_connection("nowhere")
+
+
+def test_a_forbidden_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from airflow.sdk import Connection
+    from airflow.sdk.exceptions import AirflowSecretsBackendAccessDenied
+
+    def get(conn_id: str) -> None:
+        raise AirflowSecretsBackendAccessDenied(conn_id)
+
+    monkeypatch.setattr(Connection, "get", get)
+    with pytest.raises(AirflowFailException, match="may not read the Airflow connection 'lake'"):
+        AwsCredentials.from_connection("lake")
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (ExitCode.OK, None),
+        (ExitCode.INVALID, AirflowFailException),
+        (ExitCode.FAILURE, AirflowException),
+    ],
+)
+def test_only_the_commands_environment_holds_the_values(
+    lake: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    code: ExitCode,
+    error: type[Exception] | None,
+) -> None:
+    lake(login=KEY_ID, password=KEY, extra={"aws_session_token": TOKEN})
+    script, seen_path = tmp_path / "blurt.py", tmp_path / "seen.json"
+    script.write_text(BLURT)
+    monkeypatch.setattr(command, "_COMMAND", (sys.executable, str(script)))
+    worker = dict(os.environ)
+    task = BatchLLMCommandOperator(
+        task_id="task",
+        env={"SEEN": str(seen_path), "CODE": str(int(code)), "AWS_ACCESS_KEY_ID": "env's"},
+        aws_conn_id="lake",
+    )
+    shown = ""
+    if error is None:
+        shown += repr(task.run_command("plan"))
+    else:
+        with pytest.raises(error, match=r"refused: \*\*\* \*\*\* \*\*\*") as caught:
+            task.run_command("plan")
+        shown += "".join(traceback.format_exception(caught.value))
+
+    seen = json.loads(seen_path.read_text())
+    assert seen["env"] == {
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": KEY,
+        "AWS_SESSION_TOKEN": TOKEN,
+    }
+    assert os.environ == worker
+    logged = "".join(capfd.readouterr())
+    assert "refused: *** *** ***" in logged
+    shown += logged + repr(seen["argv"]) + repr({f: getattr(task, f) for f in task.template_fields})
+    assert not any(canary in shown for canary in CANARIES)
+
+
+def test_the_connection_id_is_a_template() -> None:
+    task = BatchLLMPlanOperator(task_id="p", spec_path="j.yaml", aws_conn_id="lake_{{ ds }}")
+    task.render_template_fields({"ds": "2026-01-31"})  # type: ignore[typeddict-item]
+    assert task.aws_conn_id == "lake_2026-01-31"
