@@ -29,7 +29,7 @@ json.dump([(first.text, first.finish_reason) for first in firsts], open(outputs_
 
 
 def stock_outputs(demo: Demo, prompts: list[Any], max_tokens: int, folder: Path) -> list[list[str]]:
-    """`LLM.generate` (texts) or `LLM.chat` (messages) in the given order, in a process of its own."""
+    """`LLM.generate` (texts) or `LLM.chat` (messages) in the given order, in its own process."""
     (folder / "prompts.json").write_text(json.dumps(prompts))
     arguments = [demo.model, folder / "prompts.json", folder / "outputs.json", max_tokens]
     subprocess.run(

@@ -88,7 +88,7 @@ def test_defaults_suit_a_cpu(demo: Demo) -> None:
 @pytest.mark.parametrize(
     ("engine", "reason"),
     [
-        ({"extra_args": {"kv_cache_dtype": "nonsense"}}, "kv_cache_dtype"),
+        ({"extra_args": {"kv_cache_dtype": "nonsense"}}, "cache_dtype"),
         ({"extra_args": {"no_such_argument": 1}}, "no_such_argument"),
     ],
 )
