@@ -41,14 +41,16 @@ class AwsCredentials:
         Its fields are those of the Amazon provider: login and password (or
         `aws_access_key_id` and `aws_secret_access_key` in extra), and in extra
         `aws_session_token`, `region_name` and `endpoint_url`. What is absent or empty is left
-        to the worker's environment. Airflow is told to mask the secret ones.
+        to the worker's environment. Airflow is told to mask the secret ones. Type `generic`
+        will do too: that's what `airflow connections add --conn-type aws` stores where the
+        Amazon provider isn't installed.
 
         Raises:
             AirflowFailException: there is no such connection, this task may not read it, it
                 is of another type, or its fields don't fit together.
         """
         connection = _get_connection(conn_id)
-        if connection.conn_type != "aws":
+        if connection.conn_type not in ("aws", "generic"):
             raise AirflowFailException(
                 f"Airflow connection {conn_id!r} is of type {connection.conn_type!r}; aws_conn_id"
                 " takes one of type 'aws'"

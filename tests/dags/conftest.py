@@ -61,13 +61,21 @@ class Airflow:
             raise RuntimeError(run.stdout)
         return run.stdout
 
-    def with_dag(self, folder: Path, env: Mapping[str, str] | None = None, **arguments: Any) -> Airflow:
+    def with_dag(self, folder: Path, **arguments: Any) -> Airflow:
         """This Airflow with one DAG, `job`: a task group with `arguments`, and no retries."""
         folder.mkdir()
         (folder / "job.py").write_text(_DAG.format(arguments=arguments))
-        return Airflow(
-            self.home, {**self.env, "AIRFLOW__CORE__DAGS_FOLDER": str(folder), **(env or {})}
-        )
+        return Airflow(self.home, {**self.env, "AIRFLOW__CORE__DAGS_FOLDER": str(folder)})
+
+    def without_aws(self) -> Airflow:
+        """This Airflow on a machine that has no AWS credentials or settings."""
+        env = {name: value for name, value in self.env.items() if not name.startswith("AWS_")}
+        env |= {
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        return Airflow(self.home, env)
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,19 @@
-"""The DAG files as Airflow sees them. Airflow runs in processes of its own, with its own home."""
+"""The DAG files as Airflow sees them, and runs of them."""
 
-import errno
 import json
-import os
-import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
+from support.fake_job import DS
 
 from batchllm_operator.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
+Airflow = Job = Any  # the fixtures in conftest.py
 
 PARSE = """
 import json, sys, warnings
@@ -44,11 +40,11 @@ print(json.dumps({
 
 
 def test_dag_files_import_without_errors_and_without_heavy_modules(
-    airflow_env: dict[str, str],
+    airflow: Airflow,
 ) -> None:
     run = subprocess.run(
         [sys.executable, "-c", PARSE, str(ROOT / "dags")],
-        env=airflow_env,
+        env=airflow.env,
         capture_output=True,
         text=True,
         check=True,
@@ -80,75 +76,34 @@ def test_the_dags_specs_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize(("dag_id", "num_reruns"), [("daily_snippets", 1), ("offline_ranking", 0)])
 def test_a_dag_run_publishes_the_partition(
-    airflow_env: dict[str, str], job: Path, dag_id: str, num_reruns: int
+    airflow: Airflow, job: Job, dag_id: str, num_reruns: int
 ) -> None:
-    log = run_dag(airflow_env, job, dag_id)
+    log = airflow.run(dag_id, job.folder)
     assert log.count("starting task_id=") == 4  # plan, two shards, commit
-    (published,) = (job / dag_id / f"ds={DS}").iterdir()
-    rows = pq.ParquetFile(published).read().to_pylist()
-    assert sorted(row["id"] for row in rows) == sorted(f"{d}-{q}" for d in range(4) for q in "012")
+    rows = pq.ParquetFile(job.published(dag_id)).read().to_pylist()
+    assert sorted(row["id"] for row in rows) == job.keys()
     assert all(row["error"] is None and row["generated_text"] for row in rows)
 
-    before = published.read_bytes()
+    before = job.published(dag_id).read_bytes()
     for _ in range(num_reruns):  # harmless
-        run_dag(airflow_env, job, dag_id)
-        assert published.read_bytes() == before
+        airflow.run(dag_id, job.folder)
+        assert job.published(dag_id).read_bytes() == before
 
 
-def test_an_empty_partition_skips_generate_and_commits(
-    airflow_env: dict[str, str], job: Path
-) -> None:
-    spec = yaml.safe_load((job / "daily_snippets.yaml").read_text())
-    spec["on_empty"] = "commit"
-    spec["input"]["filter"] = [{"column": "query", "value": "no such query"}]
-    write_spec(job / "daily_snippets.yaml", spec)
-    log = run_dag(airflow_env, job, "daily_snippets")
-    assert log.count("starting task_id=") == 2
-    (published,) = (job / "daily_snippets" / f"ds={DS}").iterdir()
-    assert pq.ParquetFile(published).metadata.num_rows == 0
-
-
-def test_a_wrong_spec_fails_the_run_at_once_with_its_reason(
-    airflow_env: dict[str, str], job: Path
-) -> None:
-    spec = yaml.safe_load((job / "daily_snippets.yaml").read_text())
-    spec["prompt"]["template"] = "{no_such_column}"
-    write_spec(job / "daily_snippets.yaml", spec)
+def test_a_wrong_spec_fails_the_run_at_once_with_its_reason(airflow: Airflow, job: Job) -> None:
+    job.write_spec("daily_snippets", prompt={"template": "{no_such_column}"})
     with pytest.raises(RuntimeError) as failure:
-        run_dag(airflow_env, job, "daily_snippets")
+        airflow.run("daily_snippets", job.folder)
     log = str(failure.value)
     assert log.count("starting task_id=") == 1  # no retry, no generate
     assert "no_such_column" in log
-    assert not (job / "daily_snippets" / f"ds={DS}").exists()
+    assert not (job.folder / "daily_snippets" / f"ds={DS}").exists()
 
 
-def test_sigkill_of_the_airflow_task_ends_the_command(
-    airflow_env: dict[str, str], job: Path
-) -> None:
-    spec = job / "daily_snippets.yaml"
-    spec.unlink()
-    os.mkfifo(spec)  # `batchllm plan` waits in reading it
-    task = subprocess.Popen(
-        [*AIRFLOW, "dags", "test", "daily_snippets", DS],
-        env=airflow_env | {"BATCHLLM_SPEC_DIR": str(job)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    writer = open_when_read(spec, task)
-    task.kill()
-    task.wait()
-    poll = select.poll()
-    poll.register(writer, 0)  # POLLERR: nobody reads any more
-    assert poll.poll(60_000) == [(writer, select.POLLERR)]
-    os.close(writer)
-
-
-def open_when_read(fifo: Path, process: subprocess.Popen[bytes]) -> int:
-    """Open `fifo` for writing as soon as something below `process` reads it."""
-    while process.poll() is None:
-        try:
-            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            assert error.errno == errno.ENXIO  # no reader yet
-            time.sleep(0.05)
-    raise AssertionError(f"ended with exit code {process.returncode} before it read {fifo}")
+def test_an_empty_partition_skips_generate_and_commits(airflow: Airflow, job: Job) -> None:
+    nothing = {"filter": [{"column": "query", "value": "no such query"}]}
+    job.write_spec("daily_snippets", on_empty="commit", input=nothing)
+    log = airflow.run("daily_snippets", job.folder)
+    assert log.count("starting task_id=") == 2
+    assert "Running batchllm run" not in log
+    assert pq.ParquetFile(job.published("daily_snippets")).metadata.num_rows == 0

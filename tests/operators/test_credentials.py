@@ -51,6 +51,10 @@ def lake(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         ({"login": KEY_ID, "password": KEY}, (KEY_ID, KEY, None, None, None)),
         (
+            {"conn_type": "generic", "login": KEY_ID, "password": KEY},
+            (KEY_ID, KEY, None, None, None),
+        ),
+        (
             {"extra": {"aws_access_key_id": KEY_ID, "aws_secret_access_key": KEY}},
             (KEY_ID, KEY, None, None, None),
         ),
