@@ -1,0 +1,45 @@
+"""What README.md shows is what happens."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+import yaml
+from support.fake_job import DS, document_rows, job_fields, write_table
+
+from batchllm_operator.spec import parse_spec
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced code blocks of a language."""
+    pieces = README.read_text(encoding="utf-8").split(f"```{language}\n")[1:]
+    return [piece.partition("```")[0] for piece in pieces]
+
+
+def test_the_interactive_example_prints_what_it_says() -> None:
+    [example] = [block for block in blocks("python") if block.startswith(">>>")]
+    test = doctest.DocTestParser().get_doctest(example, {}, "README.md", str(README), 0)
+    runner = doctest.DocTestRunner()
+    runner.run(test)
+    assert (runner.tries, runner.failures) == (2, 0)
+
+
+def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    spec = yaml.safe_dump(job_fields("."))
+    (tmp_path / "product_snippets.yaml").write_text(spec, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    [example] = [block for block in blocks("python") if "commit_run" in block]
+    names: dict[str, object] = {}
+    exec(compile(example.replace("2026-01-31", DS), str(README), "exec"), names)
+    assert names["report"].num_rows_out == 30
+
+
+def test_the_shown_spec_is_valid() -> None:
+    [example] = blocks("yaml")
+    spec = parse_spec(yaml.safe_load(example), source="README.md")
+    assert spec.prompt.columns == ("body", "query")
