@@ -3,6 +3,11 @@
 The prompts are synthetic and shaped like the paper's case 1: an instruction that all
 share, a document that `--share-degree` prompts share, and a distinct part each, in random
 order. Groups and savings are checked against the Python tree before anything is timed.
+What is timed is what a plan does by default: the better of Algorithm 1 and the exact choice,
+ordered by subtree.
+
+Beside that, `choices` compares both ways of choosing prefixes on prompts of other shapes, and
+`orders` what Eq. 4 and the order by subtree leave to find in a block cache.
 
     python -m benchmarks.planner --num-prompts 100000
 """
@@ -30,15 +35,20 @@ from numpy.typing import NDArray
 from batchllm_operator.planner import (
     TokenTable,
     build_prefix_tree,
+    cached_tokens,
+    choose_prefixes,
     maximize_reuse,
     num_processed_tokens,
     order_groups,
+    order_groups_by_subtree,
     saving_ratio,
 )
 
 VOCABULARY = 50_000
 CHUNK = 512  # documents or prompts generated at a time, to keep the generator out of the peak
 OUTPUT_TOKENS = 64  # per prompt; a constant, as in the paper
+BLOCK_SIZE = 16  # tokens
+CACHE_BLOCKS = (1_000, 8_000)  # of the caches that orders are compared by
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +132,7 @@ def plan_in_python(prompts: list[list[int]]) -> Result:
     for num_tokens, members in first_level(root):
         cut = num_tokens if len(members) > 1 else 0
         prefill = cut + sum(len(prompts[idx]) - cut for idx in members)
-        ratio = OUTPUT_TOKENS * len(members) / prefill if prefill else float("inf")
+        ratio = OUTPUT_TOKENS / prefill if prefill else float("inf")
         first = min(members, key=lambda idx: (prompts[idx], idx))
         keyed.append((-ratio, prompts[first], first, cut, members))
         num_processed += prefill
@@ -131,12 +141,20 @@ def plan_in_python(prompts: list[list[int]]) -> Result:
     return Result(groups, num_processed, count_tokens(root))
 
 
-def plan_in_arrays(tokens: TokenTable) -> Callable[[], Result]:
-    """The planner; the returned function puts its arrays into the baseline's shape."""
+def plan_in_arrays(tokens: TokenTable, by_paper: bool = False) -> Callable[[], Result]:
+    """The planner; the returned function puts its arrays into the baseline's shape.
+
+    By the paper means Algorithm 1 and Eq. 4, as the baseline does it.
+    """
     tree = build_prefix_tree(tokens)
-    groups = maximize_reuse(tree)
     lengths = tokens.lengths
-    order = order_groups(groups, lengths, np.full(len(tokens), OUTPUT_TOKENS))
+    outputs = np.full(len(tokens), OUTPUT_TOKENS)
+    if by_paper:
+        groups = maximize_reuse(tree)
+        order = order_groups(groups, lengths, outputs)
+    else:
+        groups = choose_prefixes(tree).groups
+        order = order_groups_by_subtree(groups, tree, outputs)
 
     def result() -> Result:
         listed = [(int(groups.num_prefix_tokens[g]), groups.members(g).tolist()) for g in order]
@@ -170,15 +188,90 @@ def generate(args: argparse.Namespace, num_prompts: int) -> tuple[TokenTable, ND
     return TokenTable(rows.reshape(-1), offsets), by_document
 
 
+def some_tokens(generator: np.random.Generator, low: int, high: int) -> NDArray[np.int32]:
+    """Between `low` and `high` random tokens."""
+    return generator.integers(0, VOCABULARY, generator.integers(low, high + 1), dtype=np.int32)
+
+
+def sites(generator: np.random.Generator) -> list[NDArray[np.int32]]:
+    """Instruction, site, document and question; few documents for most sites, as by Zipf."""
+    instruction = some_tokens(generator, 64, 64)
+    prompts = []
+    for num_documents in np.minimum(generator.zipf(1.6, 200), 40):
+        site = some_tokens(generator, 100, 600)
+        for share_degree in np.minimum(generator.zipf(2.0, num_documents), 20):
+            document = some_tokens(generator, 200, 1200)
+            questions = [some_tokens(generator, 10, 60) for _ in range(share_degree)]
+            prompts += [np.concatenate([instruction, site, document, q]) for q in questions]
+    return prompts
+
+
+def conversations(generator: np.random.Generator) -> list[NDArray[np.int32]]:
+    """Each of the 40 turns of a conversation with all turns before it, then a question."""
+    prompts = []
+    for _ in range(40):
+        history = some_tokens(generator, 50, 50)
+        for _ in range(40):
+            history = np.concatenate([history, some_tokens(generator, 20, 200)])
+            prompts.append(np.concatenate([history, some_tokens(generator, 10, 30)]))
+    return prompts
+
+
+def revisions(generator: np.random.Generator) -> list[NDArray[np.int32]]:
+    """Each prompt goes on from somewhere in an earlier one."""
+    prompts = [some_tokens(generator, 500, 500)]
+    for _ in range(2_000):
+        base = prompts[generator.integers(len(prompts))]
+        begin = base[: generator.integers(len(base) // 2, len(base) + 1)]
+        prompts.append(np.concatenate([begin, some_tokens(generator, 20, 400)]))
+    return prompts
+
+
+def compare_choices(tokens: TokenTable) -> dict[str, float]:
+    """Eq. 2 for Algorithm 1, the exact choice and the multi-level optimum."""
+    tree = build_prefix_tree(tokens)
+    choice = choose_prefixes(tree)
+    return {
+        "num_prompts": len(tokens),
+        "algorithm_1": choice.algorithm_1_saved_tokens / tokens.num_tokens,
+        "exact": choice.exact_saved_tokens / tokens.num_tokens,
+        "optimal": saving_ratio(tree.num_distinct_prefix_tokens, tokens.num_tokens),
+    }
+
+
+def compare_orders(tokens: TokenTable) -> dict[str, float]:
+    """Share of the prompt tokens that an LRU cache of blocks finds, one prompt at a time."""
+    tree = build_prefix_tree(tokens)
+    groups = choose_prefixes(tree).groups
+    outputs = np.full(len(tokens), OUTPUT_TOKENS)
+    orders = {
+        "eq_4": order_groups(groups, tokens.lengths, outputs),
+        "by_subtree": order_groups_by_subtree(groups, tree, outputs),
+    }
+    return {
+        f"{name}_{num_blocks}_blocks": cached_tokens(
+            tree, groups.take(order).member_idxs, BLOCK_SIZE, num_blocks
+        )
+        / tokens.num_tokens
+        for num_blocks in CACHE_BLOCKS
+        for name, order in orders.items()
+    }
+
+
 def check_sample(sample: TokenTable) -> None:
     """Exits with a message if the planner and the Python tree disagree on the sample."""
     prompts = [sample.prompt(idx).tolist() for idx in range(len(sample))]
-    ours, theirs = plan_in_arrays(sample)(), plan_in_python(prompts)
+    ours, theirs = plan_in_arrays(sample, by_paper=True)(), plan_in_python(prompts)
     expected = [(cut, sorted(members)) for cut, members in theirs.groups]
     if [(cut, sorted(members)) for cut, members in ours.groups] != expected:
         sys.exit("the planner's groups differ from the Python tree's")
     if (ours.num_processed, ours.num_distinct) != (theirs.num_processed, theirs.num_distinct):
         sys.exit("the planner's token counts differ from the Python tree's")
+    default = plan_in_arrays(sample)()
+    if sorted(i for _, members in default.groups for i in members) != list(range(len(sample))):
+        sys.exit("the default plan doesn't hold every prompt exactly once")
+    if default.num_processed > ours.num_processed:
+        sys.exit("the default plan saves less than Algorithm 1")
 
 
 def check_in_child(tokens: TokenTable, idxs: NDArray[np.int64]) -> None:
@@ -275,10 +368,17 @@ def main() -> None:
     check_in_child(tokens, by_document[: args.gate_prompts])
     print(f"gate passed on {min(args.gate_prompts, len(tokens))} prompts", flush=True)
     measured = compare(args, tokens, by_document[: args.python_prompts])
+    shapes = {
+        make.__name__: TokenTable.from_lists(make(np.random.default_rng(args.seed)))
+        for make in (sites, conversations, revisions)
+    }
+    shapes["documents"] = tokens.take(by_document[: args.gate_prompts])
     bytes_above_base = measured["peak_rss_bytes"] - base_peak
     report = {
         "benchmark": "planner",
         **measured,
+        "choices": {name: compare_choices(shape) for name, shape in shapes.items()},
+        "orders": {name: compare_orders(shape) for name, shape in shapes.items()},
         # tokens included; the second number is the token table's share of the first
         "bytes_per_prompt": round(bytes_above_base / len(tokens), 1),
         "table_bytes_per_prompt": round((table_peak - base_peak) / len(tokens), 1),

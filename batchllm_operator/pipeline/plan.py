@@ -15,13 +15,14 @@ from batchllm_operator.pipeline.rows import Requests, Rows, check_keys, deduplic
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import (
     PrefixGroups,
+    PrefixTree,
     assign_shards,
     build_prefix_tree,
+    choose_prefixes,
     group_prefill_tokens,
     imbalance,
-    maximize_reuse,
     num_processed_tokens,
-    order_groups,
+    order_groups_by_subtree,
     split_large_groups,
 )
 from batchllm_operator.planner.plan import (
@@ -86,7 +87,8 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
     _check_rows(spec, rows, where)
     requests = deduplicate(rows, merge=spec.sampling.is_greedy)
     tree = build_prefix_tree(requests.tokens)
-    groups = _arrange(spec, requests, maximize_reuse(tree))
+    choice = choose_prefixes(tree)
+    groups = _arrange(spec, requests, tree, choice.groups)
     shards = _write_shards(spec, requests, groups, spool)
     counts = PlanCounts(
         num_rows=rows.num_rows,
@@ -98,6 +100,8 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
         num_logical_tokens=len(rows.token_ids),
         num_planned_tokens=num_processed_tokens(groups, requests.tokens.lengths),
         num_optimal_tokens=tree.num_distinct_prefix_tokens,
+        num_algorithm_1_saved_tokens=choice.algorithm_1_saved_tokens,
+        num_exact_saved_tokens=choice.exact_saved_tokens,
     )
     files = {name: describe_file(spool / name) for name in [ROWS_FILE, *(s.file for s in shards)]}
     manifest = PlanManifest(
@@ -160,7 +164,9 @@ def _check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 )
 
 
-def _arrange(spec: JobSpec, requests: Requests, groups: PrefixGroups) -> PrefixGroups:
+def _arrange(
+    spec: JobSpec, requests: Requests, tree: PrefixTree, groups: PrefixGroups
+) -> PrefixGroups:
     """Cut groups too large for one shard, and put all in scheduling order (Eq. 4)."""
     if len(groups) == 0:
         return groups
@@ -171,7 +177,7 @@ def _arrange(spec: JobSpec, requests: Requests, groups: PrefixGroups) -> PrefixG
     groups = split_large_groups(
         groups, member_costs, prefix.astype(np.float64), spec.planner.num_shards
     )
-    return groups.take(order_groups(groups, lengths, output_tokens))
+    return groups.take(order_groups_by_subtree(groups, tree, output_tokens))
 
 
 def _output_tokens(spec: JobSpec, num_requests: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

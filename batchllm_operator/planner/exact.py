@@ -63,10 +63,9 @@ class ExactCuts:
 
     def groups(self) -> PrefixGroups:
         """The prompts by cut, in lexicographic order as from `maximize_reuse`."""
-        is_leaf = self.tree.num_leaves == 1
-        is_leaf[ROOT] = False
         is_cut = self.cut == np.arange(len(self.cut))
-        container = np.where(is_leaf, self.cut, np.where(is_cut, ROOT, _NONE))
+        container = np.where(is_cut, ROOT, _NONE)
+        container[self.tree.leaves] = self.cut[self.tree.leaves]
         return contained_groups(self.tree, container)
 
 
@@ -165,7 +164,8 @@ def _close_node(
 def _value_at_end(function: NDArray[np.int64], position: int) -> int:
     """Value at a position that no point lies beyond."""
     slope = function[_SLOPE] + function[_RISE]
-    return function[_VALUE] + slope * position - function[_MOMENT]
+    value: int = function[_VALUE] + slope * position - function[_MOMENT]
+    return value
 
 
 @compiled
@@ -231,7 +231,8 @@ def _end_point(function: NDArray[np.int64], heap: int, points: NDArray[np.int64]
     while function[heap] != _NONE and points[function[heap], _BY] == 0:
         removed = function[heap]
         function[heap] = _merged(points, heap, points[removed, left], points[removed, left + 1])
-    return function[heap]
+    point: int = function[heap]
+    return point
 
 
 @compiled

@@ -85,6 +85,10 @@ class PlanCounts(_Frozen):
     """Prefill tokens when each group computes its one prefix once (Eq. 2, N_processed)."""
     num_optimal_tokens: int
     """The same when every shared prefix, at every level, is computed once."""
+    num_algorithm_1_saved_tokens: int
+    """What the paper's Algorithm 1 saves of the requests' tokens, before groups are cut."""
+    num_exact_saved_tokens: int
+    """What the best single-level choice saves; the plan takes the better of the two."""
 
     @property
     def planned_saving_ratio(self) -> float:

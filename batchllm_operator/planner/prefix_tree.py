@@ -73,6 +73,11 @@ class PrefixTree:
         return self.leaf_end - self.leaf_begin
 
     @property
+    def leaves(self) -> NDArray[np.int64]:
+        """The leaf node of each rank: [num_prompts]."""
+        return np.flatnonzero(self.num_leaves[1:] == 1) + 1
+
+    @property
     def num_node_tokens(self) -> NDArray[np.int64]:
         """Tokens of each node itself, without those of its ancestors: [num_nodes]."""
         tokens = self.depth.copy()
@@ -169,7 +174,7 @@ def _common_depth(
         for position in range(1, len(idxs)):
             begin = offsets[idxs[position]]
             shared_end = min(shared_end, int(offsets[idxs[position] + 1] - begin))
-            shared_end = common + _num_equal(
+            shared_end = common + num_equal(
                 token_ids[first + common : first + shared_end],
                 token_ids[begin + common : begin + shared_end],
             )
@@ -181,7 +186,7 @@ def _common_depth(
 
 
 @compiled
-def _num_equal(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
+def num_equal(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
     """Length of the common prefix of two arrays of equal length."""
     num_equal = 0
     while num_equal + _COMPARE_STRIDE <= len(left):

@@ -205,3 +205,16 @@ def test_a_plan_without_all_its_files_has_no_manifest(
     monkeypatch.undo()
     plan = plan_job(fake_spec(tmp_path), DS)
     assert StoredPlan.open(plan.folder.uri) == plan
+
+
+def test_deep_sharing_is_cut_at_the_better_level(tmp_path: Path) -> None:
+    """A conversation in which each prompt continues the one before it."""
+    turns = [f"turn {n} says something of some length. " for n in range(30)]
+    rows = [
+        {"row_key": n, "document": "".join(turns[: n + 1]), "query": "?"} for n in range(len(turns))
+    ]
+    write_table(tmp_path / "documents", rows)
+    counts = plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DS).manifest.counts
+    assert counts.num_algorithm_1_saved_tokens < counts.num_exact_saved_tokens
+    saved = counts.num_logical_tokens - counts.num_planned_tokens
+    assert saved == counts.num_exact_saved_tokens

@@ -71,6 +71,8 @@ def make_manifest(**changes: Any) -> PlanManifest:
         num_logical_tokens=30,
         num_planned_tokens=20,
         num_optimal_tokens=19,
+        num_algorithm_1_saved_tokens=6,
+        num_exact_saved_tokens=6,
     )
     shard = ShardInfo(
         file="shard-00000.parquet",
