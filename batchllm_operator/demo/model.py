@@ -200,7 +200,10 @@ def _shape_output(
     Ids without a token and special ones other than the end of a message get zero, so that
     they never come out.
     """
-    norms = (weight.new_empty(weight.shape[0]).normal_(generator=generator) * _NORM_SPREAD).exp_()
+    # By math.exp: torch's exp splits over threads, and a thread's first one was seen to be less
+    # exact than the others.
+    normal = weight.new_empty(weight.shape[0]).normal_(generator=generator).tolist()
+    norms = weight.new_tensor([math.exp(_NORM_SPREAD * value) for value in normal])
     norms[len(tokenizer) :] = 0.0
     norms[tokenizer.all_special_ids] = 0.0
     norms[tokenizer.eos_token_id] = _END_NORM
