@@ -65,24 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.plan import plan_job
+    from batchllm_operator.report import format_plan
     from batchllm_operator.spec import load_spec
 
     plan = plan_job(load_spec(args.job), args.ds)
-    counts = plan.manifest.counts
-    print(
-        f"{counts.num_rows:,} rows: {counts.num_requests:,} requests in {counts.num_groups:,}"
-        f" groups ({counts.num_shared_groups:,} shared), {counts.num_duplicate_rows:,} duplicates,"
-        f" {counts.num_rejected_rows:,} rejected\n"
-        f"{counts.num_logical_tokens:,} prompt tokens, {counts.num_planned_tokens:,} after sharing:"
-        f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
-        f" {counts.optimal_saving_ratio:.1%} optimal\n"
-        f"{len(plan.manifest.shards)} shards; plan: {plan.folder.uri}"
-    )
+    counts, estimate = plan.manifest.counts, plan.manifest.estimate
+    print(format_plan(plan.manifest, plan.folder.uri))
     return {
         "plan_uri": plan.folder.uri,
         "num_shards": len(plan.manifest.shards),
         "planned_saving_ratio": counts.planned_saving_ratio,
         "optimal_saving_ratio": counts.optimal_saving_ratio,
+        "imbalance": plan.manifest.imbalance,
+        "predicted_gpu_s": estimate.gpu_s if estimate else None,
+        "predicted_cost_usd": estimate.cost_usd if estimate else None,
         **counts.model_dump(),
     }
 

@@ -119,6 +119,14 @@ def test_a_spec_survives_being_stored(tmp_path: Path) -> None:
     assert again.identity == spec.identity
 
 
+def test_what_a_job_is_estimated_for_does_not_change_the_job() -> None:
+    spec = parse()
+    assert spec.planner.target_gpu == "H100"
+    for planner in ({"target_gpu": "A100"}, {"target_gpu": None}, {"gpu_table": "/gpus.toml"}):
+        assert parse(planner=planner).identity == spec.identity
+    assert parse(planner={"num_shards": 2}).identity != spec.identity
+
+
 def test_a_minimal_spec_is_greedy_vllm_with_one_shard() -> None:
     spec = parse()
     assert spec.sampling.is_greedy
@@ -408,6 +416,8 @@ def test_relative_paths_start_at_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert spec.input.uri == str(tmp_path / "lake" / "in")
     assert spec.output.uri == str(jobs / "out")
     assert spec.model.path == str(jobs / "model")
+    own = load(jobs, planner__gpu_table="../gpus.toml").planner.gpu_table
+    assert own == str(tmp_path / "gpus.toml")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.gpu import GPU
+from batchllm_operator.planner.model_shape import ModelShape
 from batchllm_operator.planner.reuse import saving_ratio
 from batchllm_operator.planner.token_table import TokenTable
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
@@ -65,6 +67,8 @@ class ShardInfo(_Frozen):
     """Row groups of the shard file; each becomes one output part."""
     num_prefill_tokens: int
     """Prefill tokens after sharing."""
+    predicted_gpu_s: float | None = None
+    """Its part of the estimate, without the time in which memory fills and drains."""
 
 
 class PlanCounts(_Frozen):
@@ -97,6 +101,28 @@ class PlanCounts(_Frozen):
         return saving_ratio(self.num_optimal_tokens, self.num_logical_tokens)
 
 
+class CostEstimate(_Frozen):
+    """What the job will take on the spec's `target_gpu`; formulas in `planner.cost`."""
+
+    gpu: GPU
+    model: ModelShape
+    num_saved_tokens: int
+    """Prefill tokens that sharing and duplicates save: logical - planned."""
+    num_output_tokens: int
+    """Estimated, of all requests."""
+    prefill_s: float
+    decode_s: float
+    attention_bytes: float
+    """KV that decoding reads."""
+    num_steps: float
+    gpu_s: float
+    cost_usd: float
+    unshared_gpu_s: float
+    """The same if each row's prompt were computed alone."""
+    unshared_cost_usd: float
+    assumptions: tuple[str, ...]
+
+
 class SnapshotFile(_Frozen):
     """One input file as it was when the plan read it."""
 
@@ -124,6 +150,10 @@ class PlanManifest(_Frozen):
     counts: PlanCounts
     planned_saving_ratio: float
     optimal_saving_ratio: float
+    estimate: CostEstimate | None = None
+    """None where no GPU is named, or the model's shape isn't known."""
+    imbalance: float = 1.0
+    """Predicted work of the largest shard / that of an average one."""
     files: Mapping[str, DataFile]
     shards: tuple[ShardInfo, ...]
 

@@ -237,6 +237,12 @@ class PlannerSpec(_Section):
     """GPU tasks that share the job; fewer are made where there are fewer groups."""
     estimated_output_tokens: int | None = Field(default=None, ge=1)
     """Output length to plan with; unset: `sampling.max_tokens`."""
+    target_gpu: NonEmpty | None = "H100"
+    """GPU whose time and price `plan` predicts, and by whose time it balances shards; null
+    for no prediction. Built in: A100, H100, H200, MI300X."""
+    gpu_table: NonEmpty | None = None
+    """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
+    built-in `planner/gpus.toml`: rates, achievable shares, prices."""
     part_rows: int = Field(default=500, ge=1)
     """Requests per output part: what a restart may have to generate again. Parts end
     where a group ends, unless the group alone is larger."""
@@ -308,6 +314,7 @@ class JobSpec(_Section):
                 "enforce_eager",
                 "block_size",
             },
+            "planner": {"target_gpu", "gpu_table"},
             "on_empty": True,
             "max_failed_fraction": True,
         }
