@@ -9,10 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError, StorageError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target, work_costs
+from batchllm_operator.pipeline.output_lengths import (
+    estimate_output_tokens,
+    learn_output_lengths,
+)
 from batchllm_operator.pipeline.rows import Requests, Rows, check_keys, deduplicate, read_rows
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import (
@@ -89,7 +94,8 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
     _check_rows(spec, rows, where)
     requests = deduplicate(rows, merge=spec.sampling.is_greedy)
     tree = build_prefix_tree(requests.tokens)
-    output_tokens = _output_tokens(spec, len(requests.tokens))
+    learned = learn_output_lengths(spec, ds)
+    output_tokens = estimate_output_tokens(spec, requests, learned)
     groups = _arrange(spec, requests, output_tokens, maximize_reuse(tree), target)
     shards, unevenness = _write_shards(spec, requests, output_tokens, groups, target, spool)
     counts = PlanCounts(
@@ -105,7 +111,7 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
     )
     files = {name: describe_file(spool / name) for name in [ROWS_FILE, *(s.file for s in shards)]}
     manifest = PlanManifest(
-        plan_id=compute_plan_id(spec, ds, tokenizer.model_version, files),
+        plan_id=compute_plan_id(spec, ds, tokenizer.model_version, files, learned),
         spec_version=SPEC_VERSION,
         spec=spec,
         spec_identity=spec.identity,
@@ -121,6 +127,7 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
         counts=counts,
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,
+        learned=learned,
         estimate=estimate_cost(target, requests, output_tokens, groups, len(shards)),
         imbalance=unevenness,
         files=files,
@@ -156,6 +163,7 @@ def _check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
         "input.key": spec.input.key,
         "output.carry": spec.output.carry,
         "input.filter": tuple(term.column for term in spec.input.filter),
+        "planner.estimated_output_tokens": spec.planner.estimate_columns,
     }
     for place, columns in places.items():
         for column in columns:
@@ -164,6 +172,13 @@ def _check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                     f"{place}: table {table.uri} has no column {column!r}; it has"
                     f" {', '.join(snapshot.schema.names)}"
                 )
+    for column in spec.planner.estimate_columns:
+        kind = snapshot.schema.field(column).type
+        if not pa.types.is_integer(kind):
+            raise SpecError(
+                f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
+                f" {kind}, not integers"
+            )
 
 
 def _arrange(
@@ -180,12 +195,6 @@ def _arrange(
     member_costs, prefix_costs = work_costs(target, groups, lengths, output_tokens)
     groups = split_large_groups(groups, member_costs, prefix_costs, spec.planner.num_shards)
     return groups.take(order_groups(groups, lengths, output_tokens))
-
-
-def _output_tokens(spec: JobSpec, num_requests: int) -> npt.NDArray[np.int64]:
-    """Estimated output tokens of each request."""
-    estimate = spec.planner.estimated_output_tokens or spec.sampling.max_tokens
-    return np.full(num_requests, estimate, dtype=np.int64)
 
 
 def _write_shards(

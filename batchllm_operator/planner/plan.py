@@ -123,6 +123,33 @@ class CostEstimate(_Frozen):
     assumptions: tuple[str, ...]
 
 
+class LengthBucket(_Frozen):
+    """Outputs to prompts of a range of lengths."""
+
+    min_prompt_tokens: int
+    """A power of two; the bucket ends before the next."""
+    num_rows: int
+    num_output_tokens: int
+
+
+class LearnedOutputs(_Frozen):
+    """How long an earlier partition's outputs were."""
+
+    ds: str
+    plan_id: str
+    buckets: tuple[LengthBucket, ...]
+    """Those with rows, ascending."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(bucket.num_rows for bucket in self.buckets)
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Of all rows."""
+        return sum(bucket.num_output_tokens for bucket in self.buckets) / self.num_rows
+
+
 class SnapshotFile(_Frozen):
     """One input file as it was when the plan read it."""
 
@@ -150,6 +177,8 @@ class PlanManifest(_Frozen):
     counts: PlanCounts
     planned_saving_ratio: float
     optimal_saving_ratio: float
+    learned: LearnedOutputs | None = None
+    """What output lengths were estimated from, where the spec asks for that and it exists."""
     estimate: CostEstimate | None = None
     """None where no GPU is named, or the model's shape isn't known."""
     imbalance: float = 1.0
@@ -196,11 +225,22 @@ class PlanManifest(_Frozen):
 
 
 def compute_plan_id(
-    spec: JobSpec, ds: str, model_version: str, files: Mapping[str, DataFile]
+    spec: JobSpec,
+    ds: str,
+    model_version: str,
+    files: Mapping[str, DataFile],
+    learned: LearnedOutputs | None = None,
 ) -> str:
     """16 hex digits that stand for what is asked, of which model, about which data."""
     content = {name: file.sha256 for name, file in files.items()}
-    identity = {"spec": spec.identity, "ds": ds, "model": model_version, "files": content}
+    identity: dict[str, Any] = {
+        "spec": spec.identity,
+        "ds": ds,
+        "model": model_version,
+        "files": content,
+    }
+    if learned is not None:
+        identity["learned"] = learned.model_dump(mode="json")
     return _digest(identity)[:16]
 
 

@@ -16,6 +16,11 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
         f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
         f" {counts.optimal_saving_ratio:.1%} optimal",
     ]
+    if (learned := manifest.learned) is not None:
+        lines.append(
+            f"output lengths as in partition {learned.ds}: {learned.mean_output_tokens:,.1f} tokens"
+            f" on average of {learned.num_rows:,} rows"
+        )
     if manifest.estimate is not None:
         lines += _format_estimate(manifest.estimate)
     num_shards = len(manifest.shards)
