@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -68,6 +69,8 @@ def _plan(args: argparse.Namespace) -> Result:
     from batchllm_operator.report import format_plan
     from batchllm_operator.spec import load_spec
 
+    if args.advise:
+        return _advise(args)
     plan = plan_job(load_spec(args.job), args.ds)
     counts, estimate = plan.manifest.counts, plan.manifest.estimate
     print(format_plan(plan.manifest, plan.folder.uri))
@@ -81,6 +84,16 @@ def _plan(args: argparse.Namespace) -> Result:
         "predicted_cost_usd": estimate.cost_usd if estimate else None,
         **counts.model_dump(),
     }
+
+
+def _advise(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.advise import advise
+    from batchllm_operator.report import format_advice
+    from batchllm_operator.spec import load_spec
+
+    advice = advise(load_spec(args.job), args.ds)
+    print(format_advice(advice))
+    return asdict(advice)
 
 
 def _run(args: argparse.Namespace) -> Result:
@@ -176,6 +189,11 @@ def _parser() -> argparse.ArgumentParser:
     plan = add_stage("plan", _plan, "Plan a job for one partition of its input table.")
     plan.add_argument("--job", required=True, type=Path, metavar="FILE", help="job spec (YAML)")
     plan.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
+    plan.add_argument(
+        "--advise",
+        action="store_true",
+        help="only print what other orders of the template's columns would save, on a sample",
+    )
 
     run = add_stage("run", _run, "Generate for one shard of a plan; resumes where it was stopped.")
     run.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")

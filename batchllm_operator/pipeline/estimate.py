@@ -156,7 +156,7 @@ def _assumptions(target: Target, total: Work) -> tuple[str, ...]:
         f"{total.num_decode_tokens:,} output tokens, at most {total.max_output_tokens:,} each;"
         f" {model.num_parameters / 1e9:,.3g} B parameters in {model.bytes_per_weight:g} bytes,"
         f" {model.kv_bytes_per_token:,.0f} bytes of KV a token",
-        f"{gpu.achievable_compute:.0%} of {gpu.bf16_flop_per_s / 1e12:,.0f} TFLOP/s,"
+        f"{gpu.achievable_compute:.0%} of {gpu.bf16_flop_per_s / 1e12:,.0f} bf16 TFLOP/s,"
         f" {gpu.achievable_bandwidth:.0%} of {gpu.hbm_bytes_per_s / 1e12:,.3g} TB/s, {kv},"
         f" ${gpu.usd_per_hour:,.2f} an hour",
         "a roofline, not measured: without starting the engine, preemption, and traffic between"

@@ -77,7 +77,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         raise SpecError("ds: is empty; name a partition, such as 2026-01-31")
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
-    _check_columns(spec, table, snapshot)
+    check_columns(spec, table, snapshot)
     # A partition in the way would stop the commit; better to know before the GPU runs.
     check_publisher(open_table(spec.output.uri, spec.input.partition_column), spec, ds)
     with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as spool:
@@ -156,7 +156,7 @@ def _check_rows(spec: JobSpec, rows: Rows, where: str) -> None:
         )
 
 
-def _check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
+def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     """Every column that the spec names must be there; say which field names it."""
     places = {
         "prompt.template": spec.prompt.columns,

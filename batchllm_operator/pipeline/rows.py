@@ -166,6 +166,14 @@ def _select_keys(batch: pa.RecordBatch, key: tuple[str, ...]) -> pa.RecordBatch:
     )
 
 
+def deduplicated_tokens(tokens: TokenTable, *, merge: bool) -> TokenTable:
+    """The distinct prompts if `merge`, else all."""
+    if not merge:
+        return tokens
+    first = first_occurrences(tokens)
+    return tokens.take(np.flatnonzero(first == np.arange(len(first))))
+
+
 def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
     """Estimated output tokens of the batch's rows, where a column holds them."""
     most, least = spec.sampling.max_tokens, max(1, spec.sampling.min_tokens)

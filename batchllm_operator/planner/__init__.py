@@ -24,7 +24,7 @@ from batchllm_operator.planner.cost import (
     rates,
 )
 from batchllm_operator.planner.gpu import GPU, find_gpu, read_gpu_table
-from batchllm_operator.planner.groups import prefix_sharing_groups
+from batchllm_operator.planner.groups import prefix_sharing_groups, saving_ratios
 from batchllm_operator.planner.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from batchllm_operator.planner.order import order_groups
 from batchllm_operator.planner.prefix_tree import PrefixTree, build_prefix_tree
@@ -68,5 +68,6 @@ __all__ = [
     "rates",
     "read_gpu_table",
     "saving_ratio",
+    "saving_ratios",
     "split_large_groups",
 ]

@@ -32,8 +32,8 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
 def _format_estimate(estimate: CostEstimate) -> list[str]:
     return [
         f"predicted for {estimate.gpu.name}: {_duration(estimate.gpu_s)} of GPU time,"
-        f" ${estimate.cost_usd:,.2f} (each row alone: {_duration(estimate.unshared_gpu_s)},"
-        f" ${estimate.unshared_cost_usd:,.2f}); {estimate.num_saved_tokens:,} prefill tokens saved",
+        f" {_price(estimate.cost_usd)} (each row alone: {_duration(estimate.unshared_gpu_s)},"
+        f" {_price(estimate.unshared_cost_usd)}); {estimate.num_saved_tokens:,} prefill tokens saved",
         f"  prefill {_duration(estimate.prefill_s)}, decode {_duration(estimate.decode_s)} with"
         f" {estimate.attention_bytes / 1e12:,.3g} TB of KV read in {estimate.num_steps:,.0f} steps",
         *(f"  assumed: {assumption}" for assumption in estimate.assumptions),
@@ -47,3 +47,7 @@ def _duration(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:,.3g} min"
     return f"{seconds / 3600:,.4g} h"
+
+
+def _price(usd: float) -> str:
+    return f"${usd:,.2f}" if usd >= 0.01 or usd == 0 else "under $0.01"
