@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -65,26 +66,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.plan import plan_job
+    from batchllm_operator.report import format_plan
     from batchllm_operator.spec import load_spec
 
+    if args.advise:
+        return _advise(args)
     plan = plan_job(load_spec(args.job), args.ds)
-    counts = plan.manifest.counts
-    print(
-        f"{counts.num_rows:,} rows: {counts.num_requests:,} requests in {counts.num_groups:,}"
-        f" groups ({counts.num_shared_groups:,} shared), {counts.num_duplicate_rows:,} duplicates,"
-        f" {counts.num_rejected_rows:,} rejected\n"
-        f"{counts.num_logical_tokens:,} prompt tokens, {counts.num_planned_tokens:,} after sharing:"
-        f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
-        f" {counts.optimal_saving_ratio:.1%} optimal\n"
-        f"{len(plan.manifest.shards)} shards; plan: {plan.folder.uri}"
-    )
+    counts, estimate = plan.manifest.counts, plan.manifest.estimate
+    print(format_plan(plan.manifest, plan.folder.uri))
     return {
         "plan_uri": plan.folder.uri,
         "num_shards": len(plan.manifest.shards),
         "planned_saving_ratio": counts.planned_saving_ratio,
         "optimal_saving_ratio": counts.optimal_saving_ratio,
+        "imbalance": plan.manifest.imbalance,
+        "predicted_gpu_s": estimate.gpu_s if estimate else None,
+        "predicted_cost_usd": estimate.cost_usd if estimate else None,
         **counts.model_dump(),
     }
+
+
+def _advise(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.advise import advise
+    from batchllm_operator.report import format_advice
+    from batchllm_operator.spec import load_spec
+
+    advice = advise(load_spec(args.job), args.ds)
+    print(format_advice(advice))
+    return asdict(advice)
 
 
 def _run(args: argparse.Namespace) -> Result:
@@ -180,6 +189,11 @@ def _parser() -> argparse.ArgumentParser:
     plan = add_stage("plan", _plan, "Plan a job for one partition of its input table.")
     plan.add_argument("--job", required=True, type=Path, metavar="FILE", help="job spec (YAML)")
     plan.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
+    plan.add_argument(
+        "--advise",
+        action="store_true",
+        help="only print what other orders of the template's columns would save, on a sample",
+    )
 
     run = add_stage("run", _run, "Generate for one shard of a plan; resumes where it was stopped.")
     run.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")

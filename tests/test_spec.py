@@ -119,6 +119,28 @@ def test_a_spec_survives_being_stored(tmp_path: Path) -> None:
     assert again.identity == spec.identity
 
 
+def test_what_a_job_is_estimated_for_does_not_change_the_job() -> None:
+    spec = parse()
+    assert spec.planner.target_gpu == "H100"
+    for planner in ({"target_gpu": "A100"}, {"target_gpu": None}, {"gpu_table": "/gpus.toml"}):
+        assert parse(planner=planner).identity == spec.identity
+    assert parse(planner={"num_shards": 2}).identity != spec.identity
+
+
+def test_output_lengths_come_from_one_place() -> None:
+    field = "planner__estimated_output_tokens"
+    column = parse(**{field: {"column": "expected"}})
+    assert column.input_columns == ("id", "document", "expected")
+    assert JobSpec.model_validate_json(column.model_dump_json()) == column
+    assert parse(**{field: {"learned": True}}).planner.learns_output_tokens
+    assert not parse(**{field: 5}).planner.learns_output_tokens
+    for wrong in ({}, {"learned": False}, {"column": "a", "learned": True}, {"columns": "a"}):
+        assert "planner.estimated_output_tokens.source" in refusal(changed(**{field: wrong}))
+    for wrong in (0, "x", 1.5, [1]):
+        message = refusal(changed(**{field: wrong}))
+        assert message.count("planner.estimated_output_tokens.number: ") == 1
+
+
 def test_a_minimal_spec_is_greedy_vllm_with_one_shard() -> None:
     spec = parse()
     assert spec.sampling.is_greedy
@@ -408,6 +430,8 @@ def test_relative_paths_start_at_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert spec.input.uri == str(tmp_path / "lake" / "in")
     assert spec.output.uri == str(jobs / "out")
     assert spec.model.path == str(jobs / "model")
+    own = load(jobs, planner__gpu_table="../gpus.toml").planner.gpu_table
+    assert own == str(tmp_path / "gpus.toml")
 
 
 @pytest.mark.parametrize(

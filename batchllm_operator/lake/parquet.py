@@ -42,6 +42,12 @@ class ParquetTable:
     def uri(self) -> str:
         return self._folder.uri
 
+    def partitions(self) -> list[str]:
+        """From the first level of folders, where a published partition always is."""
+        found = (_hive_values(f"{name}/") for name in self._folder.subfolder_names())
+        names = (values.get(self._partition_column) for values in found)
+        return sorted(name for name in names if name is not None)
+
     def snapshot(self, partition: str) -> Snapshot:
         if not self._folder.exists():
             raise TableError(f"table {self.uri}: there is no such folder")

@@ -42,6 +42,10 @@ class LakeTable(Protocol):
         """Where the table lies."""
         ...
 
+    def partitions(self) -> list[str]:
+        """Names of the partitions that there are, ascending; none if there is no table."""
+        ...
+
     def snapshot(self, partition: str) -> Snapshot:
         """Describe the partition's present content; no files if the table lacks the partition.
 

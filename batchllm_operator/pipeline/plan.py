@@ -8,9 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError, StorageError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target, work_costs
+from batchllm_operator.pipeline.output_lengths import (
+    estimate_output_tokens,
+    learn_output_lengths,
+)
 from batchllm_operator.pipeline.rows import Requests, Rows, check_keys, deduplicate, read_rows
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import (
@@ -71,7 +78,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         raise SpecError("ds: is empty; name a partition, such as 2026-01-31")
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
-    _check_columns(spec, table, snapshot)
+    check_columns(spec, table, snapshot)
     # A partition in the way would stop the commit; better to know before the GPU runs.
     check_publisher(open_table(spec.output.uri, spec.input.partition_column), spec, ds)
     with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as spool:
@@ -80,6 +87,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
 
 def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: Path) -> StoredPlan:
     tokenizer = load_tokenizer(spec, ds)
+    target = find_target(spec)
     rows = read_rows(spec, table, snapshot, tokenizer, spool / ROWS_FILE)
     where = f"table {table.uri}, partition {ds!r}"
     if table.snapshot(ds).files != snapshot.files:
@@ -88,8 +96,10 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
     requests = deduplicate(rows, merge=spec.sampling.is_greedy)
     tree = build_prefix_tree(requests.tokens)
     choice = choose_prefixes(tree)
-    groups = _arrange(spec, requests, tree, choice.groups)
-    shards = _write_shards(spec, requests, groups, spool)
+    learned = learn_output_lengths(spec, ds)
+    output_tokens = estimate_output_tokens(spec, requests, learned)
+    groups = _arrange(spec, requests, output_tokens, tree, choice.groups, target)
+    shards, unevenness = _write_shards(spec, requests, output_tokens, groups, target, spool)
     counts = PlanCounts(
         num_rows=rows.num_rows,
         num_rejected_rows=rows.num_rejected,
@@ -105,7 +115,7 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
     )
     files = {name: describe_file(spool / name) for name in [ROWS_FILE, *(s.file for s in shards)]}
     manifest = PlanManifest(
-        plan_id=compute_plan_id(spec, ds, tokenizer.model_version, files),
+        plan_id=compute_plan_id(spec, ds, tokenizer.model_version, files, learned),
         spec_version=SPEC_VERSION,
         spec=spec,
         spec_identity=spec.identity,
@@ -121,6 +131,9 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
         counts=counts,
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,
+        learned=learned,
+        estimate=estimate_cost(target, requests, output_tokens, groups, len(shards)),
+        imbalance=unevenness,
         files=files,
         shards=shards,
     )
@@ -147,13 +160,14 @@ def _check_rows(spec: JobSpec, rows: Rows, where: str) -> None:
         )
 
 
-def _check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
+def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     """Every column that the spec names must be there; say which field names it."""
     places = {
         "prompt.template": spec.prompt.columns,
         "input.key": spec.input.key,
         "output.carry": spec.output.carry,
         "input.filter": tuple(term.column for term in spec.input.filter),
+        "planner.estimated_output_tokens": spec.planner.estimate_columns,
     }
     for place, columns in places.items():
         for column in columns:
@@ -162,40 +176,50 @@ def _check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                     f"{place}: table {table.uri} has no column {column!r}; it has"
                     f" {', '.join(snapshot.schema.names)}"
                 )
+    for column in spec.planner.estimate_columns:
+        kind = snapshot.schema.field(column).type
+        if not pa.types.is_integer(kind):
+            raise SpecError(
+                f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
+                f" {kind}, not integers"
+            )
 
 
 def _arrange(
-    spec: JobSpec, requests: Requests, tree: PrefixTree, groups: PrefixGroups
+    spec: JobSpec,
+    requests: Requests,
+    output_tokens: npt.NDArray[np.int64],
+    tree: PrefixTree,
+    groups: PrefixGroups,
+    target: Target | None,
 ) -> PrefixGroups:
     """Cut groups too large for one shard, and put all in scheduling order (Eq. 4)."""
     if len(groups) == 0:
         return groups
-    lengths, output_tokens = requests.tokens.lengths, _output_tokens(spec, len(requests.tokens))
-    prefix = groups.num_prefix_tokens
-    member_costs = (lengths + output_tokens).astype(np.float64)
-    member_costs[groups.member_idxs] -= np.repeat(prefix, groups.sizes)
-    groups = split_large_groups(
-        groups, member_costs, prefix.astype(np.float64), spec.planner.num_shards
-    )
+    lengths = requests.tokens.lengths
+    member_costs, prefix_costs = work_costs(target, groups, lengths, output_tokens)
+    groups = split_large_groups(groups, member_costs, prefix_costs, spec.planner.num_shards)
     return groups.take(order_groups_by_subtree(groups, tree, output_tokens))
 
 
-def _output_tokens(spec: JobSpec, num_requests: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Estimated output tokens of each request."""
-    estimate = spec.planner.estimated_output_tokens or spec.sampling.max_tokens
-    return np.full(num_requests, estimate, dtype=np.int64)
-
-
 def _write_shards(
-    spec: JobSpec, requests: Requests, groups: PrefixGroups, spool: Path
-) -> tuple[ShardInfo, ...]:
-    """Deal the groups, in their order, out to shards of about equal work, and write these."""
+    spec: JobSpec,
+    requests: Requests,
+    output_tokens: npt.NDArray[np.int64],
+    groups: PrefixGroups,
+    target: Target | None,
+    spool: Path,
+) -> tuple[tuple[ShardInfo, ...], float]:
+    """Deal the groups, in their order, out to shards of about equal work, and write these.
+
+    Returns:
+        The shards, and their imbalance.
+    """
     if len(groups) == 0:
-        return ()
+        return (), 1.0
     prefill = group_prefill_tokens(groups, requests.tokens.lengths)
-    output_tokens = _output_tokens(spec, len(requests.tokens))
-    decode = np.add.reduceat(output_tokens[groups.member_idxs], groups.offsets[:-1])
-    costs = (prefill + decode).astype(np.float64)
+    costs, prefix_costs = work_costs(target, groups, requests.tokens.lengths, output_tokens)
+    costs = np.add.reduceat(costs[groups.member_idxs], groups.offsets[:-1]) + prefix_costs
     num_shards = min(spec.planner.num_shards, len(groups))
     shard_of_group = assign_shards(costs, num_shards)
     worst = imbalance(costs, shard_of_group, num_shards)
@@ -227,9 +251,10 @@ def _write_shards(
                 num_rows=sum(map(len, row_idxs)),
                 num_parts=num_parts,
                 num_prefill_tokens=int(prefill[group_ids].sum()),
+                predicted_gpu_s=float(costs[group_ids].sum()) / 1e9 if target else None,
             )
         )
-    return tuple(shards)
+    return tuple(shards), worst
 
 
 def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], spool: Path) -> StoredPlan:

@@ -34,6 +34,8 @@ class Rows:
     """Rows that can be prompted."""
     token_ids: array.array[int] = field(default_factory=lambda: array.array("i"))
     offsets: array.array[int] = field(default_factory=lambda: array.array("q", [0]))
+    output_tokens: array.array[int] = field(default_factory=lambda: array.array("q"))
+    """Estimates of the rows that can be prompted, where a column holds them."""
 
     @property
     def num_rejected(self) -> int:
@@ -57,6 +59,8 @@ class Requests:
     """int64 [num_rows that can be prompted], the rows of request 0, of request 1, ..."""
     offsets: npt.NDArray[np.int64]
     """int64 [num_requests + 1] into `row_idxs`."""
+    output_tokens: npt.NDArray[np.int64] | None = None
+    """int64 [num_requests], the largest estimate of its rows, where a column holds them."""
 
     def rows_of(self, idx: int) -> npt.NDArray[np.int64]:
         """Rows that request `idx` stands for, ascending."""
@@ -88,7 +92,8 @@ def read_rows(
             if batch.num_rows == 0:
                 continue
             rendered = renderer.render(batch)
-            errors = _tokenize(rendered.texts, rendered.errors, tokenizer, rows)
+            estimates = _estimates(spec, batch)
+            errors = _tokenize(rendered.texts, rendered.errors, estimates, tokenizer, rows)
             columns = [batch.column(name) for name in spec.kept_columns]
             writer.write_table(
                 pa.Table.from_arrays([*columns, pa.array(errors, pa.string())], schema=schema)
@@ -136,7 +141,8 @@ def check_keys(batches: list[pa.RecordBatch], key: tuple[str, ...], where: str) 
 def deduplicate(rows: Rows, *, merge: bool) -> Requests:
     """One request per distinct prompt if `merge`, else one per row."""
     tokens, row_idxs = rows.tokens(), np.frombuffer(rows.row_idxs, dtype=np.int64)
-    one_each = Requests(tokens, row_idxs, np.arange(len(row_idxs) + 1, dtype=np.int64))
+    estimates = np.frombuffer(rows.output_tokens, dtype=np.int64) if rows.output_tokens else None
+    one_each = Requests(tokens, row_idxs, np.arange(len(row_idxs) + 1, dtype=np.int64), estimates)
     if not merge:
         return one_each
     first = first_occurrences(tokens)
@@ -146,7 +152,9 @@ def deduplicate(rows: Rows, *, merge: bool) -> Requests:
     by_request = np.argsort(first, kind="stable")  # rows of a request adjacent, in input order
     ends = np.searchsorted(first[by_request], kept, side="right")
     offsets = np.concatenate([[0], ends]).astype(np.int64)
-    return Requests(tokens.take(kept), row_idxs[by_request], offsets)
+    if estimates is not None:
+        estimates = np.maximum.reduceat(estimates[by_request], offsets[:-1])
+    return Requests(tokens.take(kept), row_idxs[by_request], offsets, estimates)
 
 
 def _select_keys(batch: pa.RecordBatch, key: tuple[str, ...]) -> pa.RecordBatch:
@@ -158,8 +166,29 @@ def _select_keys(batch: pa.RecordBatch, key: tuple[str, ...]) -> pa.RecordBatch:
     )
 
 
+def deduplicated_tokens(tokens: TokenTable, *, merge: bool) -> TokenTable:
+    """The distinct prompts if `merge`, else all."""
+    if not merge:
+        return tokens
+    first = first_occurrences(tokens)
+    return tokens.take(np.flatnonzero(first == np.arange(len(first))))
+
+
+def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
+    """Estimated output tokens of the batch's rows, where a column holds them."""
+    most, least = spec.sampling.max_tokens, max(1, spec.sampling.min_tokens)
+    for name in spec.planner.estimate_columns:
+        values = batch.column(name).to_pylist()
+        return [most if v is None else max(least, min(v, most)) for v in values]
+    return None
+
+
 def _tokenize(
-    texts: list[str | None], errors: list[str | None], tokenizer: Tokenizer, rows: Rows
+    texts: list[str | None],
+    errors: list[str | None],
+    estimates: list[int] | None,
+    tokenizer: Tokenizer,
+    rows: Rows,
 ) -> list[str | None]:
     """Add the prompts of a batch to `rows`; return its errors, too long prompts included."""
     errors = list(errors)
@@ -171,4 +200,6 @@ def _tokenize(
             rows.row_idxs.append(rows.num_rows + idx)
             rows.token_ids.extend(token_ids)
             rows.offsets.append(len(rows.token_ids))
+            if estimates is not None:
+                rows.output_tokens.append(estimates[idx])
     return errors

@@ -4,16 +4,30 @@
                -> order_groups or order_groups_by_subtree -> split_large_groups -> assign_shards
 
 All prompts of a job are known, so their common prefixes are found once, reduced to one
-level by the paper's Algorithm 1 or an exact choice, ordered by Eq. 4, and spread over
-workers. Lengths and counts are in tokens, ranges are half-open, and every result is
-independent of the order in which the prompts are given. Only `plan`, the persisted form,
-touches files (local ones), and nothing knows of an engine.
+level by the paper's Algorithm 1 or an exact choice, ordered by Eq. 4, and spread over workers.
+`cost` predicts what that takes on a GPU (`gpu`) with a model (`model_shape`). Lengths and
+counts are in tokens, ranges are half-open, and every result is independent of the order
+in which the prompts are given. Only `plan`, the persisted form, touches files (local ones),
+and nothing knows of an engine.
 """
 
 from batchllm_operator.planner.block_cache import cached_tokens
 from batchllm_operator.planner.blocks import build_block_tree
 from batchllm_operator.planner.choice import PrefixChoice, choose_prefixes
-from batchllm_operator.planner.groups import prefix_sharing_groups
+from batchllm_operator.planner.cost import (
+    EngineLimits,
+    Prediction,
+    Rates,
+    Work,
+    WorkArrays,
+    group_work,
+    predict,
+    prompt_work,
+    rates,
+)
+from batchllm_operator.planner.gpu import GPU, find_gpu, read_gpu_table
+from batchllm_operator.planner.groups import prefix_sharing_groups, saving_ratios
+from batchllm_operator.planner.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from batchllm_operator.planner.order import order_groups, order_groups_by_subtree
 from batchllm_operator.planner.prefix_tree import PrefixTree, build_prefix_tree
 from batchllm_operator.planner.reuse import (
@@ -27,22 +41,38 @@ from batchllm_operator.planner.shards import assign_shards, imbalance, split_lar
 from batchllm_operator.planner.token_table import TokenTable
 
 __all__ = [
+    "GPU",
+    "MODEL_SHAPES",
+    "EngineLimits",
+    "ModelShape",
+    "Prediction",
     "PrefixChoice",
     "PrefixGroups",
     "PrefixTree",
+    "Rates",
     "TokenTable",
+    "Work",
+    "WorkArrays",
     "assign_shards",
     "build_block_tree",
     "build_prefix_tree",
     "cached_tokens",
     "choose_prefixes",
+    "find_gpu",
     "group_prefill_tokens",
+    "group_work",
     "imbalance",
     "maximize_reuse",
+    "model_shape",
     "num_processed_tokens",
     "order_groups",
     "order_groups_by_subtree",
+    "predict",
     "prefix_sharing_groups",
+    "prompt_work",
+    "rates",
+    "read_gpu_table",
     "saving_ratio",
+    "saving_ratios",
     "split_large_groups",
 ]

@@ -6,10 +6,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from batchllm_operator.planner.choice import choose_prefixes
 from batchllm_operator.planner.order import order_groups
 from batchllm_operator.planner.prefix_tree import build_prefix_tree
-from batchllm_operator.planner.reuse import maximize_reuse
+from batchllm_operator.planner.reuse import maximize_reuse, num_processed_tokens, saving_ratio
 from batchllm_operator.planner.token_table import TokenTable
+
+
+def saving_ratios(tokens: TokenTable, *, num_logical_tokens: int) -> tuple[float, float]:
+    """Eq. 2 for the plan that would be made of these prompts, and for the multi-level optimum.
+
+    Args:
+        tokens: the prompts that are computed.
+        num_logical_tokens: what they stand for, exact duplicates included.
+    """
+    tree = build_prefix_tree(tokens)
+    planned = num_processed_tokens(choose_prefixes(tree).groups, tokens.lengths)
+    return (
+        saving_ratio(planned, num_logical_tokens),
+        saving_ratio(tree.num_distinct_prefix_tokens, num_logical_tokens),
+    )
 
 
 def prefix_sharing_groups(

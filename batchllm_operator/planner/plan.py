@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.gpu import GPU
+from batchllm_operator.planner.model_shape import ModelShape
 from batchllm_operator.planner.reuse import saving_ratio
 from batchllm_operator.planner.token_table import TokenTable
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
@@ -65,6 +67,8 @@ class ShardInfo(_Frozen):
     """Row groups of the shard file; each becomes one output part."""
     num_prefill_tokens: int
     """Prefill tokens after sharing."""
+    predicted_gpu_s: float | None = None
+    """Its part of the estimate, without the time in which memory fills and drains."""
 
 
 class PlanCounts(_Frozen):
@@ -101,6 +105,55 @@ class PlanCounts(_Frozen):
         return saving_ratio(self.num_optimal_tokens, self.num_logical_tokens)
 
 
+class CostEstimate(_Frozen):
+    """What the job will take on the spec's `target_gpu`; formulas in `planner.cost`."""
+
+    gpu: GPU
+    model: ModelShape
+    num_saved_tokens: int
+    """Prefill tokens that sharing and duplicates save: logical - planned."""
+    num_output_tokens: int
+    """Estimated, of all requests."""
+    prefill_s: float
+    decode_s: float
+    attention_bytes: float
+    """KV that decoding reads."""
+    num_steps: float
+    gpu_s: float
+    cost_usd: float
+    unshared_gpu_s: float
+    """The same if each row's prompt were computed alone."""
+    unshared_cost_usd: float
+    assumptions: tuple[str, ...]
+
+
+class LengthBucket(_Frozen):
+    """Outputs to prompts of a range of lengths."""
+
+    min_prompt_tokens: int
+    """A power of two; the bucket ends before the next."""
+    num_rows: int
+    num_output_tokens: int
+
+
+class LearnedOutputs(_Frozen):
+    """How long an earlier partition's outputs were."""
+
+    ds: str
+    plan_id: str
+    buckets: tuple[LengthBucket, ...]
+    """Those with rows, ascending."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(bucket.num_rows for bucket in self.buckets)
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Of all rows."""
+        return sum(bucket.num_output_tokens for bucket in self.buckets) / self.num_rows
+
+
 class SnapshotFile(_Frozen):
     """One input file as it was when the plan read it."""
 
@@ -128,6 +181,12 @@ class PlanManifest(_Frozen):
     counts: PlanCounts
     planned_saving_ratio: float
     optimal_saving_ratio: float
+    learned: LearnedOutputs | None = None
+    """What output lengths were estimated from, where the spec asks for that and it exists."""
+    estimate: CostEstimate | None = None
+    """None where no GPU is named, or the model's shape isn't known."""
+    imbalance: float = 1.0
+    """Predicted work of the largest shard / that of an average one."""
     files: Mapping[str, DataFile]
     shards: tuple[ShardInfo, ...]
 
@@ -170,11 +229,22 @@ class PlanManifest(_Frozen):
 
 
 def compute_plan_id(
-    spec: JobSpec, ds: str, model_version: str, files: Mapping[str, DataFile]
+    spec: JobSpec,
+    ds: str,
+    model_version: str,
+    files: Mapping[str, DataFile],
+    learned: LearnedOutputs | None = None,
 ) -> str:
     """16 hex digits that stand for what is asked, of which model, about which data."""
     content = {name: file.sha256 for name, file in files.items()}
-    identity = {"spec": spec.identity, "ds": ds, "model": model_version, "files": content}
+    identity: dict[str, Any] = {
+        "spec": spec.identity,
+        "ds": ds,
+        "model": model_version,
+        "files": content,
+    }
+    if learned is not None:
+        identity["learned"] = learned.model_dump(mode="json")
     return _digest(identity)[:16]
 
 

@@ -1,6 +1,16 @@
-"""What a job did, in numbers: counted at commit, printed on demand."""
+"""What a job will do and did, in numbers, and how they are printed."""
 
+from batchllm_operator.report.advice import Advice, Alternative, format_advice
+from batchllm_operator.report.plan_summary import format_plan
 from batchllm_operator.report.run_report import RunReport, SampleRow
 from batchllm_operator.report.summary import format_summary
 
-__all__ = ["RunReport", "SampleRow", "format_summary"]
+__all__ = [
+    "Advice",
+    "Alternative",
+    "RunReport",
+    "SampleRow",
+    "format_advice",
+    "format_plan",
+    "format_summary",
+]

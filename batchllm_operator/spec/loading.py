@@ -99,10 +99,14 @@ def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
     model = spec.model
     if model.path.startswith(("/", "./", "../", "~/")):
         model = model.model_copy(update={"path": resolve(model.path)})
+    planner = spec.planner
+    if planner.gpu_table is not None:
+        planner = planner.model_copy(update={"gpu_table": resolve(planner.gpu_table)})
     return spec.model_copy(
         update={
             "input": spec.input.model_copy(update={"uri": resolve(spec.input.uri)}),
             "output": spec.output.model_copy(update={"uri": resolve(spec.output.uri)}),
             "model": model,
+            "planner": planner,
         }
     )

@@ -13,8 +13,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     JsonValue,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -230,16 +232,65 @@ class EngineSpec(_Section):
         return value
 
 
+class OutputEstimate(_Section):
+    """Where a request's estimated output length comes from: exactly one of these."""
+
+    column: NonEmpty | None = None
+    """Integer column of the input that holds it; null means `sampling.max_tokens`."""
+    learned: Literal[True] | None = None
+    """The mean of outputs to prompts of about that length, in the latest partition before the
+    planned one (by name) that this job has published; `sampling.max_tokens` if there is none.
+    What was learned is part of the plan: publish that partition anew, and planning again
+    gives another plan."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> OutputEstimate:
+        if (self.column is None) == (self.learned is None):
+            raise ValueError("give a number, {column: NAME} or {learned: true}")
+        return self
+
+
+def _estimate_kind(value: object) -> str:
+    return "source" if isinstance(value, Mapping | OutputEstimate) else "number"
+
+
+OutputTokens = Annotated[
+    Annotated[int, Field(ge=1), Tag("number")] | Annotated[OutputEstimate, Tag("source")],
+    Discriminator(_estimate_kind),  # one clear error instead of one for each kind
+]
+
+
 class PlannerSpec(_Section):
     """How the work is cut."""
 
     num_shards: int = Field(default=1, ge=1)
     """GPU tasks that share the job; fewer are made where there are fewer groups."""
-    estimated_output_tokens: int | None = Field(default=None, ge=1)
-    """Output length to plan with; unset: `sampling.max_tokens`."""
+    estimated_output_tokens: OutputTokens | None = None
+    """Output length to plan with: a number, `{column: NAME}` or `{learned: true}`; unset:
+    `sampling.max_tokens`, which is also the most."""
+    target_gpu: NonEmpty | None = "H100"
+    """GPU whose time and price `plan` predicts, and by whose time it balances shards; null
+    for no prediction. Built in: A100, H100, H200, MI300X."""
+    gpu_table: NonEmpty | None = None
+    """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
+    built-in `planner/gpus.toml`: rates, achievable shares, prices."""
     part_rows: int = Field(default=500, ge=1)
     """Requests per output part: what a restart may have to generate again. Parts end
     where a group ends, unless the group alone is larger."""
+
+    @property
+    def estimate_columns(self) -> tuple[str, ...]:
+        """The input column that holds output lengths, if there is one."""
+        estimate = self.estimated_output_tokens
+        if isinstance(estimate, OutputEstimate) and estimate.column is not None:
+            return (estimate.column,)
+        return ()
+
+    @property
+    def learns_output_tokens(self) -> bool:
+        """Whether output lengths come from an earlier partition's outputs."""
+        estimate = self.estimated_output_tokens
+        return isinstance(estimate, OutputEstimate) and estimate.learned is True
 
 
 class JobSpec(_Section):
@@ -308,6 +359,7 @@ class JobSpec(_Section):
                 "enforce_eager",
                 "block_size",
             },
+            "planner": {"target_gpu", "gpu_table"},
             "on_empty": True,
             "max_failed_fraction": True,
         }
@@ -324,4 +376,5 @@ class JobSpec(_Section):
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Input columns that the job reads, each once; the partition's only if it is placed."""
-        return tuple(dict.fromkeys((*self.kept_columns, *self.prompt.columns)))
+        columns = (*self.kept_columns, *self.prompt.columns, *self.planner.estimate_columns)
+        return tuple(dict.fromkeys(columns))

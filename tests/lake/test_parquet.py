@@ -78,6 +78,13 @@ def test_the_version_changes_with_the_content_only(folder: Folder, table: LakeTa
     assert table.snapshot(DS).files[0].version != before.files[0].version
 
 
+def test_partitions_are_listed_by_name(folder: Folder, table: LakeTable) -> None:
+    assert table.partitions() == []
+    for name in ("ds=b/x", "ds=a%2Fb/x", "_batchllm/x", "other=c/x"):
+        put(folder, f"{name}.parquet", numbers(1))
+    assert table.partitions() == ["a/b", "b"]
+
+
 def test_a_table_that_is_not_there(folder: Folder, table: LakeTable) -> None:
     with pytest.raises(TableError, match="there is no such folder") as caught:
         table.snapshot(DS)

@@ -17,6 +17,8 @@ from batchllm_operator.planner import TokenTable
 from batchllm_operator.planner.plan import (
     SHARD_SCHEMA,
     DataFile,
+    LearnedOutputs,
+    LengthBucket,
     PlanCounts,
     PlanManifest,
     ShardInfo,
@@ -212,6 +214,12 @@ def test_the_plan_id_stands_for_job_partition_and_data() -> None:
     assert len(plan_id) == 16
     assert int(plan_id, 16) >= 0
     assert plan_id == compute_plan_id(spec, "2026-01-31", "model-1", dict(reversed(FILES.items())))
+    learned = LearnedOutputs(
+        ds="2026-01-30",
+        plan_id=plan_id,
+        buckets=(LengthBucket(min_prompt_tokens=8, num_rows=2, num_output_tokens=9),),
+    )
+    assert plan_id != compute_plan_id(spec, "2026-01-31", "model-1", FILES, learned)
     tuned = make_spec(engine={**spec.engine.model_dump(), "max_num_seqs": 3})
     assert plan_id == compute_plan_id(tuned, "2026-01-31", "model-1", FILES)
     others = {

@@ -1,0 +1,86 @@
+"""Estimated output lengths: a constant, a column, or learned from an earlier partition."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.pipeline.rows import Requests
+from batchllm_operator.pipeline.stored_plan import check_publisher
+from batchllm_operator.planner.plan import LearnedOutputs, LengthBucket
+from batchllm_operator.spec import JobSpec
+
+_NUM_BUCKETS = 64
+
+
+def estimate_output_tokens(
+    spec: JobSpec, requests: Requests, learned: LearnedOutputs | None
+) -> npt.NDArray[np.int64]:
+    """Estimated output tokens of each request, in [1, max_tokens]: int64 [num_requests]."""
+    if requests.output_tokens is not None:
+        return requests.output_tokens
+    most = spec.sampling.max_tokens
+    if learned is not None:
+        return np.clip(_mean_tokens(learned)[_bucket(requests.tokens.lengths)], 1, most)
+    constant = spec.planner.estimated_output_tokens
+    estimate = min(constant, most) if isinstance(constant, int) else most
+    return np.full(len(requests.tokens), estimate, dtype=np.int64)
+
+
+def learn_output_lengths(spec: JobSpec, ds: str) -> LearnedOutputs | None:
+    """What the latest partition before `ds` that this job has published says, if it is asked for.
+
+    Partitions are compared by name, and those without a single text, or of another job or
+    program, don't count.
+
+    Raises:
+        TableError: that partition can't be read.
+    """
+    if not spec.planner.learns_output_tokens:
+        return None
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    for earlier in reversed([name for name in table.partitions() if name < ds]):
+        try:
+            plan_id = check_publisher(table, spec, earlier)
+        except TableError:
+            continue
+        if plan_id is not None and (buckets := _count(table, earlier)):
+            return LearnedOutputs(ds=earlier, plan_id=plan_id, buckets=buckets)
+    return None
+
+
+def _count(table: LakeTable, partition: str) -> tuple[LengthBucket, ...]:
+    """The partition's rows that have a text, by prompt length."""
+    num_rows = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+    num_tokens = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+    columns = ["num_prompt_tokens", "num_output_tokens", "error"]
+    for batch in table.scan(table.snapshot(partition), columns):
+        answered = batch.filter(batch.column("error").is_null())
+        buckets = _bucket(answered.column("num_prompt_tokens").to_numpy())
+        np.add.at(num_rows, buckets, 1)
+        np.add.at(num_tokens, buckets, answered.column("num_output_tokens").to_numpy())
+    return tuple(
+        LengthBucket(
+            min_prompt_tokens=1 << int(bucket),
+            num_rows=int(num_rows[bucket]),
+            num_output_tokens=int(num_tokens[bucket]),
+        )
+        for bucket in np.flatnonzero(num_rows)
+    )
+
+
+def _bucket(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Floor of log2 of each length; exact for lengths below 2**53."""
+    return np.frexp(np.maximum(lengths, 1).astype(np.float64))[1].astype(np.int64) - 1
+
+
+def _mean_tokens(learned: LearnedOutputs) -> npt.NDArray[np.int64]:
+    """Mean output tokens of each bucket, rounded up; of all rows where a bucket has none."""
+    total = sum(bucket.num_output_tokens for bucket in learned.buckets)
+    means = np.full(_NUM_BUCKETS, -(-total // learned.num_rows), dtype=np.int64)
+    for bucket in learned.buckets:
+        mean = -(-bucket.num_output_tokens // bucket.num_rows)
+        means[bucket.min_prompt_tokens.bit_length() - 1] = mean
+    return means

@@ -1,0 +1,47 @@
+"""What a sample says of other orders of the template's columns, and how that is printed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """An order of the template's columns, and what it saves on the sample."""
+
+    template: str
+    columns: tuple[str, ...]
+    planned_saving_ratio: float
+    optimal_saving_ratio: float
+    is_given: bool
+    """Whether this is the template of the spec."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The orders that were tried."""
+
+    num_sampled_rows: int
+    num_rows: int
+    """Of the partition, before the filter."""
+    alternatives: tuple[Alternative, ...]
+    """The largest planned saving first; the given order before others that save as much."""
+
+
+def format_advice(advice: Advice) -> str:
+    """A few lines for a terminal; no trailing line break. Templates can be pasted into YAML."""
+    lines = [
+        f"saving ratios of column orders on the first {advice.num_sampled_rows:,} of"
+        f" {advice.num_rows:,} rows; nothing was changed",
+        "planned  optimal  template",
+    ]
+    for each in advice.alternatives:
+        template = json.dumps(each.template, ensure_ascii=False)
+        lines.append(
+            f"{each.planned_saving_ratio:7.1%}  {each.optimal_saving_ratio:7.1%}  {template}"
+            f"{'  (as given)' if each.is_given else ''}"
+        )
+    if len(advice.alternatives) == 1:
+        lines.append("the template has no two columns that could change places")
+    return "\n".join(lines)

@@ -1,0 +1,54 @@
+"""What `plan` prints: counts, saving, shards, and the estimate with what it assumes."""
+
+from __future__ import annotations
+
+from batchllm_operator.planner.plan import CostEstimate, PlanManifest
+
+
+def format_plan(manifest: PlanManifest, uri: str) -> str:
+    """A few lines for a terminal; no trailing line break."""
+    counts = manifest.counts
+    lines = [
+        f"{counts.num_rows:,} rows: {counts.num_requests:,} requests in {counts.num_groups:,}"
+        f" groups ({counts.num_shared_groups:,} shared), {counts.num_duplicate_rows:,} duplicates,"
+        f" {counts.num_rejected_rows:,} rejected",
+        f"{counts.num_logical_tokens:,} prompt tokens, {counts.num_planned_tokens:,} after sharing:"
+        f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
+        f" {counts.optimal_saving_ratio:.1%} optimal",
+    ]
+    if (learned := manifest.learned) is not None:
+        lines.append(
+            f"output lengths as in partition {learned.ds}: {learned.mean_output_tokens:,.1f} tokens"
+            f" on average of {learned.num_rows:,} rows"
+        )
+    if manifest.estimate is not None:
+        lines += _format_estimate(manifest.estimate)
+    num_shards = len(manifest.shards)
+    balance = f", the largest with {manifest.imbalance:.2f} times the average work"
+    lines.append(f"{num_shards} shards{balance if num_shards > 1 else ''}; plan: {uri}")
+    return "\n".join(lines)
+
+
+def _format_estimate(estimate: CostEstimate) -> list[str]:
+    return [
+        f"predicted for {estimate.gpu.name}: {_duration(estimate.gpu_s)} of GPU time,"
+        f" {_price(estimate.cost_usd)} (each row alone: {_duration(estimate.unshared_gpu_s)},"
+        f" {_price(estimate.unshared_cost_usd)});"
+        f" {estimate.num_saved_tokens:,} prefill tokens saved",
+        f"  prefill {_duration(estimate.prefill_s)}, decode {_duration(estimate.decode_s)} with"
+        f" {estimate.attention_bytes / 1e12:,.3g} TB of KV read in {estimate.num_steps:,.0f} steps",
+        *(f"  assumed: {assumption}" for assumption in estimate.assumptions),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in the unit that reads best."""
+    if seconds < 120:
+        return f"{seconds:,.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:,.3g} min"
+    return f"{seconds / 3600:,.4g} h"
+
+
+def _price(usd: float) -> str:
+    return f"${usd:,.2f}" if usd >= 0.01 or usd == 0 else "under $0.01"

@@ -1,0 +1,216 @@
+"""Output lengths: constant, from a column, or learned from what the job published before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_job import DS, document_rows, fake_spec, write_table
+
+from batchllm_operator.engine import EngineOutput
+from batchllm_operator.engine.fake import FakeEngine
+from batchllm_operator.errors import SpecError
+from batchllm_operator.lake import open_table
+from batchllm_operator.pipeline.commit import commit_run
+from batchllm_operator.pipeline.output_lengths import (
+    _bucket,
+    estimate_output_tokens,
+    learn_output_lengths,
+)
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.rows import Requests
+from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.planner import TokenTable
+from batchllm_operator.planner.plan import LearnedOutputs, LengthBucket
+from batchllm_operator.report import format_plan
+from batchllm_operator.spec import JobSpec
+
+LEARN = {"estimated_output_tokens": {"learned": True}}
+
+
+def column_spec(folder: Path, **changes: Any) -> JobSpec:
+    planner = {"num_shards": 1, "estimated_output_tokens": {"column": "expected"}}
+    return fake_spec(folder, planner=planner, **changes)
+
+
+def plan_order(plan: StoredPlan) -> list[int]:
+    """Rows in the order in which they will be generated."""
+    tables = [pq.read_table(plan.folder.full_path(s.file)) for s in plan.manifest.shards]
+    return [row[0] for table in tables for row in table["row_idxs"].to_pylist()]
+
+
+def run_and_commit(spec: JobSpec, ds: str) -> StoredPlan:
+    plan = plan_job(spec, ds)
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    commit_run(plan.folder.uri)
+    return plan
+
+
+def requests_of(lengths: list[int]) -> Requests:
+    tokens = TokenTable.from_lists([[1] * length for length in lengths])
+    idxs = np.arange(len(lengths) + 1, dtype=np.int64)
+    return Requests(tokens, idxs[:-1], idxs)
+
+
+# Constant
+
+
+@pytest.mark.parametrize(("estimate", "expected"), [(None, 8), (3, 3), (100, 8)])
+def test_a_constant_is_at_most_max_tokens(
+    tmp_path: Path, estimate: int | None, expected: int
+) -> None:
+    spec = fake_spec(tmp_path, planner={"estimated_output_tokens": estimate})
+    found = estimate_output_tokens(spec, requests_of([1, 5]), None)
+    assert found.tolist() == [expected] * 2
+
+
+# Column
+
+
+def test_a_column_orders_the_plan(tmp_path: Path) -> None:
+    """What decodes longest after as much prefill goes first; null is max_tokens."""
+    expected = [1, 7, None, 4, -5]
+    rows = [
+        {"row_key": n, "document": f"{n} is the document", "query": "?", "expected": value}
+        for n, value in enumerate(expected)
+    ]
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(column_spec(tmp_path, prompt={"system": None}), DS)
+    assert plan_order(plan) == [2, 1, 3, 0, 4]
+    assert plan.manifest.learned is None
+
+
+def test_rows_with_equal_prompts_take_the_largest_estimate(tmp_path: Path) -> None:
+    rows = [
+        {"row_key": "a", "document": "A", "query": "?", "expected": 2},
+        {"row_key": "b", "document": "B", "query": "?", "expected": 4},
+        {"row_key": "c", "document": "A", "query": "?", "expected": 6},
+    ]
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(column_spec(tmp_path, prompt={"system": None}), DS)
+    assert plan_order(plan) == [0, 1]
+
+
+def test_rejected_rows_have_no_estimate(tmp_path: Path) -> None:
+    rows = [
+        {"row_key": n, "document": None if n == 0 else str(n), "query": "?", "expected": n}
+        for n in range(4)
+    ]
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(column_spec(tmp_path, prompt={"system": None}), DS)
+    assert plan_order(plan) == [3, 2, 1]
+
+
+def test_the_column_must_be_there_and_hold_integers(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 2))
+    for column, said in (("nothing", "no column 'nothing'"), ("query", "not integers")):
+        planner = {"estimated_output_tokens": {"column": column}}
+        with pytest.raises(SpecError, match=rf"planner\.estimated_output_tokens: .*{said}"):
+            plan_job(fake_spec(tmp_path, planner=planner), DS)
+    assert not (tmp_path / "out").exists()
+
+
+# Learned
+
+
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake engine answers with a tenth of the prompt's tokens."""
+    answer = FakeEngine._answer
+
+    def shorter(self: FakeEngine, *args: Any) -> EngineOutput:
+        output = answer(self, *args)
+        return EngineOutput(
+            **{
+                **{name: getattr(output, name) for name in output.__slots__},
+                "num_output_tokens": output.num_prompt_tokens // 10,
+            }
+        )
+
+    monkeypatch.setattr(FakeEngine, "_answer", shorter)
+
+
+def test_lengths_are_learned_from_the_latest_earlier_partition(
+    tmp_path: Path, short_answers: None
+) -> None:
+    spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 500})
+    rows = [
+        {"row_key": n, "document": f"{n} " + "x" * (n * 40), "query": "?"} for n in range(1, 31)
+    ]
+    for ds in ("2026-01-29", "2026-01-30", "2026-02-01", DS):
+        write_table(tmp_path / "documents", rows if ds != "2026-01-29" else rows[:3], ds)
+    assert plan_job(spec, "2026-01-29").manifest.learned is None
+    run_and_commit(spec, "2026-01-29")
+    earlier = run_and_commit(spec, "2026-01-30")
+    run_and_commit(spec, "2026-02-01")  # later: doesn't count
+
+    plan = plan_job(spec, DS)
+    learned = plan.manifest.learned
+    assert learned is not None
+    assert (learned.ds, learned.plan_id) == ("2026-01-30", earlier.manifest.plan_id)
+    assert learned.num_rows == 30
+    lengths = [len(f"Answer. {row['document']}|?") for row in rows]
+    for bucket in learned.buckets:
+        low = bucket.min_prompt_tokens
+        chosen = [length for length in lengths if low <= length < 2 * low]
+        assert bucket.num_rows == len(chosen) > 0
+        assert bucket.num_output_tokens == sum(length // 10 for length in chosen)
+    assert "output lengths as in partition 2026-01-30: " in format_plan(plan.manifest, "")
+    assert plan_job(spec, DS) == plan, "planning again learns the same"
+    assert StoredPlan.open(plan.folder.uri) == plan
+
+
+def test_another_past_is_another_plan(tmp_path: Path, short_answers: None) -> None:
+    spec = fake_spec(tmp_path, planner=LEARN)
+    write_table(tmp_path / "documents", document_rows(2, 2), DS)
+    write_table(tmp_path / "documents", document_rows(3, 3), "2026-01-30")
+    without = plan_job(spec, DS)
+    run_and_commit(spec, "2026-01-30")
+    learned = plan_job(spec, DS)
+    assert without.folder != learned.folder
+    assert without.manifest.files == learned.manifest.files
+
+
+def test_partitions_without_texts_or_of_others_teach_nothing(tmp_path: Path) -> None:
+    spec = fake_spec(tmp_path, planner=LEARN, max_failed_fraction=1.0)
+    rows = document_rows(2, 2)
+    rows[0]["query"] = None
+    write_table(tmp_path / "documents", rows, "2026-01-28")
+    write_table(tmp_path / "documents", [{**row, "query": None} for row in rows], "2026-01-29")
+    for ds in ("2026-01-28", "2026-01-29"):
+        run_and_commit(spec, ds)
+    foreign = tmp_path / "out" / "ds=2026-01-30"
+    foreign.mkdir(parents=True)
+    (foreign / "part-0.parquet").write_bytes(b"PAR1")
+    (tmp_path / "out" / "ds=2026-01-27x").mkdir()
+    learned = learn_output_lengths(spec, DS)
+    assert learned is not None
+    assert (learned.ds, learned.num_rows) == ("2026-01-28", 3)
+    assert learn_output_lengths(spec, "2026-01-28") is None
+    assert learn_output_lengths(fake_spec(tmp_path), DS) is None
+    assert open_table(str(tmp_path / "none"), "ds").partitions() == []
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1))
+def test_buckets_are_powers_of_two(lengths: list[int]) -> None:
+    found = _bucket(np.array(lengths, dtype=np.int64)).tolist()
+    assert found == [max(length, 1).bit_length() - 1 for length in lengths]
+
+
+def test_learned_lengths_by_hand(tmp_path: Path) -> None:
+    buckets = (
+        LengthBucket(min_prompt_tokens=4, num_rows=2, num_output_tokens=5),
+        LengthBucket(min_prompt_tokens=16, num_rows=1, num_output_tokens=100),
+        LengthBucket(min_prompt_tokens=32, num_rows=1, num_output_tokens=0),
+    )
+    learned = LearnedOutputs(ds="x", plan_id="y", buckets=buckets)
+    spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 60})
+    found = estimate_output_tokens(spec, requests_of([4, 7, 8, 16, 31, 40]), learned)
+    assert found.tolist() == [3, 3, 27, 60, 60, 1]
