@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from batchllm_operator.errors import EmptyPartitionError
@@ -83,9 +85,10 @@ def _prompts(
 ) -> TokenTable:
     """Token ids of the sampled rows that can be prompted."""
     renderer = PromptRenderer(spec.prompt.model_copy(update={"template": template}))
-    prompts: list[list[int]] = []
+    prompts: list[npt.NDArray[np.int32]] = []
     for batch in sample:
         texts = [text for text in renderer.render(batch).texts if text is not None]
-        encoded = tokenizer.encode(texts)
+        tokens = tokenizer.encode(texts)
+        encoded = map(tokens.prompt, range(len(tokens)))
         prompts += [ids for ids in encoded if not length_fault(len(ids), tokenizer.max_model_len)]
     return TokenTable.from_lists(prompts)

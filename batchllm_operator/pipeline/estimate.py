@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from batchllm_operator.errors import ModelError, PlanError
-from batchllm_operator.pipeline.rows import Requests
 from batchllm_operator.planner import (
     GPU,
     EngineLimits,
     ModelShape,
     PrefixGroups,
+    Requests,
     Work,
     find_gpu,
     group_work,
@@ -118,7 +118,7 @@ def estimate_cost(
     if target is None:
         return None
     gpu, model, limits = target.gpu, target.model, target.limits
-    lengths, num_rows = requests.tokens.lengths, np.diff(requests.offsets)
+    lengths, num_rows = requests.lengths, requests.num_rows
     members, prefixes = group_work(groups, lengths, output_tokens)
     total = members.total() + prefixes.total()
     everything = prompt_work(lengths, output_tokens).total(num_rows)

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake import LakeTable, open_table
-from batchllm_operator.pipeline.rows import Requests
 from batchllm_operator.pipeline.stored_plan import check_publisher
+from batchllm_operator.planner import Requests
 from batchllm_operator.planner.plan import LearnedOutputs, LengthBucket
 from batchllm_operator.spec import JobSpec
 
@@ -23,10 +23,10 @@ def estimate_output_tokens(
         return requests.output_tokens
     most = spec.sampling.max_tokens
     if learned is not None:
-        return np.clip(_mean_tokens(learned)[_bucket(requests.tokens.lengths)], 1, most)
+        return np.clip(_mean_tokens(learned)[_bucket(requests.lengths)], 1, most)
     constant = spec.planner.estimated_output_tokens
     estimate = min(constant, most) if isinstance(constant, int) else most
-    return np.full(len(requests.tokens), estimate, dtype=np.int64)
+    return np.full(len(requests), estimate, dtype=np.int64)
 
 
 def learn_output_lengths(spec: JobSpec, ds: str) -> LearnedOutputs | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,20 +19,24 @@ import pyarrow as pa
 from batchllm_operator.errors import EmptyPartitionError, SpecError, StorageError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target, work_costs
+from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.output_lengths import (
     estimate_output_tokens,
     learn_output_lengths,
 )
-from batchllm_operator.pipeline.rows import Requests, Rows, check_keys, deduplicate, read_rows
+from batchllm_operator.pipeline.rows import Rows, check_keys, read_rows
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import (
     PrefixGroups,
-    PrefixTree,
+    PrefixSearch,
+    PromptStore,
+    RankedPrompts,
+    Requests,
     assign_shards,
-    build_prefix_tree,
     choose_prefixes,
     group_prefill_tokens,
     imbalance,
+    make_requests,
     num_processed_tokens,
     order_groups_by_subtree,
     split_large_groups,
@@ -45,11 +54,15 @@ from batchllm_operator.planner.plan import (
     shard_file,
     write_shard,
 )
+from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
 
 _log = logging.getLogger(__name__)
-_WORTH_A_WARNING = 1.2  # imbalance
+_WORTH_A_WARNING: Final = 1.2  # imbalance
+_PROMPTS_FILE: Final = "prompts.bin"
+_STEPS: Final = ("tree built", "prefixes chosen", "groups ordered")
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
@@ -81,37 +94,58 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     check_columns(spec, table, snapshot)
     # A partition in the way would stop the commit; better to know before the GPU runs.
     check_publisher(open_table(spec.output.uri, spec.input.partition_column), spec, ds)
-    with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as spool:
+    with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as spool, _full_disk_named(spool):
         return _build(spec, ds, table, snapshot, Path(spool))
+
+
+@contextmanager
+def _full_disk_named(spool: str) -> Iterator[None]:
+    """Say of a full disk which one it is, and how to use another."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise StorageError(
+            f"{spool}: no room for the plan's temporary files ({os.strerror(error.errno)}); they"
+            " are removed again; free some space, or set TMPDIR to a folder on a larger disk"
+        ) from error
 
 
 def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: Path) -> StoredPlan:
     tokenizer = load_tokenizer(spec, ds)
     target = find_target(spec)
-    rows = read_rows(spec, table, snapshot, tokenizer, spool / ROWS_FILE)
-    where = f"table {table.uri}, partition {ds!r}"
-    if table.snapshot(ds).files != snapshot.files:
-        raise StorageError(f"{where}: changed while it was read; plan again")
-    _check_rows(spec, rows, where)
-    requests = deduplicate(rows, merge=spec.sampling.is_greedy)
-    tree = build_prefix_tree(requests.tokens)
-    choice = choose_prefixes(tree)
-    learned = learn_output_lengths(spec, ds)
-    output_tokens = estimate_output_tokens(spec, requests, learned)
-    groups = _arrange(spec, requests, output_tokens, tree, choice.groups, target)
-    shards, unevenness = _write_shards(spec, requests, output_tokens, groups, target, spool)
+    budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
+    # A filter may leave any number of rows out.
+    num_expected = 0 if spec.input.filter else sum(file.num_rows for file in snapshot.files)
+    budget.check(num_expected)
+    with PromptStore(spool / _PROMPTS_FILE) as prompts:
+        rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_expected)))
+        read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
+        where = f"table {table.uri}, partition {ds!r}"
+        if table.snapshot(ds).files != snapshot.files:
+            raise StorageError(f"{where}: changed while it was read; plan again")
+        _check_rows(spec, rows, where)
+        budget.check(len(prompts), rows.search.min_merge_bytes)
+        requests, ranked = _find_prefixes(spec, rows)
+        learned = learn_output_lengths(spec, ds)
+        output_tokens = estimate_output_tokens(spec, requests, learned)
+        chosen = _choose(spec, requests, ranked, output_tokens, target)
+        shards, unevenness = _write_shards(
+            spec, requests, output_tokens, chosen.groups, target, spool
+        )
     counts = PlanCounts(
         num_rows=rows.num_rows,
         num_rejected_rows=rows.num_rejected,
-        num_duplicate_rows=len(rows.row_idxs) - len(requests.tokens),
-        num_requests=len(requests.tokens),
-        num_groups=len(groups),
-        num_shared_groups=int(np.count_nonzero(groups.sizes > 1)),
-        num_logical_tokens=len(rows.token_ids),
-        num_planned_tokens=num_processed_tokens(groups, requests.tokens.lengths),
-        num_optimal_tokens=tree.num_distinct_prefix_tokens,
-        num_algorithm_1_saved_tokens=choice.algorithm_1_saved_tokens,
-        num_exact_saved_tokens=choice.exact_saved_tokens,
+        num_duplicate_rows=len(prompts) - len(requests),
+        num_requests=len(requests),
+        num_groups=len(chosen.groups),
+        num_shared_groups=int(np.count_nonzero(chosen.groups.sizes > 1)),
+        num_logical_tokens=prompts.num_tokens,
+        num_planned_tokens=num_processed_tokens(chosen.groups, requests.lengths),
+        num_optimal_tokens=chosen.num_optimal_tokens,
+        num_algorithm_1_saved_tokens=chosen.num_algorithm_1_saved_tokens,
+        num_exact_saved_tokens=chosen.num_exact_saved_tokens,
     )
     files = {name: describe_file(spool / name) for name in [ROWS_FILE, *(s.file for s in shards)]}
     manifest = PlanManifest(
@@ -132,12 +166,31 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,
         learned=learned,
-        estimate=estimate_cost(target, requests, output_tokens, groups, len(shards)),
+        estimate=estimate_cost(target, requests, output_tokens, chosen.groups, len(shards)),
         imbalance=unevenness,
         files=files,
         shards=shards,
     )
     return _persist(manifest, files, spool)
+
+
+def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
+    """Sort the prompts, and make those that are equal one request."""
+    num_prompts = len(rows.prompts)
+    with (
+        Progress("sort prompts", num_prompts, unit="prompts") as sorting,
+        Progress("compare shared prefixes", num_prompts, unit="prompts") as comparing,
+    ):
+        ranked = rows.search.finish(
+            rows.prompts, merged=sorting.advance, compared=comparing.advance
+        )
+    return make_requests(
+        rows.prompts,
+        ranked,
+        rows.row_idxs(),
+        rows.output_tokens(),
+        merge=spec.sampling.is_greedy,
+    )
 
 
 def _check_rows(spec: JobSpec, rows: Rows, where: str) -> None:
@@ -185,21 +238,44 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
             )
 
 
-def _arrange(
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chosen:
+    """The groups in the order of the plan, and what was known of their tree."""
+
+    groups: PrefixGroups
+    num_optimal_tokens: int
+    num_algorithm_1_saved_tokens: int
+    num_exact_saved_tokens: int
+
+
+def _choose(
     spec: JobSpec,
     requests: Requests,
+    ranked: RankedPrompts,
     output_tokens: npt.NDArray[np.int64],
-    tree: PrefixTree,
-    groups: PrefixGroups,
     target: Target | None,
-) -> PrefixGroups:
-    """Cut groups too large for one shard, and put all in scheduling order (Eq. 4)."""
-    if len(groups) == 0:
-        return groups
-    lengths = requests.tokens.lengths
-    member_costs, prefix_costs = work_costs(target, groups, lengths, output_tokens)
-    groups = split_large_groups(groups, member_costs, prefix_costs, spec.planner.num_shards)
-    return groups.take(order_groups_by_subtree(groups, tree, output_tokens))
+) -> _Chosen:
+    """Choose the groups, cut those too large for one shard, and put all in scheduling order.
+
+    The order is that of Eq. 4.
+    """
+    with Progress("choose and order groups", len(_STEPS), unit="steps") as progress:
+        tree = ranked.tree(requests.lengths)
+        progress.advance(1, _STEPS[0])
+        choice = choose_prefixes(tree)
+        groups = choice.groups
+        progress.advance(1, _STEPS[1])
+        if len(groups):
+            members, prefixes = work_costs(target, groups, requests.lengths, output_tokens)
+            groups = split_large_groups(groups, members, prefixes, spec.planner.num_shards)
+            groups = groups.take(order_groups_by_subtree(groups, tree, output_tokens))
+        progress.advance(1, _STEPS[2])
+    return _Chosen(
+        groups,
+        tree.num_distinct_prefix_tokens,
+        choice.algorithm_1_saved_tokens,
+        choice.exact_saved_tokens,
+    )
 
 
 def _write_shards(
@@ -217,8 +293,8 @@ def _write_shards(
     """
     if len(groups) == 0:
         return (), 1.0
-    prefill = group_prefill_tokens(groups, requests.tokens.lengths)
-    costs, prefix_costs = work_costs(target, groups, requests.tokens.lengths, output_tokens)
+    prefill = group_prefill_tokens(groups, requests.lengths)
+    costs, prefix_costs = work_costs(target, groups, requests.lengths, output_tokens)
     costs = np.add.reduceat(costs[groups.member_idxs], groups.offsets[:-1]) + prefix_costs
     num_shards = min(spec.planner.num_shards, len(groups))
     shard_of_group = assign_shards(costs, num_shards)
@@ -227,41 +303,44 @@ def _write_shards(
         _log.warning("the largest shard has %.2f times the average work", worst)
     shards: list[ShardInfo] = []
     num_before = 0
-    for shard_idx in range(int(shard_of_group.max()) + 1):
-        group_ids = np.flatnonzero(shard_of_group == shard_idx)
-        chosen = groups.take(group_ids)
-        row_idxs = [requests.rows_of(idx) for idx in chosen.member_idxs]
-        name = shard_file(shard_idx)
-        num_parts = write_shard(
-            spool / name,
-            requests.tokens,
-            request_idx_start=num_before,
-            prompt_idxs=chosen.member_idxs,
-            group_ids=np.repeat(group_ids, chosen.sizes),
-            num_prefix_tokens=np.repeat(chosen.num_prefix_tokens, chosen.sizes),
-            row_idxs=row_idxs,
-            part_rows=spec.planner.part_rows,
-        )
-        num_before += chosen.num_prompts
-        shards.append(
-            ShardInfo(
-                file=name,
-                num_groups=len(chosen),
-                num_requests=chosen.num_prompts,
-                num_rows=sum(map(len, row_idxs)),
-                num_parts=num_parts,
-                num_prefill_tokens=int(prefill[group_ids].sum()),
-                predicted_gpu_s=float(costs[group_ids].sum()) / 1e9 if target else None,
+    with Progress("write shards", groups.num_prompts, unit="requests") as progress:
+        for shard_idx in range(int(shard_of_group.max()) + 1):
+            group_ids = np.flatnonzero(shard_of_group == shard_idx)
+            chosen = groups.take(group_ids)
+            name = shard_file(shard_idx)
+            num_parts = write_shard(
+                spool / name,
+                requests,
+                request_idx_start=num_before,
+                request_idxs=chosen.member_idxs,
+                group_ids=np.repeat(group_ids, chosen.sizes),
+                num_prefix_tokens=np.repeat(chosen.num_prefix_tokens, chosen.sizes),
+                part_rows=spec.planner.part_rows,
+                written=progress.advance,
             )
-        )
+            num_before += chosen.num_prompts
+            shards.append(
+                ShardInfo(
+                    file=name,
+                    num_groups=len(chosen),
+                    num_requests=chosen.num_prompts,
+                    num_rows=int(requests.num_rows[chosen.member_idxs].sum()),
+                    num_parts=num_parts,
+                    num_prefill_tokens=int(prefill[group_ids].sum()),
+                    predicted_gpu_s=float(costs[group_ids].sum()) / 1e9 if target else None,
+                )
+            )
     return tuple(shards), worst
 
 
 def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], spool: Path) -> StoredPlan:
     """Copy the data files into the plan's folder, then the manifest, which completes it."""
     folder = job_folder(manifest.spec, manifest.ds).child(f"plan-{manifest.plan_id}")
-    for name in files:
-        folder.publish_file(spool / name, name)
+    num_bytes = sum(file.size_bytes for file in files.values())
+    with Progress("publish the plan", num_bytes, unit="bytes") as progress:
+        for name, file in files.items():
+            folder.publish_file(spool / name, name)
+            progress.advance(file.size_bytes)
     folder.write_bytes(MANIFEST_FILE, manifest.to_bytes())
     plan = StoredPlan(folder, manifest)
     plan.mark_current()

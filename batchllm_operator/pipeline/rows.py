@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import KeyColumnError
 from batchllm_operator.lake import LakeTable, Snapshot
-from batchllm_operator.planner import TokenTable
+from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.planner.plan import ERROR_COLUMN
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import PromptRenderer, Tokenizer, first_occurrences, length_fault
@@ -26,55 +25,55 @@ _MAX_NAMED: Final = 10
 
 @dataclass(slots=True)
 class Rows:
-    """What is gathered while the rows stream by."""
+    """What is gathered while the rows stream by: their prompts, and some numbers of each."""
 
+    prompts: PromptStore
+    """Prompts of the rows that can be prompted."""
+    search: PrefixSearch
+    """Has seen the same prompts."""
     num_rows: int = 0
     keys: list[pa.RecordBatch] = field(default_factory=list)
-    row_idxs: array.array[int] = field(default_factory=lambda: array.array("q"))
-    """Rows that can be prompted."""
-    token_ids: array.array[int] = field(default_factory=lambda: array.array("i"))
-    offsets: array.array[int] = field(default_factory=lambda: array.array("q", [0]))
-    output_tokens: array.array[int] = field(default_factory=lambda: array.array("q"))
-    """Estimates of the rows that can be prompted, where a column holds them."""
+    prompted: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """Rows that can be prompted, batch by batch."""
+    estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """Their output tokens, where a column holds them."""
 
     @property
     def num_rejected(self) -> int:
         """Rows that can't be prompted."""
-        return self.num_rows - len(self.row_idxs)
+        return self.num_rows - len(self.prompts)
 
-    def tokens(self) -> TokenTable:
-        """The prompts, as views of what was gathered; nothing may be added afterwards."""
-        return TokenTable(
-            np.frombuffer(self.token_ids, dtype=np.int32),
-            np.frombuffer(self.offsets, dtype=np.int64),
-        )
+    def row_idxs(self) -> npt.NDArray[np.int64]:
+        """The row of each prompt: int64 [num_prompts]."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self.prompted])
 
-
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """Distinct prompts, and the rows that each stands for."""
-
-    tokens: TokenTable
-    row_idxs: npt.NDArray[np.int64]
-    """int64 [num_rows that can be prompted], the rows of request 0, of request 1, ..."""
-    offsets: npt.NDArray[np.int64]
-    """int64 [num_requests + 1] into `row_idxs`."""
-    output_tokens: npt.NDArray[np.int64] | None = None
-    """int64 [num_requests], the largest estimate of its rows, where a column holds them."""
-
-    def rows_of(self, idx: int) -> npt.NDArray[np.int64]:
-        """Rows that request `idx` stands for, ascending."""
-        return self.row_idxs[self.offsets[idx] : self.offsets[idx + 1]]
+    def output_tokens(self) -> npt.NDArray[np.int64] | None:
+        """Estimates for each prompt, where a column holds them: int64 [num_prompts]."""
+        return np.concatenate(self.estimates) if self.estimates else None
 
 
 def read_rows(
-    spec: JobSpec, table: LakeTable, snapshot: Snapshot, tokenizer: Tokenizer, path: Path
-) -> Rows:
+    spec: JobSpec,
+    table: LakeTable,
+    snapshot: Snapshot,
+    tokenizer: Tokenizer,
+    rows: Rows,
+    path: Path,
+) -> None:
     """Stream the rows into token ids, and write their keys, carried columns and faults to `path`.
+
+    Args:
+        spec: the job.
+        table: where the rows are.
+        snapshot: which they are.
+        tokenizer: the model's.
+        rows: empty; gathers what is read.
+        path: a file to create.
 
     Raises:
         TableError, StorageError: see `LakeTable.scan`.
         ModelError: the chat template refuses a prompt.
+        OSError: the disk is full.
     """
     schema = pa.schema(
         [
@@ -83,7 +82,6 @@ def read_rows(
         ]
     )
     renderer = PromptRenderer(spec.prompt)
-    rows = Rows()
     with (
         pq.ParquetWriter(path, schema, compression="zstd") as writer,
         Progress("read and tokenize", sum(file.num_rows for file in snapshot.files)) as progress,
@@ -100,9 +98,8 @@ def read_rows(
             )
             rows.keys.append(_select_keys(batch, spec.input.key))
             rows.num_rows += batch.num_rows
-            progress.advance(batch.num_rows, f"{len(rows.token_ids)} tokens")
+            progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter leaves rows out
-    return rows
 
 
 def check_keys(batches: list[pa.RecordBatch], key: tuple[str, ...], where: str) -> None:
@@ -136,25 +133,6 @@ def check_keys(batches: list[pa.RecordBatch], key: tuple[str, ...], where: str) 
         raise KeyColumnError(
             f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once"
         )
-
-
-def deduplicate(rows: Rows, *, merge: bool) -> Requests:
-    """One request per distinct prompt if `merge`, else one per row."""
-    tokens, row_idxs = rows.tokens(), np.frombuffer(rows.row_idxs, dtype=np.int64)
-    estimates = np.frombuffer(rows.output_tokens, dtype=np.int64) if rows.output_tokens else None
-    one_each = Requests(tokens, row_idxs, np.arange(len(row_idxs) + 1, dtype=np.int64), estimates)
-    if not merge:
-        return one_each
-    first = first_occurrences(tokens)
-    kept = np.flatnonzero(first == np.arange(len(first)))
-    if len(kept) == len(first):
-        return one_each
-    by_request = np.argsort(first, kind="stable")  # rows of a request adjacent, in input order
-    ends = np.searchsorted(first[by_request], kept, side="right")
-    offsets = np.concatenate([[0], ends]).astype(np.int64)
-    if estimates is not None:
-        estimates = np.maximum.reduceat(estimates[by_request], offsets[:-1])
-    return Requests(tokens.take(kept), row_idxs[by_request], offsets, estimates)
 
 
 def _select_keys(batch: pa.RecordBatch, key: tuple[str, ...]) -> pa.RecordBatch:
@@ -192,14 +170,17 @@ def _tokenize(
 ) -> list[str | None]:
     """Add the prompts of a batch to `rows`; return its errors, too long prompts included."""
     errors = list(errors)
-    idxs = [idx for idx, text in enumerate(texts) if text is not None]
-    encoded = tokenizer.encode([text for text in texts if text is not None])
-    for idx, token_ids in zip(idxs, encoded, strict=True):
-        errors[idx] = length_fault(len(token_ids), tokenizer.max_model_len)
-        if errors[idx] is None:
-            rows.row_idxs.append(rows.num_rows + idx)
-            rows.token_ids.extend(token_ids)
-            rows.offsets.append(len(rows.token_ids))
-            if estimates is not None:
-                rows.output_tokens.append(estimates[idx])
+    idxs = np.flatnonzero([text is not None for text in texts])
+    tokens = tokenizer.encode([text for text in texts if text is not None])
+    fits = np.ones(len(idxs), dtype=np.bool_)
+    for number, (idx, length) in enumerate(zip(idxs, tokens.lengths.tolist(), strict=True)):
+        errors[idx] = length_fault(length, tokenizer.max_model_len)
+        fits[number] = errors[idx] is None
+    if not fits.all():
+        idxs, tokens = idxs[fits], tokens.take(np.flatnonzero(fits))
+    rows.prompts.append(tokens)
+    rows.search.add(tokens)
+    rows.prompted.append(rows.num_rows + idxs)
+    if estimates is not None:
+        rows.estimates.append(np.asarray(estimates, dtype=np.int64)[idxs])
     return errors

@@ -12,7 +12,6 @@ and nothing knows of an engine.
 """
 
 from batchllm_operator.planner.block_cache import cached_tokens
-from batchllm_operator.planner.blocks import build_block_tree
 from batchllm_operator.planner.choice import PrefixChoice, choose_prefixes
 from batchllm_operator.planner.cost import (
     EngineLimits,
@@ -27,9 +26,12 @@ from batchllm_operator.planner.cost import (
 )
 from batchllm_operator.planner.gpu import GPU, find_gpu, read_gpu_table
 from batchllm_operator.planner.groups import prefix_sharing_groups, saving_ratios
+from batchllm_operator.planner.lcp_tree import RankedPrompts
 from batchllm_operator.planner.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from batchllm_operator.planner.order import order_groups, order_groups_by_subtree
 from batchllm_operator.planner.prefix_tree import PrefixTree, build_prefix_tree
+from batchllm_operator.planner.prompt_store import Prompts, PromptStore
+from batchllm_operator.planner.requests import Requests, make_requests
 from batchllm_operator.planner.reuse import (
     PrefixGroups,
     group_prefill_tokens,
@@ -37,6 +39,7 @@ from batchllm_operator.planner.reuse import (
     num_processed_tokens,
     saving_ratio,
 )
+from batchllm_operator.planner.search import PrefixSearch, SearchMemory, build_block_tree
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
 from batchllm_operator.planner.token_table import TokenTable
 
@@ -48,8 +51,14 @@ __all__ = [
     "Prediction",
     "PrefixChoice",
     "PrefixGroups",
+    "PrefixSearch",
     "PrefixTree",
+    "PromptStore",
+    "Prompts",
+    "RankedPrompts",
     "Rates",
+    "Requests",
+    "SearchMemory",
     "TokenTable",
     "Work",
     "WorkArrays",
@@ -62,6 +71,7 @@ __all__ = [
     "group_prefill_tokens",
     "group_work",
     "imbalance",
+    "make_requests",
     "maximize_reuse",
     "model_shape",
     "num_processed_tokens",

@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.gpu import GPU
 from batchllm_operator.planner.model_shape import ModelShape
+from batchllm_operator.planner.requests import Requests
 from batchllm_operator.planner.reuse import saving_ratio
-from batchllm_operator.planner.token_table import TokenTable
+from batchllm_operator.planner.sorted_runs import Advance, ignore
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
 
 PLAN_VERSION: Final = 1
@@ -31,6 +32,9 @@ MANIFEST_FILE: Final = "manifest.json"
 ROWS_FILE: Final = "rows.parquet"
 ERROR_COLUMN: Final = "error"
 """Column of rows.parquet: why a row can't be prompted; null where it can."""
+
+PART_TOKENS: Final = 1 << 23
+"""Prompt tokens of a full part, whatever `part_rows` says: 32 MiB."""
 
 SHARD_SCHEMA: Final = pa.schema(
     [
@@ -253,22 +257,34 @@ def shard_file(shard_idx: int) -> str:
     return f"shard-{shard_idx:05d}.parquet"
 
 
-def part_bounds(group_ids: npt.NDArray[np.int64], part_rows: int) -> list[int]:
+def part_bounds(
+    group_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], part_rows: int
+) -> list[int]:
     """Where a shard's parts begin and end: `[0, ..., num_requests]`.
 
-    A part closes at the first end of a group at which it holds `part_rows` requests; a group
-    with more than that is cut, so that a part never grows without bound.
+    A part closes at the first end of a group at which it is full: at which it holds `part_rows`
+    requests, or `PART_TOKENS` prompt tokens. A group that would more than double that is cut,
+    so that a part never grows without bound.
 
     Args:
         group_ids: int64 [num_requests], groups adjacent.
+        lengths: int64 [num_requests], prompt tokens.
         part_rows: at least 1.
     """
+    tokens_before = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=tokens_before[1:])
+
+    def fullness(start: int, end: int) -> float:
+        tokens = int(tokens_before[end] - tokens_before[start])
+        return max((end - start) / part_rows, tokens / PART_TOKENS)
+
     bounds = [0]
     group_ends = np.flatnonzero(np.diff(group_ids)) + 1
     for group_end in [*group_ends.tolist(), len(group_ids)]:
-        while group_end - bounds[-1] >= 2 * part_rows:
-            bounds.append(bounds[-1] + part_rows)
-        if group_end - bounds[-1] >= part_rows:
+        while fullness(bounds[-1], group_end) >= 2 and group_end - bounds[-1] > 1:
+            full = np.searchsorted(tokens_before, tokens_before[bounds[-1]] + PART_TOKENS)
+            bounds.append(max(bounds[-1] + 1, min(bounds[-1] + part_rows, int(full))))
+        if group_end > bounds[-1] and fullness(bounds[-1], group_end) >= 1:
             bounds.append(group_end)
     if bounds[-1] != len(group_ids):
         bounds.append(len(group_ids))
@@ -277,46 +293,46 @@ def part_bounds(group_ids: npt.NDArray[np.int64], part_rows: int) -> list[int]:
 
 def write_shard(
     path: Path,
-    tokens: TokenTable,
+    requests: Requests,
     *,
     request_idx_start: int,
-    prompt_idxs: npt.NDArray[np.int64],
+    request_idxs: npt.NDArray[np.int64],
     group_ids: npt.NDArray[np.int64],
     num_prefix_tokens: npt.NDArray[np.int64],
-    row_idxs: Sequence[npt.NDArray[np.int64]],
     part_rows: int,
+    written: Advance = ignore,
 ) -> int:
     """Write one shard, a row group for each part, and return the number of parts.
 
     Args:
         path: local file to create.
-        tokens: prompts of the plan; `prompt_idxs` points into it.
+        requests: all requests of the plan.
         request_idx_start: number of requests in the shards before.
-        prompt_idxs: int64 [num_requests], in plan order.
-        group_ids: int64 [num_requests].
-        num_prefix_tokens: int64 [num_requests].
-        row_idxs: for each request, the rows that it stands for.
+        request_idxs: int64 [num_requests of the shard], in plan order.
+        group_ids: int64, the same shape.
+        num_prefix_tokens: int64, the same shape.
         part_rows: see `part_bounds`.
+        written: told of each number of requests that is written.
     """
-    bounds = part_bounds(group_ids, part_rows)
+    bounds = part_bounds(group_ids, requests.lengths[request_idxs], part_rows)
     with pq.ParquetWriter(path, SHARD_SCHEMA, compression="zstd", use_dictionary=False) as writer:
         for start, end in pairwise(bounds):
-            part = slice(start, end)
-            prompts = tokens.take(prompt_idxs[part])
-            rows = row_idxs[start:end]
+            part = request_idxs[start:end]
+            prompts = requests.tokens_of(part)
             writer.write_table(
                 pa.table(
                     [
                         pa.array(np.arange(start, end) + request_idx_start),
-                        pa.array(group_ids[part]),
-                        pa.array(num_prefix_tokens[part].astype(np.int32)),
-                        _list_array(np.concatenate(rows), [len(r) for r in rows]),
+                        pa.array(group_ids[start:end]),
+                        pa.array(num_prefix_tokens[start:end].astype(np.int32)),
+                        _list_array(requests.rows_of(part), requests.num_rows[part]),
                         _list_array(prompts.token_ids, prompts.lengths),
                     ],
                     schema=SHARD_SCHEMA,
                 ),
                 row_group_size=max(end - start, 1),
             )
+            written(end - start)
     return len(bounds) - 1
 
 
@@ -333,7 +349,7 @@ def read_parts(file: pq.ParquetFile, part_idxs: Sequence[int]) -> Iterator[tuple
         yield part_idx, file.read_row_group(part_idx)
 
 
-def _list_array(values: npt.NDArray[Any], lengths: Sequence[int] | npt.NDArray[Any]) -> pa.Array:
+def _list_array(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> pa.Array:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))

@@ -85,6 +85,15 @@ class PrefixTree:
         return tokens
 
     @property
+    def num_shared_with_previous(self) -> NDArray[np.int64]:
+        """Tokens that each rank's prompt shares with the one before: [num_prompts]."""
+        shared = np.zeros(self.num_prompts + 1, dtype=np.int64)
+        # The topmost node that begins at a rank has the parent of this rank and the one
+        # before; of several values for one rank, the last is kept.
+        shared[self.leaf_begin[:ROOT:-1]] = self.depth[self.parent[:ROOT:-1]]
+        return shared[:-1]
+
+    @property
     def num_distinct_prefix_tokens(self) -> int:
         """Tokens to process if every shared token is computed once, on all levels.
 

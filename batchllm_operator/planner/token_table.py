@@ -90,6 +90,19 @@ class TokenTable:
             raise IndexError(f"prompt {idx} of a token table with {len(self)} prompts")
         return self.token_ids[self.offsets[idx] : self.offsets[idx + 1]]
 
+    def beginnings(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
+        """The first `num_tokens[i]` tokens of each prompt `idxs[i]`, all of a shorter one.
+
+        Args:
+            idxs: [n] int64 in [0, num_prompts).
+            num_tokens: [n] int64 >= 0.
+        """
+        offsets = np.zeros(len(idxs) + 1, dtype=np.int64)
+        np.cumsum(np.minimum(num_tokens, self.lengths[idxs]), out=offsets[1:])
+        token_ids = np.empty(offsets[-1], dtype=np.int32)
+        _copy_prompts(self.token_ids, self.offsets, idxs, offsets, token_ids)
+        return TokenTable(token_ids=token_ids, offsets=offsets)
+
     def take(self, idxs: NDArray[np.integer[Any]] | Sequence[int]) -> TokenTable:
         """A new table with the prompts at `idxs`, in that order; repeats are allowed.
 
@@ -104,11 +117,7 @@ class TokenTable:
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise PlanError(f"prompt indexes must lie in [0, {len(self)})")
         wanted = np.ascontiguousarray(wanted, dtype=np.int64)
-        offsets = np.zeros(len(wanted) + 1, dtype=np.int64)
-        np.cumsum(self.lengths[wanted], out=offsets[1:])
-        token_ids = np.empty(offsets[-1], dtype=np.int32)
-        _copy_prompts(self.token_ids, self.offsets, wanted, offsets, token_ids)
-        return TokenTable(token_ids=token_ids, offsets=offsets)
+        return self.beginnings(wanted, self.lengths[wanted])
 
 
 def _check_array(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
@@ -148,6 +157,6 @@ def _copy_prompts(
     target: NDArray[np.int32],
 ) -> None:
     for position in range(len(idxs)):
+        target_begin, target_end = target_offsets[position], target_offsets[position + 1]
         begin = source_offsets[idxs[position]]
-        end = source_offsets[idxs[position] + 1]
-        target[target_offsets[position] : target_offsets[position + 1]] = source[begin:end]
+        target[target_begin:target_end] = source[begin : begin + target_end - target_begin]

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from batchllm_operator.errors import ModelError
+from batchllm_operator.planner import TokenTable
 from batchllm_operator.prompts.template import EMPTY_PROMPT
 from batchllm_operator.spec import JobSpec
 
@@ -40,7 +43,7 @@ class Tokenizer(Protocol):
         """Most tokens of a prompt and its output together."""
         ...
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> TokenTable:
         """Token ids of each text, chat template and special tokens included."""
         ...
 
@@ -102,9 +105,9 @@ class ModelTokenizer:
     def max_model_len(self) -> int:
         return self._max_model_len
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> TokenTable:
         if not texts:
-            return []
+            return TokenTable.from_lists([])
         if self._chat:
             texts = [self._apply_chat_template(text) for text in texts]
         # A chat template writes its special tokens itself. verbose=False: lengths are checked here.
@@ -115,8 +118,7 @@ class ModelTokenizer:
             return_token_type_ids=False,
             verbose=False,
         )
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        return TokenTable.from_lists(encoded["input_ids"])
 
     def _apply_chat_template(self, text: str) -> str:
         from jinja2 import TemplateError  # transformers renders chat templates with it
@@ -167,8 +169,9 @@ class Utf8Tokenizer:
     def max_model_len(self) -> int:
         return self._max_model_len
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(text.encode("utf-8", errors="replace")) for text in texts]
+    def encode(self, texts: Sequence[str]) -> TokenTable:
+        encoded = [text.encode("utf-8", errors="replace") for text in texts]
+        return TokenTable.from_lists([np.frombuffer(text, dtype=np.uint8) for text in encoded])
 
 
 def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:

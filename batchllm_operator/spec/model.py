@@ -12,6 +12,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Discriminator,
     Field,
@@ -277,6 +278,10 @@ class PlannerSpec(_Section):
     part_rows: int = Field(default=500, ge=1)
     """Requests per output part: what a restart may have to generate again. Parts end
     where a group ends, unless the group alone is larger."""
+    memory_budget_bytes: ByteSize = Field(default=ByteSize(2 << 30), ge=1)
+    """Most memory that `plan` takes, as a number of bytes or text like `4GiB`; the rest goes to
+    temporary files. It takes some hundred bytes for each row, and says how much if the budget
+    is too small."""
 
     @property
     def estimate_columns(self) -> tuple[str, ...]:
@@ -359,7 +364,7 @@ class JobSpec(_Section):
                 "enforce_eager",
                 "block_size",
             },
-            "planner": {"target_gpu", "gpu_table"},
+            "planner": {"target_gpu", "gpu_table", "memory_budget_bytes"},
             "on_empty": True,
             "max_failed_fraction": True,
         }

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from batchllm_operator.planner.blocks import SYMBOL_BITS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from batchllm_operator.planner import (
     maximize_reuse,
     num_processed_tokens,
 )
-from batchllm_operator.planner.blocks import SYMBOL_BITS
 
 Blocks = tuple[tuple[int, ...], ...]
 

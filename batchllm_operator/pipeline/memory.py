@@ -1,0 +1,83 @@
+"""The plan stage's memory budget: whether it is enough, and how it is divided."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from batchllm_operator.errors import SpecError
+from batchllm_operator.planner import SearchMemory
+
+BYTES_PER_PROMPT: Final = 420
+"""Numbers kept for each prompt where most are kept at once (requests, tree, groups and costs)."""
+WORKING_BYTES: Final = 320 << 20
+"""For all that is done batch by batch, whatever the table's size: rows, texts and token ids of
+a batch, encoded pieces of text, two chunks of prompts, a part of a shard, compiled code."""
+_LEAST_RUN_BYTES: Final = 32 << 20
+_LEAST_MERGE_BYTES: Final = 16 << 20
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Peak resident memory of this process, and what it is used for.
+
+    Attributes:
+        total_bytes: the budget.
+        resident_bytes: what the process held before any row was read: Python, libraries, the
+            tokenizer.
+    """
+
+    total_bytes: int
+    resident_bytes: int
+
+    @classmethod
+    def from_now(cls, total_bytes: int) -> MemoryBudget:
+        """A budget for this process as it is."""
+        return cls(total_bytes, _resident_bytes())
+
+    def least_bytes(self, num_prompts: int, min_merge_bytes: int = 0) -> int:
+        """The smallest budget that will do.
+
+        Args:
+            num_prompts: how many there will be.
+            min_merge_bytes: `PrefixSearch.min_merge_bytes`, where it is known.
+        """
+        search = max(_LEAST_RUN_BYTES, _LEAST_MERGE_BYTES, min_merge_bytes)
+        return self.resident_bytes + WORKING_BYTES + num_prompts * BYTES_PER_PROMPT + search
+
+    def check(self, num_prompts: int, min_merge_bytes: int = 0) -> None:
+        """Refuse to plan so many prompts with too small a budget.
+
+        Raises:
+            SpecError: says the least that will do, in whole MiB.
+        """
+        least = self.least_bytes(num_prompts, min_merge_bytes)
+        if least > self.total_bytes:
+            raise SpecError(
+                f"planner.memory_budget_bytes: {self.total_bytes} is too little to plan"
+                f" {num_prompts:,} prompts; it takes at least {-(-least // _MIB) * _MIB}"
+                f" ({-(-least // _MIB):,} MiB)"
+            )
+
+    def search_memory(self, num_prompts: int) -> SearchMemory:
+        """What is left for sorting: the more, the fewer runs go to disk."""
+        spare = max(0, self.total_bytes - self.least_bytes(num_prompts))
+        # A run is copied once while it is made, batch by batch, so leave room for a part of it.
+        return SearchMemory(
+            run_bytes=_LEAST_RUN_BYTES + spare * 3 // 4,
+            merge_bytes=_LEAST_MERGE_BYTES + min(spare // 4, 256 << 20),
+        )
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process; on systems without /proc, its peak."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

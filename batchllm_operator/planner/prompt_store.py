@@ -1,0 +1,191 @@
+"""Token ids of all prompts, in memory or on disk, behind one interface."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.planner.token_table import TokenTable
+
+CHUNK_TOKENS = 1 << 22
+"""Tokens looked at in one go where all are gone through: 16 MiB."""
+_NARROW: Final = np.dtype(np.uint16)
+_WIDE: Final = np.dtype(np.int32)
+
+
+class Prompts(Protocol):
+    """Prompts by index. A `TokenTable` is one, and so is a `PromptStore`."""
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens per prompt: [num_prompts]."""
+        ...
+
+    def beginnings(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
+        """The first `num_tokens[i]` tokens of each prompt `idxs[i]`, all of a shorter one."""
+        ...
+
+
+class PromptStore:
+    """Prompts in a file, of which only the lengths are kept in memory.
+
+    Prompts are added in the order of their indexes. They can be read at any time, also by
+    several threads at once; reading and adding don't disturb each other. The file is created
+    and belongs to the store; who made its folder removes it.
+
+    A token takes 2 bytes as long as no id needs more, then 4.
+
+    Raises:
+        FileExistsError: there is such a file.
+        OSError: from all methods that touch the file, such as a disk that is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("xb+", buffering=0)
+        self._dtype: np.dtype[Any] = _NARROW
+        self._offsets = np.zeros(1024, dtype=np.int64)
+        self._num_prompts = 0
+
+    def __enter__(self) -> PromptStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Lengths can still be asked for."""
+        self._file.close()
+
+    def __len__(self) -> int:
+        return self._num_prompts
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._offsets[self._num_prompts])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self._offsets[: self._num_prompts + 1])
+
+    def append(self, tokens: TokenTable) -> None:
+        """Add prompts behind those that are there."""
+        if self._dtype == _NARROW and np.any(tokens.token_ids > np.iinfo(_NARROW).max):
+            self._widen()
+        _write(self._file, tokens.token_ids.astype(self._dtype, copy=False))
+        total = self._num_prompts + len(tokens)
+        if total >= len(self._offsets):
+            larger = np.zeros(max(total + 1, len(self._offsets) * 3 // 2), dtype=np.int64)
+            larger[: self._num_prompts + 1] = self._offsets[: self._num_prompts + 1]
+            self._offsets = larger
+        new = self._offsets[self._num_prompts + 1 : total + 1]
+        new[:] = tokens.offsets[1:]
+        new += self._offsets[self._num_prompts]
+        self._num_prompts = total
+
+    def beginnings(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
+        begins = self._offsets[idxs]
+        offsets = np.zeros(len(idxs) + 1, dtype=np.int64)
+        np.cumsum(np.minimum(num_tokens, self._offsets[idxs + 1] - begins), out=offsets[1:])
+        token_ids = np.empty(offsets[-1], dtype=self._dtype)
+        self._read(begins, offsets, token_ids)
+        return TokenTable(token_ids.astype(np.int32, copy=False), offsets)
+
+    def take(self, idxs: NDArray[np.int64]) -> TokenTable:
+        """The prompts at `idxs`, in that order."""
+        return self.beginnings(idxs, self._offsets[idxs + 1] - self._offsets[idxs])
+
+    def _widen(self) -> None:
+        """Goes over to 4 bytes a token. Usually the first prompts say that it has to be."""
+        narrow = self._path.with_name(f"{self._path.name}.narrow")
+        self._path.rename(narrow)
+        wide = self._path.open("xb+", buffering=0)
+        for part in chunks(self.lengths):
+            _write(wide, self.take(np.arange(part.start, part.stop)).token_ids)
+        self._file.close()
+        narrow.unlink()
+        self._file, self._dtype = wide, _WIDE
+
+    def _read(
+        self, begins: NDArray[np.int64], offsets: NDArray[np.int64], target: NDArray[Any]
+    ) -> None:
+        """Fills `target`; neighbours in the file that are neighbours in `target` in one read."""
+        size = target.itemsize
+        if len(begins) == 0:
+            return
+        joins = begins[1:] == begins[:-1] + np.diff(offsets)[:-1]
+        starts = np.flatnonzero(np.concatenate([[True], ~joins]))
+        view = target.view(np.uint8).data
+        descriptor = self._file.fileno()
+        ends = np.append(offsets[starts[1:]], offsets[-1]) * size
+        places = zip(
+            (begins[starts] * size).tolist(),
+            (offsets[starts] * size).tolist(),
+            ends.tolist(),
+            strict=True,
+        )
+        for position, start, end in places:
+            while start < end:
+                num_read = os.preadv(descriptor, [view[start:end]], position)
+                if num_read == 0:
+                    raise OSError(f"{self._file.name}: is shorter than what was written to it")
+                start += num_read
+                position += num_read
+
+
+def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
+    data = token_ids.view(np.uint8).data
+    while len(data):  # a disk that fills up takes a part of it first
+        data = data[file.write(data) :]
+
+
+def read_ahead(
+    prompts: Prompts, wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]
+) -> Iterator[TokenTable]:
+    """`prompts.beginnings` of each (idxs, num_tokens), read while the one before is in use."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as reader:
+        ahead: Future[TokenTable] | None = None
+        for idxs, num_tokens in wanted:
+            following = reader.submit(prompts.beginnings, idxs, num_tokens)
+            if ahead is not None:
+                yield ahead.result()
+            ahead = following
+        if ahead is not None:
+            yield ahead.result()
+
+
+def chunks(num_tokens: NDArray[Any], most: int = CHUNK_TOKENS) -> Iterator[slice]:
+    """Consecutive slices of prompts with about `most` tokens each, and at least one prompt.
+
+    Args:
+        num_tokens: [num_prompts], tokens that are wanted of each.
+    """
+    ends = np.cumsum(num_tokens, dtype=np.int64)
+    start, before = 0, 0
+    while start < len(ends):
+        stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
+        stop = min(stop, start + most)  # empty prompts need memory too
+        yield slice(start, stop)
+        start, before = stop, int(ends[stop - 1])

@@ -1,0 +1,325 @@
+"""Rows of symbols sorted on disk, with what neighbours share (an LCP merge sort).
+
+Rows are gathered up to a bound of memory, sorted, and written as a run. At the end all runs
+are merged at once. Each run keeps with each row what it shares with the one before, and the
+merge keeps for each run what its next row shares with the row put out last. Where these
+numbers differ, they decide which row is next without a look at the rows (Ng and Kakehi,
+"Merging string sequences by longest common prefixes", 2008).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.jit import compiled
+from batchllm_operator.planner.prefix_tree import build_prefix_tree, num_equal
+from batchllm_operator.planner.token_table import TokenTable
+
+Advance = Callable[[int], None]
+"""Told of each number of prompts that is done, for a display of progress."""
+
+_HEADER = 3  # of a row in a run: prompt index, number of symbols, number shared with the one before
+_INDEX, _LENGTH, _SHARED = range(_HEADER)
+_WRITE_SYMBOLS = 1 << 20
+_NOTHING, _LATER = -1, -1
+_SORT_BYTES_PER_ROW = 140  # the tree that sorts a run, and the row's offset
+
+
+def ignore(_: int) -> None:
+    """An `Advance` that shows nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SortedRows:
+    """Rows in lexicographic order, a row before its extensions, equal rows by index.
+
+    Attributes:
+        row_idxs: [num_rows] int64, the row at each rank.
+        num_shared: [num_rows] int64, symbols that each shares with the one before.
+    """
+
+    row_idxs: NDArray[np.int64]
+    num_shared: NDArray[np.int64]
+
+
+class RowSorter:
+    """Sorts rows, of which only some are in memory at a time.
+
+    Rows are numbered as they are added. A sorter sorts once.
+
+    Args:
+        folder: where runs are written, if the rows don't fit into `run_bytes`; None to keep
+            all in memory.
+        run_bytes: about what the rows in memory and their sorting may take.
+        merge_bytes: about what reading the runs may take. A merge needs room for the longest
+            row of each run; `min_merge_bytes` says for how much.
+
+    Raises:
+        OSError: from `add` and `sort`, such as a disk that is full.
+    """
+
+    def __init__(self, folder: Path | None, *, run_bytes: int, merge_bytes: int) -> None:
+        self._folder = folder
+        self._run_bytes = run_bytes
+        self._merge_bytes = merge_bytes
+        self._batches: list[TokenTable] = []
+        self._num_bytes = 0
+        self._num_rows = 0
+        self._runs: list[Path] = []
+        self._longest_row = 0
+
+    @property
+    def min_merge_bytes(self) -> int:
+        """What reading the runs takes at least."""
+        return len(self._runs) * (self._longest_row + _HEADER) * np.dtype(np.int32).itemsize
+
+    def add(self, rows: TokenTable) -> None:
+        """Take rows in, and write a run where memory is full."""
+        if len(rows) == 0:
+            return
+        self._batches.append(rows)
+        self._num_bytes += rows.token_ids.nbytes + _SORT_BYTES_PER_ROW * len(rows)
+        self._longest_row = max(self._longest_row, int(rows.lengths.max()))
+        if self._folder is not None and self._num_bytes >= self._run_bytes:
+            self._write_run(self._folder)
+
+    def sort(self, advance: Advance) -> SortedRows:
+        """All rows in order; `advance` is told of each number of rows that is done."""
+        if not self._runs:
+            result = _sort(self._gather())
+            advance(len(result.row_idxs))
+            return result
+        if self._batches and self._folder is not None:
+            self._write_run(self._folder)
+        row_idxs = np.empty(self._num_rows, dtype=np.int64)
+        num_shared = np.empty(self._num_rows, dtype=np.int64)
+        with _RunReader(self._runs, self._merge_bytes, self._longest_row + _HEADER) as reader:
+            num_done = 0
+            while reader.fill():
+                num_before = num_done
+                num_done = _merge(
+                    reader.buffers,
+                    reader.begins,
+                    reader.ends,
+                    reader.is_exhausted,
+                    reader.shared,
+                    row_idxs,
+                    num_shared,
+                    num_done,
+                )
+                advance(num_done - num_before)
+        for path in self._runs:
+            path.unlink()
+        return SortedRows(row_idxs, num_shared)
+
+    def _gather(self) -> TokenTable:
+        """The rows in memory as one table; they are let go of, batch by batch."""
+        batches, self._batches, self._num_bytes = self._batches[::-1], [], 0
+        lengths = [rows.lengths for rows in batches[::-1]]
+        offsets = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]))
+        symbols = np.empty(offsets[-1], dtype=np.int32)
+        place = 0
+        while batches:
+            rows = batches.pop()
+            symbols[place : place + rows.num_tokens] = rows.token_ids
+            place += rows.num_tokens
+        return TokenTable(symbols, offsets)
+
+    def _write_run(self, folder: Path) -> None:
+        rows = self._gather()
+        first_row, self._num_rows = self._num_rows, self._num_rows + len(rows)
+        ranked = _sort(rows)
+        path = folder / f"run-{len(self._runs):05d}.bin"
+        self._runs.append(path)
+        sizes = rows.lengths[ranked.row_idxs] + _HEADER
+        with path.open("xb") as file:
+            for start, stop in _pieces(sizes):
+                piece = np.empty(sizes[start:stop].sum(), dtype=np.int32)
+                _pack(
+                    rows.token_ids,
+                    rows.offsets,
+                    ranked.row_idxs[start:stop],
+                    ranked.num_shared[start:stop],
+                    first_row,
+                    piece,
+                )
+                file.write(piece.data)
+
+
+class _RunReader:
+    """Buffers over all runs: row `r` has what was read of run `r` and not yet put out.
+
+    Attributes:
+        buffers: [num_runs, size] int32.
+        begins: [num_runs] int64, the next row of each run in its buffer.
+        ends: [num_runs] int64, where what was read ends.
+        is_exhausted: [num_runs] bool, whether all of the run has been read.
+        shared: [num_runs] int64, symbols that the next row shares with the one put out last;
+            -1 where the next row hasn't been looked at.
+    """
+
+    def __init__(self, paths: list[Path], num_bytes: int, longest_row: int) -> None:
+        itemsize = np.dtype(np.int32).itemsize
+        size = max(longest_row, num_bytes // (len(paths) * itemsize))
+        self._paths = paths
+        self._files: list[BinaryIO] = []
+        self.buffers = np.empty((len(paths), size), dtype=np.int32)
+        self.begins = np.zeros(len(paths), dtype=np.int64)
+        self.ends = np.zeros(len(paths), dtype=np.int64)
+        self.is_exhausted = np.zeros(len(paths), dtype=np.bool_)
+        self.shared = np.full(len(paths), _LATER, dtype=np.int64)
+
+    def __enter__(self) -> _RunReader:
+        self._files = [path.open("rb", buffering=0) for path in self._paths]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+
+    def fill(self) -> bool:
+        """Read on wherever a row isn't whole; whether there are rows left."""
+        for run, file in enumerate(self._files):
+            buffer, begin, end = self.buffers[run], self.begins[run], self.ends[run]
+            if self.is_exhausted[run] or _has_row(buffer, begin, end):
+                continue
+            rest = end - begin
+            buffer[:rest] = buffer[begin:end].copy()
+            view = buffer.view(np.uint8).data
+            num_bytes = rest * buffer.itemsize
+            while num_bytes < len(view) and (num_read := file.readinto(view[num_bytes:])):  # type: ignore[attr-defined]
+                num_bytes += num_read
+            self.begins[run], self.ends[run] = 0, num_bytes // buffer.itemsize
+            self.is_exhausted[run] = num_bytes < len(view)
+            if self.is_exhausted[run] and num_bytes and not _has_row(buffer, 0, self.ends[run]):
+                raise PlanError(f"{self._paths[run]}: was changed while it was in use")
+        return bool(np.any(self.begins < self.ends))
+
+
+def _sort(rows: TokenTable) -> SortedRows:
+    tree = build_prefix_tree(rows)
+    return SortedRows(tree.prompt_idxs, tree.num_shared_with_previous)
+
+
+def _pieces(sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of about `_WRITE_SYMBOLS` each."""
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(ends):
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + _WRITE_SYMBOLS, side="right"))
+        stop = max(start + 1, stop)
+        yield start, stop
+        start = stop
+
+
+@compiled
+def _pack(
+    symbols: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    row_idxs: NDArray[np.int64],
+    shared: NDArray[np.int64],
+    first_row: int,
+    packed: NDArray[np.int32],
+) -> None:
+    place = 0
+    for position in range(len(row_idxs)):
+        idx = row_idxs[position]
+        row = symbols[offsets[idx] : offsets[idx + 1]]
+        packed[place + _INDEX] = np.int32(first_row + idx)
+        packed[place + _LENGTH] = np.int32(len(row))
+        packed[place + _SHARED] = np.int32(shared[position])
+        packed[place + _HEADER : place + _HEADER + len(row)] = row
+        place += _HEADER + len(row)
+
+
+@compiled
+def _has_row(buffer: NDArray[np.int32], begin: int, end: int) -> bool:
+    """Whether a whole row lies between `begin` and `end`."""
+    return end - begin >= _HEADER and end - begin >= _HEADER + buffer[begin + _LENGTH]
+
+
+@compiled
+def _next_row(buffer: NDArray[np.int32], begin: int) -> NDArray[np.int32]:
+    """The symbols of the row at `begin`."""
+    return buffer[begin + _HEADER : begin + _HEADER + buffer[begin + _LENGTH]]
+
+
+@compiled
+def _common(left: NDArray[np.int32], right: NDArray[np.int32], known: int) -> int:
+    """Symbols that two rows share, given that they share `known`."""
+    end = min(len(left), len(right))
+    return known + num_equal(left[known:end], right[known:end])
+
+
+@compiled
+def _is_first(
+    buffers: NDArray[np.int32],
+    begins: NDArray[np.int64],
+    shared: NDArray[np.int64],
+    run: int,
+    other: int,
+) -> bool:
+    """Whether the next row of `run` is before that of an earlier run, and not equal to it.
+
+    All rows that are left are at or behind the one put out last, so the one that shares more
+    with that is before the other.
+    """
+    if shared[run] != shared[other]:
+        return bool(shared[run] > shared[other])
+    row = _next_row(buffers[run], begins[run])
+    other_row = _next_row(buffers[other], begins[other])
+    common = _common(row, other_row, shared[run])
+    if common == len(other_row):
+        return False
+    return common == len(row) or bool(row[common] < other_row[common])
+
+
+@compiled
+def _merge(
+    buffers: NDArray[np.int32],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    is_exhausted: NDArray[np.bool_],
+    shared: NDArray[np.int64],
+    row_idxs: NDArray[np.int64],
+    num_shared: NDArray[np.int64],
+    num_done: int,
+) -> int:
+    """Puts out rows until a run's next row isn't in its buffer; returns how many are out.
+
+    Moves `begins` on, and keeps `shared` for the next call.
+    """
+    while True:
+        best = _NOTHING
+        for run in range(len(begins)):
+            if begins[run] == ends[run] and is_exhausted[run]:
+                continue
+            if not _has_row(buffers[run], begins[run], ends[run]):
+                return num_done
+            if shared[run] == _LATER:
+                shared[run] = buffers[run, begins[run] + _SHARED]
+            if best == _NOTHING or _is_first(buffers, begins, shared, run, best):
+                best = run
+        if best == _NOTHING:
+            return num_done
+        row = _next_row(buffers[best], begins[best])
+        row_idxs[num_done] = buffers[best, begins[best] + _INDEX]
+        num_shared[num_done] = shared[best]
+        num_done += 1
+        for run in range(len(begins)):
+            if run == best or begins[run] == ends[run]:
+                continue
+            if shared[run] == shared[best]:
+                shared[run] = _common(_next_row(buffers[run], begins[run]), row, shared[run])
+            else:
+                shared[run] = min(shared[run], shared[best])
+        begins[best] += _HEADER + len(row)
+        shared[best] = _LATER
