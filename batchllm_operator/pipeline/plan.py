@@ -27,6 +27,7 @@ from batchllm_operator.pipeline.output_lengths import (
 from batchllm_operator.pipeline.rows import Rows, check_keys, read_rows
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import (
+    Advance,
     PrefixGroups,
     PrefixSearch,
     PromptStore,
@@ -174,16 +175,15 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
     return _persist(manifest, files, spool)
 
 
+@contextmanager
+def _prompts_shown(label: str, num_prompts: int) -> Iterator[Advance]:
+    with Progress(label, num_prompts, unit="prompts") as progress:
+        yield progress.advance
+
+
 def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
     """Sort the prompts, and make those that are equal one request."""
-    num_prompts = len(rows.prompts)
-    with (
-        Progress("sort prompts", num_prompts, unit="prompts") as sorting,
-        Progress("compare shared prefixes", num_prompts, unit="prompts") as comparing,
-    ):
-        ranked = rows.search.finish(
-            rows.prompts, merged=sorting.advance, compared=comparing.advance
-        )
+    ranked = rows.search.finish(rows.prompts, _prompts_shown)
     return make_requests(
         rows.prompts,
         ranked,

@@ -41,11 +41,13 @@ from batchllm_operator.planner.reuse import (
 )
 from batchllm_operator.planner.search import PrefixSearch, SearchMemory, build_block_tree
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
+from batchllm_operator.planner.sorted_runs import Advance
 from batchllm_operator.planner.token_table import TokenTable
 
 __all__ = [
     "GPU",
     "MODEL_SHAPES",
+    "Advance",
     "EngineLimits",
     "ModelShape",
     "Prediction",

@@ -60,13 +60,17 @@ class RowSorter:
         run_bytes: about what the rows in memory and their sorting may take.
         merge_bytes: about what reading the runs may take. A merge needs room for the longest
             row of each run; `min_merge_bytes` says for how much.
+        name: what the names of the runs' files begin with.
 
     Raises:
         OSError: from `add` and `sort`, such as a disk that is full.
     """
 
-    def __init__(self, folder: Path | None, *, run_bytes: int, merge_bytes: int) -> None:
+    def __init__(
+        self, folder: Path | None, *, run_bytes: int, merge_bytes: int, name: str = "run"
+    ) -> None:
         self._folder = folder
+        self._name = name
         self._run_bytes = run_bytes
         self._merge_bytes = merge_bytes
         self._batches: list[TokenTable] = []
@@ -136,7 +140,7 @@ class RowSorter:
         rows = self._gather()
         first_row, self._num_rows = self._num_rows, self._num_rows + len(rows)
         ranked = _sort(rows)
-        path = folder / f"run-{len(self._runs):05d}.bin"
+        path = folder / f"{self._name}-{len(self._runs):05d}.bin"
         self._runs.append(path)
         sizes = rows.lengths[ranked.row_idxs] + _HEADER
         with path.open("xb") as file:
