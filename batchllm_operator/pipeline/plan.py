@@ -117,11 +117,11 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
     tokenizer = load_tokenizer(spec, ds)
     target = find_target(spec)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
-    # A filter may leave any number of rows out.
-    num_expected = 0 if spec.input.filter else sum(file.num_rows for file in snapshot.files)
-    budget.check(num_expected)
+    num_rows = sum(file.num_rows for file in snapshot.files)
+    if not spec.input.filter:  # which may leave any number of rows out
+        budget.check(num_rows)
     with PromptStore(spool / _PROMPTS_FILE) as prompts:
-        rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_expected)))
+        rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)))
         read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
         where = f"table {table.uri}, partition {ds!r}"
         if table.snapshot(ds).files != snapshot.files:

@@ -42,8 +42,8 @@ class SearchMemory:
     """What a search may take beside the numbers per prompt, in bytes.
 
     Attributes:
-        run_bytes: for rows in memory, until they are written as a run.
-        merge_bytes: for reading the runs.
+        run_bytes: until `finish`, for rows in memory, before they are written as a run.
+        merge_bytes: in `finish`, for reading the runs, and then for what is sorted there.
     """
 
     run_bytes: int = 256 << 20
@@ -120,14 +120,11 @@ class PrefixSearch:
         self._hasher = SegmentHasher(
             seed, segment_tokens=self._segment_tokens, hash_bits=self._hash_bits
         )
-        self._sorter = self._new_sorter("segments")
+        self._sorter = self._new_sorter("segments", self._memory.run_bytes)
 
-    def _new_sorter(self, name: str) -> RowSorter:
+    def _new_sorter(self, name: str, run_bytes: int) -> RowSorter:
         return RowSorter(
-            self._folder,
-            run_bytes=self._memory.run_bytes,
-            merge_bytes=self._memory.merge_bytes,
-            name=name,
+            self._folder, run_bytes=run_bytes, merge_bytes=self._memory.merge_bytes, name=name
         )
 
     def _compare(
@@ -144,7 +141,7 @@ class PrefixSearch:
             segments.tree(all_lengths),
             all_lengths,
             self._segment_tokens,
-            self._new_sorter("windows"),
+            self._new_sorter("windows", self._memory.merge_bytes),
         )
         shared = np.where(are_equal, lengths, shared)
         # As far as a prompt is looked at: what it shares with its neighbours, and one more.

@@ -80,7 +80,8 @@ def test_what_is_left_goes_to_the_search(num_prompts: int) -> None:
     found = budget.search_memory(num_prompts)
     assert found.run_bytes > 0 and found.merge_bytes > 0
     rest = budget.total_bytes - budget.resident_bytes - memory.WORKING_BYTES
-    assert found.run_bytes <= rest - num_prompts * memory.BYTES_PER_PROMPT
+    assert found.run_bytes <= rest
+    assert found.merge_bytes <= rest - num_prompts * memory.BYTES_PER_PROMPT
 
 
 def test_a_filter_is_no_reason_to_refuse_beforehand(
