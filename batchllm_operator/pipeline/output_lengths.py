@@ -2,34 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.pipeline.group_lengths import GroupLengths, learn_group_lengths
 from batchllm_operator.pipeline.stored_plan import check_publisher
-from batchllm_operator.planner import Requests
+from batchllm_operator.planner import PrefixGroups, Requests
 from batchllm_operator.planner.plan import LearnedOutputs, LengthBucket
 from batchllm_operator.spec import JobSpec
 
 _NUM_BUCKETS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What an earlier partition says about output lengths."""
+
+    by_length: LearnedOutputs
+    by_group: GroupLengths | None
+    """None if it isn't known which rows were one group."""
+
+
 def estimate_output_tokens(
-    spec: JobSpec, requests: Requests, learned: LearnedOutputs | None
+    spec: JobSpec,
+    requests: Requests,
+    learned: Learned | None,
+    groups: PrefixGroups,
+    prefix_hashes: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """Estimated output tokens of each request, in [1, max_tokens]: int64 [num_requests]."""
+    """Estimated output tokens of each request, in [1, max_tokens]: int64 [num_requests].
+
+    Where they are learned: as the earlier answers in a group with the same prefix, else as those
+    to prompts of about the same length.
+
+    Args:
+        spec: the job.
+        requests: its requests.
+        learned: what was learned, if that is asked for and there was something to learn from.
+        groups: the groups of the requests.
+        prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; none are needed if nothing
+            was learned.
+    """
     if requests.output_tokens is not None:
         return requests.output_tokens
     most = spec.sampling.max_tokens
-    if learned is not None:
-        return np.clip(_mean_tokens(learned)[_bucket(requests.lengths)], 1, most)
-    constant = spec.planner.estimated_output_tokens
-    estimate = min(constant, most) if isinstance(constant, int) else most
-    return np.full(len(requests), estimate, dtype=np.int64)
+    if learned is None:
+        constant = spec.planner.estimated_output_tokens
+        estimate = min(constant, most) if isinstance(constant, int) else most
+        return np.full(len(requests), estimate, dtype=np.int64)
+    estimates = _mean_tokens(learned.by_length)[_bucket(requests.lengths)]
+    if learned.by_group is not None:
+        of_group = learned.by_group.mean_tokens(prefix_hashes)
+        is_known = np.repeat(of_group >= 0, groups.sizes)
+        estimates[groups.member_idxs[is_known]] = np.repeat(of_group, groups.sizes)[is_known]
+    return np.clip(estimates, 1, most)
 
 
-def learn_output_lengths(spec: JobSpec, ds: str) -> LearnedOutputs | None:
+def learn_output_lengths(spec: JobSpec, ds: str) -> Learned | None:
     """What the latest partition before `ds` that this job has published says, if it is asked for.
 
     Partitions are compared by name, and those without a single text, or of another job or
@@ -47,7 +80,12 @@ def learn_output_lengths(spec: JobSpec, ds: str) -> LearnedOutputs | None:
         except TableError:
             continue
         if plan_id is not None and (buckets := _count(table, earlier)):
-            return LearnedOutputs(ds=earlier, plan_id=plan_id, buckets=buckets)
+            by_group = learn_group_lengths(spec, table, earlier, plan_id)
+            num_known = 0 if by_group is None else len(by_group.hashes)
+            by_length = LearnedOutputs(
+                ds=earlier, plan_id=plan_id, buckets=buckets, num_known_prefixes=num_known
+            )
+            return Learned(by_length, by_group)
     return None
 
 

@@ -19,8 +19,10 @@ import pyarrow as pa
 from batchllm_operator.errors import EmptyPartitionError, SpecError, StorageError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target, work_costs
+from batchllm_operator.pipeline.group_lengths import hash_prefixes, write_groups
 from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.output_lengths import (
+    Learned,
     estimate_output_tokens,
     learn_output_lengths,
 )
@@ -43,6 +45,7 @@ from batchllm_operator.planner import (
     split_large_groups,
 )
 from batchllm_operator.planner.plan import (
+    GROUPS_FILE,
     MANIFEST_FILE,
     ROWS_FILE,
     DataFile,
@@ -62,7 +65,7 @@ from batchllm_operator.spec import SPEC_VERSION, JobSpec
 _log = logging.getLogger(__name__)
 _WORTH_A_WARNING: Final = 1.2  # imbalance
 _PROMPTS_FILE: Final = "prompts.bin"
-_STEPS: Final = ("tree built", "prefixes chosen", "groups ordered")
+_STEPS: Final = ("tree built", "prefixes chosen", "outputs estimated", "groups ordered")
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -130,11 +133,8 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
         budget.check(len(prompts), rows.search.min_merge_bytes)
         requests, ranked = _find_prefixes(spec, rows)
         learned = learn_output_lengths(spec, ds)
-        output_tokens = estimate_output_tokens(spec, requests, learned)
-        chosen = _choose(spec, requests, ranked, output_tokens, target)
-        shards, unevenness = _write_shards(
-            spec, requests, output_tokens, chosen.groups, target, spool
-        )
+        chosen = _choose(spec, requests, ranked, learned, target)
+        shards, unevenness = _write_shards(spec, requests, chosen, target, spool)
     counts = PlanCounts(
         num_rows=rows.num_rows,
         num_rejected_rows=rows.num_rejected,
@@ -148,9 +148,14 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
         num_algorithm_1_saved_tokens=chosen.num_algorithm_1_saved_tokens,
         num_exact_saved_tokens=chosen.num_exact_saved_tokens,
     )
-    files = {name: describe_file(spool / name) for name in [ROWS_FILE, *(s.file for s in shards)]}
+    names = [ROWS_FILE, *(shard.file for shard in shards)]
+    if spec.planner.learns_output_tokens:
+        write_groups(spool / GROUPS_FILE, chosen.prefix_hashes)
+        names.append(GROUPS_FILE)
+    files = {name: describe_file(spool / name) for name in names}
+    by_length = learned.by_length if learned is not None else None
     manifest = PlanManifest(
-        plan_id=compute_plan_id(spec, ds, tokenizer.model_version, files, learned),
+        plan_id=compute_plan_id(spec, ds, tokenizer.model_version, files, by_length),
         spec_version=SPEC_VERSION,
         spec=spec,
         spec_identity=spec.identity,
@@ -166,8 +171,8 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
         counts=counts,
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,
-        learned=learned,
-        estimate=estimate_cost(target, requests, output_tokens, chosen.groups, len(shards)),
+        learned=by_length,
+        estimate=estimate_cost(target, requests, chosen.output_tokens, chosen.groups, len(shards)),
         imbalance=unevenness,
         files=files,
         shards=shards,
@@ -243,6 +248,10 @@ class _Chosen:
     """The groups in the order of the plan, and what was known of their tree."""
 
     groups: PrefixGroups
+    output_tokens: npt.NDArray[np.int64]
+    """int64 [num_requests], estimates."""
+    prefix_hashes: npt.NDArray[np.int64]
+    """int64 [num_groups, 2], see `hash_prefixes`; of no group if nothing is to be learned."""
     num_optimal_tokens: int
     num_algorithm_1_saved_tokens: int
     num_exact_saved_tokens: int
@@ -252,7 +261,7 @@ def _choose(
     spec: JobSpec,
     requests: Requests,
     ranked: RankedPrompts,
-    output_tokens: npt.NDArray[np.int64],
+    learned: Learned | None,
     target: Target | None,
 ) -> _Chosen:
     """Choose the groups, cut those too large for one shard, and put all in scheduling order.
@@ -265,24 +274,44 @@ def _choose(
         choice = choose_prefixes(tree)
         groups = choice.groups
         progress.advance(1, _STEPS[1])
-        if len(groups):
-            members, prefixes = work_costs(target, groups, requests.lengths, output_tokens)
-            groups = split_large_groups(groups, members, prefixes, spec.planner.num_shards)
-            groups = groups.take(order_groups_by_subtree(groups, tree, output_tokens))
+        prefix_hashes = np.zeros((0, 2), dtype=np.int64)
+        if spec.planner.learns_output_tokens:
+            prefix_hashes = hash_prefixes(requests, groups)
+        output_tokens = estimate_output_tokens(spec, requests, learned, groups, prefix_hashes)
         progress.advance(1, _STEPS[2])
+        if len(groups):
+            parts = _split(spec, groups, requests, output_tokens, target)
+            order = order_groups_by_subtree(parts, tree, output_tokens)
+            if len(prefix_hashes):  # parts of a group are neighbours, in the group's place
+                group_of_part = np.searchsorted(groups.offsets, parts.offsets[:-1], "right") - 1
+                prefix_hashes = prefix_hashes[group_of_part][order]
+            groups = parts.take(order)
+        progress.advance(1, _STEPS[3])
     return _Chosen(
         groups,
+        output_tokens,
+        prefix_hashes,
         tree.num_distinct_prefix_tokens,
         choice.algorithm_1_saved_tokens,
         choice.exact_saved_tokens,
     )
 
 
+def _split(
+    spec: JobSpec,
+    groups: PrefixGroups,
+    requests: Requests,
+    output_tokens: npt.NDArray[np.int64],
+    target: Target | None,
+) -> PrefixGroups:
+    members, prefixes = work_costs(target, groups, requests.lengths, output_tokens)
+    return split_large_groups(groups, members, prefixes, spec.planner.num_shards)
+
+
 def _write_shards(
     spec: JobSpec,
     requests: Requests,
-    output_tokens: npt.NDArray[np.int64],
-    groups: PrefixGroups,
+    chosen: _Chosen,
     target: Target | None,
     spool: Path,
 ) -> tuple[tuple[ShardInfo, ...], float]:
@@ -291,10 +320,11 @@ def _write_shards(
     Returns:
         The shards, and their imbalance.
     """
+    groups = chosen.groups
     if len(groups) == 0:
         return (), 1.0
     prefill = group_prefill_tokens(groups, requests.lengths)
-    costs, prefix_costs = work_costs(target, groups, requests.lengths, output_tokens)
+    costs, prefix_costs = work_costs(target, groups, requests.lengths, chosen.output_tokens)
     costs = np.add.reduceat(costs[groups.member_idxs], groups.offsets[:-1]) + prefix_costs
     num_shards = min(spec.planner.num_shards, len(groups))
     shard_of_group = assign_shards(costs, num_shards)
@@ -306,25 +336,25 @@ def _write_shards(
     with Progress("write shards", groups.num_prompts, unit="requests") as progress:
         for shard_idx in range(int(shard_of_group.max()) + 1):
             group_ids = np.flatnonzero(shard_of_group == shard_idx)
-            chosen = groups.take(group_ids)
+            taken = groups.take(group_ids)
             name = shard_file(shard_idx)
             num_parts = write_shard(
                 spool / name,
                 requests,
                 request_idx_start=num_before,
-                request_idxs=chosen.member_idxs,
-                group_ids=np.repeat(group_ids, chosen.sizes),
-                num_prefix_tokens=np.repeat(chosen.num_prefix_tokens, chosen.sizes),
+                request_idxs=taken.member_idxs,
+                group_ids=np.repeat(group_ids, taken.sizes),
+                num_prefix_tokens=np.repeat(taken.num_prefix_tokens, taken.sizes),
                 part_rows=spec.planner.part_rows,
                 written=progress.advance,
             )
-            num_before += chosen.num_prompts
+            num_before += taken.num_prompts
             shards.append(
                 ShardInfo(
                     file=name,
-                    num_groups=len(chosen),
-                    num_requests=chosen.num_prompts,
-                    num_rows=int(requests.num_rows[chosen.member_idxs].sum()),
+                    num_groups=len(taken),
+                    num_requests=taken.num_prompts,
+                    num_rows=int(requests.num_rows[taken.member_idxs].sum()),
                     num_parts=num_parts,
                     num_prefill_tokens=int(prefill[group_ids].sum()),
                     predicted_gpu_s=float(costs[group_ids].sum()) / 1e9 if target else None,

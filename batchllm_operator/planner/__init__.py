@@ -43,6 +43,7 @@ from batchllm_operator.planner.reuse import (
     saving_ratio,
 )
 from batchllm_operator.planner.search import PrefixSearch, SearchMemory, build_block_tree
+from batchllm_operator.planner.segment_hashes import SegmentHasher
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
 from batchllm_operator.planner.sorted_runs import Advance
 from batchllm_operator.planner.token_table import TokenTable
@@ -64,6 +65,7 @@ __all__ = [
     "Rates",
     "Requests",
     "SearchMemory",
+    "SegmentHasher",
     "TokenTable",
     "Work",
     "WorkArrays",

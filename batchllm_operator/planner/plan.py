@@ -30,6 +30,7 @@ PLAN_VERSION: Final = 1
 PLAN_KIND: Final = "batchllm-plan"
 MANIFEST_FILE: Final = "manifest.json"
 ROWS_FILE: Final = "rows.parquet"
+GROUPS_FILE: Final = "groups.parquet"
 ERROR_COLUMN: Final = "error"
 """Column of rows.parquet: why a row can't be prompted; null where it can."""
 
@@ -47,6 +48,11 @@ SHARD_SCHEMA: Final = pa.schema(
 )
 """One row per request, in plan order. `request_idx` counts through all shards; `group_id` is
 the group's place in the plan; `num_prefix_tokens` is what the request shares with its group."""
+
+GROUPS_SCHEMA: Final = pa.schema(
+    [pa.field("prefix_hash", pa.int64()), pa.field("upper_prefix_hash", pa.int64())]
+)
+"""One row per group, in plan order: what a later plan knows its prefix by, null for nothing."""
 
 
 class _Frozen(BaseModel):
@@ -147,6 +153,8 @@ class LearnedOutputs(_Frozen):
     plan_id: str
     buckets: tuple[LengthBucket, ...]
     """Those with rows, ascending."""
+    num_known_prefixes: int = 0
+    """Prefixes of that partition's groups by which groups can be known again."""
 
     @property
     def num_rows(self) -> int:

@@ -74,6 +74,21 @@ class SegmentHasher:
         )
         return TokenTable(symbols, offsets)
 
+    def last_hashes(self, tokens: TokenTable) -> NDArray[np.int64]:
+        """Hash of each whole prompt, and of the prompt without its last segment.
+
+        Returns:
+            int64 [num_prompts, 2], from 0 to 2**62 - 1; -1 where that is nothing.
+        """
+        rows = self.rows(tokens)
+        hashes = np.full((len(tokens), 2), -1, dtype=np.int64)
+        for column in (0, 1):
+            places = rows.offsets[1:] - (column + 1) * _SYMBOLS
+            exists = places >= rows.offsets[:-1]
+            upper = rows.token_ids[places[exists]].astype(np.int64)
+            hashes[exists, column] = (upper << 31) | rows.token_ids[places[exists] + 1]
+        return hashes
+
     def num_shared_tokens(
         self,
         num_shared_symbols: NDArray[np.int64],

@@ -19,7 +19,8 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
     if (learned := manifest.learned) is not None:
         lines.append(
             f"output lengths as in partition {learned.ds}: {learned.mean_output_tokens:,.1f} tokens"
-            f" on average of {learned.num_rows:,} rows"
+            f" on average of {learned.num_rows:,} rows;"
+            f" {learned.num_known_prefixes:,} of its prefixes can be known again"
         )
     if manifest.estimate is not None:
         lines += _format_estimate(manifest.estimate)

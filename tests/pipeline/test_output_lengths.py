@@ -6,18 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
-from batchllm_operator.engine import EngineOutput
+from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import SpecError
 from batchllm_operator.lake import open_table
 from batchllm_operator.pipeline.commit import commit_run
+from batchllm_operator.pipeline.group_lengths import GroupLengths
 from batchllm_operator.pipeline.output_lengths import (
+    Learned,
     _bucket,
     estimate_output_tokens,
     learn_output_lengths,
@@ -25,7 +28,7 @@ from batchllm_operator.pipeline.output_lengths import (
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.planner import Requests, TokenTable
+from batchllm_operator.planner import PrefixGroups, Requests, TokenTable
 from batchllm_operator.planner.plan import LearnedOutputs, LengthBucket
 from batchllm_operator.report import format_plan
 from batchllm_operator.spec import JobSpec
@@ -58,6 +61,16 @@ def requests_of(lengths: list[int]) -> Requests:
     return Requests(tokens, idxs[:-1], tokens.lengths, idxs[:-1], idxs)
 
 
+def estimate_alone(
+    spec: JobSpec, requests: Requests, learned: Learned | None
+) -> npt.NDArray[np.int64]:
+    """For requests that are all groups of one."""
+    everyone = np.arange(len(requests) + 1)
+    groups = PrefixGroups(everyone[:-1], everyone, np.zeros(len(requests), dtype=np.int64))
+    hashes = np.full((len(requests), 2), -1)
+    return estimate_output_tokens(spec, requests, learned, groups, hashes)
+
+
 # Constant
 
 
@@ -66,7 +79,7 @@ def test_a_constant_is_at_most_max_tokens(
     tmp_path: Path, estimate: int | None, expected: int
 ) -> None:
     spec = fake_spec(tmp_path, planner={"estimated_output_tokens": estimate})
-    found = estimate_output_tokens(spec, requests_of([1, 5]), None)
+    found = estimate_alone(spec, requests_of([1, 5]), None)
     assert found.tolist() == [expected] * 2
 
 
@@ -191,7 +204,7 @@ def test_partitions_without_texts_or_of_others_teach_nothing(tmp_path: Path) -> 
     (tmp_path / "out" / "ds=2026-01-27x").mkdir()
     learned = learn_output_lengths(spec, DS)
     assert learned is not None
-    assert (learned.ds, learned.num_rows) == ("2026-01-28", 3)
+    assert (learned.by_length.ds, learned.by_length.num_rows) == ("2026-01-28", 3)
     assert learn_output_lengths(spec, "2026-01-28") is None
     assert learn_output_lengths(fake_spec(tmp_path), DS) is None
     assert open_table(str(tmp_path / "none"), "ds").partitions() == []
@@ -211,5 +224,81 @@ def test_learned_lengths_by_hand(tmp_path: Path) -> None:
     )
     learned = LearnedOutputs(ds="x", plan_id="y", buckets=buckets)
     spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 60})
-    found = estimate_output_tokens(spec, requests_of([4, 7, 8, 16, 31, 40]), learned)
+    found = estimate_alone(spec, requests_of([4, 7, 8, 16, 31, 40]), Learned(learned, None))
     assert found.tolist() == [3, 3, 27, 60, 60, 1]
+
+
+# Learned by group
+
+
+def answer_lengths(monkeypatch: pytest.MonkeyPatch, lengths: dict[str, int]) -> None:
+    """The fake engine's answers are as long as the document in the prompt says."""
+    answer = FakeEngine._answer
+
+    def as_told(self: FakeEngine, request: EngineRequest, *args: Any) -> EngineOutput:
+        output = answer(self, request, *args)
+        text = bytes(request.prompt_token_ids).decode()
+        [length] = [length for document, length in lengths.items() if document in text]
+        fields = {name: getattr(output, name) for name in output.__slots__}
+        return EngineOutput(**{**fields, "num_output_tokens": length})
+
+    monkeypatch.setattr(FakeEngine, "_answer", as_told)
+
+
+def news(documents: list[str], queries: int, asked: str = "") -> list[dict[str, Any]]:
+    return [
+        {
+            "row_key": f"{name}-{n}",
+            "document": f"{name} {'x' * 200}",
+            "query": f"{asked}{n}",
+        }
+        for name in documents
+        for n in range(queries)
+    ]
+
+
+def test_a_document_seen_before_is_answered_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prompts are equally long, so only their documents can tell the answers' lengths."""
+    spec = fake_spec(tmp_path, planner={**LEARN, "num_shards": 1}, sampling={"max_tokens": 500})
+    answer_lengths(monkeypatch, {"curt": 3, "long": 200, "news": 50})
+    write_table(tmp_path / "documents", news(["curt", "long"], 3), "2026-01-30")
+    earlier = run_and_commit(spec, "2026-01-30")
+    assert "groups.parquet" in earlier.manifest.files
+    # Other questions, and their common beginning makes the groups' prefixes longer.
+    rows = news(["long", "curt", "news"], 4, asked="what is ")
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(spec, DS)
+    assert plan.manifest.learned is not None
+    assert plan.manifest.learned.num_known_prefixes > 0
+    order = [rows[idx]["document"][:4] for idx in plan_order(plan)]
+    assert order == ["long"] * 4 + ["news"] * 4 + ["curt"] * 4
+    assert plan_job(spec, DS) == plan
+
+
+def test_without_the_earlier_plan_lengths_are_all_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 500})
+    answer_lengths(monkeypatch, {"curt": 3, "long": 200})
+    for ds in ("2026-01-30", DS):
+        write_table(tmp_path / "documents", news(["curt", "long"], 3), ds)
+    earlier = run_and_commit(spec, "2026-01-30")
+    learned = learn_output_lengths(spec, DS)
+    assert learned is not None and learned.by_group is not None
+    assert learned.by_group.num_rows.tolist() == [3] * len(learned.by_group.hashes)
+    earlier.folder.remove("groups.parquet")
+    with caplog.at_level("INFO"):
+        learned = learn_output_lengths(spec, DS)
+    assert learned is not None and learned.by_group is None
+    assert "without groups" in caplog.text
+    assert plan_job(spec, DS).manifest.learned == learned.by_length
+
+
+def test_the_more_specific_prefix_decides() -> None:
+    lengths = GroupLengths(np.array([5, 9]), np.array([2, 3]), np.array([5, 30]))
+    hashes = np.array([[5, 9], [7, 9], [9, 5], [7, 8], [-1, -1], [9, -1]])
+    assert lengths.mean_tokens(hashes).tolist() == [3, 10, 10, -1, -1, 10]
+    nothing = GroupLengths(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+    assert nothing.mean_tokens(hashes).tolist() == [-1] * 6
