@@ -93,14 +93,20 @@ class Folder:
         return {n: found[path] for n, path in names if n and not n.endswith("/")}
 
     @contextmanager
-    def open_file(self, name: str) -> Iterator[IO[bytes]]:
+    def open_file(self, name: str, *, cached: bool = True) -> Iterator[IO[bytes]]:
         """Open `name` for reading, seekable; what reading raises is the reader's to judge.
+
+        Args:
+            name: the file.
+            cached: whether more than asked for may be read and kept, which is right for reading
+                on from where the last read ended, and wrong for reading here and there.
 
         Raises:
             FileNotFoundError: there is no such file.
         """
         with self._errors(name):
-            file = self.fs.open(self.full_path(name), "rb")
+            options = {} if cached or self.is_local else {"cache_type": "none"}
+            file = self.fs.open(self.full_path(name), "rb", **options)
         with file:
             yield file
 

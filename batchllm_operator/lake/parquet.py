@@ -20,12 +20,12 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.parquet_stream import read_batches
 from batchllm_operator.lake.table import InputFile, Snapshot
 from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
 _METADATA_PREFIX: Final = "batchllm."
-_BATCH_ROWS: Final = 4096
 _MAGIC: Final = b"PAR1"
 _FOOTER_TAIL_BYTES: Final = 8  # the footer's length (4 bytes, little endian) and the magic
 _FOOTER_GUESS_BYTES: Final = 1 << 16  # read first: most footers are smaller
@@ -92,23 +92,13 @@ class ParquetTable:
                         f"table {self.uri}: there is no {what} {name!r}; the table has"
                         f" {', '.join(snapshot.schema.names)}"
                     )
-        if not snapshot.files:
-            return
-        hive_columns = _hive_values(snapshot.files[0].name)
-        partitioning = pds.HivePartitioning(pa.schema([(c, pa.string()) for c in hive_columns]))
+        wanted = [*columns, *dict.fromkeys(c.column for c in conditions if c.column not in columns)]
         try:
-            dataset = pds.dataset(
-                [self._folder.full_path(file.name) for file in snapshot.files],
-                schema=snapshot.schema,
-                format="parquet",
-                filesystem=self._folder.fs,
-                partitioning=partitioning,
-                partition_base_dir=self._folder.path,
-            )
             condition = reduce(and_, map(_expression, conditions)) if conditions else None
-            yield from dataset.to_batches(
-                columns=list(columns), filter=condition, batch_size=_BATCH_ROWS
-            )
+            for file in snapshot.files:
+                for batch in self._read_file(file.name, snapshot.schema, wanted):
+                    kept = batch if condition is None else batch.filter(condition)
+                    yield kept.select(list(columns))
         except FileNotFoundError as error:
             raise TableError(
                 f"table {self.uri}: a file of partition {snapshot.partition!r} vanished while it"
@@ -120,6 +110,12 @@ class ParquetTable:
             raise kind(
                 f"table {self.uri}: partition {snapshot.partition!r} can't be read: {error}"
             ) from error
+
+    def _read_file(
+        self, name: str, schema: pa.Schema, columns: Sequence[str]
+    ) -> Iterator[pa.RecordBatch]:
+        with self._folder.open_file(name, cached=False) as file:
+            yield from read_batches(file, schema, columns, _hive_values(name))
 
     def published_metadata(self, partition: str) -> Mapping[str, str] | None:
         folder = self._partition_folder(partition)
