@@ -65,13 +65,19 @@ class MemoryBudget:
                 f" ({-(-least // _MIB):,} MiB)"
             )
 
-    def search_memory(self, num_prompts: int) -> SearchMemory:
-        """What is left for sorting: the more, the fewer runs go to disk."""
+    def search_memory(self, num_prompts: int, *, while_read: bool = True) -> SearchMemory:
+        """What is left for sorting: the more, the fewer runs go to disk.
+
+        Args:
+            num_prompts: how many there will be, at most.
+            while_read: whether rows are added while the table is read, when few numbers of each
+                are in memory yet.
+        """
         rest = self.total_bytes - self.resident_bytes - WORKING_BYTES
-        while_read = rest - num_prompts * _BYTES_PER_PROMPT_READ
         afterwards = rest - num_prompts * BYTES_PER_PROMPT
+        before = rest - num_prompts * _BYTES_PER_PROMPT_READ if while_read else afterwards
         return SearchMemory(
-            run_bytes=max(_LEAST_RUN_BYTES, while_read),
+            run_bytes=max(_LEAST_RUN_BYTES, before),
             merge_bytes=max(_LEAST_MERGE_BYTES, afterwards),
         )
 

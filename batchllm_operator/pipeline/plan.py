@@ -20,16 +20,18 @@ from batchllm_operator.errors import EmptyPartitionError, SpecError, StorageErro
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target, work_costs
 from batchllm_operator.pipeline.group_lengths import hash_prefixes, write_groups
+from batchllm_operator.pipeline.keys import check_keys
 from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.output_lengths import (
     Learned,
     estimate_output_tokens,
     learn_output_lengths,
 )
-from batchllm_operator.pipeline.rows import Rows, check_keys, read_rows
+from batchllm_operator.pipeline.rows import Rows, read_rows
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import (
     Advance,
+    Phase,
     PrefixGroups,
     PrefixSearch,
     PromptStore,
@@ -132,6 +134,14 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
         _check_rows(spec, rows, where)
         budget.check(len(prompts), rows.search.min_merge_bytes)
         requests, ranked = _find_prefixes(spec, rows)
+        check_keys(
+            spool / ROWS_FILE,
+            spec.input.key,
+            where,
+            spool,
+            budget.search_memory(len(prompts), while_read=False),
+            _shown("keys"),
+        )
         learned = learn_output_lengths(spec, ds)
         chosen = _choose(spec, requests, ranked, learned, target)
         shards, unevenness = _write_shards(spec, requests, chosen, target, spool)
@@ -180,15 +190,20 @@ def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: 
     return _persist(manifest, files, spool)
 
 
-@contextmanager
-def _prompts_shown(label: str, num_prompts: int) -> Iterator[Advance]:
-    with Progress(label, num_prompts, unit="prompts") as progress:
-        yield progress.advance
+def _shown(unit: str) -> Phase:
+    """Shows the progress of a search's phases."""
+
+    @contextmanager
+    def phase(name: str, total: int) -> Iterator[Advance]:
+        with Progress(f"{name} {unit}", total, unit=unit) as progress:
+            yield progress.advance
+
+    return phase
 
 
 def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
     """Sort the prompts, and make those that are equal one request."""
-    ranked = rows.search.finish(rows.prompts, _prompts_shown)
+    ranked = rows.search.finish(rows.prompts, _shown("prompts"))
     return make_requests(
         rows.prompts,
         ranked,
@@ -199,12 +214,11 @@ def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
 
 
 def _check_rows(spec: JobSpec, rows: Rows, where: str) -> None:
-    """Refuse keys that don't identify rows; warn of what the user will want to know now."""
+    """Refuse an empty partition if it is to fail; warn of what the user will want to know now."""
     if rows.num_rows == 0:
         if spec.on_empty == "fail":
             raise EmptyPartitionError(f"{where}: has no rows (on_empty: fail)")
         _log.warning("%s has no rows: an empty partition will be committed", where)
-    check_keys(rows.keys, spec.input.key, where)
     if rows.num_rejected:
         _log.warning(
             "%d of %d rows can't be prompted; the reasons will be in the output's error column",

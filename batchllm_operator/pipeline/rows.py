@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchllm_operator.errors import KeyColumnError
 from batchllm_operator.lake import LakeTable, Snapshot
 from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.planner.plan import ERROR_COLUMN
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import PromptRenderer, Tokenizer, first_occurrences, length_fault
 from batchllm_operator.spec import JobSpec
-
-_MAX_NAMED: Final = 10
 
 
 @dataclass(slots=True)
@@ -32,7 +27,6 @@ class Rows:
     search: PrefixSearch
     """Has seen the same prompts."""
     num_rows: int = 0
-    keys: list[pa.RecordBatch] = field(default_factory=list)
     prompted: list[npt.NDArray[np.int64]] = field(default_factory=list)
     """Rows that can be prompted, batch by batch."""
     estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
@@ -96,52 +90,9 @@ def read_rows(
             writer.write_table(
                 pa.Table.from_arrays([*columns, pa.array(errors, pa.string())], schema=schema)
             )
-            rows.keys.append(_select_keys(batch, spec.input.key))
             rows.num_rows += batch.num_rows
             progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter leaves rows out
-
-
-def check_keys(batches: list[pa.RecordBatch], key: tuple[str, ...], where: str) -> None:
-    """Each row must have a key, and one of its own.
-
-    Raises:
-        KeyColumnError: names up to ten offenders.
-    """
-    if not batches:
-        return
-    keys = pa.Table.from_batches(batches)
-    for name in key:
-        nulls = np.flatnonzero(keys.column(name).is_null().to_numpy())
-        if len(nulls):
-            raise KeyColumnError(
-                f"{where}: key column {name!r} is null in {len(nulls)} rows, such as row"
-                f" {', '.join(map(str, nulls[:_MAX_NAMED]))} (counted from 0)"
-            )
-    try:
-        counted = keys.group_by(list(key), use_threads=False).aggregate([([], "count_all")])
-    except pa.ArrowNotImplementedError as error:
-        raise KeyColumnError(f"{where}: key {', '.join(key)} can't be compared: {error}") from error
-    repeated = counted.filter(pc.greater(counted["count_all"], 1))
-    if repeated.num_rows:
-        named = ", ".join(
-            " / ".join(repr(row[name]) for name in key)
-            for row in repeated.slice(0, _MAX_NAMED).to_pylist()
-        )
-        num_more = repeated.num_rows - _MAX_NAMED
-        more = f" and {num_more} more" if num_more > 0 else ""
-        raise KeyColumnError(
-            f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once"
-        )
-
-
-def _select_keys(batch: pa.RecordBatch, key: tuple[str, ...]) -> pa.RecordBatch:
-    """The key columns, decoded: dictionaries of two batches can't be compared by code."""
-    columns = [batch.column(name) for name in key]
-    return pa.RecordBatch.from_arrays(
-        [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in columns],
-        names=list(key),
-    )
 
 
 def deduplicated_tokens(tokens: TokenTable, *, merge: bool) -> TokenTable:

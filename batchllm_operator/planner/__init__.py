@@ -42,7 +42,7 @@ from batchllm_operator.planner.reuse import (
     num_processed_tokens,
     saving_ratio,
 )
-from batchllm_operator.planner.search import PrefixSearch, SearchMemory, build_block_tree
+from batchllm_operator.planner.search import Phase, PrefixSearch, SearchMemory, build_block_tree
 from batchllm_operator.planner.segment_hashes import SegmentHasher
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
 from batchllm_operator.planner.sorted_runs import Advance
@@ -54,6 +54,7 @@ __all__ = [
     "Advance",
     "EngineLimits",
     "ModelShape",
+    "Phase",
     "Prediction",
     "PrefixChoice",
     "PrefixGroups",

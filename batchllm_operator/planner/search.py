@@ -95,8 +95,9 @@ class PrefixSearch:
 
         Args:
             prompts: all that were added, in the same order.
-            phase: called with the name of each phase and the number of prompts that it goes
-                through; the context that it gives is told how many are done.
+            phase: called with the name of each phase ("sort", "compare") and the number of
+                prompts that it goes through; the context that it gives is told how many are
+                done.
 
         Raises:
             PlanError: no hash tells the segments apart; never for what `hash_bits` is by
@@ -104,9 +105,9 @@ class PrefixSearch:
         """
         phase = phase if phase is not None else _silent
         for seed in range(1, _MAX_SEEDS + 1):
-            with phase("sort prompts", len(prompts)) as advance:
+            with phase("sort", len(prompts)) as advance:
                 rows = self._sorter.sort(advance)
-            with phase("compare shared prefixes", len(prompts)) as advance:
+            with phase("compare", len(prompts)) as advance:
                 ranked = self._compare(prompts, rows, advance)
             if ranked is not None:
                 return ranked

@@ -42,7 +42,7 @@ def test_the_plan_is_the_same_whatever_memory_it_gets(
     write_table(tmp_path / "documents", rows)
     plan = plan_job(fake_spec(tmp_path), DS)
     least = SearchMemory(run_bytes=1, merge_bytes=1)
-    monkeypatch.setattr(MemoryBudget, "search_memory", lambda *_: least)
+    monkeypatch.setattr(MemoryBudget, "search_memory", lambda *_, **__: least)
     again = plan_job(fake_spec(tmp_path, planner={"memory_budget_bytes": "3GiB"}), DS)
     assert again.folder == plan.folder
     assert files_of(again) == files_of(plan)
@@ -137,7 +137,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(
     spool.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(spool))
     least = SearchMemory(run_bytes=1, merge_bytes=1)
-    monkeypatch.setattr(MemoryBudget, "search_memory", lambda *_: least)
+    monkeypatch.setattr(MemoryBudget, "search_memory", lambda *_, **__: least)
     spec = fake_spec(tmp_path)
     with file_size_limit(num_bytes), pytest.raises(StorageError, match=r"no room.*TMPDIR"):
         plan_job(spec, DS)

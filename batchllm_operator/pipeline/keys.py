@@ -1,0 +1,159 @@
+"""Whether the key columns identify rows, checked without holding the keys in memory.
+
+Keys are byte strings, and finding equal ones among millions is what the prefix search does with
+prompts: on disk where memory is short, and compared byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchllm_operator.errors import KeyColumnError
+from batchllm_operator.planner import (
+    Phase,
+    PrefixSearch,
+    PromptStore,
+    RankedPrompts,
+    SearchMemory,
+    TokenTable,
+)
+
+_KEYS_FILE: Final = "keys.bin"
+_BATCH_ROWS: Final = 1 << 16
+_MAX_NAMED: Final = 10
+
+
+def check_keys(
+    rows_file: Path,
+    key: tuple[str, ...],
+    where: str,
+    spool: Path,
+    memory: SearchMemory,
+    phase: Phase | None = None,
+) -> None:
+    """Each row must have a key, and one of its own.
+
+    Args:
+        rows_file: local Parquet file that has the key columns.
+        key: their names.
+        where: what to call the table in an error.
+        spool: a folder for temporary files; nothing stays there.
+        memory: what the search may take.
+        phase: see `PrefixSearch.finish`.
+
+    Raises:
+        KeyColumnError: names up to ten offenders.
+        OSError: the disk is full.
+    """
+    path = spool / _KEYS_FILE
+    try:
+        with PromptStore(path) as keys, pq.ParquetFile(rows_file) as rows:
+            search = PrefixSearch(spool, memory=memory)
+            for batch in _read(rows, key):
+                try:
+                    encoded = _encode(batch)
+                except pa.ArrowNotImplementedError as error:
+                    raise KeyColumnError(
+                        f"{where}: key {', '.join(key)} can't be compared: {error}"
+                    ) from error
+                keys.append(encoded)
+                search.add(encoded)
+            _check_nulls(rows, key, where)
+            _check_repeats(rows, key, where, search.finish(keys, phase))
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _read(rows: pq.ParquetFile, key: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    """The key columns, in the order of `key`."""
+    for batch in rows.iter_batches(_BATCH_ROWS, columns=list(key), use_threads=False):
+        yield batch.select(list(key))
+
+
+def _encode(batch: pa.RecordBatch) -> TokenTable:
+    """A byte string for each row, which is equal for equal keys only; nulls are as empty."""
+    parts = []
+    for column in map(_as_bytes, batch.columns):
+        if batch.num_columns > 1:  # lengths, so that ("a", "bc") isn't ("ab", "c")
+            parts.append(pc.cast(pc.cast(pc.binary_length(column), pa.string()), pa.large_binary()))
+        parts.append(column)
+    separator = pa.scalar(b":", pa.large_binary())
+    joined = parts[0] if len(parts) == 1 else pc.binary_join_element_wise(*parts, separator)
+    # Copied, so that the array begins where its buffers do.
+    whole = pa.concat_arrays([joined, pa.array([b""], pa.large_binary())])
+    _, offsets, data = whole.buffers()
+    ends = np.frombuffer(offsets, dtype=np.int64)[: batch.num_rows + 1].copy()
+    content = np.frombuffer(data or b"", dtype=np.uint8)[: ends[-1]]
+    return TokenTable(content.astype(np.int32), ends)
+
+
+def _as_bytes(column: pa.Array) -> pa.Array:
+    """Raises `pa.ArrowNotImplementedError` for kinds that can't be compared, such as lists."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if pa.types.is_timestamp(kind) or pa.types.is_duration(kind) or pa.types.is_time64(kind):
+        column = pc.cast(column, pa.int64())  # its text would need a table of time zones
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    is_binary = is_text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    if not is_binary:
+        column = pc.cast(column, pa.string())
+    return pc.fill_null(pc.cast(column, pa.large_binary()), b"")
+
+
+def _check_nulls(rows: pq.ParquetFile, key: tuple[str, ...], where: str) -> None:
+    for name in key:
+        first: list[int] = []
+        num_nulls, start = 0, 0
+        for batch in _read(rows, (name,)):
+            column = batch.column(0)
+            if column.null_count:
+                nulls = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) + start
+                first += nulls[: _MAX_NAMED - len(first)].tolist()
+                num_nulls += len(nulls)
+            start += batch.num_rows
+        if num_nulls:
+            raise KeyColumnError(
+                f"{where}: key column {name!r} is null in {num_nulls} rows, such as row"
+                f" {', '.join(map(str, first))} (counted from 0)"
+            )
+
+
+def _check_repeats(
+    rows: pq.ParquetFile, key: tuple[str, ...], where: str, ranked: RankedPrompts
+) -> None:
+    starts_repeat = ranked.is_repeat[1:] & ~ranked.is_repeat[:-1]
+    repeated = np.sort(ranked.prompt_idxs[:-1][starts_repeat])  # where each occurs first
+    if len(repeated) == 0:
+        return
+    named = ", ".join(
+        " / ".join(repr(value) for value in row)
+        for row in _values(rows, key, repeated[:_MAX_NAMED])
+    )
+    num_more = len(repeated) - _MAX_NAMED
+    more = f" and {num_more} more" if num_more > 0 else ""
+    raise KeyColumnError(
+        f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once"
+    )
+
+
+def _values(
+    rows: pq.ParquetFile, key: tuple[str, ...], row_idxs: npt.NDArray[np.int64]
+) -> list[tuple[object, ...]]:
+    """The keys of some rows, ascending."""
+    found: list[tuple[object, ...]] = []
+    start = 0
+    for batch in _read(rows, key):
+        end = start + batch.num_rows
+        inside = row_idxs[(row_idxs >= start) & (row_idxs < end)] - start
+        found += [tuple(row.values()) for row in batch.take(pa.array(inside)).to_pylist()]
+        start = end
+    return found
