@@ -13,10 +13,10 @@ from typing import IO, Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-BATCH_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 8 << 20
 """About how much a batch holds, decoded, unless a single row is larger."""
 BATCH_ROWS: Final = 4096
-_BUFFER_BYTES: Final = 4 << 20  # read at a time, of each column
+_BUFFER_BYTES: Final = 2 << 20  # read at a time, of each column
 _DICTIONARY_ROWS: Final = 64
 
 
