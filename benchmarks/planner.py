@@ -13,8 +13,8 @@ ordered by subtree. `path` says over what:
 
 `on_disk` holds the second path's figures in any case, and `growth` compares it with itself on
 `--growth-from` prompts: 1.0 is linear. `choices` compares both ways of choosing prefixes on
-prompts of other shapes, and `orders` what Eq. 4 and the order by subtree leave to find in a
-block cache.
+prompts of other shapes, `orders` what Eq. 4 and the order by subtree leave to find in a block
+cache, and `shards` how evenly a skewed set is spread over 8 workers.
 
     python -m benchmarks.planner --num-prompts 100000
     python -m benchmarks.planner --num-prompts 3000000
@@ -32,7 +32,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numba
@@ -40,20 +39,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.planner import (
+    MODEL_SHAPES,
+    EngineLimits,
+    PrefixGroups,
     TokenTable,
+    assign_shards,
     build_prefix_tree,
     cached_tokens,
     choose_prefixes,
+    find_gpu,
+    group_work,
+    imbalance,
     maximize_reuse,
     num_processed_tokens,
     order_groups,
     order_groups_by_subtree,
+    rates,
     saving_ratio,
+    split_large_groups,
 )
 from benchmarks.planner_on_disk import peak_rss_bytes
+from benchmarks.python_tree import OUTPUT_TOKENS, Result, plan_in_python
 from benchmarks.synthetic_prompts import VOCABULARY, Shape, add_flags
 
-OUTPUT_TOKENS = 64  # per prompt; a constant, as in the paper
 BLOCK_SIZE = 16  # tokens
 CACHE_BLOCKS = (1_000, 8_000)  # of the caches that orders are compared by
 SHAPE_FLAGS = ("share_degree", "prefix_tokens", "distinct_tokens", "instruction_tokens", "seed")
@@ -65,96 +73,6 @@ ON_DISK_KEYS = (
     "bytes_per_prompt",
     "num_groups",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A plan as (prefix tokens, prompt indexes) in scheduling order, and its prefill tokens."""
-
-    groups: list[tuple[int, list[int]]]
-    num_processed: int
-    num_distinct: int
-
-
-@dataclass(slots=True)
-class PythonNode:
-    """A radix tree's node as one would write it first: an edge, and children by first token."""
-
-    tokens: list[int]
-    children: dict[int, PythonNode] = field(default_factory=dict)
-    ending: list[int] = field(default_factory=list)
-    num_leaves: int = 0
-
-
-def insert(root: PythonNode, prompt: list[int], idx: int) -> None:
-    """Adds one prompt, splitting the edge at which it leaves the tree."""
-    node, start = root, 0
-    while True:
-        node.num_leaves += 1
-        if start == len(prompt):
-            node.ending.append(idx)
-            return
-        child = node.children.get(prompt[start])
-        if child is None:
-            node.children[prompt[start]] = PythonNode(prompt[start:], {}, [idx], 1)
-            return
-        edge = child.tokens
-        if prompt[start : start + len(edge)] != edge:
-            shared = 0
-            for ours, theirs in zip(prompt[start:], edge, strict=False):
-                if ours != theirs:
-                    break
-                shared += 1
-            upper = PythonNode(edge[:shared], {edge[shared]: child}, [], child.num_leaves)
-            child.tokens = edge[shared:]
-            node.children[prompt[start]] = upper
-            child = upper
-        start += len(child.tokens)
-        node = child
-
-
-def first_level(node: PythonNode) -> list[tuple[int, list[int]]]:
-    """Algorithm 1 for `node`: its first-level prefixes as (tokens, members), recursively."""
-    items = [(0, [idx]) for idx in node.ending]
-    for child in node.children.values():
-        num_tokens = len(child.tokens)
-        if child.num_leaves == 1:
-            items.append((num_tokens, child.ending))
-            continue
-        kept = []
-        for below, members in first_level(child):
-            if (len(members) - 1) * below > num_tokens:
-                items.append((num_tokens + below, members))
-            else:
-                kept.append((below, members))
-        if len(kept) == 1:
-            items.append((num_tokens + kept[0][0], kept[0][1]))
-        elif kept:
-            items.append((num_tokens, [idx for _, members in kept for idx in members]))
-    return items
-
-
-def count_tokens(node: PythonNode) -> int:
-    return len(node.tokens) + sum(count_tokens(child) for child in node.children.values())
-
-
-def plan_in_python(prompts: list[list[int]]) -> Result:
-    """The baseline: tree by insertion, recursive Algorithm 1, sort by Eq. 4."""
-    root = PythonNode([])
-    for idx, prompt in enumerate(prompts):
-        insert(root, prompt, idx)
-    keyed = []
-    num_processed = 0
-    for num_tokens, members in first_level(root):
-        cut = num_tokens if len(members) > 1 else 0
-        prefill = cut + sum(len(prompts[idx]) - cut for idx in members)
-        ratio = OUTPUT_TOKENS / prefill if prefill else float("inf")
-        first = min(members, key=lambda idx: (prompts[idx], idx))
-        keyed.append((-ratio, prompts[first], first, cut, members))
-        num_processed += prefill
-    keyed.sort()
-    groups = [(cut, members) for _, _, _, cut, members in keyed]
-    return Result(groups, num_processed, count_tokens(root))
 
 
 def plan_in_arrays(tokens: TokenTable, by_paper: bool = False) -> Callable[[], Result]:
@@ -247,6 +165,45 @@ def compare_orders(tokens: TokenTable) -> dict[str, float]:
         / tokens.num_tokens
         for num_blocks in CACHE_BLOCKS
         for name, order in orders.items()
+    }
+
+
+def skewed(generator: np.random.Generator) -> TokenTable:
+    """Zipf share degrees, and one document with nearly a third of the prompts."""
+    degrees = np.minimum(generator.zipf(1.5, 700), 100)
+    degrees = np.append(degrees, round(degrees.sum() * 0.3 / 0.7))
+    prompts = []
+    for degree in degrees:
+        document = some_tokens(generator, 300, 300)
+        questions = [some_tokens(generator, 20, 180) for _ in range(degree)]
+        prompts += [np.concatenate([document, question]) for question in questions]
+    return TokenTable.from_lists(prompts)
+
+
+def compare_shards(tokens: TokenTable, num_workers: int = 8) -> dict[str, float]:
+    """Imbalance of the predicted GPU time with groups whole, and with large ones cut."""
+    groups = choose_prefixes(build_prefix_tree(tokens)).groups
+    outputs = np.full(len(tokens), OUTPUT_TOKENS)
+    gpu, shape = find_gpu("H100"), MODEL_SHAPES["Llama-3-8B"]
+
+    def costs_of(groups: PrefixGroups) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        members, prefixes = group_work(groups, tokens.lengths, outputs)
+        rate = rates(members.total() + prefixes.total(), shape, gpu, EngineLimits())
+        return members.nanoseconds(rate), prefixes.nanoseconds(rate)
+
+    def unevenness(groups: PrefixGroups) -> float:
+        members, prefixes = costs_of(groups)
+        costs = np.add.reduceat(members[groups.member_idxs], groups.offsets[:-1]) + prefixes
+        return imbalance(costs, assign_shards(costs, num_workers), num_workers)
+
+    members, prefixes = costs_of(groups)
+    of_groups = np.add.reduceat(members[groups.member_idxs], groups.offsets[:-1]) + prefixes
+    return {
+        "num_prompts": len(tokens),
+        "num_workers": num_workers,
+        "largest_group_share": float(of_groups.max() / of_groups.sum()),
+        "imbalance_of_whole_groups": unevenness(groups),
+        "imbalance": unevenness(split_large_groups(groups, members, prefixes, num_workers)),
     }
 
 
@@ -403,6 +360,7 @@ def main() -> None:
         **python_tree,
         "on_disk": on_disk,
         "growth": measure_growth(args, on_disk),
+        "shards": compare_shards(skewed(np.random.default_rng(args.seed))),
         "choices": {name: compare_choices(shape) for name, shape in shapes.items()},
         "orders": {name: compare_orders(shape) for name, shape in shapes.items()},
         **vars(args),
