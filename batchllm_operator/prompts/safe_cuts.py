@@ -1,0 +1,235 @@
+"""Where a text can be cut so that the token ids of its parts are those of the whole.
+
+A tokenizer works in steps: it takes out added tokens, normalises what is between them, splits
+that into pre-tokens, and gives each pre-token to its model, which sees nothing else. A cut is safe
+if every step does the same on both sides, whatever is before and behind. All cuts are between two
+characters `a` and `b` of a kind for which that can be shown:
+
+- added tokens: none may reach over the cut or end at it (`_AddedTokens`). Searching goes from
+  left to right and each match depends on what lies ahead of it only, so the others are found
+  as before. A token that takes whitespace on its left stops at `a`, which is none; one that takes
+  it on its right would have to end at the cut.
+- normaliser: `b` is a starter that never composes with what is before it (a boundary of
+  normalisation, Unicode annex 15), and `a` stays non-white. The accepted others work on one
+  character at a time, but for `Prepend`, which adds its mark where a text starts: there the
+  part loses its leading space, which stands for the same mark.
+- pre-tokenizer: there is a boundary between `a` and `b`, found without looking past it. For
+  byte-level ones see `split_patterns`. Metaspace begins a pre-token at each space and adds
+  nothing to a text that has one in front, and so does `ByteLevel(add_prefix_space=True)`.
+  BERT's and the others of `_SPACE_SPLITTERS` drop whitespace and look at nothing around it.
+- without a boundary (SentencePiece BPE, for which the whole text is one pre-token), the
+  model's merges decide: if none makes a token in which a mark for a space follows another
+  character, then no merge reaches over the cut, and the two sides merge independently.
+- the model: anything random is turned down.
+
+docs/adr/0009-prefix-aware-tokenization.md says more, and what is turned down.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from batchllm_operator.prompts.split_patterns import (
+    GPT2_PATTERN,
+    SPACE_CUT,
+    STOP_CUT,
+    finds_spaces,
+    finds_stops,
+    is_transparent,
+)
+
+_MARK: Final = "\u2581"
+_SPACE_SPLITTERS: Final = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
+_NORMALIZERS: Final = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase"})
+_MODELS: Final = frozenset({"BPE", "Unigram", "WordLevel", "WordPiece"})
+_MARK_INSIDE: Final = re.compile(f"[^{_MARK}]{_MARK}")
+
+
+class NoProofError(Exception):
+    """No cut is known to be safe for this tokenizer; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutRule:
+    """Where texts can be cut for one tokenizer."""
+
+    pattern: re.Pattern[str]
+    """Finds the places (of width 0) at which `allows` may say yes."""
+    cuts_at_stops: bool
+    """Whether cuts in front of line breaks and ideographic punctuation are among them."""
+    drops_space: bool
+    """Whether a part that begins at a cut is to be encoded without its first character, a space."""
+    added_tokens: _AddedTokens
+
+    def allows(self, text: str, position: int) -> bool:
+        """Whether `text` can be cut at `position`, which `pattern` has found."""
+        if self.added_tokens.forbid(text, position):
+            return False
+        if not self.drops_space:
+            return True
+        # What is left must be a text that gets the mark in front: no token, no whitespace.
+        following = text[position + 1 : position + 2]
+        return bool(following.strip()) and not self.added_tokens.start_near(text, position)
+
+
+class _AddedTokens:
+    """The tokens that are taken out of a text before anything else sees it."""
+
+    def __init__(self, contents: Iterable[str], pattern: re.Pattern[str]) -> None:
+        self._with_cuts = tuple(c for c in contents if pattern.search(c))
+        self._by_last: dict[str, tuple[str, ...]] = _grouped(contents, -1)
+        self._by_first: dict[str, tuple[str, ...]] = _grouped(contents, 0)
+
+    def forbid(self, text: str, position: int) -> bool:
+        """Whether a token ends at `position` or reaches over it."""
+        ending = self._by_last.get(text[position - 1])
+        if ending and text.endswith(ending, 0, position):
+            return True
+        return any(
+            text.find(c, max(0, position - len(c) + 1), position + len(c) - 1) >= 0
+            for c in self._with_cuts
+        )
+
+    def start_near(self, text: str, position: int) -> bool:
+        """Whether a token starts at `position` or one character later."""
+        return any(
+            text.startswith(self._by_first.get(text[start], ()), start)
+            for start in (position, position + 1)
+        )
+
+
+def find_cut_rule(backend: Tokenizer) -> CutRule:
+    """The rule for a tokenizer, from its own description of itself.
+
+    Raises:
+        NoProofError: it does something for which no cut is known to be safe.
+    """
+    parts: dict[str, Any] = json.loads(backend.to_str())
+    model = parts["model"]
+    if model["type"] not in _MODELS or model.get("dropout"):
+        raise NoProofError(f"model {model['type']} (dropout {model.get('dropout')})")
+    normalizers = _flat(parts["normalizer"], "normalizers")
+    normalizer_names = {normalizer["type"] for normalizer in normalizers}
+    splitters = _flat(parts["pre_tokenizer"], "pretokenizers")
+    names = [splitter["type"] for splitter in splitters]
+    drops_whitespace = len(names) == 1 and names[0] in _SPACE_SPLITTERS
+    _check_normalizers(normalizers, drops_whitespace=drops_whitespace)
+    marks_spaces = "Replace" in normalizer_names
+    cuts_at_stops = False
+    if marks_spaces or names == ["Metaspace"]:
+        _check_marks(splitters, model, marks_spaces=marks_spaces)
+    elif not drops_whitespace:
+        # Other forms than NFC may put a mark between a letter and what follows it.
+        cuts_at_stops = _check_byte_level(splitters) and normalizer_names <= {"NFC"}
+    pattern = re.compile(f"{SPACE_CUT}|{STOP_CUT}" if cuts_at_stops else SPACE_CUT)
+    removes = "BertNormalizer" in normalizer_names
+    contents = _added_contents(backend, parts["added_tokens"], pattern, removes=removes)
+    added_tokens = _AddedTokens(contents, pattern)
+    return CutRule(pattern, cuts_at_stops, "Prepend" in normalizer_names, added_tokens)
+
+
+def _check_normalizers(normalizers: list[dict[str, Any]], *, drops_whitespace: bool) -> None:
+    names = sorted(normalizer["type"] for normalizer in normalizers)
+    for normalizer in normalizers:
+        match normalizer:
+            case {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}:
+                pass
+            case {"type": "Prepend", "prepend": "\u2581"}:
+                # Shown only for what Llama 2 does: nothing else may change the text's start.
+                if names != ["Prepend", "Replace"]:
+                    raise NoProofError("a mark is put in front of the text by Prepend")
+            case {"type": "BertNormalizer"} if drops_whitespace:
+                pass  # may remove `a`, which matters to no splitter that drops whitespace
+            case {"type": name} if name in _NORMALIZERS:
+                pass
+            case _:
+                raise NoProofError(f"normaliser {normalizer['type']}")
+
+
+def _check_marks(
+    splitters: list[dict[str, Any]], model: dict[str, Any], *, marks_spaces: bool
+) -> None:
+    """A mark must begin a pre-token, or else no merge may put one behind something."""
+    match splitters:
+        case [{"type": "Metaspace", "replacement": "\u2581", "split": True}]:
+            return
+        case [{"type": "Metaspace", "replacement": "\u2581", "split": False}]:
+            pass
+        case []:
+            pass
+        case [{"type": "Split", "pattern": {"String": " "}}] if marks_spaces:
+            pass  # as Gemma's; there are no spaces left to split at
+        case _:
+            raise NoProofError("a pre-tokenizer that the proof for SentencePiece doesn't cover")
+    plain = not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+    if model["type"] != "BPE" or not plain or model["ignore_merges"]:
+        raise NoProofError("a text is one pre-token, and the model isn't plain BPE")
+    if _MARK not in model["vocab"]:
+        raise NoProofError(f"no token for {_MARK!r}, so that unknown characters may join over it")
+    if any(_MARK_INSIDE.search(left + right) for left, right in model["merges"]):
+        raise NoProofError("some merges join the end of a word with the start of the next")
+
+
+def _check_byte_level(splitters: list[dict[str, Any]]) -> bool:
+    """A boundary must be before each cut's space; whether there is one at STOP pairs too."""
+    patterns = []
+    adds_space = False
+    for place, splitter in enumerate(splitters):
+        match splitter:
+            case {"type": "ByteLevel"} if place == len(splitters) - 1:
+                patterns += [GPT2_PATTERN] if splitter["use_regex"] else []
+                adds_space = splitter["add_prefix_space"]
+            case {
+                "type": "Split",
+                "pattern": {"Regex": str(pattern)},
+                "behavior": "Isolated",
+                "invert": False,
+            } if is_transparent(pattern):
+                patterns.append(pattern)
+            case {"type": "Digits"}:
+                pass  # cuts between a digit and what isn't one, or between digits
+            case _:
+                raise NoProofError(f"pre-tokenizer {splitter['type']}, or how it splits")
+    if not any(map(finds_spaces, patterns)):
+        raise NoProofError("the pre-tokenizer doesn't split at spaces")
+    return any(map(finds_stops, patterns)) and not adds_space
+
+
+def _added_contents(
+    backend: Tokenizer, added: list[dict[str, Any]], pattern: re.Pattern[str], *, removes: bool
+) -> list[str]:
+    """Texts of the added tokens; `removes`: the normaliser may remove what is before a cut."""
+    for token in added:
+        content = token["content"]
+        if token["single_word"]:
+            raise NoProofError(f"added token {content!r} looks at its neighbours (single_word)")
+        if not token["normalized"] or backend.normalizer is None:
+            continue
+        # Searched for in normalised text, where what is around a cut may look different.
+        forms = [content, backend.normalizer.normalize_str(content).replace(_MARK, " ")]
+        crosses = any(map(str.isspace, "".join(forms)) if removes else map(pattern.search, forms))
+        if crosses or token["rstrip"]:
+            raise NoProofError(f"added token {content!r} has or takes spaces after normalising")
+    return [token["content"] for token in added if token["content"]]
+
+
+def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [inner for member in part[members] for inner in _flat(member, members)]
+
+
+def _grouped(contents: Iterable[str], position: int) -> dict[str, tuple[str, ...]]:
+    groups = defaultdict(list)
+    for content in contents:
+        groups[content[position]].append(content)
+    return {char: tuple(group) for char, group in groups.items()}
