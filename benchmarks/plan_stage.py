@@ -10,7 +10,8 @@ Each repetition times, in this process and one after the other,
     tokenize_all_wall_s  encode_batch of all prompts by the tokenizers library
     encode_batch_fast_wall_s    the same by its faster call, which leaves out offsets
 
-and every prompt's token ids in the plan are compared with the plain ones. All use all cores.
+and a further plan, `steps_s`, says where the time goes: steps of plan_job, and inside `read rows`
+those of each batch. Every prompt's token ids in the plan are compared with the plain ones. All use all cores.
 """
 
 from __future__ import annotations
@@ -28,19 +29,25 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from batchllm_operator.demo.documents import demo_documents
+from batchllm_operator.pipeline import plan
 from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.prompts import load_tokenizer
+from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
+from batchllm_operator.prompts import PromptRenderer, load_tokenizer
+from batchllm_operator.prompts.tokenizer import ModelTokenizer
 from batchllm_operator.spec import JobSpec
 
 DS: Final = "2026-01-31"
@@ -142,22 +149,57 @@ def tokenize_all(encode_batch: Callable[..., Any], prompts: Sequence[str]) -> li
     return ids
 
 
-def tokenize_shared(spec: JobSpec, prompts: Sequence[str]) -> list[list[int]]:
+def tokenize_shared(spec: JobSpec, prompts: Sequence[str]) -> list[TokenTable]:
     tokenizer = load_tokenizer(spec, DS)
-    ids: list[list[int]] = []
-    for start in range(0, len(prompts), 4096):  # the rows of a batch in the plan stage
-        ids.extend(tokenizer.encode(prompts[start : start + 4096]))
-    return ids
+    # The rows of a batch in the plan stage.
+    return [tokenizer.encode(prompts[at : at + 4096]) for at in range(0, len(prompts), 4096)]
 
 
-def planned_ids(spec: JobSpec, num_rows: int) -> list[list[int]]:
-    """The token ids of each row in the plan just made."""
-    ids: list[list[int]] = [[]] * num_rows
+def time_steps(spec: JobSpec) -> dict[str, float]:
+    """Seconds of each step of a plan, those of a batch indented."""
+    steps = {
+        "load tokenizer": (plan, "load_tokenizer"),
+        "read rows": (plan, "read_rows"),
+        "- render": (PromptRenderer, "render"),
+        "- tokenize": (ModelTokenizer, "encode"),
+        "- store": (PromptStore, "append"),
+        "- add to search": (PrefixSearch, "add"),
+        "sort prompts": (plan, "_find_prefixes"),
+        "choose groups": (plan, "_choose"),
+        "write shards": (plan, "_write_shards"),
+        "publish": (plan, "_persist"),
+    }
+    seconds = dict.fromkeys(steps, 0.0)
+
+    def timed(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            started_at = time.perf_counter()
+            result = run(*args, **options)
+            seconds[name] += time.perf_counter() - started_at
+            return result
+
+        return wrapped
+
+    with ExitStack() as stack:
+        for name, (owner, attribute) in steps.items():
+            run = timed(name, getattr(owner, attribute))
+            stack.enter_context(patch.object(owner, attribute, run))
+        plan_job(spec, DS)
+    return {name: round(value, 3) for name, value in seconds.items()}
+
+
+def check(spec: JobSpec, plain: TokenTable) -> None:
+    """Stop unless the plan just made holds each row's token ids in `plain`."""
+    num_checked = 0
     for path in Path(spec.output.uri).rglob("shard-*.parquet"):
-        for request in pq.read_table(path).to_pylist():
-            for row_idx in request["row_idxs"]:
-                ids[row_idx] = request["prompt_token_ids"]
-    return ids
+        for batch in pq.ParquetFile(path).iter_batches():
+            for rows, ids in zip(batch["row_idxs"], batch["prompt_token_ids"], strict=True):
+                found = ids.values.to_numpy()
+                num_checked += len(rows)
+                if not all(np.array_equal(found, plain.prompt(idx)) for idx in rows.as_py()):
+                    sys.exit("token ids of the plan differ from the tokenizer's own; no figures")
+    if num_checked != len(plain):
+        sys.exit(f"{num_checked} of {len(plain)} rows are in the plan; no figures")
 
 
 def measure(args: argparse.Namespace, tokenizer: Tokenizer, prompts: list[str]) -> dict[str, Any]:
@@ -170,20 +212,23 @@ def measure(args: argparse.Namespace, tokenizer: Tokenizer, prompts: list[str]) 
         times[name].append(time.perf_counter() - started_at)
         return result
 
-    plain = tokenize_all(tokenizer.encode_batch, prompts)  # and warms up
+    plain = TokenTable.from_lists(tokenize_all(tokenizer.encode_batch, prompts))  # and warms up
     warm_up = make_spec(args.lake, "warm-up")
     plan_job(warm_up, DS)
-    if planned_ids(warm_up, len(prompts)) != plain or tokenize_shared(warm_up, prompts) != plain:
-        sys.exit("token ids of the plan differ from the tokenizer's own; nothing was timed")
+    check(warm_up, plain)
+    shared = tokenize_shared(warm_up, prompts)
+    if not np.array_equal(np.concatenate([each.token_ids for each in shared]), plain.token_ids):
+        sys.exit("token ids of prompts in pieces differ from the tokenizer's own; no figures")
+    del shared
     for repetition in range(args.repetitions):
         spec = make_spec(args.lake, str(repetition))
         timed("tokenize_all", lambda: tokenize_all(tokenizer.encode_batch, prompts))
         timed("plan", partial(plan_job, spec, DS))
         timed("encode_batch_fast", lambda: tokenize_all(tokenizer.encode_batch_fast, prompts))
         timed("shared", partial(tokenize_shared, spec, prompts))
-        if planned_ids(spec, len(prompts)) != plain:
-            sys.exit(f"token ids differ in repetition {repetition}")
-    return {"times": times, "num_tokens": sum(map(len, plain))}
+        check(spec, plain)
+    steps = time_steps(make_spec(args.lake, "steps"))
+    return {"times": times, "steps": steps, "num_tokens": plain.num_tokens}
 
 
 def report(args: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
@@ -201,6 +246,7 @@ def report(args: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]
         "time_ratio_vs_encode_batch_fast": round(median["plan"] / median["encode_batch_fast"], 3),
         "shared_wall_s": median["shared"],
         "shared_ratio_vs_tokenize_all": round(median["shared"] / median["tokenize_all"], 3),
+        "steps_s": measured["steps"],
         "spread_s": {name: max(values) - min(values) for name, values in times.items()},
         "share_degree": args.share_degree,
         "shared_tokens": args.shared_tokens,
@@ -227,7 +273,7 @@ def git_sha() -> str | None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-prompts", type=int, default=2800)
+    parser.add_argument("--num-prompts", type=int, default=7000)
     parser.add_argument("--share-degree", type=int, default=7, help="prompts per document")
     parser.add_argument("--shared-tokens", type=int, default=1100, help="of a document, about")
     parser.add_argument("--distinct-tokens", type=int, default=400, help="of a question, about")

@@ -30,7 +30,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,8 +38,13 @@ from tokenizers import Tokenizer
 
 from batchllm_operator.prompts.split_patterns import (
     GPT2_PATTERN,
+    SPACE_BEFORE_WORD_CUT,
     SPACE_CUT,
     STOP_CUT,
+    WORDS,
+    WORDS_AND_LINES,
+    WORDS_WITHOUT_SPACE,
+    ends_at_lines,
     finds_spaces,
     finds_stops,
     is_transparent,
@@ -62,28 +67,55 @@ class CutRule:
 
     pattern: re.Pattern[str]
     """Finds the places (of width 0) at which `allows` may say yes."""
-    cuts_at_stops: bool
-    """Whether cuts in front of line breaks and ideographic punctuation are among them."""
     drops_space: bool
     """Whether a part that begins at a cut is to be encoded without its first character, a space."""
-    added_tokens: _AddedTokens
+    words_pattern: re.Pattern[str]
+    """Finds the words of a text one after the other (its only group, if it has one)."""
+    starts_alike: bool
+    """Whether a word without a space in front is the same behind a special token as at the start
+    of a text."""
+    added_tokens: AddedTokens
 
     def allows(self, text: str, position: int) -> bool:
         """Whether `text` can be cut at `position`, which `pattern` has found."""
         if self.added_tokens.forbid(text, position):
             return False
-        if not self.drops_space:
-            return True
-        # What is left must be a text that gets the mark in front: no token, no whitespace.
-        following = text[position + 1 : position + 2]
-        return bool(following.strip()) and not self.added_tokens.start_near(text, position)
+        return not (self.drops_space and self.added_tokens.start_near(text, position))
+
+    def words(self, text: str) -> list[str]:
+        """`text` cut into its words; in one piece if an added token may reach over their ends."""
+        if self.added_tokens.span_words(text):
+            return [text]
+        words: list[str] = self.words_pattern.findall(text)
+        if words and not words[-1]:  # what is found at the end
+            del words[-1]
+        return words
+
+    def holds_token(self, word: str) -> bool:
+        """Whether `word` holds an added token, so that its ends may not be safe."""
+        return self.added_tokens.are_in(word)
+
+    def same_behind_token(self, word: str) -> bool:
+        """Whether `word` behind a special token is what it is at the start of a text."""
+        return self.starts_alike or word.startswith(" ")
 
 
-class _AddedTokens:
-    """The tokens that are taken out of a text before anything else sees it."""
+class AddedTokens:
+    """The tokens that are taken out of a text before anything else sees it.
 
-    def __init__(self, contents: Iterable[str], pattern: re.Pattern[str]) -> None:
+    Args:
+        contents: their texts.
+        pattern: finds cuts, and so do words.
+        words_pattern: see `CutRule`.
+    """
+
+    def __init__(
+        self, contents: Sequence[str], pattern: re.Pattern[str], words_pattern: re.Pattern[str]
+    ) -> None:
+        self._contents = tuple(contents)
         self._with_cuts = tuple(c for c in contents if pattern.search(c))
+        # Between two letters, so that a cut at an end of the token shows.
+        self._with_words = tuple(c for c in contents if len(words_pattern.findall(f"x{c}x")) > 2)
         self._by_last: dict[str, tuple[str, ...]] = _grouped(contents, -1)
         self._by_first: dict[str, tuple[str, ...]] = _grouped(contents, 0)
 
@@ -104,6 +136,16 @@ class _AddedTokens:
             for start in (position, position + 1)
         )
 
+    def span_words(self, text: str) -> bool:
+        """Whether a token that may begin in one word and end in another is in `text`."""
+        return any(content in text for content in self._with_words)
+
+    def are_in(self, text: str) -> bool:
+        """Whether there is any in `text`."""
+        if self._by_first.keys().isdisjoint(text):
+            return False
+        return any(content in text for content in self._contents)
+
 
 def find_cut_rule(backend: Tokenizer) -> CutRule:
     """The rule for a tokenizer, from its own description of itself.
@@ -120,19 +162,28 @@ def find_cut_rule(backend: Tokenizer) -> CutRule:
     splitters = _flat(parts["pre_tokenizer"], "pretokenizers")
     names = [splitter["type"] for splitter in splitters]
     drops_whitespace = len(names) == 1 and names[0] in _SPACE_SPLITTERS
+    drops_space = "Prepend" in normalizer_names
     _check_normalizers(normalizers, drops_whitespace=drops_whitespace)
-    marks_spaces = "Replace" in normalizer_names
-    cuts_at_stops = False
-    if marks_spaces or names == ["Metaspace"]:
-        _check_marks(splitters, model, marks_spaces=marks_spaces)
+    pattern, words_pattern = SPACE_CUT, WORDS
+    starts_alike = drops_space or drops_whitespace
+    if "Replace" in normalizer_names or names == ["Metaspace"]:
+        _check_marks(splitters, model, marks_spaces="Replace" in normalizer_names)
+        if drops_space:
+            pattern, words_pattern = SPACE_BEFORE_WORD_CUT, WORDS_WITHOUT_SPACE
     elif not drops_whitespace:
+        patterns, adds_space = _check_byte_level(splitters)
+        starts_alike = True
         # Other forms than NFC may put a mark between a letter and what follows it.
-        cuts_at_stops = _check_byte_level(splitters) and normalizer_names <= {"NFC"}
-    pattern = re.compile(f"{SPACE_CUT}|{STOP_CUT}" if cuts_at_stops else SPACE_CUT)
+        if normalizer_names <= {"NFC"} and not adds_space:
+            if any(map(finds_stops, patterns)):
+                pattern = f"{SPACE_CUT}|{STOP_CUT}"
+            strips = any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"])
+            if ends_at_lines(patterns) and not strips:
+                words_pattern = WORDS_AND_LINES
     removes = "BertNormalizer" in normalizer_names
-    contents = _added_contents(backend, parts["added_tokens"], pattern, removes=removes)
-    added_tokens = _AddedTokens(contents, pattern)
-    return CutRule(pattern, cuts_at_stops, "Prepend" in normalizer_names, added_tokens)
+    cuts, words = re.compile(pattern), re.compile(words_pattern)
+    contents = _added_contents(backend, parts["added_tokens"], (cuts, words), removes=removes)
+    return CutRule(cuts, drops_space, words, starts_alike, AddedTokens(contents, cuts, words))
 
 
 def _check_normalizers(normalizers: list[dict[str, Any]], *, drops_whitespace: bool) -> None:
@@ -177,8 +228,11 @@ def _check_marks(
         raise NoProofError("some merges join the end of a word with the start of the next")
 
 
-def _check_byte_level(splitters: list[dict[str, Any]]) -> bool:
-    """A boundary must be before each cut's space; whether there is one at STOP pairs too."""
+def _check_byte_level(splitters: list[dict[str, Any]]) -> tuple[list[str], bool]:
+    """The expressions that text is split by, and whether each part gets a space in front.
+
+    A boundary must be before each cut's space.
+    """
     patterns = []
     adds_space = False
     for place, splitter in enumerate(splitters):
@@ -199,13 +253,18 @@ def _check_byte_level(splitters: list[dict[str, Any]]) -> bool:
                 raise NoProofError(f"pre-tokenizer {splitter['type']}, or how it splits")
     if not any(map(finds_spaces, patterns)):
         raise NoProofError("the pre-tokenizer doesn't split at spaces")
-    return any(map(finds_stops, patterns)) and not adds_space
+    return patterns, adds_space
 
 
 def _added_contents(
-    backend: Tokenizer, added: list[dict[str, Any]], pattern: re.Pattern[str], *, removes: bool
+    backend: Tokenizer,
+    added: list[dict[str, Any]],
+    patterns: tuple[re.Pattern[str], re.Pattern[str]],
+    *,
+    removes: bool,
 ) -> list[str]:
     """Texts of the added tokens; `removes`: the normaliser may remove what is before a cut."""
+    cuts, words = patterns
     for token in added:
         content = token["content"]
         if token["single_word"]:
@@ -214,7 +273,9 @@ def _added_contents(
             continue
         # Searched for in normalised text, where what is around a cut may look different.
         forms = [content, backend.normalizer.normalize_str(content).replace(_MARK, " ")]
-        crosses = any(map(str.isspace, "".join(forms)) if removes else map(pattern.search, forms))
+        crosses = any(cuts.search(form) or len(words.findall(form)) > 2 for form in forms)
+        if removes:
+            crosses = any(map(str.isspace, "".join(forms)))
         if crosses or token["rstrip"]:
             raise NoProofError(f"added token {content!r} has or takes spaces after normalising")
     return [token["content"] for token in added if token["content"]]

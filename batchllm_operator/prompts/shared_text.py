@@ -1,28 +1,33 @@
 """Text that many prompts share is tokenized once, wherever in a prompt it is.
 
 Prompts are cut where it is safe (`safe_cuts`), at places that the text around them chooses, so
-that equal passages give equal pieces. Each piece is encoded once and kept for the prompts to
-come, within a bound. A prompt's token ids are those of its pieces, one after the other.
+that equal passages give equal pieces. The token ids of a piece are made once, from those of its
+words, and kept for the prompts to come, within a bound. A prompt's token ids are those of its
+pieces, one after the other.
 """
 
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from batchllm_operator.planner import TokenTable
 from batchllm_operator.prompts.safe_cuts import CutRule, NoProofError
+from batchllm_operator.prompts.token_cache import TokenCache
+from batchllm_operator.prompts.word_encoder import WordEncoder
 
 # Words with these starts are rare enough in most languages to make pieces of about 500 characters:
-# shorter ones cost more to encode, longer ones share less of the text around their ends.
+# shorter ones cost more to look up, longer ones share less of the text around their ends.
 _ANCHOR: Final = re.compile(r" (?=[kvKV0-9\u0432\u0438])")
 _MIN_PIECE_LEN: Final = 256
 _MAX_PIECE_LEN: Final = 1024
-_CACHE_TOKENS: Final = 8_000_000
-"""Token ids kept: about 10 bytes each with their text."""
+_CACHE_BYTES: Final = 64 << 20
+_SLICE_LEN: Final = 1 << 20
+"""Characters that are worked on at a time, for a bound of the memory."""
 
 
 class SharedTextEncoder:
@@ -32,6 +37,7 @@ class SharedTextEncoder:
         backend: used as it is; it must neither cut nor pad.
         rule: where texts can be cut for it.
         add_special_tokens: whether a prompt gets what the tokenizer puts around a text.
+        cache_bytes: bound of the memory for pieces.
 
     Raises:
         NoProofError: what the tokenizer puts around a text isn't the same for all texts.
@@ -43,43 +49,50 @@ class SharedTextEncoder:
         rule: CutRule,
         *,
         add_special_tokens: bool,
-        cache_tokens: int = _CACHE_TOKENS,
+        cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        self._backend = backend
         self._rule = rule
-        self._head, self._tail = _frame(backend) if add_special_tokens else ([], [])
-        self._pieces = _PieceCache(cache_tokens)
+        self._head, self._tail = _frame(backend) if add_special_tokens else (b"", b"")
+        self._words = WordEncoder(backend, rule)
+        self._cache = TokenCache(cache_bytes)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use for what is kept."""
+        return self._cache.num_bytes + self._words.num_bytes
+
+    def encode(self, texts: Sequence[str]) -> TokenTable:
         """Token ids of each text, special tokens included."""
-        pieces_of = [list(self._pieces_of(text)) for text in texts]
-        batch: dict[str, array[int]] = {}
-        missing = []
-        for pieces in pieces_of:
-            for piece in pieces:
-                if piece not in batch:
-                    batch[piece] = known = self._pieces.get(piece)
-                    if not known:
-                        missing.append(piece)
-        encodings = self._backend.encode_batch_fast(missing, add_special_tokens=False)
-        for piece, encoding in zip(missing, encodings, strict=True):
-            batch[piece] = token_ids = array("i", encoding.ids)
-            self._pieces.put(piece, token_ids)
-        return [self._join(batch[piece] for piece in pieces) for pieces in pieces_of]
+        joined: list[bytes] = []
+        for part in _slices(texts):
+            joined += self._encode_slice(texts[part])
+        offsets = np.zeros(len(joined) + 1, dtype=np.int64)
+        np.cumsum([len(each) // 4 for each in joined], out=offsets[1:])
+        # Into a bytearray, so that the array can be written to like any other.
+        return TokenTable(np.frombuffer(bytearray().join(joined), dtype=np.int32), offsets)
 
-    def _join(self, parts: Iterator[array[int]]) -> list[int]:
-        joined = self._head.copy()
-        for part in parts:
-            joined.extend(part)
-        joined.extend(self._tail)
-        return joined
+    def _encode_slice(self, texts: Sequence[str]) -> list[bytes]:
+        """Token ids of each text, as the bytes of an int32 array."""
+        pieces_of = [self._pieces_of(text) for text in texts]
+        found = {piece: self._cache.known.get(piece) for pieces in pieces_of for piece in pieces}
+        missing = [piece for piece, ids in found.items() if ids is None]
+        for piece, ids in zip(missing, self._words.encode(missing), strict=True):
+            found[piece] = ids
+            self._cache.put(piece, ids)
+        head, tail = self._head, self._tail
+        return [
+            b"".join([head, *(found[piece] or b"" for piece in pieces), tail])
+            for pieces in pieces_of
+        ]
 
-    def _pieces_of(self, text: str) -> Iterator[str]:
+    def _pieces_of(self, text: str) -> list[str]:
+        pieces = []
         start = 0
         for cut in self._cuts(text):
-            yield text[start:cut]
+            pieces.append(text[start:cut])
             start = cut + 1 if self._rule.drops_space else cut
-        yield text[start:]
+        pieces.append(text[start:])
+        return pieces
 
     def _cuts(self, text: str) -> Iterator[int]:
         last = 0
@@ -107,30 +120,19 @@ class SharedTextEncoder:
             yield start
 
 
-class _PieceCache:
-    """The pieces used last, in two generations: the older one goes when the younger is full."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._young: dict[str, array[int]] = {}
-        self._old: dict[str, array[int]] = {}
-        self._num_young_tokens = 0
-
-    def get(self, piece: str) -> array[int]:
-        """Token ids of `piece`; empty if they aren't known."""
-        found = self._young.get(piece)
-        if found is None and (found := self._old.get(piece)) is not None:
-            self.put(piece, found)
-        return found if found is not None else array("i")
-
-    def put(self, piece: str, token_ids: array[int]) -> None:
-        self._young[piece] = token_ids
-        self._num_young_tokens += len(token_ids) + 1
-        if 2 * self._num_young_tokens > self._max_tokens:
-            self._old, self._young, self._num_young_tokens = self._young, {}, 0
+def _slices(texts: Sequence[str]) -> Iterator[slice]:
+    """Consecutive slices of texts with about `_SLICE_LEN` characters each."""
+    start, num_chars = 0, 0
+    for idx, text in enumerate(texts):
+        if num_chars and num_chars + len(text) > _SLICE_LEN:
+            yield slice(start, idx)
+            start, num_chars = idx, 0
+        num_chars += len(text)
+    if start < len(texts):
+        yield slice(start, len(texts))
 
 
-def _frame(backend: Tokenizer) -> tuple[list[int], list[int]]:
+def _frame(backend: Tokenizer) -> tuple[bytes, bytes]:
     """Ids that the tokenizer puts before and behind every text."""
     for text in ("a", "The", "1", " "):
         bare: list[int] = backend.encode(text, add_special_tokens=False).ids
@@ -139,5 +141,9 @@ def _frame(backend: Tokenizer) -> tuple[list[int], list[int]]:
         if bare and len(own) == len(bare) and own == list(range(own[0], own[-1] + 1)):
             head, tail = full.ids[: own[0]], full.ids[own[-1] + 1 :]
             if full.ids == head + bare + tail and backend.encode("").ids == head + tail:
-                return head, tail
+                return _to_bytes(head), _to_bytes(tail)
     raise NoProofError("what the post-processor adds depends on the text")
+
+
+def _to_bytes(token_ids: list[int]) -> bytes:
+    return np.array(token_ids, dtype=np.int32).tobytes()

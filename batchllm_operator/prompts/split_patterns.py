@@ -27,13 +27,14 @@ argument repeats inside it; it ends at an expression for which 4 holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
-_WORDS: Final = frozenset(
+_LETTERS: Final = frozenset(
     {
         r" ?\p{L}+",
         r"[^\r\n\p{L}\p{N}]?\p{L}+",
@@ -59,8 +60,9 @@ _PUNCTUATION: Final = frozenset(
     }
 )
 _ANY_WHITESPACE: Final = r"\s+"
-_WHITESPACE: Final = frozenset({_ANY_WHITESPACE, r"\s+(?!\S)", r"\s*[\r\n]+", r"\s*[\r\n]"})
-_KNOWN: Final = _WORDS | _NUMBERS | _PUNCTUATION | _WHITESPACE
+_RUNS: Final = frozenset({_ANY_WHITESPACE, r"\s+(?!\S)"})
+_LINES: Final = frozenset({r"\s*[\r\n]+", r"\s*[\r\n]"})
+_KNOWN: Final = _LETTERS | _NUMBERS | _PUNCTUATION | _RUNS | _LINES
 
 GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What `ByteLevel(use_regex=True)` splits by."""
@@ -77,6 +79,22 @@ STOP_CUT: Final = f"(?<=[{_WORD}])(?=[{_STOP}])"
 """A `re` pattern that finds where a STOP pair can be cut."""
 
 
+SPACE_BEFORE_WORD_CUT: Final = f"{SPACE_CUT}(?= \\S)"
+"""A `re` pattern that finds SPACE pairs with one space only."""
+
+_JOINS: Final = "(?<![^\\s\u2581\u180e])"
+WORDS: Final = f" *+[^ ]*+(?:{_JOINS} ++[^ ]*+)*+"
+"""A `re` pattern that finds parts of a text between neighbouring SPACE pairs."""
+WORDS_AND_LINES: Final = (
+    f" *+[^ \\n]*+\\n*+(?:{_JOINS}(?!(?<=\\n) *[!-.0-~])(?: ++[^ \\n]*+\\n*+|[^ \\n]++\\n*+))*+"
+)
+"""A `re` pattern that finds parts of a text between neighbouring SPACE or LINE pairs."""
+WORDS_WITHOUT_SPACE: Final = (
+    f"(?:(?<=[^\\s\u2581\u180e]) )?([^ ]*+(?:(?:{_JOINS} | (?!\\S))[^ ]*+)*+)"
+)
+"""As `WORDS`, each part but the first without its space, and none begins with two of them."""
+
+
 def is_transparent(pattern: str) -> bool:
     """Whether points 1 to 3 of the module's docstring are known to hold."""
     return set(_alternatives(pattern)) <= _KNOWN
@@ -91,6 +109,19 @@ def finds_stops(pattern: str) -> bool:
     """Whether every line break and punctuation mark is part of a match (point 4)."""
     alternatives = _alternatives(pattern)
     return _ANY_WHITESPACE in alternatives and not _PUNCTUATION.isdisjoint(alternatives)
+
+
+def ends_at_lines(patterns: Sequence[str]) -> bool:
+    """Whether expressions that are used one after the other make boundaries at LINE pairs."""
+    found = False
+    for pattern in patterns:
+        alternatives = _alternatives(pattern)
+        spaces = [idx for idx, each in enumerate(alternatives) if each in _RUNS]
+        lines = [idx for idx, each in enumerate(alternatives) if each in _LINES]
+        if spaces and (not lines or lines[0] > spaces[0]):
+            return False
+        found = found or bool(lines)
+    return found
 
 
 def _alternatives(pattern: str) -> list[str]:

@@ -17,6 +17,7 @@ from batchllm_operator.lake import Folder, ParquetTable
 from batchllm_operator.pipeline import plan as plan_module
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.planner import TokenTable
 from batchllm_operator.prompts import TokenIdsDifferError, load_tokenizer
 
 
