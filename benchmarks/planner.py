@@ -1,15 +1,23 @@
 """Prefix search, Algorithm 1 and ordering, against a plain Python radix tree.
 
-The prompts are synthetic and shaped like the paper's case 1: an instruction that all
-share, a document that `--share-degree` prompts share, and a distinct part each, in random
-order. Groups and savings are checked against the Python tree before anything is timed.
+The prompts are synthetic and shaped like the paper's case 1 (`synthetic_prompts`): an instruction
+that all share, a document that `--share-degree` prompts share, and a distinct part each, in
+random order. Groups and savings are checked against the Python tree before anything is timed.
 What is timed is what a plan does by default: the better of Algorithm 1 and the exact choice,
-ordered by subtree.
+ordered by subtree. `path` says over what:
 
-Beside that, `choices` compares both ways of choosing prefixes on prompts of other shapes, and
-`orders` what Eq. 4 and the order by subtree leave to find in a block cache.
+    memory  token-exact prefixes of prompts that lie in memory
+    disk    prefixes of whole KV blocks of prompts that lie on disk (`planner_on_disk`, in a
+            process of its own), within `--memory-budget-bytes`; taken where the token ids
+            alone would take more than half of that
+
+`on_disk` holds the second path's figures in any case, and `growth` compares it with itself on
+`--growth-from` prompts: 1.0 is linear. `choices` compares both ways of choosing prefixes on
+prompts of other shapes, and `orders` what Eq. 4 and the order by subtree leave to find in a
+block cache.
 
     python -m benchmarks.planner --num-prompts 100000
+    python -m benchmarks.planner --num-prompts 3000000
 """
 
 from __future__ import annotations
@@ -19,7 +27,6 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -43,12 +50,21 @@ from batchllm_operator.planner import (
     order_groups_by_subtree,
     saving_ratio,
 )
+from benchmarks.planner_on_disk import peak_rss_bytes
+from benchmarks.synthetic_prompts import VOCABULARY, Shape, add_flags
 
-VOCABULARY = 50_000
-CHUNK = 512  # documents or prompts generated at a time, to keep the generator out of the peak
 OUTPUT_TOKENS = 64  # per prompt; a constant, as in the paper
 BLOCK_SIZE = 16  # tokens
 CACHE_BLOCKS = (1_000, 8_000)  # of the caches that orders are compared by
+SHAPE_FLAGS = ("share_degree", "prefix_tokens", "distinct_tokens", "instruction_tokens", "seed")
+ON_DISK_KEYS = (
+    "prompts_per_s",
+    "saving_ratio",
+    "optimal_saving_ratio",
+    "peak_rss_bytes",
+    "bytes_per_prompt",
+    "num_groups",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,30 +180,6 @@ def plan_in_arrays(tokens: TokenTable, by_paper: bool = False) -> Callable[[], R
     return result
 
 
-def generate(args: argparse.Namespace, num_prompts: int) -> tuple[TokenTable, NDArray[np.int64]]:
-    """The table, and its prompt indexes listed document after document."""
-    generator = np.random.default_rng(args.seed)
-    document_begin = args.instruction_tokens
-    document_end = document_begin + args.prefix_tokens
-    length = document_end + args.distinct_tokens
-    rows = np.empty((num_prompts, length), dtype=np.int32)
-    rows[:, :document_begin] = generator.integers(0, VOCABULARY, document_begin, dtype=np.int32)
-    by_document = generator.permutation(num_prompts)
-    step = CHUNK * args.share_degree
-    for begin in range(0, num_prompts, step):
-        members = by_document[begin : begin + step]
-        shape = (CHUNK, args.prefix_tokens)
-        documents = generator.integers(0, VOCABULARY, shape, dtype=np.int32)
-        for number, document in enumerate(documents):
-            at = members[number * args.share_degree : (number + 1) * args.share_degree]
-            rows[at, document_begin:document_end] = document
-    for begin in range(0, num_prompts, CHUNK):
-        part = rows[begin : begin + CHUNK, document_end:]
-        part[:] = generator.integers(0, VOCABULARY, part.shape, dtype=np.int32)
-    offsets = np.arange(num_prompts + 1, dtype=np.int64) * length
-    return TokenTable(rows.reshape(-1), offsets), by_document
-
-
 def some_tokens(generator: np.random.Generator, low: int, high: int) -> NDArray[np.int32]:
     """Between `low` and `high` random tokens."""
     return generator.integers(0, VOCABULARY, generator.integers(low, high + 1), dtype=np.int32)
@@ -274,10 +266,10 @@ def check_sample(sample: TokenTable) -> None:
         sys.exit("the default plan saves less than Algorithm 1")
 
 
-def check_in_child(tokens: TokenTable, idxs: NDArray[np.int64]) -> None:
+def check_in_child(sample: TokenTable) -> None:
     """Runs the check in a process of its own, so that its lists don't count as our peak."""
     context = multiprocessing.get_context("fork")
-    child = context.Process(target=lambda: check_sample(tokens.take(idxs)))
+    child = context.Process(target=lambda: check_sample(sample))
     child.start()
     child.join()
     if child.exitcode != 0:
@@ -295,12 +287,6 @@ def timed(repetitions: int, run: Callable[[], object]) -> list[float]:
     return times
 
 
-def peak_rss_bytes() -> int:
-    """High-water mark of this process; Linux counts in KiB, macOS in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def git_sha() -> str | None:
     command = ["git", "rev-parse", "HEAD"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -310,80 +296,117 @@ def git_sha() -> str | None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-prompts", type=int, default=20_000)
-    parser.add_argument("--share-degree", type=int, default=7, help="prompts per document")
-    parser.add_argument("--prefix-tokens", type=int, default=1100, help="tokens of a document")
-    parser.add_argument("--distinct-tokens", type=int, default=400)
-    parser.add_argument("--instruction-tokens", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
+    add_flags(parser)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--gate-prompts", type=int, default=1400, help="checked before timing")
     parser.add_argument(
         "--python-prompts", type=int, default=4200, help="subset on which the Python tree is timed"
     )
+    parser.add_argument("--block-size", type=int, default=16, help="tokens, on disk")
+    parser.add_argument("--memory-budget-bytes", type=int, default=2 << 30)
+    parser.add_argument("--growth-from", type=int, default=100_000, help="0: isn't measured")
     args = parser.parse_args()
     if min(args.num_prompts, args.share_degree, args.repetitions, args.python_prompts) < 1:
         parser.error("prompts, share degree and repetitions must be at least 1")
     return args
 
 
-def compare(
-    args: argparse.Namespace, tokens: TokenTable, subset: NDArray[np.int64]
-) -> dict[str, Any]:
-    """Times the planner on the whole table, then the Python tree on the subset."""
+def time_in_memory(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """The planner on prompts in memory."""
+    base_peak = peak_rss_bytes()
+    tokens = shape.prompts(shape.numbers())
+    table_peak = peak_rss_bytes()
     times = timed(args.repetitions, lambda: plan_in_arrays(tokens))
     peak = peak_rss_bytes()
     plan = plan_in_arrays(tokens)()
     if sorted(idx for _, members in plan.groups for idx in members) != list(range(len(tokens))):
         sys.exit("the plan doesn't hold every prompt exactly once")
-    prompts = [tokens.prompt(idx).tolist() for idx in subset]
-    python_times = timed(min(args.repetitions, 3), lambda: plan_in_python(prompts))
-    rate = len(tokens) / statistics.median(times)
-    python_rate = len(prompts) / statistics.median(python_times)
     return {
-        "num_prompts": len(tokens),
-        "num_tokens": tokens.num_tokens,
-        "prompts_per_s": round(rate),
-        "speedup_vs_python_tree": round(rate / python_rate, 2),
+        "path": "memory",
+        "prompts_per_s": round(len(tokens) / statistics.median(times)),
         "saving_ratio": saving_ratio(plan.num_processed, tokens.num_tokens),
         "optimal_saving_ratio": saving_ratio(plan.num_distinct, tokens.num_tokens),
         "peak_rss_bytes": peak,
+        # Tokens included; the second number is the token table's share of the first.
+        "bytes_per_prompt": round((peak - base_peak) / len(tokens), 1),
+        "table_bytes_per_prompt": round((table_peak - base_peak) / len(tokens), 1),
         "num_groups": len(plan.groups),
         "median_s": statistics.median(times),
         "spread_s": max(times) - min(times),
+    }
+
+
+def run_on_disk(args: argparse.Namespace, num_prompts: int, repetitions: int) -> dict[str, Any]:
+    """What `planner_on_disk` reports of so many prompts of the same shape."""
+    command = [sys.executable, "-m", "benchmarks.planner_on_disk"]
+    flags = {**vars(args), "num_prompts": num_prompts, "repetitions": repetitions}
+    for name in (*SHAPE_FLAGS, "num_prompts", "repetitions", "block_size", "memory_budget_bytes"):
+        command += [f"--{name.replace('_', '-')}", str(flags[name])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit("planning on disk failed")
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def measure_growth(args: argparse.Namespace, on_disk: dict[str, Any]) -> dict[str, Any] | None:
+    """Seconds per prompt on disk against those for fewer prompts, in the same settings."""
+    if not 0 < args.growth_from < args.num_prompts:
+        return None
+    fewer = run_on_disk(args, args.growth_from, args.repetitions)
+    return {
+        "from_num_prompts": args.growth_from,
+        "from_prompts_per_s": fewer["prompts_per_s"],
+        "time_vs_linear": round(fewer["prompts_per_s"] / on_disk["prompts_per_s"], 3),
+    }
+
+
+def time_python_tree(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """The baseline on whole documents of the same prompts."""
+    subset = shape.prompts(np.arange(min(args.python_prompts, shape.num_prompts)))
+    prompts = [subset.prompt(idx).tolist() for idx in range(len(subset))]
+    times = timed(min(args.repetitions, 3), lambda: plan_in_python(prompts))
+    return {
         "python_tree_num_prompts": len(prompts),
-        "python_tree_prompts_per_s": round(python_rate),
-        "python_tree_median_s": statistics.median(python_times),
-        "python_tree_spread_s": max(python_times) - min(python_times),
-        "python_tree_repetitions": len(python_times),
+        "python_tree_prompts_per_s": round(len(prompts) / statistics.median(times)),
+        "python_tree_median_s": statistics.median(times),
+        "python_tree_spread_s": max(times) - min(times),
+        "python_tree_repetitions": len(times),
     }
 
 
 def main() -> None:
     args = parse_args()
-    warm_up, _ = generate(args, min(args.num_prompts, 100))
-    check_sample(warm_up)  # compiles everything
-    base_peak = peak_rss_bytes()
-    tokens, by_document = generate(args, args.num_prompts)
-    table_peak = peak_rss_bytes()
-    check_in_child(tokens, by_document[: args.gate_prompts])
-    print(f"gate passed on {min(args.gate_prompts, len(tokens))} prompts", flush=True)
-    measured = compare(args, tokens, by_document[: args.python_prompts])
+    shape = Shape.from_args(args, args.num_prompts)
+    check_sample(shape.prompts(np.arange(min(100, shape.num_prompts))))  # compiles everything
+    sample = shape.prompts(np.arange(min(args.gate_prompts, shape.num_prompts)))
+    check_in_child(sample)
+    print(f"gate passed on {len(sample)} prompts", flush=True)
+    fits = 4 * shape.num_tokens <= args.memory_budget_bytes // 2
+    measured = time_in_memory(args, shape) if fits else {}
+    on_disk = run_on_disk(args, args.num_prompts, args.repetitions if fits else 1)
+    if not fits:
+        measured = {"path": "disk", **{name: on_disk[name] for name in ON_DISK_KEYS}}
+    python_tree = time_python_tree(args, shape)
+    speedup = measured["prompts_per_s"] / python_tree["python_tree_prompts_per_s"]
     shapes = {
         make.__name__: TokenTable.from_lists(make(np.random.default_rng(args.seed)))
         for make in (sites, conversations, revisions)
     }
-    shapes["documents"] = tokens.take(by_document[: args.gate_prompts])
-    bytes_above_base = measured["peak_rss_bytes"] - base_peak
+    shapes["documents"] = sample
     report = {
         "benchmark": "planner",
+        "num_prompts": shape.num_prompts,
+        "num_tokens": shape.num_tokens,
+        "speedup_vs_python_tree": round(speedup, 2),
         **measured,
+        **python_tree,
+        "on_disk": on_disk,
+        "growth": measure_growth(args, on_disk),
         "choices": {name: compare_choices(shape) for name, shape in shapes.items()},
         "orders": {name: compare_orders(shape) for name, shape in shapes.items()},
-        # tokens included; the second number is the token table's share of the first
-        "bytes_per_prompt": round(bytes_above_base / len(tokens), 1),
-        "table_bytes_per_prompt": round((table_peak - base_peak) / len(tokens), 1),
         **vars(args),
-        "warm_up": f"planned {len(warm_up)} prompts",
+        "warm_up": "planned 100 prompts",
         "versions": {
             "python": platform.python_version(),
             "numpy": np.__version__,

@@ -11,8 +11,10 @@ from typing import Final
 from batchllm_operator.errors import SpecError
 from batchllm_operator.planner import SearchMemory
 
-BYTES_PER_PROMPT: Final = 420
+BYTES_PER_PROMPT: Final = 340
 """Numbers kept for each prompt where most are kept at once (requests, tree, groups and costs)."""
+_BYTES_PER_PROMPT_READ: Final = 40
+"""Of these, what is kept while rows are read."""
 WORKING_BYTES: Final = 320 << 20
 """For all that is done batch by batch, whatever the table's size: rows, texts and token ids of
 a batch, encoded pieces of text, two chunks of prompts, a part of a shard, compiled code."""
@@ -65,11 +67,12 @@ class MemoryBudget:
 
     def search_memory(self, num_prompts: int) -> SearchMemory:
         """What is left for sorting: the more, the fewer runs go to disk."""
-        spare = max(0, self.total_bytes - self.least_bytes(num_prompts))
-        # A run is copied once while it is made, batch by batch, so leave room for a part of it.
+        rest = self.total_bytes - self.resident_bytes - WORKING_BYTES
+        while_read = rest - num_prompts * _BYTES_PER_PROMPT_READ
+        afterwards = rest - num_prompts * BYTES_PER_PROMPT
         return SearchMemory(
-            run_bytes=_LEAST_RUN_BYTES + spare * 3 // 4,
-            merge_bytes=_LEAST_MERGE_BYTES + min(spare // 4, 256 << 20),
+            run_bytes=max(_LEAST_RUN_BYTES, while_read),
+            merge_bytes=max(_LEAST_MERGE_BYTES, afterwards),
         )
 
 

@@ -27,6 +27,7 @@ from batchllm_operator.pipeline.output_lengths import (
 from batchllm_operator.pipeline.rows import Rows, check_keys, read_rows
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import (
+    Advance,
     PrefixGroups,
     PrefixSearch,
     PromptStore,
@@ -138,11 +139,11 @@ def _build(
 ) -> StoredPlan:
     target = find_target(spec)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
-    # A filter may leave any number of rows out.
-    num_expected = 0 if spec.input.filter else sum(file.num_rows for file in snapshot.files)
-    budget.check(num_expected)
+    num_rows = sum(file.num_rows for file in snapshot.files)
+    if not spec.input.filter:  # which may leave any number of rows out
+        budget.check(num_rows)
     with PromptStore(spool / _PROMPTS_FILE) as prompts:
-        rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_expected)))
+        rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)))
         read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
         where = f"table {table.uri}, partition {ds!r}"
         if table.snapshot(ds).files != snapshot.files:
@@ -196,16 +197,15 @@ def _build(
     return _persist(manifest, files, spool)
 
 
+@contextmanager
+def _prompts_shown(label: str, num_prompts: int) -> Iterator[Advance]:
+    with Progress(label, num_prompts, unit="prompts") as progress:
+        yield progress.advance
+
+
 def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
     """Sort the prompts, and make those that are equal one request."""
-    num_prompts = len(rows.prompts)
-    with (
-        Progress("sort prompts", num_prompts, unit="prompts") as sorting,
-        Progress("compare shared prefixes", num_prompts, unit="prompts") as comparing,
-    ):
-        ranked = rows.search.finish(
-            rows.prompts, merged=sorting.advance, compared=comparing.advance
-        )
+    ranked = rows.search.finish(rows.prompts, _prompts_shown)
     return make_requests(
         rows.prompts,
         ranked,

@@ -1,14 +1,17 @@
 """The global prefix plan, as pure functions over arrays.
 
-    TokenTable -> build_prefix_tree or build_block_tree -> choose_prefixes
-               -> order_groups or order_groups_by_subtree -> split_large_groups -> assign_shards
+    in memory  TokenTable -> build_prefix_tree or build_block_tree
+    on disk    TokenTable batches -> PromptStore, PrefixSearch -> RankedPrompts
+                          -> make_requests -> RankedPrompts.tree
+    then       choose_prefixes -> split_large_groups -> order_groups or order_groups_by_subtree
+                          -> assign_shards
 
 All prompts of a job are known, so their common prefixes are found once, reduced to one
 level by the paper's Algorithm 1 or an exact choice, ordered by Eq. 4, and spread over workers.
 `cost` predicts what that takes on a GPU (`gpu`) with a model (`model_shape`). Lengths and
 counts are in tokens, ranges are half-open, and every result is independent of the order
-in which the prompts are given. Only `plan`, the persisted form, touches files (local ones),
-and nothing knows of an engine.
+in which the prompts are given. Files are local ones, in a folder that the caller makes and removes
+(`PromptStore`, `PrefixSearch`), or the persisted form (`plan`). Nothing knows of an engine.
 """
 
 from batchllm_operator.planner.block_cache import cached_tokens
@@ -41,11 +44,13 @@ from batchllm_operator.planner.reuse import (
 )
 from batchllm_operator.planner.search import PrefixSearch, SearchMemory, build_block_tree
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
+from batchllm_operator.planner.sorted_runs import Advance
 from batchllm_operator.planner.token_table import TokenTable
 
 __all__ = [
     "GPU",
     "MODEL_SHAPES",
+    "Advance",
     "EngineLimits",
     "ModelShape",
     "Prediction",

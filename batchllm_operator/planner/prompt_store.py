@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
@@ -11,12 +13,15 @@ from types import TracebackType
 from typing import Any, Final, Protocol
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
+from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.token_table import TokenTable
 
 CHUNK_TOKENS = 1 << 22
 """Tokens looked at in one go where all are gone through: 16 MiB."""
+_READERS: Final = 2
 _NARROW: Final = np.dtype(np.uint16)
 _WIDE: Final = np.dtype(np.int32)
 
@@ -131,28 +136,43 @@ class PromptStore:
     def _read(
         self, begins: NDArray[np.int64], offsets: NDArray[np.int64], target: NDArray[Any]
     ) -> None:
-        """Fills `target`; neighbours in the file that are neighbours in `target` in one read."""
-        size = target.itemsize
-        if len(begins) == 0:
-            return
-        joins = begins[1:] == begins[:-1] + np.diff(offsets)[:-1]
-        starts = np.flatnonzero(np.concatenate([[True], ~joins]))
-        view = target.view(np.uint8).data
-        descriptor = self._file.fileno()
-        ends = np.append(offsets[starts[1:]], offsets[-1]) * size
-        places = zip(
-            (begins[starts] * size).tolist(),
-            (offsets[starts] * size).tolist(),
-            ends.tolist(),
-            strict=True,
-        )
-        for position, start, end in places:
-            while start < end:
-                num_read = os.preadv(descriptor, [view[start:end]], position)
-                if num_read == 0:
-                    raise OSError(f"{self._file.name}: is shorter than what was written to it")
-                start += num_read
-                position += num_read
+        """Fills `target`."""
+        size, descriptor = target.itemsize, self._file.fileno()
+        data = target.view(np.uint8)
+        failed = _read_all(descriptor, begins * size, offsets * size, data)
+        if failed < len(begins):  # again, for the error
+            os.pread(descriptor, size, int(begins[failed]) * size)
+            raise OSError(errno.EIO, "is shorter than what was written to it", self._file.name)
+
+
+_pread = types.ExternalFunction(  # of the C library; a call from Python would take twice as long
+    "pread", types.intp(types.int32, types.CPointer(types.uint8), types.uintp, types.int64)
+)
+
+
+@compiled
+def _read_all(
+    descriptor: int,
+    begins: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    data: NDArray[np.uint8],
+) -> int:
+    """Reads from each of `begins` into `data[offsets[i]:offsets[i + 1]]`.
+
+    Returns:
+        The number of reads, or where one failed.
+    """
+    for item in range(len(begins)):
+        position, start, end = begins[item], offsets[item], offsets[item + 1]
+        while start < end:
+            num_read = _pread(
+                np.int32(descriptor), data[start:end].ctypes, np.uintp(end - start), position
+            )
+            if num_read <= 0:
+                return item
+            start += num_read
+            position += num_read
+    return len(begins)
 
 
 def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
@@ -164,16 +184,15 @@ def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
 def read_ahead(
     prompts: Prompts, wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]
 ) -> Iterator[TokenTable]:
-    """`prompts.beginnings` of each (idxs, num_tokens), read while the one before is in use."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as reader:
-        ahead: Future[TokenTable] | None = None
+    """`prompts.beginnings` of each (idxs, num_tokens); the next two are read meanwhile."""
+    with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="read-ahead") as readers:
+        ahead: deque[Future[TokenTable]] = deque()
         for idxs, num_tokens in wanted:
-            following = reader.submit(prompts.beginnings, idxs, num_tokens)
-            if ahead is not None:
-                yield ahead.result()
-            ahead = following
-        if ahead is not None:
-            yield ahead.result()
+            ahead.append(readers.submit(prompts.beginnings, idxs, num_tokens))
+            if len(ahead) > _READERS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def chunks(num_tokens: NDArray[Any], most: int = CHUNK_TOKENS) -> Iterator[slice]:

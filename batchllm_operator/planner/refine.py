@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.lcp_tree import RankedPrompts
 from batchllm_operator.planner.prefix_tree import ROOT, PrefixTree, build_prefix_tree
+from batchllm_operator.planner.sorted_runs import RowSorter, ignore
 from batchllm_operator.planner.token_table import TokenTable
 
 _LARGE_RANKS = 4096
@@ -39,18 +40,26 @@ class Refinement:
 
     A node's window is the segment behind its parent's end, or what its prompt has of it.
     Windows come in preorder. Those below a node of few prompts are sorted soon after the last
-    of them came, and forgotten; the others are kept to the end.
+    of them came, and forgotten; the others go through a sort that needn't be in memory.
 
     Args:
         tree: a tree over segments, depths in tokens.
         lengths: [num_prompts] int64, tokens by prompt index.
         segment_tokens: tokens per segment.
+        sorter: empty, for the windows below nodes of many prompts.
     """
 
-    def __init__(self, tree: PrefixTree, lengths: NDArray[np.int64], segment_tokens: int) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        lengths: NDArray[np.int64],
+        segment_tokens: int,
+        sorter: RowSorter,
+    ) -> None:
         self._tree = tree
         self._lengths = lengths
         self._segment_tokens = segment_tokens
+        self._sorter = sorter
         self._begins = np.zeros(tree.num_nodes + 1, dtype=np.int64)  # of each node's children
         np.cumsum(
             np.bincount(tree.parent[ROOT + 1 :], minlength=tree.num_nodes), out=self._begins[1:]
@@ -59,7 +68,6 @@ class Refinement:
         self._shared = np.empty(tree.num_nodes - 1, dtype=np.int64)
         self._num_read = 0
         self._open: list[_Windows] = []
-        self._large: list[_Windows] = []
 
     def read(self, prompts: TokenTable, first_rank: int) -> None:
         """Take the windows of the nodes that begin at some ranks out of their prompts.
@@ -76,11 +84,9 @@ class Refinement:
         last = first + int(np.searchsorted(tree.leaf_begin[first:], end_rank))
         self._num_read += last - first
         nodes = np.arange(first, last)
-        parents = tree.parent[nodes]
-        is_large = tree.num_leaves[parents] > _LARGE_RANKS
-        for chosen, kept in ((nodes[is_large], self._large), (nodes[~is_large], self._open)):
-            if len(chosen):
-                kept.append(self._cut_windows(chosen, prompts, first_rank))
+        is_large = self._has_large_parent(nodes)
+        self._sorter.add(self._cut_windows(nodes[is_large], prompts, first_rank).rows)
+        self._open.append(self._cut_windows(nodes[~is_large], prompts, first_rank))
         if sum(windows.rows.num_tokens for windows in self._open) > _FLUSH_TOKENS:
             self._flush(end_rank)
 
@@ -88,13 +94,20 @@ class Refinement:
         """The prompts in lexicographic order, and what neighbours share, in tokens."""
         tree = self._tree
         self._flush(tree.num_prompts)
-        if self._large:
-            windows, self._large = _joined(self._large), []
-            self._sort(windows)
+        nodes = np.arange(ROOT + 1, tree.num_nodes)
+        order = self._sorter.sort(ignore)
+        self._place(nodes[self._has_large_parent(nodes)][order.row_idxs], order.num_shared)
         ranks, num_shared = _walk(
             self._children, self._begins, self._shared, tree.leaf_begin, tree.num_prompts
         )
         return RankedPrompts.from_exact(tree.prompt_idxs[ranks], num_shared, self._lengths)
+
+    def _has_large_parent(self, nodes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        parents = self._tree.parent[nodes]
+        is_large: NDArray[np.bool_] = (
+            self._tree.leaf_end[parents] - self._tree.leaf_begin[parents] > _LARGE_RANKS
+        )
+        return is_large
 
     def _cut_windows(
         self, nodes: NDArray[np.int64], prompts: TokenTable, first_rank: int
@@ -117,25 +130,27 @@ class Refinement:
             return
         windows, self._open = _joined(self._open), []
         is_complete = self._tree.leaf_end[self._tree.parent[windows.nodes]] <= end_rank
-        for chosen in (is_complete, ~is_complete):
-            places = np.flatnonzero(chosen)
-            part = _Windows(windows.nodes[places], windows.rows.take(places))
-            if chosen is is_complete:
-                self._sort(part)
-            elif len(places):
-                self._open.append(part)
+        rest = np.flatnonzero(~is_complete)
+        if len(rest):
+            self._open.append(_Windows(windows.nodes[rest], windows.rows.take(rest)))
+        order = build_prefix_tree(windows.rows.take(np.flatnonzero(is_complete)))
+        nodes = windows.nodes[is_complete][order.prompt_idxs]
+        self._place(nodes, order.num_shared_with_previous)
 
-    def _sort(self, windows: _Windows) -> None:
-        """Puts children in order, and notes what each shares with the one before it."""
-        order = build_prefix_tree(windows.rows)
-        nodes = windows.nodes[order.prompt_idxs]
+    def _place(self, nodes: NDArray[np.int64], num_shared: NDArray[np.int64]) -> None:
+        """Notes the order of some parents' children, and what each shares with the one before.
+
+        Args:
+            nodes: all children of some parents, parents ascending, children in order.
+            num_shared: what each one's row, its parent and its window, shares with the one before.
+        """
         parents = self._tree.parent[nodes]
-        is_first = np.concatenate([[True], parents[1:] != parents[:-1]])[: len(nodes)]
-        starts = np.flatnonzero(is_first)
+        starts = np.flatnonzero(np.concatenate([[True], parents[1:] != parents[:-1]]))
+        starts = starts[: len(nodes)]  # none if there are no nodes
         numbers = np.arange(len(nodes)) - np.repeat(starts, np.diff(np.append(starts, len(nodes))))
         places = self._begins[parents] + numbers
         self._children[places] = nodes
-        self._shared[places] = self._tree.depth[parents] + order.num_shared_with_previous - 1
+        self._shared[places] = self._tree.depth[parents] + num_shared - 1
 
 
 def _joined(windows: list[_Windows]) -> _Windows:

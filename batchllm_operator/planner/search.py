@@ -12,6 +12,8 @@ the tree (`lcp_tree`), over tokens or over blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,13 +34,16 @@ from batchllm_operator.planner.token_table import TokenTable
 _MAX_SEEDS: Final = 100  # with 62 bits, a second one is needed in one of many thousand plans
 
 
+Phase = Callable[[str, int], AbstractContextManager[Advance]]
+
+
 @dataclass(frozen=True, slots=True)
 class SearchMemory:
     """What a search may take beside the numbers per prompt, in bytes.
 
     Attributes:
-        run_bytes: for rows in memory, until they are written as a run.
-        merge_bytes: for reading the runs.
+        run_bytes: until `finish`, for rows in memory, before they are written as a run.
+        merge_bytes: in `finish`, for reading the runs, and then for what is sorted there.
     """
 
     run_bytes: int = 256 << 20
@@ -85,22 +90,24 @@ class PrefixSearch:
             offsets = tokens.offsets[part.start : part.stop + 1] - begin
             self._sorter.add(self._hasher.rows(TokenTable(tokens.token_ids[begin:end], offsets)))
 
-    def finish(
-        self, prompts: Prompts, *, merged: Advance = ignore, compared: Advance = ignore
-    ) -> RankedPrompts:
+    def finish(self, prompts: Prompts, phase: Phase | None = None) -> RankedPrompts:
         """The prompts in lexicographic order, and what neighbours share.
 
         Args:
             prompts: all that were added, in the same order.
-            merged: told of each number of prompts that were put in order.
-            compared: told of each number of prompts that were compared with their neighbours.
+            phase: called with the name of each phase and the number of prompts that it goes
+                through; the context that it gives is told how many are done.
 
         Raises:
             PlanError: no hash tells the segments apart; never for what `hash_bits` is by
                 default.
         """
+        phase = phase if phase is not None else _silent
         for seed in range(1, _MAX_SEEDS + 1):
-            ranked = self._compare(prompts, self._sorter.sort(merged), compared)
+            with phase("sort prompts", len(prompts)) as advance:
+                rows = self._sorter.sort(advance)
+            with phase("compare shared prefixes", len(prompts)) as advance:
+                ranked = self._compare(prompts, rows, advance)
             if ranked is not None:
                 return ranked
             self._start(seed)
@@ -113,14 +120,15 @@ class PrefixSearch:
         self._hasher = SegmentHasher(
             seed, segment_tokens=self._segment_tokens, hash_bits=self._hash_bits
         )
-        self._sorter = RowSorter(
-            self._folder,
-            run_bytes=self._memory.run_bytes,
-            merge_bytes=self._memory.merge_bytes,
+        self._sorter = self._new_sorter("segments", self._memory.run_bytes)
+
+    def _new_sorter(self, name: str, run_bytes: int) -> RowSorter:
+        return RowSorter(
+            self._folder, run_bytes=run_bytes, merge_bytes=self._memory.merge_bytes, name=name
         )
 
     def _compare(
-        self, prompts: Prompts, rows: SortedRows, compared: Advance
+        self, prompts: Prompts, rows: SortedRows, advance: Advance
     ) -> RankedPrompts | None:
         """What prompts really share; None if that is less than hashes say."""
         all_lengths = prompts.lengths
@@ -129,7 +137,12 @@ class PrefixSearch:
         shared = self._hasher.num_shared_tokens(rows.num_shared, lengths, lengths_before)
         are_equal = are_repeats(rows.num_shared, self._hasher.num_symbols(lengths))
         segments = RankedPrompts(rows.row_idxs, shared, are_equal)
-        refinement = Refinement(segments.tree(all_lengths), all_lengths, self._segment_tokens)
+        refinement = Refinement(
+            segments.tree(all_lengths),
+            all_lengths,
+            self._segment_tokens,
+            self._new_sorter("windows", self._memory.merge_bytes),
+        )
         shared = np.where(are_equal, lengths, shared)
         # As far as a prompt is looked at: what it shares with its neighbours, and one more.
         wanted = np.maximum(shared, np.append(shared[1:], 0)) + self._segment_tokens
@@ -140,7 +153,7 @@ class PrefixSearch:
             if not _agree(tokens.token_ids, tokens.offsets, shared[look]):
                 return None
             refinement.read(tokens, look.start)
-            compared(part.stop - part.start)
+            advance(part.stop - part.start)
         return refinement.finish()
 
 
@@ -165,6 +178,11 @@ def build_block_tree(
     search = PrefixSearch(None, hash_bits=hash_bits)
     search.add(tokens)
     return search.finish(tokens).in_blocks(block_size).tree(tokens.lengths)
+
+
+@contextmanager
+def _silent(_: str, __: int) -> Iterator[Advance]:
+    yield ignore
 
 
 @compiled

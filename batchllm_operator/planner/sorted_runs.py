@@ -27,7 +27,9 @@ Advance = Callable[[int], None]
 
 _HEADER = 3  # of a row in a run: prompt index, number of symbols, number shared with the one before
 _INDEX, _LENGTH, _SHARED = range(_HEADER)
+_FIRST_SYMBOLS = 1 << 16
 _WRITE_SYMBOLS = 1 << 20
+_MAX_BUFFER_BYTES = 128 << 20  # reads don't get any better with more
 _NOTHING, _LATER = -1, -1
 _SORT_BYTES_PER_ROW = 140  # the tree that sorts a run, and the row's offset
 
@@ -60,17 +62,23 @@ class RowSorter:
         run_bytes: about what the rows in memory and their sorting may take.
         merge_bytes: about what reading the runs may take. A merge needs room for the longest
             row of each run; `min_merge_bytes` says for how much.
+        name: what the names of the runs' files begin with.
 
     Raises:
         OSError: from `add` and `sort`, such as a disk that is full.
     """
 
-    def __init__(self, folder: Path | None, *, run_bytes: int, merge_bytes: int) -> None:
+    def __init__(
+        self, folder: Path | None, *, run_bytes: int, merge_bytes: int, name: str = "run"
+    ) -> None:
         self._folder = folder
+        self._name = name
         self._run_bytes = run_bytes
         self._merge_bytes = merge_bytes
-        self._batches: list[TokenTable] = []
-        self._num_bytes = 0
+        self._symbols = np.empty(_FIRST_SYMBOLS, dtype=np.int32)
+        self._num_symbols = 0
+        self._lengths: list[NDArray[np.int64]] = []  # of the rows in memory
+        self._num_in_memory = 0
         self._num_rows = 0
         self._runs: list[Path] = []
         self._longest_row = 0
@@ -84,20 +92,30 @@ class RowSorter:
         """Take rows in, and write a run where memory is full."""
         if len(rows) == 0:
             return
-        self._batches.append(rows)
-        self._num_bytes += rows.token_ids.nbytes + _SORT_BYTES_PER_ROW * len(rows)
-        self._longest_row = max(self._longest_row, int(rows.lengths.max()))
-        if self._folder is not None and self._num_bytes >= self._run_bytes:
+        end = self._num_symbols + rows.num_tokens
+        if end > len(self._symbols):  # by copying: what is copied is half of what will be used
+            larger = np.empty(max(end, 2 * len(self._symbols)), dtype=np.int32)
+            larger[: self._num_symbols] = self._symbols[: self._num_symbols]
+            self._symbols = larger
+        self._symbols[self._num_symbols : end] = rows.token_ids
+        self._num_symbols = end
+        self._lengths.append(rows.lengths)
+        self._num_in_memory += len(rows)
+        self._longest_row = max(self._longest_row, int(self._lengths[-1].max()))
+        num_bytes = end * self._symbols.itemsize + _SORT_BYTES_PER_ROW * self._num_in_memory
+        if self._folder is not None and num_bytes >= self._run_bytes:
             self._write_run(self._folder)
 
     def sort(self, advance: Advance) -> SortedRows:
         """All rows in order; `advance` is told of each number of rows that is done."""
         if not self._runs:
-            result = _sort(self._gather())
+            result = _sort(self._take_rows())
+            self._symbols = np.empty(0, dtype=np.int32)
             advance(len(result.row_idxs))
             return result
-        if self._batches and self._folder is not None:
+        if self._lengths and self._folder is not None:
             self._write_run(self._folder)
+        self._symbols = np.empty(0, dtype=np.int32)
         row_idxs = np.empty(self._num_rows, dtype=np.int64)
         num_shared = np.empty(self._num_rows, dtype=np.int64)
         with _RunReader(self._runs, self._merge_bytes, self._longest_row + _HEADER) as reader:
@@ -119,24 +137,18 @@ class RowSorter:
             path.unlink()
         return SortedRows(row_idxs, num_shared)
 
-    def _gather(self) -> TokenTable:
-        """The rows in memory as one table; they are let go of, batch by batch."""
-        batches, self._batches, self._num_bytes = self._batches[::-1], [], 0
-        lengths = [rows.lengths for rows in batches[::-1]]
-        offsets = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]))
-        symbols = np.empty(offsets[-1], dtype=np.int32)
-        place = 0
-        while batches:
-            rows = batches.pop()
-            symbols[place : place + rows.num_tokens] = rows.token_ids
-            place += rows.num_tokens
-        return TokenTable(symbols, offsets)
+    def _take_rows(self) -> TokenTable:
+        """The rows in memory, as a view that is good until rows are added."""
+        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
+        rows = TokenTable(self._symbols[: self._num_symbols], np.cumsum(lengths))
+        self._num_symbols, self._num_in_memory, self._lengths = 0, 0, []
+        return rows
 
     def _write_run(self, folder: Path) -> None:
-        rows = self._gather()
+        rows = self._take_rows()
         first_row, self._num_rows = self._num_rows, self._num_rows + len(rows)
         ranked = _sort(rows)
-        path = folder / f"run-{len(self._runs):05d}.bin"
+        path = folder / f"{self._name}-{len(self._runs):05d}.bin"
         self._runs.append(path)
         sizes = rows.lengths[ranked.row_idxs] + _HEADER
         with path.open("xb") as file:
@@ -167,6 +179,7 @@ class _RunReader:
 
     def __init__(self, paths: list[Path], num_bytes: int, longest_row: int) -> None:
         itemsize = np.dtype(np.int32).itemsize
+        num_bytes = min(num_bytes, _MAX_BUFFER_BYTES)
         size = max(longest_row, num_bytes // (len(paths) * itemsize))
         self._paths = paths
         self._files: list[BinaryIO] = []

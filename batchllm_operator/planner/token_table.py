@@ -90,6 +90,10 @@ class TokenTable:
             raise IndexError(f"prompt {idx} of a token table with {len(self)} prompts")
         return self.token_ids[self.offsets[idx] : self.offsets[idx + 1]]
 
+    def to_lists(self) -> list[list[int]]:
+        """The prompts as lists of Python's integers, for small tables and for looking at them."""
+        return [self.prompt(idx).tolist() for idx in range(len(self))]
+
     def beginnings(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
         """The first `num_tokens[i]` tokens of each prompt `idxs[i]`, all of a shorter one.
 

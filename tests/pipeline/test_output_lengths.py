@@ -23,10 +23,9 @@ from batchllm_operator.pipeline.output_lengths import (
     learn_output_lengths,
 )
 from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.rows import Requests
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.planner import TokenTable
+from batchllm_operator.planner import Requests, TokenTable
 from batchllm_operator.planner.plan import LearnedOutputs, LengthBucket
 from batchllm_operator.report import format_plan
 from batchllm_operator.spec import JobSpec
@@ -56,7 +55,7 @@ def run_and_commit(spec: JobSpec, ds: str) -> StoredPlan:
 def requests_of(lengths: list[int]) -> Requests:
     tokens = TokenTable.from_lists([[1] * length for length in lengths])
     idxs = np.arange(len(lengths) + 1, dtype=np.int64)
-    return Requests(tokens, idxs[:-1], idxs)
+    return Requests(tokens, idxs[:-1], tokens.lengths, idxs[:-1], idxs)
 
 
 # Constant

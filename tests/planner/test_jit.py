@@ -13,9 +13,9 @@ from batchllm_operator.planner import jit
 def test_without_a_folder_for_the_cache_functions_still_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def njit(*args: Any, cache: bool = False) -> Any:
+    def njit(*args: Any, cache: bool = False, **options: Any) -> Any:
         if not cache:
-            return numba.njit(*args)
+            return numba.njit(*args, **options)
 
         def decorate(function: Any) -> Any:
             raise RuntimeError("cannot cache function: no locator available")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchllm_operator.errors import ExitCode, PlanError
-from batchllm_operator.planner import TokenTable
+from batchllm_operator.planner import Requests, TokenTable
 from batchllm_operator.planner.plan import (
+    PART_TOKENS,
     SHARD_SCHEMA,
     DataFile,
     LearnedOutputs,
@@ -248,7 +250,7 @@ def test_the_plan_id_stands_for_job_partition_and_data() -> None:
 @example([2, 7], 3)
 def test_part_bounds(sizes: list[int], part_rows: int) -> None:
     group_ids = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
-    bounds = part_bounds(group_ids, part_rows)
+    bounds = part_bounds(group_ids, np.ones_like(group_ids), part_rows)
     assert bounds[0] == 0
     assert bounds[-1] == len(group_ids)
     parts = np.diff(bounds)
@@ -262,7 +264,23 @@ def test_part_bounds(sizes: list[int], part_rows: int) -> None:
 
 def test_part_bounds_do_not_mind_group_ids_with_gaps() -> None:
     """A shard has some of the plan's groups."""
-    assert part_bounds(np.array([3, 3, 8, 8, 40], dtype=np.int64), 2) == [0, 2, 4, 5]
+    group_ids = np.array([3, 3, 8, 8, 40])
+    assert part_bounds(group_ids, np.ones_like(group_ids), 2) == [0, 2, 4, 5]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3 * PART_TOKENS), min_size=1, max_size=5), max_size=6),
+    st.integers(1, 4),
+)
+def test_parts_of_long_prompts_close_early(groups: list[list[int]], part_rows: int) -> None:
+    """Whatever `part_rows` says: only a single prompt makes a part much larger than a full one."""
+    lengths = np.array([length for group in groups for length in group], dtype=np.int64)
+    group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    bounds = part_bounds(group_ids, lengths, part_rows)
+    assert bounds[0] == 0 and bounds[-1] == len(lengths)
+    for start, end in pairwise(bounds):
+        assert start < end
+        assert end - start == 1 or lengths[start:end].sum() <= 2 * PART_TOKENS + lengths[end - 1]
 
 
 # Shard files
@@ -272,14 +290,16 @@ def write(path: Path, sizes: list[int], part_rows: int, start: int = 0) -> tuple
     """A shard of groups of the given sizes, its prompts taken backwards from the table."""
     num_requests = sum(sizes)
     tokens = TokenTable.from_lists([list(range(idx)) for idx in range(num_requests)])
+    everyone = np.arange(num_requests)
+    num_rows = 1 + everyone % 3
+    rows = np.concatenate([np.arange(idx, idx + 1 + idx % 3) for idx in range(num_requests)])
     num_parts = write_shard(
         path,
-        tokens,
+        Requests(tokens, everyone, tokens.lengths, rows, np.append(0, np.cumsum(num_rows))),
         request_idx_start=start,
-        prompt_idxs=np.arange(num_requests, dtype=np.int64)[::-1].copy(),
+        request_idxs=everyone[::-1].copy(),
         group_ids=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
         num_prefix_tokens=np.arange(num_requests, dtype=np.int64),
-        row_idxs=[np.arange(idx, idx + 1 + idx % 3) for idx in range(num_requests)],
         part_rows=part_rows,
     )
     return tokens, num_parts
@@ -293,7 +313,7 @@ def test_a_shard_is_read_back_part_by_part(tmp_path: Path) -> None:
     assert (
         file.num_row_groups
         == num_parts
-        == len(part_bounds(np.repeat([0, 1, 2, 3], [3, 1, 5, 1]), 2)) - 1
+        == len(part_bounds(np.repeat([0, 1, 2, 3], [3, 1, 5, 1]), np.arange(10), 2)) - 1
     )
     rows = []
     for part_idx, part in read_parts(file, range(num_parts)):
@@ -303,7 +323,7 @@ def test_a_shard_is_read_back_part_by_part(tmp_path: Path) -> None:
     assert [row["group_id"] for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2, 2, 3]
     assert [row["num_prefix_tokens"] for row in rows] == list(range(10))
     assert [row["row_idxs"] for row in rows] == [
-        list(range(idx, idx + 1 + idx % 3)) for idx in range(10)
+        list(range(idx, idx + 1 + idx % 3)) for idx in reversed(range(10))
     ]
     assert [row["prompt_token_ids"] for row in rows] == [
         tokens.prompt(9 - idx).tolist() for idx in range(10)

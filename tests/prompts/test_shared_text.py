@@ -77,8 +77,7 @@ class Encoder:
         self.inner = SharedTextEncoder(tokenizer, rule, add_special_tokens=special, **options)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        tokens = self.inner.encode(texts)
-        return [tokens.prompt(idx).tolist() for idx in range(len(tokens))]
+        return self.inner.encode(texts).to_lists()
 
 
 @pytest.fixture

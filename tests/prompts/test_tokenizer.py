@@ -127,7 +127,7 @@ def refused(spec: JobSpec) -> str:
 
 def test_plain_prompts_get_the_models_own_token_ids(model: Path) -> None:
     plain = reference(model)
-    encoded = load_tokenizer(job(model)).encode(TEXTS)
+    encoded = load_tokenizer(job(model)).encode(TEXTS).to_lists()
     assert encoded == [plain(text)["input_ids"] for text in TEXTS]
     assert all(type(token_id) is int for ids in encoded for token_id in ids)
 
@@ -135,10 +135,10 @@ def test_plain_prompts_get_the_models_own_token_ids(model: Path) -> None:
 def test_special_tokens_that_the_model_adds_are_added_once(tmp_path: Path) -> None:
     model = build_tokenizer(tmp_path, bos=True)
     plain = reference(model)
-    encoded = load_tokenizer(job(model)).encode(TEXTS)
+    encoded = load_tokenizer(job(model)).encode(TEXTS).to_lists()
     assert encoded == [plain(text)["input_ids"] for text in TEXTS]
     assert all(ids[0] == plain.bos_token_id for ids in encoded)
-    chat = load_tokenizer(job(model, chat_template=True)).encode(["hello"])[0]
+    chat = load_tokenizer(job(model, chat_template=True)).encode(["hello"]).to_lists()[0]
     assert chat[:2].count(plain.bos_token_id) == 1  # the template's own, and no other before it
 
 
@@ -158,19 +158,24 @@ def test_chat_prompts_get_what_the_models_chat_template_gives(
         )["input_ids"]
         for text in texts
     ]
-    assert load_tokenizer(job(model, chat_template=True, system=system)).encode(texts) == expected
+    assert (
+        load_tokenizer(job(model, chat_template=True, system=system)).encode(texts).to_lists()
+        == expected
+    )
 
 
 def test_batches_do_not_change_token_ids(model: Path) -> None:
     tokenizer = load_tokenizer(job(model))
-    assert tokenizer.encode(TEXTS) == [tokenizer.encode([text])[0] for text in TEXTS]
-    assert tokenizer.encode([]) == []
+    assert tokenizer.encode(TEXTS).to_lists() == [
+        tokenizer.encode([text]).to_lists()[0] for text in TEXTS
+    ]
+    assert tokenizer.encode([]).to_lists() == []
 
 
 def test_a_prompt_longer_than_the_model_is_counted_in_full_and_quietly(
     model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    [ids] = load_tokenizer(job(model)).encode(["word " * 1000])
+    [ids] = load_tokenizer(job(model)).encode(["word " * 1000]).to_lists()
     assert len(ids) > 321
     assert capfd.readouterr().err == ""
 
@@ -277,7 +282,9 @@ def test_a_chat_template_that_refuses_the_prompt(tmp_path: Path, chat_template: 
     """As those of some models do when there is a system text."""
     model = build_tokenizer(tmp_path, chat_template=chat_template)
     with pytest.raises(ModelError, match="chat template"):
-        load_tokenizer(job(model, chat_template=True, system="Be brief.")).encode(["hello"])
+        load_tokenizer(job(model, chat_template=True, system="Be brief.")).encode(
+            ["hello"]
+        ).to_lists()
 
 
 def test_a_hub_name_without_a_network() -> None:
@@ -291,7 +298,7 @@ def test_a_hub_name_without_a_network() -> None:
 def test_the_fake_engine_needs_no_model(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(job(tmp_path / "absent", backend="fake"))
     assert isinstance(tokenizer, Utf8Tokenizer)
-    assert tokenizer.encode(["aé"]) == [[97, 195, 169]]
+    assert tokenizer.encode(["aé"]).to_lists() == [[97, 195, 169]]
     assert tokenizer.max_model_len == 4096
     assert load_tokenizer(job("x", backend="fake", max_model_len=9)).max_model_len == 9
 
@@ -330,7 +337,7 @@ def test_a_tokenizer_that_cuts_and_pads_keeps_its_fingerprint(model: Path, tmp_p
     }  # fmt: skip
     (other / "tokenizer.json").write_text(json.dumps(stored))
     before = load_tokenizer(job(other))
-    [ids] = before.encode(["word " * 50])
+    [ids] = before.encode(["word " * 50]).to_lists()
     assert len(ids) > 7
     assert before.fingerprint == load_tokenizer(job(other)).fingerprint
     assert before.fingerprint == load_tokenizer(job(model)).fingerprint
@@ -348,8 +355,8 @@ def test_a_chat_template_that_asks_for_the_date_gets_the_partitions(
     (other / "tokenizer_config.json").write_text(json.dumps(config))
     dated = job(other, chat_template=True)
     plain = job(other)
-    [found] = load_tokenizer(dated, "2026-01-31").encode(["hello"])
-    assert [found] == load_tokenizer(plain).encode(["31 Jan 2026 hello"])
+    [found] = load_tokenizer(dated, "2026-01-31").encode(["hello"]).to_lists()
+    assert [found] == load_tokenizer(plain).encode(["31 Jan 2026 hello"]).to_lists()
     with pytest.raises(ModelError, match="asks for the date, and partition 'eu' isn't one"):
         load_tokenizer(dated, "eu").encode(["hello"])
 
@@ -376,8 +383,8 @@ def test_shared_text_leaves_token_ids_alone(model: Path, chat_template: bool) ->
         else plain(text)["input_ids"]
         for text in texts
     ]
-    assert lists(tokenizer.encode(texts)) == expected
-    assert lists(tokenizer.encode(texts[::-1])) == expected[::-1]
+    assert tokenizer.encode(texts).to_lists() == expected
+    assert tokenizer.encode(texts[::-1]).to_lists() == expected[::-1]
 
 
 def break_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +402,9 @@ def test_a_sample_that_differs_makes_prompts_whole(
     assert isinstance(tokenizer, ModelTokenizer)
     texts = long_prompts()
     for _ in range(2):
-        assert lists(tokenizer.encode(texts)) == [reference(model)(text)["input_ids"] for text in texts]
+        assert tokenizer.encode(texts).to_lists() == [
+            reference(model)(text)["input_ids"] for text in texts
+        ]
     assert not tokenizer.shares_text
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert str(model) in caplog.text
@@ -410,7 +419,9 @@ def test_a_later_sample_that_differs_asks_for_all_prompts_again(
     break_pieces(monkeypatch)
     with pytest.raises(TokenIdsDifferError):
         tokenizer.encode(texts)
-    assert lists(tokenizer.encode(texts)) == [reference(model)(text)["input_ids"] for text in texts]
+    assert tokenizer.encode(texts).to_lists() == [
+        reference(model)(text)["input_ids"] for text in texts
+    ]
 
 
 def test_a_tokenizer_with_code_of_its_own_gets_whole_prompts(model: Path) -> None:
@@ -422,4 +433,6 @@ def test_a_tokenizer_with_code_of_its_own_gets_whole_prompts(model: Path) -> Non
     remote = Remote.from_pretrained(model)
     encoder = PromptEncoder(remote, "remote", add_special_tokens=True)
     assert not encoder.shares_text
-    assert lists(encoder.encode(TEXTS)) == [reference(model)(text)["input_ids"] for text in TEXTS]
+    assert encoder.encode(TEXTS).to_lists() == [
+        reference(model)(text)["input_ids"] for text in TEXTS
+    ]

@@ -1,0 +1,150 @@
+"""The planner over prompts on disk, within a memory budget; `benchmarks.planner` runs it.
+
+Prompts are made batch by batch and written to the prompt store, which isn't timed: in a job that
+is part of tokenizing. Timed are hashing them as they come, and then all of the prefix search (with
+its comparing of what prompts share, token by token), Algorithm 1 and the exact choice, and the
+order, over KV blocks or tokens. Prefixes of a sample of groups are compared in the end.
+
+    python -m benchmarks.planner_on_disk --num-prompts 3000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchllm_operator.pipeline.memory import MemoryBudget
+from batchllm_operator.planner import (
+    PrefixGroups,
+    PrefixSearch,
+    PromptStore,
+    choose_prefixes,
+    num_processed_tokens,
+    order_groups_by_subtree,
+    saving_ratio,
+)
+from benchmarks.synthetic_prompts import Shape, add_flags
+
+OUTPUT_TOKENS = 64  # per prompt
+CHECKED_GROUPS = 2000
+
+
+def plan(shape: Shape, budget: MemoryBudget, block_size: int) -> dict[str, Any]:
+    """One plan: its seconds by step, and what it saves."""
+    times: dict[str, float] = dict.fromkeys(
+        ("write_prompts_s", "hash_s", "search_s", "choose_s", "order_s"), 0.0
+    )
+    last = 0.0
+
+    def lap(name: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        times[name] = times.get(name, 0.0) + now - last
+        last = now
+
+    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
+        search = PrefixSearch(Path(folder), memory=budget.search_memory(shape.num_prompts))
+        with PromptStore(Path(folder) / "prompts.bin") as prompts:
+            for batch in shape.batches():
+                last = time.perf_counter()
+                prompts.append(batch)
+                lap("write_prompts_s")
+                search.add(batch)
+                lap("hash_s")
+            _settle(Path(folder) / "prompts.bin")
+            last = time.perf_counter()
+            ranked = search.finish(prompts)
+            tree = ranked.in_blocks(block_size).tree(prompts.lengths)
+            lap("search_s")
+            groups = choose_prefixes(tree).groups
+            lap("choose_s")
+            outputs = np.full(shape.num_prompts, OUTPUT_TOKENS)
+            groups = groups.take(order_groups_by_subtree(groups, tree, outputs))
+            lap("order_s")
+            _check(prompts, groups)
+        lengths = prompts.lengths
+    return {
+        "total_s": sum(seconds for name, seconds in times.items() if name != "write_prompts_s"),
+        **times,
+        "saving_ratio": saving_ratio(num_processed_tokens(groups, lengths), shape.num_tokens),
+        "optimal_saving_ratio": saving_ratio(tree.num_distinct_prefix_tokens, shape.num_tokens),
+        "num_groups": len(groups),
+    }
+
+
+def _settle(path: Path) -> None:
+    """Waits until the file is on disk: writing goes on by itself and would slow down the rest."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _check(prompts: PromptStore, groups: PrefixGroups) -> None:
+    """Exits if a prompt is missing or twice, or a sampled group doesn't share its prefix."""
+    if not np.array_equal(np.sort(groups.member_idxs), np.arange(len(prompts))):
+        sys.exit("the plan doesn't hold every prompt exactly once")
+    step = max(1, len(groups) // CHECKED_GROUPS)
+    for group_idx in range(0, len(groups), step):
+        members = groups.members(group_idx)[:16]
+        cut = np.full(len(members), groups.num_prefix_tokens[group_idx])
+        prefixes = prompts.beginnings(members, cut)
+        if np.any(prefixes.lengths != cut):
+            sys.exit(f"group {group_idx} has a prompt shorter than its prefix")
+        if np.any(np.diff(prefixes.token_ids.reshape(len(members), -1), axis=0)):
+            sys.exit(f"group {group_idx} doesn't share its prefix")
+
+
+def peak_rss_bytes() -> int:
+    """High-water mark of this process; Linux counts in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-prompts", type=int, default=20_000)
+    add_flags(parser)
+    parser.add_argument("--block-size", type=int, default=16, help="tokens; 1 for exact prefixes")
+    parser.add_argument("--memory-budget-bytes", type=int, default=2 << 30)
+    parser.add_argument("--repetitions", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    shape = Shape.from_args(args, args.num_prompts)
+    plan(Shape.from_args(args, 200), MemoryBudget.from_now(1 << 40), args.block_size)  # compiles
+    base_peak = peak_rss_bytes()
+    budget = MemoryBudget.from_now(args.memory_budget_bytes)
+    budget.check(shape.num_prompts)
+    plans = [plan(shape, budget, args.block_size) for _ in range(args.repetitions)]
+    peak = peak_rss_bytes()
+    total_s = [each["total_s"] for each in plans]
+    middle = sorted(plans, key=lambda each: each["total_s"])[len(plans) // 2]
+    report = {
+        "benchmark": "planner_on_disk",
+        "num_prompts": shape.num_prompts,
+        "num_tokens": shape.num_tokens,
+        "prompts_per_s": round(shape.num_prompts / statistics.median(total_s)),
+        **middle,
+        "spread_s": max(total_s) - min(total_s),
+        "peak_rss_bytes": peak,
+        "bytes_per_prompt": round((peak - base_peak) / shape.num_prompts, 1),
+        "within_budget": peak <= args.memory_budget_bytes,
+        **vars(args),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Planning within a memory budget, and on a disk that fills up."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+from support.spilling import file_size_limit
+
+from batchllm_operator.errors import SpecError, StorageError
+from batchllm_operator.pipeline import memory
+from batchllm_operator.pipeline.memory import MemoryBudget
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.planner import SearchMemory
+
+PLAN_AND_REPORT = """
+import json, resource, sys
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.spec import parse_spec
+plan = plan_job(parse_spec(json.loads(sys.argv[1]), source="test"), sys.argv[2])
+unit = 1 if sys.platform == "darwin" else 1024
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+print(json.dumps({"uri": plan.folder.uri, "peak_rss_bytes": peak}))
+"""
+
+
+def files_of(plan: StoredPlan) -> dict[str, str]:
+    return {name: file.sha256 for name, file in plan.manifest.files.items()}
+
+
+def test_the_plan_is_the_same_whatever_memory_it_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = document_rows(12, 5)
+    rows += [{**row, "row_key": f"again {n}"} for n, row in enumerate(rows[:7])]
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(fake_spec(tmp_path), DS)
+    least = SearchMemory(run_bytes=1, merge_bytes=1)
+    monkeypatch.setattr(MemoryBudget, "search_memory", lambda *_: least)
+    again = plan_job(fake_spec(tmp_path, planner={"memory_budget_bytes": "3GiB"}), DS)
+    assert again.folder == plan.folder
+    assert files_of(again) == files_of(plan)
+
+
+def test_a_budget_too_small_says_the_least_that_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    with pytest.raises(SpecError, match=r"memory_budget_bytes: 1000000 is too little") as caught:
+        plan_job(fake_spec(tmp_path, planner={"memory_budget_bytes": "1MB"}), DS)
+    assert not (tmp_path / "out").exists()
+    found = re.search(r"at least (\d+) \(", str(caught.value))
+    assert found is not None
+    # What libraries take changes from one moment to the next, so a bit more than said.
+    enough = int(found.group(1)) + (64 << 20)
+    plan_job(fake_spec(tmp_path, planner={"memory_budget_bytes": enough}), DS)
+
+
+def test_what_is_needed_grows_with_the_rows(tmp_path: Path) -> None:
+    budget = MemoryBudget(total_bytes=2 << 30, resident_bytes=400 << 20)
+    budget.check(1_000_000)
+    with pytest.raises(SpecError, match="100,000,000 prompts"):
+        budget.check(100_000_000)
+    with pytest.raises(SpecError):
+        budget.check(1_000_000, min_merge_bytes=1 << 30)
+    assert budget.least_bytes(1001) - budget.least_bytes(1) == 1000 * memory.BYTES_PER_PROMPT
+
+
+@pytest.mark.parametrize("num_prompts", [0, 1_000_000, 3_000_000])
+def test_what_is_left_goes_to_the_search(num_prompts: int) -> None:
+    budget = MemoryBudget(total_bytes=2 << 30, resident_bytes=400 << 20)
+    found = budget.search_memory(num_prompts)
+    assert found.run_bytes > 0 and found.merge_bytes > 0
+    rest = budget.total_bytes - budget.resident_bytes - memory.WORKING_BYTES
+    assert found.run_bytes <= rest
+    assert found.merge_bytes <= rest - num_prompts * memory.BYTES_PER_PROMPT
+
+
+def test_a_filter_is_no_reason_to_refuse_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many rows it keeps is known only afterwards; then the budget has to be enough."""
+    write_table(tmp_path / "documents", document_rows())
+    some = fake_spec(
+        tmp_path, input={"filter": [{"column": "query", "op": "==", "value": "question 0"}]}
+    )
+    monkeypatch.setattr(memory, "BYTES_PER_PROMPT", (3 << 30) // 2 // 30)
+    assert plan_job(some, DS).manifest.counts.num_rows == 6
+    with pytest.raises(SpecError, match="30 prompts"):
+        plan_job(fake_spec(tmp_path), DS)
+
+
+def test_the_budget_bounds_what_the_process_holds(tmp_path: Path) -> None:
+    """Prompts of 280 MiB in all, with 60 MiB for all that grows with the table."""
+    partition = tmp_path / "documents" / f"ds={DS}"
+    partition.mkdir(parents=True)
+    schema = pa.schema([("row_key", pa.int64()), ("document", pa.string()), ("query", pa.string())])
+    with pq.ParquetWriter(partition / "a.parquet", schema) as writer:
+        for start in range(0, 70_000, 1000):
+            keys = range(start, start + 1000)
+            documents = [f"{key // 7:>8} is where this document starts " * 50 for key in keys]
+            queries = [f"question {key}" for key in keys]
+            writer.write_table(pa.table([pa.array(keys), documents, queries], schema=schema))
+    refused = run_plan(tmp_path, 1)
+    assert refused.returncode != 0
+    found = re.search(r"at least (\d+) \(", refused.stderr)
+    assert found is not None
+    budget = int(found.group(1)) + (16 << 20)
+    done = run_plan(tmp_path, budget)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["peak_rss_bytes"] <= budget
+    counts = StoredPlan.open(report["uri"]).manifest.counts
+    assert counts.num_requests == 70_000 and counts.num_groups == 10_000
+    assert counts.num_logical_tokens > 2 * 60 << 20
+
+
+def run_plan(lake: Path, budget: int) -> subprocess.CompletedProcess[str]:
+    fields = job_fields(str(lake), planner={"memory_budget_bytes": budget})
+    command = [sys.executable, "-P", "-c", PLAN_AND_REPORT, json.dumps(fields), DS]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 2000, 12_000])
+def test_a_disk_that_fills_up_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    write_table(tmp_path / "documents", document_rows(20, 5))
+    spool = tmp_path / "temporary"
+    spool.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(spool))
+    least = SearchMemory(run_bytes=1, merge_bytes=1)
+    monkeypatch.setattr(MemoryBudget, "search_memory", lambda *_: least)
+    spec = fake_spec(tmp_path)
+    with file_size_limit(num_bytes), pytest.raises(StorageError, match=r"no room.*TMPDIR"):
+        plan_job(spec, DS)
+    assert list(spool.iterdir()) == []
+    assert not (tmp_path / "out").exists()
+    plan_job(spec, DS)
+    assert list(spool.iterdir()) == []

@@ -1,0 +1,193 @@
+"""The out-of-core search gives the tree that the one in memory gives, whatever it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.planner import (
+    Advance,
+    PrefixSearch,
+    PrefixTree,
+    PromptStore,
+    RankedPrompts,
+    SearchMemory,
+    TokenTable,
+    build_prefix_tree,
+)
+from batchllm_operator.planner import refine as refine_module
+from batchllm_operator.planner.segment_hashes import HASH_BITS, SegmentHasher
+
+
+@st.composite
+def layered_prompts(draw: st.DrawFn) -> list[list[int]]:
+    """Prompts that go on from inside one another, so that they part inside of segments too."""
+    prompts: list[list[int]] = [[]]
+    for _ in range(draw(st.integers(0, 20))):
+        base = draw(st.sampled_from(prompts))
+        base = base[: draw(st.integers(0, len(base)))]
+        prompts.append(base + draw(st.lists(st.integers(0, 2), max_size=9)))
+    return draw(st.permutations(prompts))
+
+
+def search(
+    prompts: list[list[int]],
+    folder: Path,
+    *,
+    segment_tokens: int,
+    memory: SearchMemory,
+    hash_bits: int = HASH_BITS,
+    batch: int = 3,
+) -> RankedPrompts:
+    searched = PrefixSearch(
+        folder, memory=memory, segment_tokens=segment_tokens, hash_bits=hash_bits
+    )
+    with PromptStore(folder / "prompts") as store:
+        for start in range(0, len(prompts), batch):
+            tokens = TokenTable.from_lists(prompts[start : start + batch])
+            store.append(tokens)
+            searched.add(tokens)
+        found = searched.finish(store)
+    assert [path.name for path in folder.iterdir()] == ["prompts"]
+    return found
+
+
+def assert_equal(tree: PrefixTree, expected: PrefixTree) -> None:
+    for name in ("prompt_idxs", "parent", "depth", "leaf_begin", "leaf_end"):
+        assert getattr(tree, name).tolist() == getattr(expected, name).tolist(), name
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    layered_prompts(),
+    st.integers(1, 6),
+    st.builds(SearchMemory, st.integers(1, 3000), st.integers(1, 3000)),
+    st.sampled_from([9, HASH_BITS]),
+    st.booleans(),
+)
+@example([], 4, SearchMemory(), HASH_BITS, False)
+@example([[]], 4, SearchMemory(), HASH_BITS, False)
+@example([[], [], []], 4, SearchMemory(1, 1), HASH_BITS, True)
+@example([[7] * 9] * 5, 4, SearchMemory(1, 1), HASH_BITS, True)
+@example([[1, 2, 3], [1, 2], [1], [], [1, 2]], 2, SearchMemory(1, 1), HASH_BITS, True)
+@example([[2**31 - 1, 0], [2**31 - 1], [0]], 1, SearchMemory(1, 1), HASH_BITS, True)
+def test_the_tree_is_that_of_prompts_in_memory(
+    tmp_path_factory: pytest.TempPathFactory,
+    prompts: list[list[int]],
+    segment_tokens: int,
+    memory: SearchMemory,
+    hash_bits: int,
+    all_nodes_are_large: bool,
+) -> None:
+    tokens = TokenTable.from_lists(prompts)
+    with pytest.MonkeyPatch.context() as patch:
+        if all_nodes_are_large:
+            patch.setattr(refine_module, "_LARGE_RANKS", 1)
+        patch.setattr(refine_module, "_FLUSH_TOKENS", 20)
+        ranked = search(
+            prompts,
+            tmp_path_factory.mktemp("search"),
+            segment_tokens=segment_tokens,
+            memory=memory,
+            hash_bits=hash_bits,
+        )
+    assert_equal(ranked.tree(tokens.lengths), build_prefix_tree(tokens))
+    order = ranked.prompt_idxs.tolist()
+    repeats = [
+        rank > 0 and prompts[order[rank - 1]] == prompts[idx] for rank, idx in enumerate(order)
+    ]
+    assert ranked.is_repeat.tolist() == repeats
+
+
+def test_wide_and_deep_trees_with_the_usual_segments(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    instruction = generator.integers(0, 100, 70).tolist()
+    prompts = []
+    for _ in range(300):
+        document = instruction + generator.integers(0, 100, generator.integers(0, 300)).tolist()
+        for _ in range(generator.integers(1, 5)):
+            prompts.append(document + generator.integers(0, 3, generator.integers(0, 90)).tolist())
+    prompts += [prompts[5], prompts[5], instruction, instruction[:64], instruction[:10]]
+    tokens = TokenTable.from_lists(prompts)
+    ranked = search(prompts, tmp_path, segment_tokens=64, memory=SearchMemory(20_000, 1), batch=50)
+    assert_equal(ranked.tree(tokens.lengths), build_prefix_tree(tokens))
+
+
+def test_a_level_for_each_of_ten_thousand_prompts() -> None:
+    path = np.random.default_rng(0).integers(0, 1000, 10_000, dtype=np.int32)
+    lengths = np.arange(10_000, 0, -1)
+    offsets = np.append(0, np.cumsum(lengths))
+    tokens = TokenTable(np.concatenate([path[:length] for length in lengths]), offsets)
+    searched = PrefixSearch(None)
+    searched.add(tokens)
+    assert_equal(searched.finish(tokens).tree(lengths), build_prefix_tree(tokens))
+
+
+def test_a_collision_is_noticed_and_other_hashes_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first hash says that all segments are equal; only tokens can tell."""
+    rows = SegmentHasher.rows
+    seeds: list[int] = []
+
+    class Forgetful(SegmentHasher):
+        def __init__(self, seed: int = 0, **options: int) -> None:
+            seeds.append(seed)
+            super().__init__(seed, **options)
+
+        def rows(self, tokens: TokenTable) -> TokenTable:
+            found = rows(self, tokens)
+            if seeds[-1] > 0:
+                return found
+            return TokenTable(np.zeros_like(found.token_ids), found.offsets)
+
+    monkeypatch.setattr("batchllm_operator.planner.search.SegmentHasher", Forgetful)
+    prompts = [[1] * 10, [2] * 10, [1] * 10, [3] * 4]
+    found = search(prompts, tmp_path, segment_tokens=4, memory=SearchMemory(1, 1))
+    assert seeds == [0, 1]
+    assert found.prompt_idxs.tolist() == [0, 2, 1, 3]
+    assert found.num_shared_tokens.tolist() == [0, 10, 0, 0]
+
+
+def test_progress_is_told_of_every_prompt() -> None:
+    told: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def phase(name: str, total: int) -> Iterator[Advance]:
+        done: list[int] = []
+        yield done.append
+        told.append((name, total, sum(done)))
+
+    tokens = TokenTable.from_lists([[n % 7, n] for n in range(50)])
+    searched = PrefixSearch(None)
+    searched.add(tokens)
+    searched.finish(tokens, phase)
+    assert told == [("sort prompts", 50, 50), ("compare shared prefixes", 50, 50)]
+
+
+@settings(deadline=None)
+@given(layered_prompts(), st.integers(1, 5))
+def test_blocks_share_what_is_whole(prompts: list[list[int]], block_size: int) -> None:
+    tokens = TokenTable.from_lists(prompts)
+    searched = PrefixSearch(None, segment_tokens=3)
+    searched.add(tokens)
+    ranked = searched.finish(tokens)
+    blocks = ranked.in_blocks(block_size)
+    assert blocks.prompt_idxs.tolist() == ranked.prompt_idxs.tolist()
+    assert blocks.num_shared_tokens.tolist() == [
+        n - n % block_size for n in ranked.num_shared_tokens.tolist()
+    ]
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(PlanError, match="segments"):
+        PrefixSearch(None, segment_tokens=0)
+    with pytest.raises(PlanError, match="bits"):
+        PrefixSearch(None, hash_bits=63)
