@@ -11,7 +11,8 @@ Each repetition times, in this process and one after the other,
     encode_batch_fast_wall_s    the same by its faster call, which leaves out offsets
 
 and a further plan, `steps_s`, says where the time goes: steps of plan_job, and inside `read rows`
-those of each batch. Every prompt's token ids in the plan are compared with the plain ones. All use all cores.
+those of each batch. Every prompt's token ids in the plan are compared with the plain ones. All use
+all cores.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from batchllm_operator.prompts.tokenizer import Tokenizer, length_fault, load_to
 __all__ = [
     "PromptRenderer",
     "RenderedPrompts",
-    "TokenIdsDifferError",
     "TemplatePieces",
+    "TokenIdsDifferError",
     "Tokenizer",
     "column_orders",
     "first_occurrences",

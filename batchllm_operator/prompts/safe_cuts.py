@@ -53,7 +53,14 @@ from batchllm_operator.prompts.split_patterns import (
 _MARK: Final = "\u2581"
 _SPACE_SPLITTERS: Final = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 _NORMALIZERS: Final = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase"})
-_MODELS: Final = frozenset({"BPE", "Unigram", "WordLevel", "WordPiece"})
+# What is known of each model. Whatever else there may be in a later version needs a look first.
+_MODELS: Final[dict[str, str]] = {
+    "BPE": "type vocab merges dropout unk_token continuing_subword_prefix end_of_word_suffix"
+    " fuse_unk byte_fallback ignore_merges",
+    "Unigram": "type vocab unk_id byte_fallback",
+    "WordLevel": "type vocab unk_token",
+    "WordPiece": "type vocab unk_token continuing_subword_prefix max_input_chars_per_word",
+}
 _MARK_INSIDE: Final = re.compile(f"[^{_MARK}]{_MARK}")
 
 
@@ -155,8 +162,11 @@ def find_cut_rule(backend: Tokenizer) -> CutRule:
     """
     parts: dict[str, Any] = json.loads(backend.to_str())
     model = parts["model"]
-    if model["type"] not in _MODELS or model.get("dropout"):
-        raise NoProofError(f"model {model['type']} (dropout {model.get('dropout')})")
+    unknown = model.keys() - _MODELS.get(model["type"], "").split()
+    if unknown or model.get("dropout"):
+        raise NoProofError(
+            f"model {model['type']} (dropout {model.get('dropout')}, {', '.join(sorted(unknown))})"
+        )
     normalizers = _flat(parts["normalizer"], "normalizers")
     normalizer_names = {normalizer["type"] for normalizer in normalizers}
     splitters = _flat(parts["pre_tokenizer"], "pretokenizers")

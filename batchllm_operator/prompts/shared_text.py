@@ -22,7 +22,7 @@ from batchllm_operator.prompts.word_encoder import WordEncoder
 
 # Words with these starts are rare enough in most languages to make pieces of about 500 characters:
 # shorter ones cost more to look up, longer ones share less of the text around their ends.
-_ANCHOR: Final = re.compile(r" (?=[kvKV0-9\u0432\u0438])")
+_ANCHOR: Final = "(?= [kvKV0-9\u0432\u0438])"
 _MIN_PIECE_LEN: Final = 256
 _MAX_PIECE_LEN: Final = 1024
 _CACHE_BYTES: Final = 64 << 20
@@ -52,6 +52,7 @@ class SharedTextEncoder:
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
         self._rule = rule
+        self._anchor = re.compile(f"{_ANCHOR}(?:{rule.pattern.pattern})")
         self._head, self._tail = _frame(backend) if add_special_tokens else (b"", b"")
         self._words = WordEncoder(backend, rule)
         self._cache = TokenCache(cache_bytes)
@@ -96,15 +97,18 @@ class SharedTextEncoder:
 
     def _cuts(self, text: str) -> Iterator[int]:
         last = 0
-        match = self._rule.pattern.match
-        for anchor in _ANCHOR.finditer(text):
+        position = _MIN_PIECE_LEN
+        search = self._anchor.search
+        while anchor := search(text, position):
             position = anchor.start()
-            if position - last < _MIN_PIECE_LEN or not match(text, position):
-                continue
             if self._rule.allows(text, position):
-                yield from self._fillers(text, last, position)
+                if position - last > _MAX_PIECE_LEN:
+                    yield from self._fillers(text, last, position)
                 yield position
                 last = position
+                position += _MIN_PIECE_LEN
+            else:
+                position += 1
         yield from self._fillers(text, last, len(text))
 
     def _fillers(self, text: str, start: int, end: int) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 
 from batchllm_operator import prompts
 from batchllm_operator.errors import ExitCode, ModelError
-from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, length_fault, shared_text
+from batchllm_operator.prompts import (
+    TokenIdsDifferError,
+    Tokenizer,
+    length_fault,
+    prompt_encoder,
+    safe_cuts,
+    shared_text,
+)
 from batchllm_operator.prompts import tokenizer as tokenizer_module
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.tokenizer import ModelTokenizer, Utf8Tokenizer, folder_digest
@@ -394,10 +402,20 @@ def break_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def break_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        safe_cuts.CutRule, "words", lambda self, text: [text[:1], text[1:]] if text else []
+    )
+
+
+@pytest.mark.parametrize("break_rule", [break_pieces, break_words])
 def test_a_sample_that_differs_makes_prompts_whole(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    break_rule: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    break_pieces(monkeypatch)
+    break_rule(monkeypatch)
     tokenizer = load_tokenizer(job(model))
     assert isinstance(tokenizer, ModelTokenizer)
     texts = long_prompts()
@@ -417,6 +435,9 @@ def test_a_later_sample_that_differs_asks_for_all_prompts_again(
     texts = long_prompts()
     tokenizer.encode(texts)
     break_pieces(monkeypatch)
+    tokenizer.encode(texts[:3])  # too few for another sample
+    monkeypatch.setattr(prompt_encoder, "_LATER_SAMPLE", 1)
+    tokenizer.encode(texts * (512 // len(texts)))
     with pytest.raises(TokenIdsDifferError):
         tokenizer.encode(texts)
     assert tokenizer.encode(texts).to_lists() == [
