@@ -3,12 +3,13 @@
 A tokenizer works in steps: it takes out added tokens, normalises what is between them, splits
 that into pre-tokens, and gives each pre-token to its model, which sees nothing else. A cut is safe
 if every step does the same on both sides, whatever is before and behind. All cuts are between two
-characters `a` and `b` of a kind for which that can be shown:
+characters `a` and `b` of a kind for which that can be shown (the kinds are in `split_patterns`):
 
-- added tokens: none may reach over the cut or end at it (`_AddedTokens`). Searching goes from
+- added tokens: none may reach over the cut or end at it (`AddedTokens`). Searching goes from
   left to right and each match depends on what lies ahead of it only, so the others are found
   as before. A token that takes whitespace on its left stops at `a`, which is none; one that takes
-  it on its right would have to end at the cut.
+  it on its right would have to end at the cut. At LINE pairs `a` is whitespace, so there are such
+  cuts only if no token takes any.
 - normaliser: `b` is a starter that never composes with what is before it (a boundary of
   normalisation, Unicode annex 15), and `a` stays non-white. The accepted others work on one
   character at a time, but for `Prepend`, which adds its mark where a text starts: there the
@@ -20,7 +21,10 @@ characters `a` and `b` of a kind for which that can be shown:
 - without a boundary (SentencePiece BPE, for which the whole text is one pre-token), the
   model's merges decide: if none makes a token in which a mark for a space follows another
   character, then no merge reaches over the cut, and the two sides merge independently.
-- the model: anything random is turned down.
+- the model: anything random or unknown is turned down.
+
+A word is what lies between two neighbouring cuts. Words that hold an added token aren't looked up
+one by one (`CutRule.holds_token`), because the tokens beside them may matter.
 
 docs/adr/0009-prefix-aware-tokenization.md says more, and what is turned down.
 """
@@ -29,13 +33,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from batchllm_operator.prompts.added_tokens import AddedTokens
 from batchllm_operator.prompts.split_patterns import (
     GPT2_PATTERN,
     SPACE_BEFORE_WORD_CUT,
@@ -105,53 +108,6 @@ class CutRule:
     def same_behind_token(self, word: str) -> bool:
         """Whether `word` behind a special token is what it is at the start of a text."""
         return self.starts_alike or word.startswith(" ")
-
-
-class AddedTokens:
-    """The tokens that are taken out of a text before anything else sees it.
-
-    Args:
-        contents: their texts.
-        pattern: finds cuts, and so do words.
-        words_pattern: see `CutRule`.
-    """
-
-    def __init__(
-        self, contents: Sequence[str], pattern: re.Pattern[str], words_pattern: re.Pattern[str]
-    ) -> None:
-        self._contents = tuple(contents)
-        self._with_cuts = tuple(c for c in contents if pattern.search(c))
-        # Between two letters, so that a cut at an end of the token shows.
-        self._with_words = tuple(c for c in contents if len(words_pattern.findall(f"x{c}x")) > 2)
-        self._by_last: dict[str, tuple[str, ...]] = _grouped(contents, -1)
-        self._by_first: dict[str, tuple[str, ...]] = _grouped(contents, 0)
-
-    def forbid(self, text: str, position: int) -> bool:
-        """Whether a token ends at `position` or reaches over it."""
-        ending = self._by_last.get(text[position - 1])
-        if ending and text.endswith(ending, 0, position):
-            return True
-        return any(
-            text.find(c, max(0, position - len(c) + 1), position + len(c) - 1) >= 0
-            for c in self._with_cuts
-        )
-
-    def start_near(self, text: str, position: int) -> bool:
-        """Whether a token starts at `position` or one character later."""
-        return any(
-            text.startswith(self._by_first.get(text[start], ()), start)
-            for start in (position, position + 1)
-        )
-
-    def span_words(self, text: str) -> bool:
-        """Whether a token that may begin in one word and end in another is in `text`."""
-        return any(content in text for content in self._with_words)
-
-    def are_in(self, text: str) -> bool:
-        """Whether there is any in `text`."""
-        if self._by_first.keys().isdisjoint(text):
-            return False
-        return any(content in text for content in self._contents)
 
 
 def find_cut_rule(backend: Tokenizer) -> CutRule:
@@ -297,10 +253,3 @@ def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
     if part["type"] != "Sequence":
         return [part]
     return [inner for member in part[members] for inner in _flat(member, members)]
-
-
-def _grouped(contents: Iterable[str], position: int) -> dict[str, tuple[str, ...]]:
-    groups = defaultdict(list)
-    for content in contents:
-        groups[content[position]].append(content)
-    return {char: tuple(group) for char, group in groups.items()}

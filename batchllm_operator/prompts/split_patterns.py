@@ -3,10 +3,14 @@ r"""Which regular expressions leave a safe cut alone, told by their alternatives
 Byte-level tokenizers split text by an expression that is a list of alternatives. Those of the
 published families (GPT-2, cl100k and Llama 3, Qwen, o200k, Tekken, DeepSeek) come from one small
 set, and each of that set was read for the following. Let `ab` be neighbouring characters of one
-of two kinds:
+of these kinds:
 
 - SPACE: `a` isn't whitespace, `b` is U+0020;
-- STOP:  `a` is in `_WORD`, `b` is in `_STOP`.
+- STOP:  `a` is in `_WORD`, `b` is in `_STOP`;
+- LINE:  `a` is U+000A, `b` begins a run of U+0020, possibly empty, and a printable ASCII character
+  but `/` follows it.
+
+For SPACE and STOP:
 
 1. No alternative has a match in which `b` follows `a`. Spaces stand only at the start of a match
    or in a match of nothing but whitespace; behind letters and digits come neither line breaks nor
@@ -23,6 +27,13 @@ of two kinds:
 have the ones named there. In a sequence of expressions, later ones see pieces of earlier ones.
 If those cut between `a` and `b`, nothing is left to show. If not, both are in one piece, and the
 argument repeats inside it; it ends at an expression for which 4 holds.
+
+For LINE (`ends_at_lines`), `\s*[\r\n]+` must stand in front of `\s+(?!\S)` and `\s+`. `a` is the
+last line break of its run of whitespace. It is found either behind punctuation by `[\r\n]*`
+(`[\r\n/]*`, hence no `/`), which ends with it, or by `\s*[\r\n]+`, which takes all up to it whether
+spaces follow or the text ends; letters take no line break in front. So a match ends with `a`, and
+the ones behind start as in a text that starts with `b`. An expression without alternatives for
+whitespace has no match with `a` in it that goes on to `b`.
 """
 
 from __future__ import annotations

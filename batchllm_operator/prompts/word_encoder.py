@@ -74,8 +74,9 @@ class WordEncoder:
         known.update(new)  # all of them, until the texts are joined
         for idx, words in left.items():
             joined[idx] = b"".join(map(known.__getitem__, words))
-        for word, ids in new.items():
+        for word in new:
             del known[word]
+        for word, ids in new.items():
             if len(word) <= _MAX_KEPT_LEN:
                 self._cache.put(word, ids)
         return joined

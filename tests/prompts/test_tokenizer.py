@@ -16,7 +16,6 @@ from batchllm_operator.prompts import (
     TokenIdsDifferError,
     Tokenizer,
     length_fault,
-    prompt_encoder,
     safe_cuts,
     shared_text,
 )
@@ -404,7 +403,9 @@ def break_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def break_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        safe_cuts.CutRule, "words", lambda self, text: [text[:1], text[1:]] if text else []
+        safe_cuts.CutRule,
+        "words",
+        lambda self, text: [text[start : start + 3] for start in range(0, len(text), 3)],
     )
 
 
@@ -436,10 +437,8 @@ def test_a_later_sample_that_differs_asks_for_all_prompts_again(
     tokenizer.encode(texts)
     break_pieces(monkeypatch)
     tokenizer.encode(texts[:3])  # too few for another sample
-    monkeypatch.setattr(prompt_encoder, "_LATER_SAMPLE", 1)
-    tokenizer.encode(texts * (512 // len(texts)))
     with pytest.raises(TokenIdsDifferError):
-        tokenizer.encode(texts)
+        tokenizer.encode(texts * 50)
     assert tokenizer.encode(texts).to_lists() == [
         reference(model)(text)["input_ids"] for text in texts
     ]

@@ -228,11 +228,22 @@ def _with_added_tokens(build: Callable[[], Tokenizer]) -> Callable[[], Tokenizer
     return built
 
 
+def qwen2_spaces() -> Tokenizer:
+    """Tokens for runs of spaces and line breaks, and none that takes whitespace around it."""
+    tokenizer = qwen2()
+    tokenizer.add_tokens([AddedToken(" " * length) for length in (2, 3, 8)])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in ("\n\n", "\t\t", "<tool>", "the", "\n<")]
+    )
+    return tokenizer
+
+
 _BUILDERS: Final = [
     gpt2,
     gpt2_prefix_space,
     starcoder,
     qwen2,
+    qwen2_spaces,
     llama3,
     llama3_nfd,
     o200k,
