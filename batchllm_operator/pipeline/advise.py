@@ -17,6 +17,7 @@ from batchllm_operator.planner import TokenTable, saving_ratios
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import (
     PromptRenderer,
+    TokenIdsDifferError,
     Tokenizer,
     column_orders,
     length_fault,
@@ -48,6 +49,23 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
     num_sampled = sum(batch.num_rows for batch in sample)
     if num_sampled == 0:
         raise EmptyPartitionError(f"table {table.uri}, partition {ds!r}: has no rows to advise on")
+    try:
+        alternatives = _try_orders(spec, sample, tokenizer)
+    except TokenIdsDifferError:  # it won't happen again
+        alternatives = _try_orders(spec, sample, tokenizer)
+    # Stable, and the given order is the first.
+    alternatives.sort(key=lambda alternative: -alternative.planned_saving_ratio)
+    return Advice(num_sampled, sum(file.num_rows for file in snapshot.files), tuple(alternatives))
+
+
+def _try_orders(
+    spec: JobSpec, sample: Sequence[pa.RecordBatch], tokenizer: Tokenizer
+) -> list[Alternative]:
+    """What each order would save, the given one first.
+
+    Raises:
+        TokenIdsDifferError: see `Tokenizer.encode`.
+    """
     taken_apart = take_apart(spec.prompt.template)
     orders = {
         taken_apart.template(order): order for order in column_orders(len(taken_apart.columns))
@@ -62,9 +80,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
             is_given = not alternatives
             alternatives.append(Alternative(template, columns, planned, optimal, is_given))
             progress.advance(1)
-    # Stable, and the given order is the first.
-    alternatives.sort(key=lambda alternative: -alternative.planned_saving_ratio)
-    return Advice(num_sampled, sum(file.num_rows for file in snapshot.files), tuple(alternatives))
+    return alternatives
 
 
 def _first_rows(

@@ -61,7 +61,7 @@ from batchllm_operator.planner.plan import (
     write_shard,
 )
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import load_tokenizer
+from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
 
 _log = logging.getLogger(__name__)
@@ -100,8 +100,24 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     check_columns(spec, table, snapshot)
     # A partition in the way would stop the commit; better to know before the GPU runs.
     check_publisher(open_table(spec.output.uri, spec.input.partition_column), spec, ds)
+    tokenizer = load_tokenizer(spec, ds)
+    try:
+        return _build_in_spool(spec, ds, table, snapshot, tokenizer)
+    except TokenIdsDifferError as error:  # it won't happen again
+        _log.warning("%s: planning starts again", error)
+        return _build_in_spool(spec, ds, table, snapshot, tokenizer)
+
+
+def _build_in_spool(
+    spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, tokenizer: Tokenizer
+) -> StoredPlan:
+    """Build the plan with a folder for temporary files, which is gone afterwards.
+
+    Raises:
+        TokenIdsDifferError: see `Tokenizer.encode`.
+    """
     with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as spool, _full_disk_named(spool):
-        return _build(spec, ds, table, snapshot, Path(spool))
+        return _build(spec, ds, table, snapshot, tokenizer, Path(spool))
 
 
 @contextmanager
@@ -118,8 +134,14 @@ def _full_disk_named(spool: str) -> Iterator[None]:
         ) from error
 
 
-def _build(spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, spool: Path) -> StoredPlan:
-    tokenizer = load_tokenizer(spec, ds)
+def _build(
+    spec: JobSpec,
+    ds: str,
+    table: LakeTable,
+    snapshot: Snapshot,
+    tokenizer: Tokenizer,
+    spool: Path,
+) -> StoredPlan:
     target = find_target(spec)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     num_rows = sum(file.num_rows for file in snapshot.files)

@@ -15,6 +15,7 @@ import numpy as np
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.planner import TokenTable
+from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.template import EMPTY_PROMPT
 from batchllm_operator.spec import JobSpec
 
@@ -44,7 +45,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
-        """Token ids of each text, chat template and special tokens included."""
+        """Token ids of each text, chat template and special tokens included.
+
+        Raises:
+            TokenIdsDifferError: earlier calls may have given wrong ids: ask for all again.
+        """
         ...
 
 
@@ -92,6 +97,10 @@ class ModelTokenizer:
         self._fingerprint = _fingerprint(self._tokenizer, with_chat_template=self._chat)
         commit = getattr(config, "_commit_hash", None)
         self._model_version = f"commit:{commit}" if commit else folder_digest(folder)
+        # A chat template writes its special tokens itself.
+        self._encoder = PromptEncoder(
+            self._tokenizer, f"model {model.path}", add_special_tokens=not self._chat
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -105,20 +114,17 @@ class ModelTokenizer:
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    @property
+    def shares_text(self) -> bool:
+        """Whether text that prompts share is tokenized once."""
+        return self._encoder.shares_text
+
     def encode(self, texts: Sequence[str]) -> TokenTable:
         if not texts:
             return TokenTable.from_lists([])
         if self._chat:
             texts = [self._apply_chat_template(text) for text in texts]
-        # A chat template writes its special tokens itself. verbose=False: lengths are checked here.
-        encoded = self._tokenizer(
-            list(texts),
-            add_special_tokens=not self._chat,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return TokenTable.from_lists(encoded["input_ids"])
+        return self._encoder.encode(texts)
 
     def _apply_chat_template(self, text: str) -> str:
         from jinja2 import TemplateError  # transformers renders chat templates with it

@@ -14,8 +14,11 @@ from support.fake_job import DS, document_rows, expected_prompt, fake_spec, writ
 
 from batchllm_operator.errors import KeyColumnError, SpecError, StorageError
 from batchllm_operator.lake import Folder, ParquetTable
+from batchllm_operator.pipeline import plan as plan_module
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.planner import TokenTable
+from batchllm_operator.prompts import TokenIdsDifferError, load_tokenizer
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -218,3 +221,25 @@ def test_deep_sharing_is_cut_at_the_better_level(tmp_path: Path) -> None:
     assert counts.num_algorithm_1_saved_tokens < counts.num_exact_saved_tokens
     saved = counts.num_logical_tokens - counts.num_planned_tokens
     assert saved == counts.num_exact_saved_tokens
+
+
+def test_token_ids_that_prove_wrong_are_all_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    expected = plan_job(fake_spec(tmp_path), DS).manifest
+    tokenizer = load_tokenizer(fake_spec(tmp_path), DS)
+    encode = tokenizer.encode
+    num_calls = 0
+
+    def encode_and_find_a_difference(texts: list[str]) -> TokenTable:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise TokenIdsDifferError("3 prompts to encode again")
+        return encode(texts)
+
+    monkeypatch.setattr(tokenizer, "encode", encode_and_find_a_difference)
+    monkeypatch.setattr(plan_module, "load_tokenizer", lambda *_: tokenizer)
+    assert plan_job(fake_spec(tmp_path), DS).manifest == expected
+    assert num_calls == 2

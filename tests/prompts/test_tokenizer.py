@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,15 @@ import pytest
 
 from batchllm_operator import prompts
 from batchllm_operator.errors import ExitCode, ModelError
-from batchllm_operator.prompts import Tokenizer, length_fault
+from batchllm_operator.prompts import (
+    TokenIdsDifferError,
+    Tokenizer,
+    length_fault,
+    safe_cuts,
+    shared_text,
+)
 from batchllm_operator.prompts import tokenizer as tokenizer_module
+from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.tokenizer import ModelTokenizer, Utf8Tokenizer, folder_digest
 from batchllm_operator.spec import JobSpec
 
@@ -357,4 +365,94 @@ def test_a_chat_template_that_asks_for_the_date_gets_the_partitions(
     [found] = load_tokenizer(dated, "2026-01-31").encode(["hello"]).to_lists()
     assert [found] == load_tokenizer(plain).encode(["31 Jan 2026 hello"]).to_lists()
     with pytest.raises(ModelError, match="asks for the date, and partition 'eu' isn't one"):
-        load_tokenizer(dated, "eu").encode(["hello"]).to_lists()
+        load_tokenizer(dated, "eu").encode(["hello"])
+
+
+# Text that prompts share
+
+
+def long_prompts(num: int = 12) -> list[str]:
+    document = " ".join(f"{text} vocabulary of kinds {idx}" for idx in range(40) for text in TEXTS)
+    return [f"{document}\nquestion {idx}: {TEXTS[idx % len(TEXTS)]}" for idx in range(num)]
+
+
+@pytest.mark.parametrize("chat_template", [False, True])
+def test_shared_text_leaves_token_ids_alone(model: Path, chat_template: bool) -> None:
+    plain = reference(model)
+    tokenizer = load_tokenizer(job(model, chat_template=chat_template, system=None))
+    assert isinstance(tokenizer, ModelTokenizer) and tokenizer.shares_text
+    texts = long_prompts()
+    expected = [
+        plain.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        if chat_template
+        else plain(text)["input_ids"]
+        for text in texts
+    ]
+    assert tokenizer.encode(texts).to_lists() == expected
+    assert tokenizer.encode(texts[::-1]).to_lists() == expected[::-1]
+
+
+def break_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts in the middle of words, as if a proof were wrong."""
+    monkeypatch.setattr(
+        shared_text.SharedTextEncoder, "_cuts", lambda self, text: iter(range(1, len(text), 3))
+    )
+
+
+def break_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        safe_cuts.CutRule,
+        "words",
+        lambda self, text: [text[start : start + 3] for start in range(0, len(text), 3)],
+    )
+
+
+@pytest.mark.parametrize("break_rule", [break_pieces, break_words])
+def test_a_sample_that_differs_makes_prompts_whole(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    break_rule: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    break_rule(monkeypatch)
+    tokenizer = load_tokenizer(job(model))
+    assert isinstance(tokenizer, ModelTokenizer)
+    texts = long_prompts()
+    for _ in range(2):
+        assert tokenizer.encode(texts).to_lists() == [
+            reference(model)(text)["input_ids"] for text in texts
+        ]
+    assert not tokenizer.shares_text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(model) in caplog.text
+
+
+def test_a_later_sample_that_differs_asks_for_all_prompts_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(job(model))
+    texts = long_prompts()
+    tokenizer.encode(texts)
+    break_pieces(monkeypatch)
+    tokenizer.encode(texts[:3])  # too few for another sample
+    with pytest.raises(TokenIdsDifferError):
+        tokenizer.encode(texts * 50)
+    assert tokenizer.encode(texts).to_lists() == [
+        reference(model)(text)["input_ids"] for text in texts
+    ]
+
+
+def test_a_tokenizer_with_code_of_its_own_gets_whole_prompts(model: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    class Remote(PreTrainedTokenizerFast):  # type: ignore[misc]
+        pass
+
+    remote = Remote.from_pretrained(model)
+    encoder = PromptEncoder(remote, "remote", add_special_tokens=True)
+    assert not encoder.shares_text
+    assert encoder.encode(TEXTS).to_lists() == [
+        reference(model)(text)["input_ids"] for text in TEXTS
+    ]
