@@ -15,7 +15,7 @@ BYTES_PER_PROMPT: Final = 340
 """Numbers kept for each prompt where most are kept at once (requests, tree, groups and costs)."""
 _BYTES_PER_PROMPT_READ: Final = 40
 """Of these, what is kept while rows are read."""
-WORKING_BYTES: Final = 320 << 20
+WORKING_BYTES: Final = 384 << 20
 """For all that is done batch by batch, whatever the table's size: rows, texts and token ids of
 a batch, encoded pieces of text, two chunks of prompts, a part of a shard, compiled code."""
 _LEAST_RUN_BYTES: Final = 32 << 20
