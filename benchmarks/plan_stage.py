@@ -11,8 +11,9 @@ Each repetition times, in this process and one after the other,
     encode_batch_fast_wall_s    the same by its faster call, which leaves out offsets
 
 and a further plan, `steps_s`, says where the time goes: steps of plan_job, and inside `read rows`
-those of each batch. Every prompt's token ids in the plan are compared with the plain ones. All use
-all cores.
+those of each batch. `cpu_s` are the medians of what all threads together took, which other work on
+the machine changes less. Every prompt's token ids in the plan are compared with the plain ones.
+All use all cores.
 """
 
 from __future__ import annotations
@@ -206,12 +207,13 @@ def check(spec: JobSpec, plain: TokenTable) -> None:
 def measure(args: argparse.Namespace, tokenizer: Tokenizer, prompts: list[str]) -> dict[str, Any]:
     """Seconds of each measure and repetition; stops if any token id differs."""
     times: dict[str, list[float]] = defaultdict(list)
+    cpu: dict[str, list[float]] = defaultdict(list)
 
-    def timed(name: str, run: Callable[[], Any]) -> Any:
-        started_at = time.perf_counter()
-        result = run()
+    def timed(name: str, run: Callable[[], Any]) -> None:
+        started_at, cpu_before = time.perf_counter(), time.process_time()
+        run()
         times[name].append(time.perf_counter() - started_at)
-        return result
+        cpu[name].append(time.process_time() - cpu_before)
 
     plain = TokenTable.from_lists(tokenize_all(tokenizer.encode_batch, prompts))  # and warms up
     warm_up = make_spec(args.lake, "warm-up")
@@ -229,7 +231,7 @@ def measure(args: argparse.Namespace, tokenizer: Tokenizer, prompts: list[str]) 
         timed("shared", partial(tokenize_shared, spec, prompts))
         check(spec, plain)
     steps = time_steps(make_spec(args.lake, "steps"))
-    return {"times": times, "steps": steps, "num_tokens": plain.num_tokens}
+    return {"times": times, "cpu": cpu, "steps": steps, "num_tokens": plain.num_tokens}
 
 
 def report(args: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
@@ -247,6 +249,7 @@ def report(args: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]
         "time_ratio_vs_encode_batch_fast": round(median["plan"] / median["encode_batch_fast"], 3),
         "shared_wall_s": median["shared"],
         "shared_ratio_vs_tokenize_all": round(median["shared"] / median["tokenize_all"], 3),
+        "cpu_s": {name: statistics.median(values) for name, values in measured["cpu"].items()},
         "steps_s": measured["steps"],
         "spread_s": {name: max(values) - min(values) for name, values in times.items()},
         "share_degree": args.share_degree,

@@ -2,7 +2,7 @@
 
 A word here is what lies between two neighbouring safe cuts (`safe_cuts`), with the space in front
 of it. Those that aren't known yet go to the tokenizer together, each between two special tokens,
-which keep them apart: a call for each would take twice as long.
+which keep them apart: a text for each would take longer to hand over than to encode.
 """
 
 from __future__ import annotations

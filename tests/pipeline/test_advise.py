@@ -10,8 +10,11 @@ import yaml
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError
+from batchllm_operator.pipeline import advise as advise_module
 from batchllm_operator.pipeline.advise import advise
 from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.planner import TokenTable
+from batchllm_operator.prompts import TokenIdsDifferError, load_tokenizer
 from batchllm_operator.report import format_advice
 
 QUERY_FIRST = {"template": "Query: {query}\nDocument: {document}\nAnswer:"}
@@ -35,6 +38,29 @@ def test_each_order_saves_what_a_plan_of_it_would(tmp_path: Path) -> None:
         optimal = manifest.optimal_saving_ratio
         assert each.optimal_saving_ratio == pytest.approx(optimal)
         assert each.planned_saving_ratio == pytest.approx(manifest.planned_saving_ratio, abs=0.02)
+
+
+def test_token_ids_that_prove_wrong_are_all_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows(6, 5))
+    spec = fake_spec(tmp_path, prompt=QUERY_FIRST)
+    expected = advise(spec, DS)
+    tokenizer = load_tokenizer(spec, DS)
+    encode = tokenizer.encode
+    num_calls = 0
+
+    def encode_and_find_a_difference(texts: list[str]) -> TokenTable:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise TokenIdsDifferError("30 prompts to encode again")
+        return encode(texts)
+
+    monkeypatch.setattr(tokenizer, "encode", encode_and_find_a_difference)
+    monkeypatch.setattr(advise_module, "load_tokenizer", lambda *_: tokenizer)
+    assert advise(spec, DS) == expected
+    assert num_calls == 4
 
 
 def test_the_first_rows_are_sampled(tmp_path: Path) -> None:
