@@ -93,19 +93,17 @@ class Folder:
         return {n: found[path] for n, path in names if n and not n.endswith("/")}
 
     @contextmanager
-    def open_file(self, name: str, *, cached: bool = True) -> Iterator[IO[bytes]]:
+    def open_file(self, name: str, *, read_ahead: bool = True) -> Iterator[IO[bytes]]:
         """Open `name` for reading, seekable; what reading raises is the reader's to judge.
 
-        Args:
-            name: the file.
-            cached: whether more than asked for may be read and kept, which is right for reading
-                on from where the last read ended, and wrong for reading here and there.
+        Without `read_ahead` each read on S3 is one request, for just those bytes: for readers
+        that jump to and fro in large steps.
 
         Raises:
             FileNotFoundError: there is no such file.
         """
+        options = {} if read_ahead or self.is_local else {"cache_type": "none"}
         with self._errors(name):
-            options = {} if cached or self.is_local else {"cache_type": "none"}
             file = self.fs.open(self.full_path(name), "rb", **options)
         with file:
             yield file

@@ -20,12 +20,13 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.parquet_stream import read_batches
+from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.table import InputFile, Snapshot
 from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
 _METADATA_PREFIX: Final = "batchllm."
+_HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _MAGIC: Final = b"PAR1"
 _FOOTER_TAIL_BYTES: Final = 8  # the footer's length (4 bytes, little endian) and the magic
 _FOOTER_GUESS_BYTES: Final = 1 << 16  # read first: most footers are smaller
@@ -92,30 +93,31 @@ class ParquetTable:
                         f"table {self.uri}: there is no {what} {name!r}; the table has"
                         f" {', '.join(snapshot.schema.names)}"
                     )
-        wanted = [*columns, *dict.fromkeys(c.column for c in conditions if c.column not in columns)]
+        from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
+
+        wanted = dict.fromkeys([*columns, *(c.column for c in conditions)])
+        schema = pa.schema([snapshot.schema.field(name) for name in wanted])
         try:
             condition = reduce(and_, map(_expression, conditions)) if conditions else None
+            if snapshot.files and condition is not None:
+                schema.empty_table().filter(condition)  # a file without rows wouldn't refuse it
             for file in snapshot.files:
-                for batch in self._read_file(file.name, snapshot.schema, wanted):
-                    kept = batch if condition is None else batch.filter(condition)
-                    yield kept.select(list(columns))
+                values = _folder_values(snapshot, file.name)
+                with self._folder.open_file(file.name, read_ahead=False) as source:
+                    for batch in read_batches(source, schema, values, condition):
+                        yield batch.select(list(columns))
         except FileNotFoundError as error:
             raise TableError(
                 f"table {self.uri}: a file of partition {snapshot.partition!r} vanished while it"
                 f" was read: {error}"
             ) from error
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, BotoCoreError) as error:
             # Arrow says OSError for damaged data too, without the errno of a real one.
-            kind = StorageError if getattr(error, "errno", None) else TableError
+            is_storage = isinstance(error, BotoCoreError) or getattr(error, "errno", None)
+            kind = StorageError if is_storage else TableError
             raise kind(
                 f"table {self.uri}: partition {snapshot.partition!r} can't be read: {error}"
             ) from error
-
-    def _read_file(
-        self, name: str, schema: pa.Schema, columns: Sequence[str]
-    ) -> Iterator[pa.RecordBatch]:
-        with self._folder.open_file(name, cached=False) as file:
-            yield from read_batches(file, schema, columns, _hive_values(name))
 
     def published_metadata(self, partition: str) -> Mapping[str, str] | None:
         folder = self._partition_folder(partition)
@@ -215,6 +217,13 @@ def _hive_values(name: str) -> dict[str, str]:
     segments = name.split("/")[:-1]
     pairs = (segment.partition("=") for segment in segments if "=" in segment)
     return {unquote(column): unquote(value) for column, _, value in pairs}
+
+
+def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:
+    """What the file's folders say of the partition's folder columns; None is null."""
+    known = _hive_values(snapshot.files[0].name)  # others aren't in the schema
+    found = {column: v for column, v in _hive_values(name).items() if column in known}
+    return {column: None if v == _HIVE_NULL else v for column, v in found.items()}
 
 
 def _is_visible(name: str) -> bool:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchllm_operator.errors import TableError
+from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake import Folder, LakeTable, ParquetTable, open_table, published_schema
 from batchllm_operator.spec import FilterTerm
 
@@ -309,6 +309,72 @@ def test_further_folder_levels_are_columns_too(folder: Folder, table: LakeTable)
     assert rows(table, ["n"], [condition]) == [{"n": 1}]
 
 
+def test_a_folder_level_that_some_files_lack(folder: Folder, table: LakeTable) -> None:
+    """Hive's name for null is one; a file beside the folders may hold the column itself."""
+    hive_null = "__HIVE_DEFAULT_PARTITION__"
+    put(folder, f"ds={DS}/region=eu/a.parquet", numbers(1))
+    put(folder, f"ds={DS}/region={hive_null}/a.parquet", numbers(2))
+    put(folder, f"ds={DS}/x.parquet", numbers(3))
+    put(folder, f"ds={DS}/y.parquet", pa.table({"n": [4], "region": ["us"]}))
+    assert rows(table, ["region", "n"]) == [
+        {"region": None, "n": 2},
+        {"region": "eu", "n": 1},
+        {"region": None, "n": 3},
+        {"region": "us", "n": 4},
+    ]
+    condition = FilterTerm(column="region", op="!=", value="eu")
+    assert rows(table, ["n"], [condition]) == [{"n": 4}]
+
+
+def test_column_names_with_dots(folder: Folder, table: LakeTable) -> None:
+    data = pa.table({"a.b": [1], "a": [{"b": 2, "c": 3}], "c": [4]})
+    put(folder, f"ds={DS}/a.parquet", data)
+    assert rows(table, ["a", "c"]) == [{"a": {"b": 2, "c": 3}, "c": 4}]
+    assert rows(table, ["a.b"], [FilterTerm(column="a.b", value=1)]) == [{"a.b": 1}]
+
+
+@pytest.mark.parametrize("columns", [[], ["ds"]], ids=str)
+def test_rows_are_counted_without_a_column_of_the_file(
+    folder: Folder, table: LakeTable, columns: list[str]
+) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(*range(5000)))
+    batches = list(table.scan(table.snapshot(DS), columns))
+    assert sum(batch.num_rows for batch in batches) == 5000
+    assert all(batch.schema.names == columns for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "expected"),
+    [("==", "x", [0]), ("!=", "x", [2]), ("in", ("x",), [0]), ("not in", ("x",), [1, 2])],
+)
+def test_nulls_in_filters(
+    folder: Folder, table: LakeTable, op: Any, value: Any, expected: list[int]
+) -> None:
+    """A comparison with null is never true; null is in no list. A row group per row."""
+    data = pa.table({"n": [0, 1, 2], "word": ["x", None, "y"]})
+    put(folder, f"ds={DS}/a.parquet", data, row_group_size=1)
+    condition = FilterTerm(column="word", op=op, value=value)
+    assert [row["n"] for row in rows(table, ["n"], [condition])] == expected
+
+
+def test_a_filter_of_the_wrong_type_on_a_file_without_rows(
+    folder: Folder, table: LakeTable
+) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers())
+    with pytest.raises(TableError, match=r"table"):
+        rows(table, ["n"], [FilterTerm(column="n", value="two")])
+
+
+def test_dictionaries_of_different_kinds_in_one_partition(folder: Folder, table: LakeTable) -> None:
+    for name, kind in (("a", pa.int8()), ("b", pa.int32())):
+        words = pa.array(["x", None]).cast(pa.dictionary(kind, pa.string()))
+        put(folder, f"ds={DS}/{name}.parquet", pa.table({"doc": words}))
+    snapshot = table.snapshot(DS)
+    for batch in table.scan(snapshot, ["doc"]):
+        assert batch.schema.field("doc") == snapshot.schema.field("doc")
+    assert [row["doc"] for row in rows(table, ["doc"])] == ["x", None] * 2
+
+
 def test_the_folder_wins_over_a_column_of_its_name(folder: Folder, table: LakeTable) -> None:
     put(folder, f"ds={DS}/a.parquet", pa.table({"ds": ["something else"], "n": [1]}))
     assert rows(table, ["ds"]) == [{"ds": DS}]
@@ -328,6 +394,22 @@ def test_a_file_that_vanishes_under_a_scan(tmp_path: Path) -> None:
     snapshot = table.snapshot(DS)
     (tmp_path / f"ds={DS}" / "b.parquet").unlink()
     with pytest.raises(TableError, match=r"partition '2026-01-31'"):
+        list(table.scan(snapshot, ["n"]))
+
+
+def test_s3_that_goes_away_under_a_scan(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from botocore.exceptions import EndpointConnectionError
+    from s3fs.core import S3File
+
+    def unreachable(*args: object) -> bytes:
+        raise EndpointConnectionError(endpoint_url="http://127.0.0.1:1")
+
+    folder = Folder.open(f"{s3_bucket}/table")
+    put(folder, f"ds={DS}/a.parquet", numbers(1))
+    table = ParquetTable(folder, "ds")
+    snapshot = table.snapshot(DS)
+    monkeypatch.setattr(S3File, "_fetch_range", unreachable)
+    with pytest.raises(StorageError, match=r"partition '2026-01-31'"):
         list(table.scan(snapshot, ["n"]))
 
 

@@ -1,0 +1,144 @@
+"""Rows of one Parquet file, in batches whose memory doesn't depend on its row groups.
+
+Arrow's dataset scan decodes whole row groups, several ahead, and writers make them as large as
+gigabytes of text. Here a file is decoded a few rows at a time and the pieces are put together.
+Memory is then what a batch takes, plus what Parquet itself makes indivisible: the dictionary and
+the open page of each column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import and_
+from typing import IO, Final
+
+import pyarrow as pa
+import pyarrow.dataset as pds
+import pyarrow.parquet as pq
+
+_BATCH_BYTES: Final = 16 << 20
+_BATCH_ROWS: Final = 4096
+# Decoded at once. The footer can't tell how large rows will be: a dictionary's values count once
+# there. So few that rows of 1 MiB still make one batch; a step costs some 20 us.
+_STEP_ROWS: Final = 16
+_READ_BYTES: Final = 8 << 20  # buffered, of all columns together
+_MOST_READ_BYTES: Final = 4 << 20  # of a column: a request to S3 should be worth its latency
+_LEAST_READ_BYTES: Final = 64 << 10
+
+
+def read_batches(
+    file: IO[bytes],
+    schema: pa.Schema,
+    folder_values: Mapping[str, str | None],
+    condition: pds.Expression | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """The file's rows that meet `condition`, in their order, as columns of `schema`.
+
+    A column that the file lacks is null; one of another type is cast. Columns of
+    `folder_values` are that value, whatever the file holds. Row groups that can't meet the
+    condition by their statistics aren't read.
+
+    Args:
+        file: seekable; stays open.
+        schema: all columns wanted, those of `condition` included.
+
+    Returns:
+        Batches of at most 4,096 rows and about 16 MiB, decoded; one row may be larger.
+
+    Raises:
+        pa.ArrowException, OSError: the file is damaged, can't be read, or a cast or
+            `condition` isn't possible.
+    """
+    fragment = pds.ParquetFileFormat().make_fragment(
+        file, partition_expression=_known(schema, folder_values)
+    )
+    groups = fragment if condition is None else fragment.subset(condition, schema=schema)
+    in_file = [name for name in schema.names if name not in folder_values]
+    for batch in _gather(_steps(file, fragment.metadata, groups.row_groups, in_file)):
+        aligned = _align(batch, schema, folder_values)
+        if condition is not None:
+            aligned = aligned.filter(condition)
+        if aligned.num_rows:
+            yield aligned
+
+
+def _steps(
+    file: IO[bytes],
+    footer: pq.FileMetaData,
+    row_groups: Sequence[pds.RowGroupInfo],
+    names: Sequence[str],
+) -> Iterator[pa.RecordBatch]:
+    """The columns among `names` that the file has, a few rows at a time."""
+    buffer_bytes = _READ_BYTES // max(1, len(names))
+    reader = pq.ParquetFile(
+        file,
+        metadata=footer,
+        pre_buffer=False,  # it would hold whole row groups
+        buffer_size=max(_LEAST_READ_BYTES, min(buffer_bytes, _MOST_READ_BYTES)),
+        # Without this a column that was a dictionary in Arrow carries all its values in each batch.
+        binary_type=pa.large_binary(),
+    )
+    for group in row_groups:
+        row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
+        yield from reader.iter_batches(
+            max(1, min(_STEP_ROWS, _BATCH_BYTES // row_bytes)),
+            row_groups=[group.id],
+            columns=list(names),
+            use_threads=False,  # costs more than so few rows gain
+        )
+
+
+def _gather(steps: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Neighbouring steps as one batch each, as far as that isn't too large."""
+    pieces: list[pa.RecordBatch] = []
+    num_rows = num_bytes = 0
+    for piece in (piece for step in steps for piece in _split(step)):
+        too_large = num_bytes + piece.nbytes > _BATCH_BYTES
+        if pieces and (too_large or num_rows + piece.num_rows > _BATCH_ROWS):
+            batch = pa.concat_batches(pieces)
+            pieces, num_rows, num_bytes = [], 0, 0  # not kept while the reader has the batch
+            yield batch
+        pieces.append(piece)
+        num_rows += piece.num_rows
+        num_bytes += piece.nbytes
+    if pieces:
+        yield pa.concat_batches(pieces)
+
+
+def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Halves of halves, until each is small enough or one row."""
+    if batch.nbytes <= _BATCH_BYTES or batch.num_rows <= 1:
+        yield batch
+        return
+    half = batch.num_rows // 2
+    yield from _split(batch.slice(0, half))
+    yield from _split(batch.slice(half))
+
+
+def _align(
+    batch: pa.RecordBatch, schema: pa.Schema, folder_values: Mapping[str, str | None]
+) -> pa.RecordBatch:
+    """`batch` with the columns of `schema`, as Arrow's dataset scan evolves a file's schema."""
+    columns = []
+    for field in schema:
+        if field.name in folder_values:
+            value = pa.scalar(folder_values[field.name], field.type)
+            columns.append(pa.repeat(value, batch.num_rows))
+        elif field.name in batch.schema.names:
+            columns.append(batch.column(field.name).cast(field.type))
+        else:
+            columns.append(pa.nulls(batch.num_rows, field.type))
+    if not columns:
+        return batch.select([])  # keeps the number of rows
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _known(schema: pa.Schema, folder_values: Mapping[str, str | None]) -> pds.Expression:
+    """What the folders say of all rows: it may rule the file out before it is read."""
+    known = (
+        pds.field(name).is_null() if value is None else pds.field(name) == value
+        for name, value in folder_values.items()
+        if name in schema.names
+    )
+    return reduce(and_, known, pds.scalar(True))

@@ -1,0 +1,147 @@
+"""A scan's memory: batches of bounded size from row groups of any size."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchllm_operator.lake import Folder, ParquetTable
+from batchllm_operator.lake.row_stream import read_batches
+
+MIB = 1 << 20
+DS = "2026-01-31"
+
+
+def batches(data: pa.Table, **options: Any) -> list[pa.RecordBatch]:
+    """What is read of `data` as one file."""
+    file = io.BytesIO()
+    pq.write_table(data, file, **options)
+    read = list(read_batches(file, data.schema, {}))
+    assert pa.Table.from_batches(read, data.schema).to_pylist() == data.to_pylist()
+    return read
+
+
+def sizes_mib(read: Sequence[pa.RecordBatch]) -> list[float]:
+    return [batch.nbytes / MIB for batch in read]
+
+
+def repeated(texts: Sequence[str], num_rows: int) -> pa.Array:
+    """`texts` over and over, at the cost of their indices."""
+    idxs = pa.array([idx % len(texts) for idx in range(num_rows)], pa.int32())
+    return pa.DictionaryArray.from_arrays(idxs, pa.array(texts))
+
+
+def test_small_rows_come_4096_at_a_time() -> None:
+    read = batches(pa.table({"n": range(10_000)}))
+    assert [batch.num_rows for batch in read] == [4096, 4096, 1808]
+
+
+def test_batches_dont_follow_row_groups() -> None:
+    read = batches(pa.table({"n": range(10_000)}), row_group_size=300)
+    assert [batch.num_rows > 4000 for batch in read] == [True, True, False]
+
+
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_large_rows_come_16_mib_at_a_time(use_dictionary: bool) -> None:
+    """The footer of the file with a dictionary tells of 1 MiB in all."""
+    texts = [chr(ord("a") + idx) * (MIB // 8) for idx in range(8)]
+    data = pa.table({"doc": repeated(texts, 400).dictionary_decode()})
+    read = batches(data, use_dictionary=use_dictionary)
+    assert max(sizes_mib(read)) <= 16
+    assert min(sizes_mib(read)[:-1]) > 12
+
+
+def test_rows_that_grow_within_a_row_group() -> None:
+    read = batches(pa.table({"doc": ["x" * (idx * 200) for idx in range(1000)]}))
+    assert max(sizes_mib(read)) <= 16
+    assert min(sizes_mib(read)[:-1]) > 12
+
+
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_rows_larger_than_a_batch_come_alone(use_dictionary: bool) -> None:
+    texts = ["a" * (17 * MIB), "b", "c" * (17 * MIB), "d", "e"]
+    read = batches(pa.table({"doc": texts}), use_dictionary=use_dictionary)
+    assert [batch.num_rows for batch in read] == [1, 1, 1, 2]
+
+
+def test_dictionaries_count_as_what_they_stand_for() -> None:
+    data = pa.table({"doc": repeated(["x" * (MIB // 4), "y" * (MIB // 4)], 200)})
+    read = batches(data)
+    assert [batch.num_rows for batch in read] == [48, 48, 48, 56]
+    assert read[0].schema == data.schema
+
+
+# Prints by how many bytes the peak of resident memory grows while a table is scanned.
+SCAN = """
+import sys
+from pathlib import Path
+from batchllm_operator.lake import open_table
+
+def peak_kib():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
+
+table = open_table(sys.argv[1], "ds")
+snapshot = table.snapshot(sys.argv[2])
+before = peak_kib()
+rows = sum(batch.num_rows for batch in table.scan(snapshot, ["id", "doc"]))
+print(rows, (peak_kib() - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", "repeated documents"])
+def test_memory_doesnt_grow_with_the_row_group(tmp_path: Path, kind: str) -> None:
+    """One row group of 240 MiB plain, or of 781 MiB from a file of 1 MiB: at most 180 more."""
+    generate = random.Random(0)
+    if kind == "plain":
+        text = generate.randbytes(120 * MIB).hex()
+        docs = pa.array([text[at : at + 4096] for at in range(0, len(text), 4096)])
+        del text
+    else:
+        docs = repeated([generate.randbytes(50_000).hex() for _ in range(8)], 8192)
+    file = tmp_path / f"ds={DS}" / "a.parquet"
+    file.parent.mkdir()
+    data = pa.table({"id": range(len(docs)), "doc": docs})
+    pq.write_table(data, file, store_schema=False, compression="none")
+    assert pq.read_metadata(file).num_row_groups == 1
+    command = [sys.executable, "-c", SCAN, str(tmp_path), DS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    num_rows, grown_bytes = map(int, done.stdout.split())
+    assert num_rows == len(docs)
+    assert grown_bytes < 180 * MIB
+
+
+def test_each_byte_is_fetched_from_s3_once(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns are read in turn; reading ahead would fetch the same megabytes for each."""
+    from s3fs.core import S3File
+
+    fetched: list[int] = []
+    fetch = S3File._fetch_range
+
+    def counted(file: S3File, start: int, end: int) -> bytes:
+        fetched.append(end - start)
+        data: bytes = fetch(file, start, end)
+        return data
+
+    monkeypatch.setattr(S3File, "_fetch_range", counted)
+    text = random.Random(0).randbytes(8 * MIB).hex()
+    docs = [text[at : at + 4096] for at in range(0, len(text), 4096)]
+    data = pa.table({"id": range(len(docs)), "doc": docs, "other": docs})
+    sink = io.BytesIO()
+    pq.write_table(data, sink, compression="none", use_dictionary=False)
+    folder = Folder.open(f"{s3_bucket}/table")
+    folder.write_bytes(f"ds={DS}/a.parquet", sink.getvalue())
+    table = ParquetTable(folder, "ds")
+    snapshot = table.snapshot(DS)
+    assert sum(batch.num_rows for batch in table.scan(snapshot, data.schema.names)) == len(docs)
+    assert sum(fetched) < 1.02 * len(sink.getvalue())
+    assert len(fetched) < 30
