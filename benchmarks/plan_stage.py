@@ -167,8 +167,8 @@ def time_steps(spec: JobSpec) -> dict[str, float]:
         "- store": (PromptStore, "append"),
         "- add to search": (PrefixSearch, "add"),
         "sort prompts": (plan, "_find_prefixes"),
-        "choose groups": (plan, "_choose"),
-        "write shards": (plan, "_write_shards"),
+        "choose groups": (plan, "arrange"),
+        "write shards": (plan, "write_shards"),
         "publish": (plan, "_persist"),
     }
     seconds = dict.fromkeys(steps, 0.0)

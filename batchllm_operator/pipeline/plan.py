@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError, StorageError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
-from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target, work_costs
-from batchllm_operator.pipeline.group_lengths import hash_prefixes, write_groups
+from batchllm_operator.pipeline.arrange import arrange, write_shards
+from batchllm_operator.pipeline.estimate import estimate_cost, find_target
+from batchllm_operator.pipeline.group_lengths import write_groups
 from batchllm_operator.pipeline.keys import check_keys
 from batchllm_operator.pipeline.memory import MemoryBudget
-from batchllm_operator.pipeline.output_lengths import (
-    Learned,
-    estimate_output_tokens,
-    learn_output_lengths,
-)
+from batchllm_operator.pipeline.output_lengths import learn_output_lengths
 from batchllm_operator.pipeline.rows import Rows, read_rows
+from batchllm_operator.pipeline.spool import open_spool
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import (
     Advance,
     Phase,
-    PrefixGroups,
     PrefixSearch,
     PromptStore,
     RankedPrompts,
     Requests,
-    assign_shards,
-    choose_prefixes,
-    group_prefill_tokens,
-    imbalance,
     make_requests,
     num_processed_tokens,
-    order_groups_by_subtree,
-    split_large_groups,
 )
 from batchllm_operator.planner.plan import (
     GROUPS_FILE,
@@ -53,22 +39,16 @@ from batchllm_operator.planner.plan import (
     DataFile,
     PlanCounts,
     PlanManifest,
-    ShardInfo,
     SnapshotFile,
     compute_plan_id,
     describe_file,
-    shard_file,
-    write_shard,
 )
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
 
 _log = logging.getLogger(__name__)
-_WORTH_A_WARNING: Final = 1.2  # imbalance
 _PROMPTS_FILE: Final = "prompts.bin"
-_STEPS: Final = ("tree built", "prefixes chosen", "outputs estimated", "groups ordered")
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
@@ -79,12 +59,12 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
 
     Raises:
         SpecError: input and output are the same table or one lies in the other; or the spec
-            names a column that the table lacks.
+            names a column that the table lacks; or the memory budget is too small.
         TableError: the table or a column of it isn't there, or the output partition holds
             what another job or program wrote.
         KeyColumnError: keys aren't unique or are null; names up to ten.
         ModelError: the tokenizer can't be loaded, or refuses a prompt.
-        StorageError: the input changed while it was read.
+        StorageError: the input changed while it was read, or the disk is full.
         EmptyPartitionError: there are no rows and the spec says `on_empty: fail`.
     """
     source, target = f"{spec.input.uri}/", f"{spec.output.uri}/"
@@ -116,22 +96,8 @@ def _build_in_spool(
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
-    with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as spool, _full_disk_named(spool):
-        return _build(spec, ds, table, snapshot, tokenizer, Path(spool))
-
-
-@contextmanager
-def _full_disk_named(spool: str) -> Iterator[None]:
-    """Say of a full disk which one it is, and how to use another."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise StorageError(
-            f"{spool}: no room for the plan's temporary files ({os.strerror(error.errno)}); they"
-            " are removed again; free some space, or set TMPDIR to a folder on a larger disk"
-        ) from error
+    with open_spool() as spool:
+        return _build(spec, ds, table, snapshot, tokenizer, spool)
 
 
 def _build(
@@ -165,8 +131,8 @@ def _build(
             _shown("keys"),
         )
         learned = learn_output_lengths(spec, ds)
-        chosen = _choose(spec, requests, ranked, learned, target)
-        shards, unevenness = _write_shards(spec, requests, chosen, target, spool)
+        chosen = arrange(spec, requests, ranked, learned, target)
+        shards, unevenness = write_shards(spec, requests, chosen, target, spool)
     counts = PlanCounts(
         num_rows=rows.num_rows,
         num_rejected_rows=rows.num_rejected,
@@ -277,126 +243,6 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
                 f" {kind}, not integers"
             )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chosen:
-    """The groups in the order of the plan, and what was known of their tree."""
-
-    groups: PrefixGroups
-    output_tokens: npt.NDArray[np.int64]
-    """int64 [num_requests], estimates."""
-    prefix_hashes: npt.NDArray[np.int64]
-    """int64 [num_groups, 2], see `hash_prefixes`; of no group if nothing is to be learned."""
-    num_optimal_tokens: int
-    num_algorithm_1_saved_tokens: int
-    num_exact_saved_tokens: int
-
-
-def _choose(
-    spec: JobSpec,
-    requests: Requests,
-    ranked: RankedPrompts,
-    learned: Learned | None,
-    target: Target | None,
-) -> _Chosen:
-    """Choose the groups, cut those too large for one shard, and put all in scheduling order.
-
-    The order is that of Eq. 4.
-    """
-    with Progress("choose and order groups", len(_STEPS), unit="steps") as progress:
-        tree = ranked.tree(requests.lengths)
-        progress.advance(1, _STEPS[0])
-        choice = choose_prefixes(tree)
-        groups = choice.groups
-        progress.advance(1, _STEPS[1])
-        prefix_hashes = np.zeros((0, 2), dtype=np.int64)
-        if spec.planner.learns_output_tokens:
-            prefix_hashes = hash_prefixes(requests, groups)
-        output_tokens = estimate_output_tokens(spec, requests, learned, groups, prefix_hashes)
-        progress.advance(1, _STEPS[2])
-        if len(groups):
-            parts = _split(spec, groups, requests, output_tokens, target)
-            order = order_groups_by_subtree(parts, tree, output_tokens)
-            if len(prefix_hashes):  # parts of a group are neighbours, in the group's place
-                group_of_part = np.searchsorted(groups.offsets, parts.offsets[:-1], "right") - 1
-                prefix_hashes = prefix_hashes[group_of_part][order]
-            groups = parts.take(order)
-        progress.advance(1, _STEPS[3])
-    return _Chosen(
-        groups,
-        output_tokens,
-        prefix_hashes,
-        tree.num_distinct_prefix_tokens,
-        choice.algorithm_1_saved_tokens,
-        choice.exact_saved_tokens,
-    )
-
-
-def _split(
-    spec: JobSpec,
-    groups: PrefixGroups,
-    requests: Requests,
-    output_tokens: npt.NDArray[np.int64],
-    target: Target | None,
-) -> PrefixGroups:
-    members, prefixes = work_costs(target, groups, requests.lengths, output_tokens)
-    return split_large_groups(groups, members, prefixes, spec.planner.num_shards)
-
-
-def _write_shards(
-    spec: JobSpec,
-    requests: Requests,
-    chosen: _Chosen,
-    target: Target | None,
-    spool: Path,
-) -> tuple[tuple[ShardInfo, ...], float]:
-    """Deal the groups, in their order, out to shards of about equal work, and write these.
-
-    Returns:
-        The shards, and their imbalance.
-    """
-    groups = chosen.groups
-    if len(groups) == 0:
-        return (), 1.0
-    prefill = group_prefill_tokens(groups, requests.lengths)
-    costs, prefix_costs = work_costs(target, groups, requests.lengths, chosen.output_tokens)
-    costs = np.add.reduceat(costs[groups.member_idxs], groups.offsets[:-1]) + prefix_costs
-    num_shards = min(spec.planner.num_shards, len(groups))
-    shard_of_group = assign_shards(costs, num_shards)
-    worst = imbalance(costs, shard_of_group, num_shards)
-    if worst > _WORTH_A_WARNING:
-        _log.warning("the largest shard has %.2f times the average work", worst)
-    shards: list[ShardInfo] = []
-    num_before = 0
-    with Progress("write shards", groups.num_prompts, unit="requests") as progress:
-        for shard_idx in range(int(shard_of_group.max()) + 1):
-            group_ids = np.flatnonzero(shard_of_group == shard_idx)
-            taken = groups.take(group_ids)
-            name = shard_file(shard_idx)
-            num_parts = write_shard(
-                spool / name,
-                requests,
-                request_idx_start=num_before,
-                request_idxs=taken.member_idxs,
-                group_ids=np.repeat(group_ids, taken.sizes),
-                num_prefix_tokens=np.repeat(taken.num_prefix_tokens, taken.sizes),
-                part_rows=spec.planner.part_rows,
-                written=progress.advance,
-            )
-            num_before += taken.num_prompts
-            shards.append(
-                ShardInfo(
-                    file=name,
-                    num_groups=len(taken),
-                    num_requests=taken.num_prompts,
-                    num_rows=int(requests.num_rows[taken.member_idxs].sum()),
-                    num_parts=num_parts,
-                    num_prefill_tokens=int(prefill[group_ids].sum()),
-                    predicted_gpu_s=float(costs[group_ids].sum()) / 1e9 if target else None,
-                )
-            )
-    return tuple(shards), worst
 
 
 def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], spool: Path) -> StoredPlan:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.planner import TokenTable
+from batchllm_operator.planner.token_table import MAX_TOKEN_ID
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.template import EMPTY_PROMPT
 from batchllm_operator.spec import JobSpec
@@ -92,6 +94,7 @@ class ModelTokenizer:
             raise ModelError(
                 f"model {model.path}: has no chat template; set prompt.chat_template: false"
             )
+        _check_token_ids(self._tokenizer, model.path)
         self._max_model_len = spec.engine.max_model_len or _position_limit(config, model.path)
         # Now, because encoding changes what a fast tokenizer says of itself.
         self._fingerprint = _fingerprint(self._tokenizer, with_chat_template=self._chat)
@@ -236,6 +239,16 @@ def length_fault(num_prompt_tokens: int, max_model_len: int) -> str | None:
         f"{PROMPT_TOO_LONG}: {num_prompt_tokens} tokens, the model allows {max_model_len - 1}"
         " and one of output"
     )
+
+
+def _check_token_ids(tokenizer: Any, path: str) -> None:
+    """Refuse a vocabulary whose ids don't fit into 31 bits, before any row is read."""
+    token, token_id = max(tokenizer.get_vocab().items(), key=itemgetter(1), default=("", 0))
+    if token_id > MAX_TOKEN_ID:
+        raise ModelError(
+            f"model {path}: token {token!r} of its vocabulary has the id {token_id}; ids above"
+            f" {MAX_TOKEN_ID} can't be planned"
+        )
 
 
 def _position_limit(config: Any, path: str) -> int:

@@ -456,3 +456,15 @@ def test_a_tokenizer_with_code_of_its_own_gets_whole_prompts(model: Path) -> Non
     assert encoder.encode(TEXTS).to_lists() == [
         reference(model)(text)["input_ids"] for text in TEXTS
     ]
+
+
+def test_token_ids_beyond_31_bits_are_refused_before_any_row_is_read(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"few": 0, "many": 2**31 + 5, "[UNK]": 1}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    config = {"model_type": "gpt2", "max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert "token 'many' of its vocabulary has the id 2147483653" in refused(job(tmp_path))

@@ -1,0 +1,35 @@
+"""The folder of the plan stage's temporary files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from batchllm_operator.errors import StorageError
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@contextmanager
+def open_spool() -> Iterator[Path]:
+    """A new folder under `TMPDIR`, which goes with all that is in it, however the context ends.
+
+    Raises:
+        StorageError: instead of an `OSError` of a full disk; says how to use another.
+    """
+    with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as spool:
+        try:
+            yield Path(spool)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise StorageError(
+                f"{spool}: no room for the plan's temporary files"
+                f" ({os.strerror(error.errno)}); they are removed again; free some space, or set"
+                " TMPDIR to a folder on a larger disk"
+            ) from error
