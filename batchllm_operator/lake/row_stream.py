@@ -19,9 +19,11 @@ import pyarrow.parquet as pq
 
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_ROWS: Final = 4096
-# Decoded at once. The footer can't tell how large rows will be: a dictionary's values count once
-# there. So few that rows of 1 MiB still make one batch; a step costs some 20 us.
-_STEP_ROWS: Final = 16
+# Decoded at once where the footer can't tell how large rows will be: a dictionary's values count
+# once there. So few that rows of 1 MiB still make one batch; a step costs some 20 us.
+_FEW_ROWS: Final = 16
+_WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+_WRITTEN_OUT: Final = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY"}  # encodings
 _READ_BYTES: Final = 8 << 20  # buffered, of all columns together
 _MOST_READ_BYTES: Final = 4 << 20  # of a column: a request to S3 should be worth its latency
 _LEAST_READ_BYTES: Final = 64 << 10
@@ -80,13 +82,38 @@ def _steps(
         binary_type=pa.large_binary(),
     )
     for group in row_groups:
-        row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
         yield from reader.iter_batches(
-            max(1, min(_STEP_ROWS, _BATCH_BYTES // row_bytes)),
+            _step_rows(footer, group.id, names),
             row_groups=[group.id],
             columns=list(names),
             use_threads=False,  # costs more than so few rows gain
         )
+
+
+def _step_rows(footer: pq.FileMetaData, group_id: int, names: Sequence[str]) -> int:
+    """How many rows of a row group to decode at once: no more than surely fit, or else a few."""
+    group = footer.row_group(group_id)
+    all_bytes = row_bytes = 0  # at most: of any number of rows, and of each row on top
+    for idx in range(group.num_columns):
+        chunk, column = group.column(idx), footer.schema.column(idx)
+        if not any(f"{column.path}.".startswith(f"{name}.") for name in names):
+            continue
+        if chunk.physical_type == "BYTE_ARRAY" and set(chunk.encodings) <= _WRITTEN_OUT:
+            all_bytes += chunk.total_uncompressed_size
+            continue
+        value_bytes = (
+            _WIDTHS.get(chunk.physical_type)
+            or column.length  # of a FIXED_LEN_BYTE_ARRAY
+            or chunk.total_uncompressed_size  # each value is in it, in full
+        )
+        if column.max_repetition_level:
+            all_bytes += value_bytes * chunk.num_values
+        else:
+            row_bytes += value_bytes
+    fitting: int = (_BATCH_BYTES - all_bytes) // max(1, row_bytes)
+    average = group.total_byte_size // max(1, group.num_rows)
+    few: int = max(1, min(_FEW_ROWS, _BATCH_BYTES // max(1, average)))
+    return min(_BATCH_ROWS, max(few, fitting))
 
 
 def _gather(steps: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
