@@ -6,12 +6,12 @@ prompts: on disk where memory is short, and compared byte by byte.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -29,6 +29,14 @@ from batchllm_operator.planner import (
 _KEYS_FILE: Final = "keys.bin"
 _BATCH_ROWS: Final = 1 << 16
 _MAX_NAMED: Final = 10
+_BYTES: Final = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_binary_view,
+)
 
 
 def check_keys(
@@ -53,23 +61,18 @@ def check_keys(
         KeyColumnError: names up to ten offenders.
         OSError: the disk is full.
     """
-    path = spool / _KEYS_FILE
-    try:
-        with PromptStore(path) as keys, pq.ParquetFile(rows_file) as rows:
-            search = PrefixSearch(spool, memory=memory)
-            for batch in _read(rows, key):
-                try:
-                    encoded = _encode(batch)
-                except pa.ArrowNotImplementedError as error:
-                    raise KeyColumnError(
-                        f"{where}: key {', '.join(key)} can't be compared: {error}"
-                    ) from error
-                keys.append(encoded)
-                search.add(encoded)
-            _check_nulls(rows, key, where)
-            _check_repeats(rows, key, where, search.finish(keys, phase))
-    finally:
-        path.unlink(missing_ok=True)
+    with (
+        pq.ParquetFile(rows_file) as rows,
+        tempfile.TemporaryDirectory(dir=spool) as folder,
+        PromptStore(Path(folder) / _KEYS_FILE) as keys,
+    ):
+        _check_nulls(rows, key, where)
+        search = PrefixSearch(Path(folder), memory=memory)
+        for batch in _read(rows, key):
+            encoded = _encode(batch, where)
+            keys.append(encoded)
+            search.add(encoded)
+        _check_repeats(rows, key, where, search.finish(keys, phase))
 
 
 def _read(rows: pq.ParquetFile, key: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
@@ -78,10 +81,17 @@ def _read(rows: pq.ParquetFile, key: tuple[str, ...]) -> Iterator[pa.RecordBatch
         yield batch.select(list(key))
 
 
-def _encode(batch: pa.RecordBatch) -> TokenTable:
-    """A byte string for each row, which is equal for equal keys only; nulls are as empty."""
+def _encode(batch: pa.RecordBatch, where: str) -> TokenTable:
+    """A byte string for each row, which is equal for equal keys only."""
     parts = []
-    for column in map(_as_bytes, batch.columns):
+    for field, values in zip(batch.schema, batch.columns, strict=True):
+        try:
+            column = _as_bytes(values)
+        except pa.ArrowNotImplementedError as error:
+            raise KeyColumnError(
+                f"{where}: key {', '.join(batch.schema.names)} can't be compared: {field.name!r} is"
+                f" of type {field.type}"
+            ) from error
         if batch.num_columns > 1:  # lengths, so that ("a", "bc") isn't ("ab", "c")
             parts.append(pc.cast(pc.cast(pc.binary_length(column), pa.string()), pa.large_binary()))
         parts.append(column)
@@ -102,11 +112,9 @@ def _as_bytes(column: pa.Array) -> pa.Array:
     kind = column.type
     if pa.types.is_timestamp(kind) or pa.types.is_duration(kind) or pa.types.is_time64(kind):
         column = pc.cast(column, pa.int64())  # its text would need a table of time zones
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    is_binary = is_text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    if not is_binary:
+    if not any(is_bytes(kind) for is_bytes in _BYTES):
         column = pc.cast(column, pa.string())
-    return pc.fill_null(pc.cast(column, pa.large_binary()), b"")
+    return pc.cast(column, pa.large_binary())
 
 
 def _check_nulls(rows: pq.ParquetFile, key: tuple[str, ...], where: str) -> None:
@@ -134,10 +142,7 @@ def _check_repeats(
     repeated = np.sort(ranked.prompt_idxs[:-1][starts_repeat])  # where each occurs first
     if len(repeated) == 0:
         return
-    named = ", ".join(
-        " / ".join(repr(value) for value in row)
-        for row in _values(rows, key, repeated[:_MAX_NAMED])
-    )
+    named = ", ".join(_names(rows, key, repeated[:_MAX_NAMED].tolist()))
     num_more = len(repeated) - _MAX_NAMED
     more = f" and {num_more} more" if num_more > 0 else ""
     raise KeyColumnError(
@@ -145,15 +150,22 @@ def _check_repeats(
     )
 
 
-def _values(
-    rows: pq.ParquetFile, key: tuple[str, ...], row_idxs: npt.NDArray[np.int64]
-) -> list[tuple[object, ...]]:
-    """The keys of some rows, ascending."""
-    found: list[tuple[object, ...]] = []
+def _names(rows: pq.ParquetFile, key: tuple[str, ...], row_idxs: list[int]) -> list[str]:
+    """The keys of some rows, ascending, for an error's message."""
+    names: list[str] = []
     start = 0
     for batch in _read(rows, key):
-        end = start + batch.num_rows
-        inside = row_idxs[(row_idxs >= start) & (row_idxs < end)] - start
-        found += [tuple(row.values()) for row in batch.take(pa.array(inside)).to_pylist()]
-        start = end
-    return found
+        for idx in row_idxs:
+            if start <= idx < start + batch.num_rows:
+                names.append(" / ".join(_name(column[idx - start]) for column in batch.columns))
+        start += batch.num_rows
+    return names
+
+
+def _name(value: pa.Scalar) -> str:
+    try:
+        return repr(value.as_py())
+    except ValueError:  # nanoseconds, and text that isn't UTF-8: named by what is stored
+        if isinstance(value, pa.TimestampScalar | pa.DurationScalar):
+            return repr(value.value)
+        return repr(value.cast(pa.binary()).as_py())

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,7 +182,7 @@ class _RunReader:
         num_bytes = min(num_bytes, _MAX_BUFFER_BYTES)
         size = max(longest_row, num_bytes // (len(paths) * itemsize))
         self._paths = paths
-        self._files: list[BinaryIO] = []
+        self._files: list[FileIO] = []
         self.buffers = np.empty((len(paths), size), dtype=np.int32)
         self.begins = np.zeros(len(paths), dtype=np.int64)
         self.ends = np.zeros(len(paths), dtype=np.int64)
@@ -207,7 +207,7 @@ class _RunReader:
             buffer[:rest] = buffer[begin:end].copy()
             view = buffer.view(np.uint8).data
             num_bytes = rest * buffer.itemsize
-            while num_bytes < len(view) and (num_read := file.readinto(view[num_bytes:])):  # type: ignore[attr-defined]
+            while num_bytes < len(view) and (num_read := file.readinto(view[num_bytes:])):
                 num_bytes += num_read
             self.begins[run], self.ends[run] = 0, num_bytes // buffer.itemsize
             self.is_exhausted[run] = num_bytes < len(view)

@@ -1,10 +1,10 @@
-"""Keys that don't identify rows are named, whatever kind they are and however little memory."""
+"""Keys that don't identify rows are found and named, whatever their kind, in bounded memory."""
 
 from __future__ import annotations
 
-import datetime
-import decimal
+import datetime as dt
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,100 +13,219 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.spilling import file_size_limit
 
 from batchllm_operator.errors import KeyColumnError
 from batchllm_operator.pipeline.keys import check_keys
 from batchllm_operator.planner import SearchMemory
 
-UTC = datetime.UTC
-KINDS: dict[str, tuple[pa.DataType, list[Any]]] = {
-    "string": (pa.string(), ["a", "", "ab", "a\x00", "\N{SNOWMAN}"]),
-    "large string": (pa.large_string(), ["a", "b"]),
-    "binary": (pa.binary(), [b"", b"\x00", b"\xff\x00", b"\xff"]),
-    "int64": (pa.int64(), [0, -1, 1, 2**62, 11]),
-    "uint8": (pa.uint8(), [0, 1, 255]),
-    "bool": (pa.bool_(), [True, False]),
-    "double": (pa.float64(), [0.5, 0.1, float("inf"), 1e300]),
-    "decimal": (pa.decimal128(20, 2), [decimal.Decimal("1.10"), decimal.Decimal("-1.10")]),
-    "date": (pa.date32(), [datetime.date(2026, 1, 31), datetime.date(1969, 1, 1)]),
-    "zoned time": (
-        pa.timestamp("us", "Europe/Berlin"),
-        [datetime.datetime(2026, 1, 31, tzinfo=UTC), datetime.datetime(2026, 2, 1, tzinfo=UTC)],
-    ),
-    "dictionary": (pa.dictionary(pa.int32(), pa.string()), ["x", "y"]),
+
+def check(
+    folder: Path, table: pa.Table, *key: str, run_bytes: int = 2000, **options: Any
+) -> str | None:
+    """The error's message; None if each row has a key of its own."""
+    file, spool = folder / "rows.parquet", folder / "spool"
+    spool.mkdir(exist_ok=True)
+    pq.write_table(table, file, **options)
+    message = None
+    try:
+        check_keys(file, key or ("id",), "table t", spool, SearchMemory(run_bytes, 1))
+    except KeyColumnError as error:
+        message = str(error)
+    assert list(spool.iterdir()) == []
+    return message
+
+
+def test_repeats_are_named_by_first_appearance(tmp_path: Path) -> None:
+    table = pa.table({"id": ["z", "b", "a", "b", "c", "z", "z"]})
+    assert check(tmp_path, table) == (
+        "table t: key (id) isn't unique: 'z', 'b' occur more than once"
+    )
+
+
+def test_ten_repeats_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    table = pa.table({"id": [n % 20_013 for n in range(40_026)]})
+    named = ", ".join(map(str, range(10)))
+    assert check(tmp_path, table) == (
+        f"table t: key (id) isn't unique: {named} and 20003 more occur more than once"
+    )
+
+
+def test_exactly_ten_repeats(tmp_path: Path) -> None:
+    message = check(tmp_path, pa.table({"id": [*range(10), *range(10)]}))
+    assert message is not None
+    assert "9 occur more than once" in message
+
+
+def test_repeats_far_apart(tmp_path: Path) -> None:
+    """In row groups and batches of their own."""
+    table = pa.table({"id": [*range(20_000), 5, 19_999]})
+    assert check(tmp_path, table, row_group_size=700) == (
+        "table t: key (id) isn't unique: 5, 19999 occur more than once"
+    )
+
+
+def test_columns_are_a_key_together(tmp_path: Path) -> None:
+    table = pa.table({"a": ["x", "xy", "x"], "b": ["yz", "z", "y"], "c": [1, 1, 1]})
+    assert check(tmp_path, table, "a", "b") is None
+    assert check(tmp_path, table, "c", "a") == (
+        "table t: key (c, a) isn't unique: 1 / 'x' occur more than once"
+    )
+
+
+def test_nulls_are_counted_and_located(tmp_path: Path) -> None:
+    ids = [None if n % 1000 == 7 else n for n in range(12_000)]
+    assert check(tmp_path, pa.table({"id": ids, "x": ids}), "x", "id") == (
+        "table t: key column 'x' is null in 12 rows, such as row"
+        " 7, 1007, 2007, 3007, 4007, 5007, 6007, 7007, 8007, 9007 (counted from 0)"
+    )
+
+
+def test_nulls_come_before_repeats(tmp_path: Path) -> None:
+    table = pa.table({"a": [1, 1], "b": [None, "x"]})
+    message = check(tmp_path, table, "a", "b")
+    assert message is not None
+    assert "'b' is null in 1 rows, such as row 0 (" in message
+
+
+def test_a_table_without_rows(tmp_path: Path) -> None:
+    assert check(tmp_path, pa.table({"id": pa.array([], pa.list_(pa.int64()))})) is None
+
+
+NAMES = ["", " ", "select", '"', "a.b", "a;b", "k0", "row_idx", "表", "x'y", "*", "%s", "A", "a"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_column_name(tmp_path: Path, name: str) -> None:
+    """Other columns have names that differ in case, or are what the check itself uses."""
+    table = pa.table({name: [1, 2]})
+    for other in {"k0", "K1", "row_idx", "keys", name.upper()} - {name}:
+        table = table.append_column(other, pa.array([3, 3]))
+    assert check(tmp_path, table, name) is None
+    assert check(tmp_path, pa.concat_tables([table, table]), name) == (
+        f"table t: key ({name}) isn't unique: 1, 2 occur more than once"
+    )
+
+
+@pytest.mark.parametrize("name", ["a b", "*", "[ab]?", "it's", 'say "hi"', "表", "x;y", "%20"])
+def test_any_path(tmp_path: Path, name: str) -> None:
+    """A glob's other matches aren't read: they would repeat each key."""
+    for folder in (tmp_path / name, tmp_path / "a"):
+        folder.mkdir(exist_ok=True)
+        assert check(folder, pa.table({"id": [1, 2]})) is None
+
+
+DAY = dt.date(2026, 1, 31)
+# Kind -> three values that differ by as little as they can.
+KINDS: dict[str, pa.Array] = {
+    "string": pa.array(["", "a", "a "]),
+    "string with zeros": pa.array(["a", "a\0", "a\0\0"]),
+    "string, composed or not": pa.array(["é", "e\u0301", "É"]),
+    "large_string": pa.array(["a", "b", "A"], pa.large_string()),
+    "string_view": pa.array(["a", "b", "longer than twelve bytes"], pa.string_view()),
+    "string that isn't UTF-8": pa.array([b"\xff", b"\xfe", b""]).view(pa.string()),
+    "binary": pa.array([b"\xff", b"\xff\0", b""]),
+    "binary_view": pa.array([b"\xff", b"\xff\0", b""], pa.binary_view()),
+    "fixed binary": pa.array([b"abc", b"abd", b"abe"], pa.binary(3)),
+    "dictionary": pa.array(["a", "b", "c"]).dictionary_encode(),
+    "dictionary of binary": pa.array([b"a", b"b", b"c"]).dictionary_encode(),
+    "uint64": pa.array([2**64 - 1, 2**64 - 2, 0], pa.uint64()),
+    "int64": pa.array([2**53, 2**53 + 1, -1]),
+    "int8": pa.array([-128, 127, 0], pa.int8()),
+    "decimal": pa.array([Decimal("1.00"), Decimal("1.01"), Decimal("-1.00")]),
+    "decimal of 38 digits": pa.array([Decimal(10**37 + n) for n in range(3)]),
+    "decimal of 60 digits": pa.array([Decimal(10**59 + n) for n in range(3)], pa.decimal256(60)),
+    "date": pa.array([DAY, dt.date(1, 1, 1), dt.date(9999, 12, 31)]),
+    "timestamp in s": pa.array([0, 1, -1], pa.timestamp("s")),
+    "timestamp in ns": pa.array([10**18, 10**18 + 1, 10**18 + 2], pa.timestamp("ns")),
+    "timestamp with zone": pa.array([0, 1, 3600 * 10**6], pa.timestamp("us", "UTC")),
+    "timestamp in ns with zone": pa.array([0, 1, 2], pa.timestamp("ns", "Europe/Paris")),
+    "time": pa.array([dt.time(1), dt.time(1, 0, 0, 1), dt.time(0)]),
+    "duration": pa.array([0, 1, 2], pa.duration("ns")),
+    "float": pa.array([0.1, 0.1 + 2**-56, float("inf")]),
+    "float, special": pa.array([float("nan"), 0.0, -0.0]),
+    "float32": pa.array([0.1, 0.2, float("nan")], pa.float32()),
+    "float16": pa.array([0.5, 0.25, 1.0], pa.float16()),
 }
 
 
-def check(
-    folder: Path, columns: dict[str, pa.Array], run_bytes: int = 1 << 20, rows: int = 3
-) -> None:
-    """Check all columns as one key."""
-    table = pa.table(columns)
-    pq.write_table(
-        table.append_column("error", pa.nulls(len(table), pa.string())),
-        folder / "rows",
-        row_group_size=3,
-    )
-    check_keys(folder / "rows", tuple(columns), "table t", folder, SearchMemory(run_bytes, 1))
-    assert [path.name for path in folder.iterdir()] == ["rows"]
+# What Python can't write is named by its bits.
+UNNAMEABLE = {
+    "string that isn't UTF-8": r"b'\xfe'",
+    "timestamp in ns": "1000000000000000001",
+    "timestamp in ns with zone": "1",
+    "duration": "1",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_of_any_kind(tmp_path: Path, kind: str) -> None:
-    data_type, values = KINDS[kind]
-    check(tmp_path, {"k": pa.array(values, data_type)})
-    with pytest.raises(KeyColumnError, match=r"table t: key \(k\) isn't unique: .* occur more"):
-        check(tmp_path, {"k": pa.array([*values, values[-1]], data_type)})
-    other = pa.array(range(len(values) + 1))
-    check(tmp_path, {"k": pa.array([*values, values[-1]], data_type), "n": other})
+def test_any_kind_of_key(tmp_path: Path, kind: str) -> None:
+    values = KINDS[kind]
+    table = pa.table({"id": values})
+    assert check(tmp_path, table) is None
+    repeated = check(tmp_path, pa.concat_tables([table, table.slice(1, 1)]), row_group_size=2)
+    named = UNNAMEABLE.get(kind) or repr(values[1].as_py())
+    assert repeated == f"table t: key (id) isn't unique: {named} occur more than once"
+
+
+def test_booleans(tmp_path: Path) -> None:
+    assert check(tmp_path, pa.table({"id": [True, False]})) is None
+    message = check(tmp_path, pa.table({"id": [True, False, False]}))
+    assert message is not None
+    assert "False occur" in message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([["a"], ["b"]]),
+        pa.array([{"a": 1}, {"a": 2}]),
+        pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_kinds_that_cannot_be_compared(tmp_path: Path, values: pa.Array) -> None:
+    message = check(tmp_path, pa.table({"n": [1, 2], "id": values}), "n", "id")
+    assert message is not None
+    assert "key n, id can't be compared: 'id' is of type" in message
+
+
+def test_a_column_of_nulls_only(tmp_path: Path) -> None:
+    message = check(tmp_path, pa.table({"id": pa.nulls(3)}))
+    assert message is not None
+    assert "'id' is null in 3 rows, such as row 0, 1, 2 (" in message
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.tuples(st.text("ab:1", max_size=3), st.text("ab:1", max_size=3)), max_size=25),
+    st.lists(st.tuples(st.text("ab:1", max_size=3), st.integers(0, 3)), max_size=30),
     st.integers(1, 2000),
 )
-@example([("a", "bc"), ("ab", "c")], 1)
-@example([("1:a", ""), ("", "1:a")], 1)
-def test_what_is_repeated_is_named_in_the_order_of_the_table(
-    tmp_path_factory: pytest.TempPathFactory, keys: list[tuple[str, str]], run_bytes: int
+@example([("a", 1), ("1:a", 11), ("a", 1)], 1)
+def test_agrees_with_counting(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, int]], run_bytes: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("keys")
-    columns = {
-        name: pa.array([key[place] for key in keys], pa.string())
-        for place, name in enumerate(("k", "l"))
-    }
-    repeated = [key for key, count in Counter(keys).items() if count > 1]
+    schema = pa.schema([("a", pa.string()), ("b", pa.int8())])
+    table = pa.Table.from_pylist([{"a": a, "b": b} for a, b in rows], schema)
+    repeated = [row for row, count in Counter(rows).items() if count > 1]
+    folder = tmp_path_factory.mktemp("rows")
+    message = check(folder, table, "a", "b", run_bytes=run_bytes)
     if not repeated:
-        check(folder, columns, run_bytes)
+        assert message is None
         return
-    named = ", ".join(f"{k!r} / {other!r}" for k, other in repeated[:10])
     more = f" and {len(repeated) - 10} more" if len(repeated) > 10 else ""
-    with pytest.raises(KeyColumnError) as caught:
-        check(folder, columns, run_bytes)
-    assert str(caught.value) == (
-        f"table t: key (k, l) isn't unique: {named}{more} occur more than once"
-    )
+    named = ", ".join(f"{a!r} / {b!r}" for a, b in repeated[:10])
+    assert message == f"table t: key (a, b) isn't unique: {named}{more} occur more than once"
 
 
-def test_nulls_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
-    keys = pa.array([None if n % 3 == 2 else n for n in range(60)])
-    with pytest.raises(KeyColumnError) as caught:
-        check(tmp_path, {"k": pa.array(range(60)), "l": keys})
-    assert str(caught.value) == (
-        "table t: key column 'l' is null in 20 rows, such as row 2, 5, 8, 11, 14, 17, 20, 23, 26,"
-        " 29 (counted from 0)"
-    )
+def test_lengths_keep_columns_apart(tmp_path: Path) -> None:
+    table = pa.table({"a": ["a", "ab", "1:a", ""], "b": ["bc", "c", "", "1:a"]})
+    assert check(tmp_path, table, "a", "b") is None
 
 
-def test_lists_cannot_be_keys(tmp_path: Path) -> None:
-    with pytest.raises(KeyColumnError, match="can't be compared"):
-        check(tmp_path, {"k": pa.array([[1], [2]])})
-
-
-def test_names_are_taken_as_they_are(tmp_path: Path) -> None:
-    check(tmp_path, {'the "key".x': pa.array([1, 2]), "select": pa.array([1, 1])})
-
-
-def test_no_rows(tmp_path: Path) -> None:
-    check(tmp_path, {"k": pa.array([], pa.string())})
+def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    table = pa.table({"id": [str(n) * 10 for n in range(1000)]})
+    pq.write_table(table, tmp_path / "rows")
+    with file_size_limit(10_000), pytest.raises(OSError, match="File too large"):
+        check_keys(tmp_path / "rows", ("id",), "table t", tmp_path, SearchMemory(1, 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
