@@ -18,6 +18,17 @@ class Progress:
 
     Work that an earlier attempt left finished (`initial`) counts as done, but not
     towards the speed from which the ETA is taken.
+
+    Args:
+        label: what is done.
+        total: how much there is to do.
+        unit: of what.
+        initial: how much of it was done before.
+        announce: whether a plain line says that it begins; leave it out where it is likely to end
+            soon, for it says so then.
+        stream: where to show it; stderr by default.
+        line_interval_s: seconds between plain lines.
+        clock: seconds that never go back.
     """
 
     def __init__(
@@ -27,6 +38,7 @@ class Progress:
         *,
         unit: str = "rows",
         initial: int = 0,
+        announce: bool = True,
         stream: TextIO | None = None,
         line_interval_s: float = LINE_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
@@ -34,6 +46,7 @@ class Progress:
         self._label, self._total, self._unit = label, total, unit
         self._initial = self._done = initial
         self._note = ""
+        self._announce = announce
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._started_at = self._last_line_at = clock()
@@ -45,7 +58,7 @@ class Progress:
             )
 
     def __enter__(self) -> Progress:
-        if self._bar is None:
+        if self._bar is None and self._announce:
             resumed = f", {self._initial} of them done before" if self._initial else ""
             self._print(f"{self._label}: {self._total} {self._unit}{resumed}")
         return self

@@ -41,6 +41,14 @@ def test_plain_lines_come_at_intervals() -> None:
     ]
 
 
+def test_what_ends_soon_need_not_be_announced() -> None:
+    stream = io.StringIO()
+    with Progress("sort keys", 3, unit="keys", announce=False, stream=stream) as progress:
+        progress.advance(3)
+    [line] = lines(stream)
+    assert line.startswith("sort keys: 3/3 keys (100 %)")
+
+
 def test_a_line_is_flushed_at_once() -> None:
     class Stream(io.StringIO):
         flushed = ""

@@ -124,7 +124,21 @@ def test_what_a_job_is_estimated_for_does_not_change_the_job() -> None:
     assert spec.planner.target_gpu == "H100"
     for planner in ({"target_gpu": "A100"}, {"target_gpu": None}, {"gpu_table": "/gpus.toml"}):
         assert parse(planner=planner).identity == spec.identity
+    assert parse(planner={"memory_budget_bytes": 1}).identity == spec.identity
     assert parse(planner={"num_shards": 2}).identity != spec.identity
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(3_000_000, 3_000_000), ("4GiB", 4 << 30), ("1.5 GB", 1_500_000_000)]
+)
+def test_a_memory_budget_is_bytes_or_a_size(given: int | str, expected: int) -> None:
+    assert parse(planner={"memory_budget_bytes": given}).planner.memory_budget_bytes == expected
+
+
+@pytest.mark.parametrize("given", [0, -1, "much", "1 furlong"])
+def test_a_memory_budget_that_is_none(given: int | str) -> None:
+    message = refusal(changed(planner__memory_budget_bytes=given))
+    assert "planner.memory_budget_bytes" in message
 
 
 def test_output_lengths_come_from_one_place() -> None:

@@ -65,7 +65,7 @@ def arrange(
         learned: what an earlier partition says about output lengths.
         target: the GPU by whose time groups are cut; None to cut by tokens.
     """
-    with Progress("choose and order groups", len(_STEPS), unit="steps") as progress:
+    with Progress("choose and order groups", len(_STEPS), unit="steps", announce=False) as progress:
         tree = ranked.tree(requests.lengths)
         progress.advance(1, _STEPS[0])
         choice = choose_prefixes(tree)
@@ -137,7 +137,7 @@ def write_shards(
         _log.warning("the largest shard has %.2f times the average work", worst)
     shards: list[ShardInfo] = []
     num_before = 0
-    with Progress("write shards", groups.num_prompts, unit="requests") as progress:
+    with Progress("write shards", groups.num_prompts, unit="requests", announce=False) as progress:
         for shard_idx in range(int(shard_of_group.max()) + 1):
             group_ids = np.flatnonzero(shard_of_group == shard_idx)
             taken = groups.take(group_ids)

@@ -183,7 +183,7 @@ def _shown(unit: str) -> Phase:
 
     @contextmanager
     def phase(name: str, total: int) -> Iterator[Advance]:
-        with Progress(f"{name} {unit}", total, unit=unit) as progress:
+        with Progress(f"{name} {unit}", total, unit=unit, announce=False) as progress:
             yield progress.advance
 
     return phase
@@ -249,7 +249,7 @@ def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], spool: Path)
     """Copy the data files into the plan's folder, then the manifest, which completes it."""
     folder = job_folder(manifest.spec, manifest.ds).child(f"plan-{manifest.plan_id}")
     num_bytes = sum(file.size_bytes for file in files.values())
-    with Progress("publish the plan", num_bytes, unit="bytes") as progress:
+    with Progress("publish the plan", num_bytes, unit="bytes", announce=False) as progress:
         for name, file in files.items():
             folder.publish_file(spool / name, name)
             progress.advance(file.size_bytes)
