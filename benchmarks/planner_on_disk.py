@@ -37,6 +37,7 @@ from benchmarks.synthetic_prompts import Shape, add_flags
 
 OUTPUT_TOKENS = 64  # per prompt
 CHECKED_GROUPS = 2000
+SETTLED_BATCHES = 16  # of prompts, some 200 MB
 
 
 def plan(shape: Shape, budget: MemoryBudget, block_size: int) -> dict[str, Any]:
@@ -55,9 +56,11 @@ def plan(shape: Shape, budget: MemoryBudget, block_size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
         search = PrefixSearch(Path(folder), memory=budget.search_memory(shape.num_prompts))
         with PromptStore(Path(folder) / "prompts.bin") as prompts:
-            for batch in shape.batches():
+            for number, batch in enumerate(shape.batches(), start=1):
                 last = time.perf_counter()
                 prompts.append(batch)
+                if number % SETTLED_BATCHES == 0:
+                    _settle(Path(folder) / "prompts.bin")
                 lap("write_prompts_s")
                 search.add(batch)
                 lap("hash_s")

@@ -23,9 +23,9 @@ from batchllm_operator.pipeline.stored_plan import StoredPlan, job_folder
 from batchllm_operator.planner import PrefixGroups, Requests, SegmentHasher
 from batchllm_operator.planner.plan import GROUPS_FILE, GROUPS_SCHEMA
 from batchllm_operator.planner.prompt_store import chunks
-from batchllm_operator.planner.segment_hashes import SEGMENT_TOKENS
 from batchllm_operator.spec import JobSpec
 
+_SEGMENT_TOKENS: Final = 64
 _NONE: Final = -1
 _log = logging.getLogger(__name__)
 
@@ -70,11 +70,11 @@ def hash_prefixes(requests: Requests, groups: PrefixGroups) -> npt.NDArray[np.in
         int64 [num_groups, 2], -1 where there is no such segment, as in groups of one.
     """
     hashes = np.full((len(groups), 2), _NONE, dtype=np.int64)
-    num_segments = groups.num_prefix_tokens // SEGMENT_TOKENS
+    num_segments = groups.num_prefix_tokens // _SEGMENT_TOKENS
     chosen = np.flatnonzero(num_segments)
     firsts = groups.member_idxs[groups.offsets[chosen]]
-    num_tokens = num_segments[chosen] * SEGMENT_TOKENS
-    hasher = SegmentHasher()
+    num_tokens = num_segments[chosen] * _SEGMENT_TOKENS
+    hasher = SegmentHasher(segment_tokens=_SEGMENT_TOKENS)
     for part in chunks(num_tokens):
         prompt_idxs = requests.prompt_idxs[firsts[part]]
         prefixes = requests.prompts.beginnings(prompt_idxs, num_tokens[part])

@@ -21,7 +21,7 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.token_table import TokenTable
 
-SEGMENT_TOKENS = 64
+SEGMENT_TOKENS = 128
 """Longer ones make rows shorter, and leave more to compare where prompts part."""
 HASH_BITS = 62
 _SYMBOLS = 2  # int32 for each segment

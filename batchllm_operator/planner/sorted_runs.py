@@ -27,7 +27,9 @@ Advance = Callable[[int], None]
 
 _HEADER = 3  # of a row in a run: prompt index, number of symbols, number shared with the one before
 _INDEX, _LENGTH, _SHARED = range(_HEADER)
+_SYMBOL_BYTES = 4
 _FIRST_SYMBOLS = 1 << 16
+_MOST_RESERVED_SYMBOLS = 1 << 28
 _WRITE_SYMBOLS = 1 << 20
 _MAX_BUFFER_BYTES = 128 << 20  # reads don't get any better with more
 _NOTHING, _LATER = -1, -1
@@ -75,7 +77,10 @@ class RowSorter:
         self._name = name
         self._run_bytes = run_bytes
         self._merge_bytes = merge_bytes
-        self._symbols = np.empty(_FIRST_SYMBOLS, dtype=np.int32)
+        # With a bound, room for a run at once: it takes memory as it fills, and nothing is copied.
+        bounded = min(run_bytes // _SYMBOL_BYTES + 1, _MOST_RESERVED_SYMBOLS)
+        capacity = _FIRST_SYMBOLS if folder is None else bounded
+        self._symbols = np.empty(capacity, dtype=np.int32)
         self._num_symbols = 0
         self._lengths: list[NDArray[np.int64]] = []  # of the rows in memory
         self._num_in_memory = 0
@@ -86,25 +91,29 @@ class RowSorter:
     @property
     def min_merge_bytes(self) -> int:
         """What reading the runs takes at least."""
-        return len(self._runs) * (self._longest_row + _HEADER) * np.dtype(np.int32).itemsize
+        return len(self._runs) * (self._longest_row + _HEADER) * _SYMBOL_BYTES
 
     def add(self, rows: TokenTable) -> None:
         """Take rows in, and write a run where memory is full."""
         if len(rows) == 0:
             return
         end = self._num_symbols + rows.num_tokens
-        if end > len(self._symbols):  # by copying: what is copied is half of what will be used
-            larger = np.empty(max(end, 2 * len(self._symbols)), dtype=np.int32)
-            larger[: self._num_symbols] = self._symbols[: self._num_symbols]
-            self._symbols = larger
+        if end > len(self._symbols):
+            self._reserve(end)
         self._symbols[self._num_symbols : end] = rows.token_ids
         self._num_symbols = end
         self._lengths.append(rows.lengths)
         self._num_in_memory += len(rows)
         self._longest_row = max(self._longest_row, int(self._lengths[-1].max()))
-        num_bytes = end * self._symbols.itemsize + _SORT_BYTES_PER_ROW * self._num_in_memory
+        num_bytes = end * _SYMBOL_BYTES + _SORT_BYTES_PER_ROW * self._num_in_memory
         if self._folder is not None and num_bytes >= self._run_bytes:
             self._write_run(self._folder)
+
+    def _reserve(self, num_symbols: int) -> None:
+        """Make room for so many symbols in all."""
+        larger = np.empty(max(num_symbols, 2 * len(self._symbols)), dtype=np.int32)
+        larger[: self._num_symbols] = self._symbols[: self._num_symbols]
+        self._symbols = larger
 
     def sort(self, advance: Advance) -> SortedRows:
         """All rows in order; `advance` is told of each number of rows that is done."""
@@ -178,9 +187,8 @@ class _RunReader:
     """
 
     def __init__(self, paths: list[Path], num_bytes: int, longest_row: int) -> None:
-        itemsize = np.dtype(np.int32).itemsize
         num_bytes = min(num_bytes, _MAX_BUFFER_BYTES)
-        size = max(longest_row, num_bytes // (len(paths) * itemsize))
+        size = max(longest_row, num_bytes // (len(paths) * _SYMBOL_BYTES))
         self._paths = paths
         self._files: list[FileIO] = []
         self.buffers = np.empty((len(paths), size), dtype=np.int32)
