@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.token_table import TokenTable
 
-CHUNK_TOKENS = 1 << 22
-"""Tokens looked at in one go where all are gone through: 16 MiB."""
+CHUNK_TOKENS = 1 << 21
+"""Tokens looked at in one go where all are gone through: 8 MiB."""
 _READERS: Final = 2
 _NARROW: Final = np.dtype(np.uint16)
 _WIDE: Final = np.dtype(np.int32)

@@ -19,7 +19,7 @@ from batchllm_operator.planner.sorted_runs import RowSorter, ignore
 from batchllm_operator.planner.token_table import TokenTable
 
 _LARGE_RANKS = 4096
-_FLUSH_TOKENS = 1 << 23
+_FLUSH_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
