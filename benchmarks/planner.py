@@ -4,17 +4,14 @@ The prompts are synthetic and shaped like the paper's case 1 (`synthetic_prompts
 that all share, a document that `--share-degree` prompts share, and a distinct part each, in
 random order. Groups and savings are checked against the Python tree before anything is timed.
 What is timed is what a plan does by default: the better of Algorithm 1 and the exact choice,
-ordered by subtree. `path` says over what:
+ordered by subtree, over prefixes of whole KV blocks of prompts that lie on disk, within
+`--memory-budget-bytes` (`planner_on_disk`, in a process of its own).
 
-    memory  token-exact prefixes of prompts that lie in memory
-    disk    prefixes of whole KV blocks of prompts that lie on disk (`planner_on_disk`, in a
-            process of its own), within `--memory-budget-bytes`; taken where the token ids
-            alone would take more than half of that
-
-`on_disk` holds the second path's figures in any case, and `growth` compares it with itself on
-`--growth-from` prompts: 1.0 is linear. `choices` compares both ways of choosing prefixes on
-prompts of other shapes, `orders` what Eq. 4 and the order by subtree leave to find in a block
-cache, and `shards` how evenly a skewed set is spread over 8 workers.
+`growth` compares that with itself on `--growth-from` prompts: 1.0 is linear. `in_memory` holds
+the figures for token-exact prefixes of prompts in memory, where their token ids take no more
+than half of the budget. `choices` compares both ways of choosing prefixes on prompts of other
+shapes, `orders` what Eq. 4 and the order by subtree leave to find in a block cache, and `shards`
+how evenly a skewed set is spread over 8 workers.
 
     python -m benchmarks.planner --num-prompts 100000
     python -m benchmarks.planner --num-prompts 3000000
@@ -23,6 +20,7 @@ cache, and `shards` how evenly a skewed set is spread over 8 workers.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -30,8 +28,10 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -42,6 +42,9 @@ from batchllm_operator.planner import (
     MODEL_SHAPES,
     EngineLimits,
     PrefixGroups,
+    PrefixSearch,
+    PromptStore,
+    SearchMemory,
     TokenTable,
     assign_shards,
     build_prefix_tree,
@@ -65,13 +68,20 @@ from benchmarks.synthetic_prompts import VOCABULARY, Shape, add_flags
 BLOCK_SIZE = 16  # tokens
 CACHE_BLOCKS = (1_000, 8_000)  # of the caches that orders are compared by
 SHAPE_FLAGS = ("share_degree", "prefix_tokens", "distinct_tokens", "instruction_tokens", "seed")
-ON_DISK_KEYS = (
+FIGURES = (  # of `planner_on_disk`
     "prompts_per_s",
+    "total_s",
+    "spread_s",
+    "hash_s",
+    "search_s",
+    "choose_s",
+    "order_s",
     "saving_ratio",
     "optimal_saving_ratio",
+    "num_groups",
     "peak_rss_bytes",
     "bytes_per_prompt",
-    "num_groups",
+    "within_budget",
 )
 
 
@@ -171,7 +181,7 @@ def compare_orders(tokens: TokenTable) -> dict[str, float]:
 def skewed(generator: np.random.Generator) -> TokenTable:
     """Zipf share degrees, and one document with nearly a third of the prompts."""
     degrees = np.minimum(generator.zipf(1.5, 700), 100)
-    degrees = np.append(degrees, round(degrees.sum() * 0.3 / 0.7))
+    degrees = np.append(degrees, round(degrees.sum() * 0.325 / 0.675))
     prompts = []
     for degree in degrees:
         document = some_tokens(generator, 300, 300)
@@ -221,6 +231,22 @@ def check_sample(sample: TokenTable) -> None:
         sys.exit("the default plan doesn't hold every prompt exactly once")
     if default.num_processed > ours.num_processed:
         sys.exit("the default plan saves less than Algorithm 1")
+    check_on_disk(sample)
+
+
+def check_on_disk(sample: TokenTable) -> None:
+    """Exits with a message if prompts on disk, in many sorted runs, give another tree."""
+    in_memory = build_prefix_tree(sample)
+    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
+        search = PrefixSearch(Path(folder), memory=SearchMemory(run_bytes=1 << 16))
+        with PromptStore(Path(folder) / "prompts.bin") as prompts:
+            for idxs in np.array_split(np.arange(len(sample)), 20):
+                prompts.append(sample.take(idxs))
+                search.add(sample.take(idxs))
+            on_disk = search.finish(prompts).tree(prompts.lengths)
+    for field in dataclasses.fields(in_memory):
+        if not np.array_equal(getattr(in_memory, field.name), getattr(on_disk, field.name)):
+            sys.exit(f"the tree of prompts on disk has another {field.name}")
 
 
 def check_in_child(sample: TokenTable) -> None:
@@ -279,7 +305,6 @@ def time_in_memory(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     if sorted(idx for _, members in plan.groups for idx in members) != list(range(len(tokens))):
         sys.exit("the plan doesn't hold every prompt exactly once")
     return {
-        "path": "memory",
         "prompts_per_s": round(len(tokens) / statistics.median(times)),
         "saving_ratio": saving_ratio(plan.num_processed, tokens.num_tokens),
         "optimal_saving_ratio": saving_ratio(plan.num_distinct, tokens.num_tokens),
@@ -340,12 +365,9 @@ def main() -> None:
     check_in_child(sample)
     print(f"gate passed on {len(sample)} prompts", flush=True)
     fits = 4 * shape.num_tokens <= args.memory_budget_bytes // 2
-    measured = time_in_memory(args, shape) if fits else {}
     on_disk = run_on_disk(args, args.num_prompts, args.repetitions if fits else 1)
-    if not fits:
-        measured = {"path": "disk", **{name: on_disk[name] for name in ON_DISK_KEYS}}
     python_tree = time_python_tree(args, shape)
-    speedup = measured["prompts_per_s"] / python_tree["python_tree_prompts_per_s"]
+    speedup = on_disk["prompts_per_s"] / python_tree["python_tree_prompts_per_s"]
     shapes = {
         make.__name__: TokenTable.from_lists(make(np.random.default_rng(args.seed)))
         for make in (sites, conversations, revisions)
@@ -356,10 +378,10 @@ def main() -> None:
         "num_prompts": shape.num_prompts,
         "num_tokens": shape.num_tokens,
         "speedup_vs_python_tree": round(speedup, 2),
-        **measured,
+        **{name: on_disk[name] for name in FIGURES},
         **python_tree,
-        "on_disk": on_disk,
         "growth": measure_growth(args, on_disk),
+        "in_memory": time_in_memory(args, shape) if fits else None,
         "shards": compare_shards(skewed(np.random.default_rng(args.seed))),
         "choices": {name: compare_choices(shape) for name, shape in shapes.items()},
         "orders": {name: compare_orders(shape) for name, shape in shapes.items()},

@@ -29,10 +29,10 @@ from batchllm_operator.planner.cost import (
 )
 from batchllm_operator.planner.gpu import GPU, find_gpu, read_gpu_table
 from batchllm_operator.planner.groups import prefix_sharing_groups, saving_ratios
-from batchllm_operator.planner.lcp_tree import RankedPrompts
+from batchllm_operator.planner.lcp_tree import RankedPrompts, build_prefix_tree
 from batchllm_operator.planner.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from batchllm_operator.planner.order import order_groups, order_groups_by_subtree
-from batchllm_operator.planner.prefix_tree import PrefixTree, build_prefix_tree
+from batchllm_operator.planner.prefix_tree import PrefixTree
 from batchllm_operator.planner.prompt_store import Prompts, PromptStore
 from batchllm_operator.planner.requests import Requests, make_requests
 from batchllm_operator.planner.reuse import (

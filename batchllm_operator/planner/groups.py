@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from batchllm_operator.planner.choice import choose_prefixes
+from batchllm_operator.planner.lcp_tree import build_prefix_tree
 from batchllm_operator.planner.order import order_groups
-from batchllm_operator.planner.prefix_tree import build_prefix_tree
 from batchllm_operator.planner.reuse import maximize_reuse, num_processed_tokens, saving_ratio
 from batchllm_operator.planner.token_table import TokenTable
 

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.prefix_tree import ROOT, PrefixTree
+from batchllm_operator.planner.row_sort import sort_rows
+from batchllm_operator.planner.token_table import TokenTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +77,16 @@ class RankedPrompts:
         return RankedPrompts(
             self.prompt_idxs[kept], self.num_shared_tokens[kept], self.is_repeat[kept]
         )
+
+
+def build_prefix_tree(tokens: TokenTable) -> PrefixTree:
+    """Finds every common prefix of prompts in memory.
+
+    The tree doesn't depend on the order of the prompts, except that equal prompts are
+    ranked by index. Needs about 120 bytes per prompt beside the table.
+    """
+    rows, lengths = sort_rows(tokens), tokens.lengths
+    return RankedPrompts.from_exact(rows.row_idxs, rows.num_shared, lengths).tree(lengths)
 
 
 def are_repeats(num_shared: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -22,6 +22,8 @@ from batchllm_operator.planner.token_table import TokenTable
 CHUNK_TOKENS = 1 << 21
 """Tokens looked at in one go where all are gone through: 8 MiB."""
 _READERS: Final = 2
+_READ_AHEAD: Final = 4  # chunks; fewer leave the readers idle while a batch of windows is sorted
+_READ_TOKENS: Final = 1 << 13  # what is read at once stays in the nearest cache
 _NARROW: Final = np.dtype(np.uint16)
 _WIDE: Final = np.dtype(np.int32)
 
@@ -114,9 +116,9 @@ class PromptStore:
         begins = self._offsets[idxs]
         offsets = np.zeros(len(idxs) + 1, dtype=np.int64)
         np.cumsum(np.minimum(num_tokens, self._offsets[idxs + 1] - begins), out=offsets[1:])
-        token_ids = np.empty(offsets[-1], dtype=self._dtype)
+        token_ids = np.empty(offsets[-1], dtype=np.int32)
         self._read(begins, offsets, token_ids)
-        return TokenTable(token_ids.astype(np.int32, copy=False), offsets)
+        return TokenTable.unchecked(token_ids, offsets)
 
     def take(self, idxs: NDArray[np.int64]) -> TokenTable:
         """The prompts at `idxs`, in that order."""
@@ -134,14 +136,13 @@ class PromptStore:
         self._file, self._dtype = wide, _WIDE
 
     def _read(
-        self, begins: NDArray[np.int64], offsets: NDArray[np.int64], target: NDArray[Any]
+        self, begins: NDArray[np.int64], offsets: NDArray[np.int64], target: NDArray[np.int32]
     ) -> None:
-        """Fills `target`."""
-        size, descriptor = target.itemsize, self._file.fileno()
-        data = target.view(np.uint8)
-        failed = _read_all(descriptor, begins * size, offsets * size, data)
+        """Reads from each of `begins` into `target[offsets[i]:offsets[i + 1]]`."""
+        read = np.empty(_READ_TOKENS, dtype=self._dtype)
+        failed = _read_all(self._file.fileno(), begins, offsets, read, target)
         if failed < len(begins):  # again, for the error
-            os.pread(descriptor, size, int(begins[failed]) * size)
+            os.pread(self._file.fileno(), read.itemsize, int(begins[failed]) * read.itemsize)
             raise OSError(errno.EIO, "is shorter than what was written to it", self._file.name)
 
 
@@ -155,24 +156,40 @@ def _read_all(
     descriptor: int,
     begins: NDArray[np.int64],
     offsets: NDArray[np.int64],
-    data: NDArray[np.uint8],
+    read: NDArray[Any],
+    target: NDArray[np.int32],
 ) -> int:
-    """Reads from each of `begins` into `data[offsets[i]:offsets[i + 1]]`.
+    """Reads from each of `begins` into `target[offsets[i]:offsets[i + 1]]`, by way of `read`.
 
     Returns:
         The number of reads, or where one failed.
     """
+    size = read.itemsize
     for item in range(len(begins)):
-        position, start, end = begins[item], offsets[item], offsets[item + 1]
+        start, end = offsets[item], offsets[item + 1]
         while start < end:
-            num_read = _pread(
-                np.int32(descriptor), data[start:end].ctypes, np.uintp(end - start), position
-            )
-            if num_read <= 0:
+            wanted = min(end - start, len(read))
+            first_byte = (begins[item] + start - offsets[item]) * size
+            if not _read_bytes(descriptor, first_byte, read[:wanted].view(np.uint8)):
                 return item
-            start += num_read
-            position += num_read
+            target[start : start + wanted] = read[:wanted]
+            start += wanted
     return len(begins)
+
+
+@compiled
+def _read_bytes(descriptor: int, position: int, data: NDArray[np.uint8]) -> bool:
+    """Fills `data`; whether there was as much."""
+    num_done = 0
+    while num_done < len(data):
+        rest = data[num_done:]
+        num_read = _pread(
+            np.int32(descriptor), rest.ctypes, np.uintp(len(rest)), position + num_done
+        )
+        if num_read <= 0:
+            return False
+        num_done += num_read
+    return True
 
 
 def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
@@ -184,12 +201,12 @@ def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
 def read_ahead(
     prompts: Prompts, wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]
 ) -> Iterator[TokenTable]:
-    """`prompts.beginnings` of each (idxs, num_tokens); the next two are read meanwhile."""
+    """`prompts.beginnings` of each (idxs, num_tokens); the next ones are read meanwhile."""
     with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="read-ahead") as readers:
         ahead: deque[Future[TokenTable]] = deque()
         for idxs, num_tokens in wanted:
             ahead.append(readers.submit(prompts.beginnings, idxs, num_tokens))
-            if len(ahead) > _READERS:
+            if len(ahead) > _READ_AHEAD:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.lcp_tree import RankedPrompts
-from batchllm_operator.planner.prefix_tree import ROOT, PrefixTree, build_prefix_tree
+from batchllm_operator.planner.prefix_tree import ROOT, PrefixTree
+from batchllm_operator.planner.row_sort import sort_rows
 from batchllm_operator.planner.sorted_runs import RowSorter, ignore
 from batchllm_operator.planner.token_table import TokenTable
 
@@ -67,6 +68,7 @@ class Refinement:
         self._children = np.empty(tree.num_nodes - 1, dtype=np.int64)
         self._shared = np.empty(tree.num_nodes - 1, dtype=np.int64)
         self._num_read = 0
+        self._sorted_nodes: list[NDArray[np.int64]] = []  # whose windows went to the sorter
         self._open: list[_Windows] = []
 
     def read(self, prompts: TokenTable, first_rank: int) -> None:
@@ -86,6 +88,7 @@ class Refinement:
         nodes = np.arange(first, last)
         is_large = self._has_large_parent(nodes)
         self._sorter.add(self._cut_windows(nodes[is_large], prompts, first_rank).rows)
+        self._sorted_nodes.append(nodes[is_large])
         self._open.append(self._cut_windows(nodes[~is_large], prompts, first_rank))
         if sum(windows.rows.num_tokens for windows in self._open) > _FLUSH_TOKENS:
             self._flush(end_rank)
@@ -94,9 +97,9 @@ class Refinement:
         """The prompts in lexicographic order, and what neighbours share, in tokens."""
         tree = self._tree
         self._flush(tree.num_prompts)
-        nodes = np.arange(ROOT + 1, tree.num_nodes)
         order = self._sorter.sort(ignore)
-        self._place(nodes[self._has_large_parent(nodes)][order.row_idxs], order.num_shared)
+        nodes = np.concatenate(self._sorted_nodes) if self._sorted_nodes else order.row_idxs
+        self._place(nodes[order.row_idxs], order.num_shared)
         ranks, num_shared = _walk(
             self._children, self._begins, self._shared, tree.leaf_begin, tree.num_prompts
         )
@@ -122,7 +125,7 @@ class Refinement:
         rows[offsets[:-1]] = tree.parent[nodes]
         sources = prompts.offsets[ranks - first_rank] + begins
         _copy_windows(prompts.token_ids, sources, offsets, rows)
-        return _Windows(nodes, TokenTable(rows, offsets))
+        return _Windows(nodes, TokenTable.unchecked(rows, offsets))
 
     def _flush(self, end_rank: int) -> None:
         """Sorts below the nodes that end at `end_rank` or before."""
@@ -133,9 +136,9 @@ class Refinement:
         rest = np.flatnonzero(~is_complete)
         if len(rest):
             self._open.append(_Windows(windows.nodes[rest], windows.rows.take(rest)))
-        order = build_prefix_tree(windows.rows.take(np.flatnonzero(is_complete)))
-        nodes = windows.nodes[is_complete][order.prompt_idxs]
-        self._place(nodes, order.num_shared_with_previous)
+        order = sort_rows(windows.rows.take(np.flatnonzero(is_complete)))
+        nodes = windows.nodes[is_complete][order.row_idxs]
+        self._place(nodes, order.num_shared)
 
     def _place(self, nodes: NDArray[np.int64], num_shared: NDArray[np.int64]) -> None:
         """Notes the order of some parents' children, and what each shares with the one before.
@@ -157,7 +160,8 @@ def _joined(windows: list[_Windows]) -> _Windows:
     lengths = [each.rows.lengths for each in windows]
     offsets = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]))
     rows = np.concatenate([each.rows.token_ids for each in windows])
-    return _Windows(np.concatenate([each.nodes for each in windows]), TokenTable(rows, offsets))
+    nodes = np.concatenate([each.nodes for each in windows])
+    return _Windows(nodes, TokenTable.unchecked(rows, offsets))
 
 
 @compiled

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.lcp_tree import RankedPrompts, are_repeats
-from batchllm_operator.planner.prefix_tree import PrefixTree, num_equal
+from batchllm_operator.planner.prefix_tree import PrefixTree
 from batchllm_operator.planner.prompt_store import Prompts, chunks, read_ahead
 from batchllm_operator.planner.refine import Refinement
+from batchllm_operator.planner.row_sort import SortedRows, num_equal
 from batchllm_operator.planner.segment_hashes import HASH_BITS, SEGMENT_TOKENS, SegmentHasher
-from batchllm_operator.planner.sorted_runs import Advance, RowSorter, SortedRows, ignore
+from batchllm_operator.planner.sorted_runs import Advance, RowSorter, ignore
 from batchllm_operator.planner.token_table import TokenTable
 
 _MAX_SEEDS: Final = 100  # with 62 bits, a second one is needed in one of many thousand plans
@@ -88,7 +89,8 @@ class PrefixSearch:
         for part in chunks(tokens.lengths):
             begin, end = tokens.offsets[part.start], tokens.offsets[part.stop]
             offsets = tokens.offsets[part.start : part.stop + 1] - begin
-            self._sorter.add(self._hasher.rows(TokenTable(tokens.token_ids[begin:end], offsets)))
+            rows = self._hasher.rows(TokenTable.unchecked(tokens.token_ids[begin:end], offsets))
+            self._sorter.add(rows)
 
     def finish(self, prompts: Prompts, phase: Phase | None = None) -> RankedPrompts:
         """The prompts in lexicographic order, and what neighbours share.
@@ -134,8 +136,7 @@ class PrefixSearch:
         """What prompts really share; None if that is less than hashes say."""
         all_lengths = prompts.lengths
         lengths = all_lengths[rows.row_idxs]
-        lengths_before = np.concatenate([lengths[:1], lengths[:-1]])
-        shared = self._hasher.num_shared_tokens(rows.num_shared, lengths, lengths_before)
+        shared = self._hasher.num_shared_tokens(rows.num_shared, lengths)
         are_equal = are_repeats(rows.num_shared, self._hasher.num_symbols(lengths))
         segments = RankedPrompts(rows.row_idxs, shared, are_equal)
         refinement = Refinement(

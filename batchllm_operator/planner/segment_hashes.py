@@ -8,7 +8,7 @@ also depends on how much remains, so that prompts with equal rows are equal prom
 Within a segment the tokens are hashed by a sum of products with random odd numbers (multilinear
 hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014), which leaves the
 processor free to work on several tokens at once. Hashes have 62 bits, in two numbers below
-2**31, so that a row is a prompt for `build_prefix_tree`. Equal prefixes have equal hashes. That
+2**31, so that a row is one for `sort_rows`. Equal prefixes have equal hashes. That
 different ones don't is likely, not sure: whoever uses rows has to compare tokens afterwards.
 """
 
@@ -72,7 +72,7 @@ class SegmentHasher:
             self._shift,
             symbols,
         )
-        return TokenTable(symbols, offsets)
+        return TokenTable.unchecked(symbols, offsets)
 
     def last_hashes(self, tokens: TokenTable) -> NDArray[np.int64]:
         """Hash of each whole prompt, and of the prompt without its last segment.
@@ -90,18 +90,16 @@ class SegmentHasher:
         return hashes
 
     def num_shared_tokens(
-        self,
-        num_shared_symbols: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        lengths_before: NDArray[np.int64],
+        self, num_shared_symbols: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Tokens in the full segments that two prompts share, from what their rows share.
+        """Tokens in the full segments that each prompt shares with the one before.
 
-        All [n] int64; `lengths` and `lengths_before` are the two prompts' tokens.
+        Args:
+            num_shared_symbols: [n] int64, what each row shares with the one before; 0 for the
+                first.
+            lengths: [n] int64, tokens of each prompt.
         """
-        num_full = np.minimum(lengths, lengths_before) // self._segment_tokens
-        num_segments: NDArray[np.int64] = np.minimum(num_shared_symbols // _SYMBOLS, num_full)
-        return num_segments * self._segment_tokens
+        return _shared_tokens(num_shared_symbols, lengths, self._segment_tokens)
 
 
 @compiled
@@ -130,3 +128,17 @@ def _hash_segments(
             symbols[place + 1] = np.int32(out & np.uint64(0x7FFFFFFF))
             place += 2
             begin = end
+
+
+@compiled
+def _shared_tokens(
+    num_shared_symbols: NDArray[np.int64], lengths: NDArray[np.int64], segment_tokens: int
+) -> NDArray[np.int64]:
+    num_tokens = np.zeros(len(lengths), dtype=np.int64)
+    num_full_before = 0
+    for position in range(len(lengths)):
+        num_full = lengths[position] // segment_tokens
+        num_segments = min(num_shared_symbols[position] // _SYMBOLS, num_full, num_full_before)
+        num_tokens[position] = num_segments * segment_tokens
+        num_full_before = num_full
+    return num_tokens

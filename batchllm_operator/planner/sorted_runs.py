@@ -9,8 +9,8 @@ numbers differ, they decide which row is next without a look at the rows (Ng and
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.jit import compiled
-from batchllm_operator.planner.prefix_tree import build_prefix_tree, num_equal
+from batchllm_operator.planner.row_sort import SortedRows, num_equal, sort_rows
 from batchllm_operator.planner.token_table import TokenTable
 
 Advance = Callable[[int], None]
@@ -33,24 +33,11 @@ _MOST_RESERVED_SYMBOLS = 1 << 28
 _WRITE_SYMBOLS = 1 << 20
 _MAX_BUFFER_BYTES = 128 << 20  # reads don't get any better with more
 _NOTHING, _LATER = -1, -1
-_SORT_BYTES_PER_ROW = 140  # the tree that sorts a run, and the row's offset
+_SORT_BYTES_PER_ROW = 80  # what sorting a run takes, and the row's offset and length
 
 
 def ignore(_: int) -> None:
     """An `Advance` that shows nothing."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SortedRows:
-    """Rows in lexicographic order, a row before its extensions, equal rows by index.
-
-    Attributes:
-        row_idxs: [num_rows] int64, the row at each rank.
-        num_shared: [num_rows] int64, symbols that each shares with the one before.
-    """
-
-    row_idxs: NDArray[np.int64]
-    num_shared: NDArray[np.int64]
 
 
 class RowSorter:
@@ -80,7 +67,7 @@ class RowSorter:
         # With a bound, room for a run at once: it takes memory as it fills, and nothing is copied.
         bounded = min(run_bytes // _SYMBOL_BYTES + 1, _MOST_RESERVED_SYMBOLS)
         capacity = _FIRST_SYMBOLS if folder is None else bounded
-        self._symbols = np.empty(capacity, dtype=np.int32)
+        self._symbols = _mapped(capacity)
         self._num_symbols = 0
         self._lengths: list[NDArray[np.int64]] = []  # of the rows in memory
         self._num_in_memory = 0
@@ -111,14 +98,14 @@ class RowSorter:
 
     def _reserve(self, num_symbols: int) -> None:
         """Make room for so many symbols in all."""
-        larger = np.empty(max(num_symbols, 2 * len(self._symbols)), dtype=np.int32)
+        larger = _mapped(max(num_symbols, 2 * len(self._symbols)))
         larger[: self._num_symbols] = self._symbols[: self._num_symbols]
         self._symbols = larger
 
     def sort(self, advance: Advance) -> SortedRows:
         """All rows in order; `advance` is told of each number of rows that is done."""
         if not self._runs:
-            result = _sort(self._take_rows())
+            result = sort_rows(self._take_rows())
             self._symbols = np.empty(0, dtype=np.int32)
             advance(len(result.row_idxs))
             return result
@@ -149,14 +136,14 @@ class RowSorter:
     def _take_rows(self) -> TokenTable:
         """The rows in memory, as a view that is good until rows are added."""
         lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
-        rows = TokenTable(self._symbols[: self._num_symbols], np.cumsum(lengths))
+        rows = TokenTable.unchecked(self._symbols[: self._num_symbols], np.cumsum(lengths))
         self._num_symbols, self._num_in_memory, self._lengths = 0, 0, []
         return rows
 
     def _write_run(self, folder: Path) -> None:
         rows = self._take_rows()
         first_row, self._num_rows = self._num_rows, self._num_rows + len(rows)
-        ranked = _sort(rows)
+        ranked = sort_rows(rows)
         path = folder / f"{self._name}-{len(self._runs):05d}.bin"
         self._runs.append(path)
         sizes = rows.lengths[ranked.row_idxs] + _HEADER
@@ -224,11 +211,6 @@ class _RunReader:
         return bool(np.any(self.begins < self.ends))
 
 
-def _sort(rows: TokenTable) -> SortedRows:
-    tree = build_prefix_tree(rows)
-    return SortedRows(tree.prompt_idxs, tree.num_shared_with_previous)
-
-
 def _pieces(sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Ranges of rows of about `_WRITE_SYMBOLS` each."""
     ends = np.cumsum(sizes)
@@ -239,6 +221,16 @@ def _pieces(sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         stop = max(start + 1, stop)
         yield start, stop
         start = stop
+
+
+def _mapped(num_symbols: int) -> NDArray[np.int32]:
+    """Zeros that take memory page by page as they are written to.
+
+    `np.empty` asks for huge pages, and one of them at a time takes much longer to be had.
+    """
+    num_bytes = max(num_symbols, 1) * _SYMBOL_BYTES
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, dtype=np.int32, count=num_symbols)
 
 
 @compiled

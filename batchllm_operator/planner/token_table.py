@@ -53,6 +53,14 @@ class TokenTable:
             raise PlanError(f"prompt {idx} has the negative token id {self.token_ids[position]}")
 
     @classmethod
+    def unchecked(cls, token_ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> TokenTable:
+        """A table of arrays that are known to be right, without going through them again."""
+        table = object.__new__(cls)
+        object.__setattr__(table, "token_ids", token_ids)
+        object.__setattr__(table, "offsets", offsets)
+        return table
+
+    @classmethod
     def from_lists(cls, prompts: Iterable[Sequence[int] | NDArray[Any]]) -> TokenTable:
         """Copies prompts given as sequences of integers.
 
@@ -105,7 +113,7 @@ class TokenTable:
         np.cumsum(np.minimum(num_tokens, self.lengths[idxs]), out=offsets[1:])
         token_ids = np.empty(offsets[-1], dtype=np.int32)
         _copy_prompts(self.token_ids, self.offsets, idxs, offsets, token_ids)
-        return TokenTable(token_ids=token_ids, offsets=offsets)
+        return TokenTable.unchecked(token_ids, offsets)
 
     def take(self, idxs: NDArray[np.integer[Any]] | Sequence[int]) -> TokenTable:
         """A new table with the prompts at `idxs`, in that order; repeats are allowed.
