@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.lake import LakeTable
+from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.stored_plan import StoredPlan, job_folder
 from batchllm_operator.planner import PrefixGroups, Requests, SegmentHasher
 from batchllm_operator.planner.plan import GROUPS_FILE, GROUPS_SCHEMA
@@ -27,6 +28,7 @@ from batchllm_operator.spec import JobSpec
 
 _SEGMENT_TOKENS: Final = 64
 _NONE: Final = -1
+_BATCH_ROWS: Final = 1 << 16
 _log = logging.getLogger(__name__)
 
 
@@ -98,33 +100,43 @@ def write_groups(path: Path, prefix_hashes: npt.NDArray[np.int64]) -> None:
 
 
 def learn_group_lengths(
-    spec: JobSpec, table: LakeTable, ds: str, plan_id: str
+    spec: JobSpec, table: LakeTable, ds: str, plan_id: str, budget: MemoryBudget | None = None
 ) -> GroupLengths | None:
     """What partition `ds` says about the groups of the plan that it was published by.
 
     None, with a note in the log, if that plan was removed or didn't keep what is needed.
+
+    Raises:
+        SpecError: it is too large for the budget.
     """
     try:
         plan = StoredPlan.open(job_folder(spec, ds).child(f"plan-{plan_id}").uri)
+        num_rows = plan.manifest.counts.num_rows
+    except (BatchLLMError, OSError) as error:
+        _log.info("partition %s: output lengths are learned without groups: %s", ds, error)
+        return None
+    if budget is not None:
+        budget.check_learned(num_rows)
+    try:
         hashes = pq.read_table(plan.folder.full_path(GROUPS_FILE), filesystem=plan.folder.fs)
         group_of_row = _groups_of_rows(plan)
     # Only an estimate depends on it, so what is wrong with it is no reason to stop.
     except (BatchLLMError, OSError, pa.ArrowException) as error:
         _log.info("partition %s: output lengths are learned without groups: %s", ds, error)
         return None
-    num_rows, num_tokens = _count(table, ds, group_of_row, hashes.num_rows)
+    num_texts, num_tokens = _count(table, ds, group_of_row, hashes.num_rows)
     parts = [
         (column.to_numpy(), is_known)
         for name in GROUPS_SCHEMA.names
         for column in [hashes[name].combine_chunks().fill_null(_NONE)]
-        for is_known in [(column.to_numpy() != _NONE) & (num_rows > 0)]
+        for is_known in [(column.to_numpy() != _NONE) & (num_texts > 0)]
     ]
     found, places = np.unique(
         np.concatenate([values[is_known] for values, is_known in parts]), return_inverse=True
     )
     return GroupLengths(
         found,
-        _added(places, np.concatenate([num_rows[is_known] for _, is_known in parts]), len(found)),
+        _added(places, np.concatenate([num_texts[is_known] for _, is_known in parts]), len(found)),
         _added(places, np.concatenate([num_tokens[is_known] for _, is_known in parts]), len(found)),
     )
 
@@ -135,12 +147,12 @@ def _groups_of_rows(plan: StoredPlan) -> npt.NDArray[np.int64]:
     for shard in plan.manifest.shards:
         path = plan.folder.full_path(shard.file)
         columns = ["group_id", "row_idxs"]
-        requests = pq.read_table(path, columns=columns, filesystem=plan.folder.fs)
-        for batch in requests.to_batches():
-            rows = batch.column("row_idxs")
-            group_ids = batch.column("group_id").to_numpy()
-            sizes = rows.value_lengths().to_numpy()
-            group_of_row[rows.flatten().to_numpy()] = np.repeat(group_ids, sizes)
+        with pq.ParquetFile(path, filesystem=plan.folder.fs) as requests:
+            for batch in requests.iter_batches(_BATCH_ROWS, columns=columns):
+                rows = batch.column("row_idxs")
+                group_ids = batch.column("group_id").to_numpy()
+                sizes = rows.value_lengths().to_numpy()
+                group_of_row[rows.flatten().to_numpy()] = np.repeat(group_ids, sizes)
     return group_of_row
 
 

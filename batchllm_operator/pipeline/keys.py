@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import KeyColumnError
+from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.planner import (
     Phase,
     PrefixSearch,
@@ -27,7 +28,7 @@ from batchllm_operator.planner import (
 )
 
 _KEYS_FILE: Final = "keys.bin"
-_BATCH_ROWS: Final = 1 << 16
+_ENCODED_BYTES: Final = 4 << 20  # of keys at a time; the search takes four times as much for them
 _MAX_NAMED: Final = 10
 _BYTES: Final = (
     pa.types.is_string,
@@ -36,6 +37,7 @@ _BYTES: Final = (
     pa.types.is_binary,
     pa.types.is_large_binary,
     pa.types.is_binary_view,
+    pa.types.is_fixed_size_binary,
 )
 
 
@@ -62,23 +64,25 @@ def check_keys(
         OSError: the disk is full.
     """
     with (
-        pq.ParquetFile(rows_file) as rows,
         tempfile.TemporaryDirectory(dir=spool) as folder,
         PromptStore(Path(folder) / _KEYS_FILE) as keys,
     ):
-        _check_nulls(rows, key, where)
+        _check_nulls(rows_file, key, where)
         search = PrefixSearch(Path(folder), memory=memory)
-        for batch in _read(rows, key):
-            encoded = _encode(batch, where)
-            keys.append(encoded)
-            search.add(encoded)
-        _check_repeats(rows, key, where, search.finish(keys, phase))
+        for batch in _read(rows_file, key):
+            num_rows = max(1, batch.num_rows * _ENCODED_BYTES // max(1, batch.nbytes))
+            for start in range(0, batch.num_rows, num_rows):
+                encoded = _encode(batch.slice(start, num_rows), where)
+                keys.append(encoded)
+                search.add(encoded)
+        _check_repeats(rows_file, key, where, search.finish(keys, phase))
 
 
-def _read(rows: pq.ParquetFile, key: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
-    """The key columns, in the order of `key`."""
-    for batch in rows.iter_batches(_BATCH_ROWS, columns=list(key), use_threads=False):
-        yield batch.select(list(key))
+def _read(rows_file: Path, key: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    """The key columns, in the order of `key`, in small batches."""
+    stored = pq.read_schema(rows_file)
+    with rows_file.open("rb") as file:
+        yield from read_batches(file, pa.schema([stored.field(name) for name in key]), {})
 
 
 def _encode(batch: pa.RecordBatch, where: str) -> TokenTable:
@@ -87,7 +91,7 @@ def _encode(batch: pa.RecordBatch, where: str) -> TokenTable:
     for field, values in zip(batch.schema, batch.columns, strict=True):
         try:
             column = _as_bytes(values)
-        except pa.ArrowNotImplementedError as error:
+        except pa.ArrowException as error:
             raise KeyColumnError(
                 f"{where}: key {', '.join(batch.schema.names)} can't be compared: {field.name!r} is"
                 f" of type {field.type}"
@@ -106,7 +110,9 @@ def _encode(batch: pa.RecordBatch, where: str) -> TokenTable:
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:
-    """Raises `pa.ArrowNotImplementedError` for kinds that can't be compared, such as lists."""
+    """Raises `pa.ArrowException` for kinds that can't be compared, such as lists."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     kind = column.type
@@ -117,11 +123,11 @@ def _as_bytes(column: pa.Array) -> pa.Array:
     return pc.cast(column, pa.large_binary())
 
 
-def _check_nulls(rows: pq.ParquetFile, key: tuple[str, ...], where: str) -> None:
+def _check_nulls(rows_file: Path, key: tuple[str, ...], where: str) -> None:
     for name in key:
         first: list[int] = []
         num_nulls, start = 0, 0
-        for batch in _read(rows, (name,)):
+        for batch in _read(rows_file, (name,)):
             column = batch.column(0)
             if column.null_count:
                 nulls = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) + start
@@ -136,13 +142,13 @@ def _check_nulls(rows: pq.ParquetFile, key: tuple[str, ...], where: str) -> None
 
 
 def _check_repeats(
-    rows: pq.ParquetFile, key: tuple[str, ...], where: str, ranked: RankedPrompts
+    rows_file: Path, key: tuple[str, ...], where: str, ranked: RankedPrompts
 ) -> None:
     starts_repeat = ranked.is_repeat[1:] & ~ranked.is_repeat[:-1]
     repeated = np.sort(ranked.prompt_idxs[:-1][starts_repeat])  # where each occurs first
     if len(repeated) == 0:
         return
-    named = ", ".join(_names(rows, key, repeated[:_MAX_NAMED].tolist()))
+    named = ", ".join(_names(rows_file, key, repeated[:_MAX_NAMED].tolist()))
     num_more = len(repeated) - _MAX_NAMED
     more = f" and {num_more} more" if num_more > 0 else ""
     raise KeyColumnError(
@@ -150,11 +156,11 @@ def _check_repeats(
     )
 
 
-def _names(rows: pq.ParquetFile, key: tuple[str, ...], row_idxs: list[int]) -> list[str]:
+def _names(rows_file: Path, key: tuple[str, ...], row_idxs: list[int]) -> list[str]:
     """The keys of some rows, ascending, for an error's message."""
     names: list[str] = []
     start = 0
-    for batch in _read(rows, key):
+    for batch in _read(rows_file, key):
         for idx in row_idxs:
             if start <= idx < start + batch.num_rows:
                 names.append(" / ".join(_name(column[idx - start]) for column in batch.columns))

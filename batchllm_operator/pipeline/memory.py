@@ -18,6 +18,7 @@ _BYTES_PER_PROMPT_READ: Final = 40
 WORKING_BYTES: Final = 384 << 20
 """For all that is done batch by batch, whatever the table's size: rows, texts and token ids of
 a batch, encoded pieces of text, two chunks of prompts, a part of a shard, compiled code."""
+_BYTES_PER_LEARNED: Final = 80  # row of an earlier partition, while its lengths are learned
 _LEAST_RUN_BYTES: Final = 32 << 20
 _LEAST_MERGE_BYTES: Final = 16 << 20
 _MIB: Final = 1 << 20
@@ -50,6 +51,14 @@ class MemoryBudget:
         """
         search = max(_LEAST_RUN_BYTES, _LEAST_MERGE_BYTES, min_merge_bytes)
         return self.resident_bytes + WORKING_BYTES + num_prompts * BYTES_PER_PROMPT + search
+
+    def check_learned(self, num_rows: int) -> None:
+        """Refuse to learn from an earlier partition of so many rows with too small a budget.
+
+        Raises:
+            SpecError: as `check`.
+        """
+        self.check(num_rows * _BYTES_PER_LEARNED // BYTES_PER_PROMPT)
 
     def check(self, num_prompts: int, min_merge_bytes: int = 0) -> None:
         """Refuse to plan so many prompts with too small a budget.

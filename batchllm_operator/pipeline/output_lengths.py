@@ -10,6 +10,7 @@ import numpy.typing as npt
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake import LakeTable, open_table
 from batchllm_operator.pipeline.group_lengths import GroupLengths, learn_group_lengths
+from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.stored_plan import check_publisher
 from batchllm_operator.planner import PrefixGroups, Requests
 from batchllm_operator.planner.plan import LearnedOutputs, LengthBucket
@@ -62,7 +63,9 @@ def estimate_output_tokens(
     return np.clip(estimates, 1, most)
 
 
-def learn_output_lengths(spec: JobSpec, ds: str) -> Learned | None:
+def learn_output_lengths(
+    spec: JobSpec, ds: str, budget: MemoryBudget | None = None
+) -> Learned | None:
     """What the latest partition before `ds` that this job has published says, if it is asked for.
 
     Partitions are compared by name, and those without a single text, or of another job or
@@ -70,6 +73,7 @@ def learn_output_lengths(spec: JobSpec, ds: str) -> Learned | None:
 
     Raises:
         TableError: that partition can't be read.
+        SpecError: it is too large to learn from within the budget.
     """
     if not spec.planner.learns_output_tokens:
         return None
@@ -80,7 +84,7 @@ def learn_output_lengths(spec: JobSpec, ds: str) -> Learned | None:
         except TableError:
             continue
         if plan_id is not None and (buckets := _count(table, earlier)):
-            by_group = learn_group_lengths(spec, table, earlier, plan_id)
+            by_group = learn_group_lengths(spec, table, earlier, plan_id, budget)
             num_known = 0 if by_group is None else len(by_group.hashes)
             by_length = LearnedOutputs(
                 ds=earlier, plan_id=plan_id, buckets=buckets, num_known_prefixes=num_known

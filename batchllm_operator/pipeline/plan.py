@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchllm_operator.errors import EmptyPartitionError, SpecError, StorageError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.arrange import arrange, write_shards
-from batchllm_operator.pipeline.estimate import estimate_cost, find_target
+from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target
 from batchllm_operator.pipeline.group_lengths import write_groups
 from batchllm_operator.pipeline.keys import check_keys
 from batchllm_operator.pipeline.memory import MemoryBudget
@@ -81,23 +81,15 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     # A partition in the way would stop the commit; better to know before the GPU runs.
     check_publisher(open_table(spec.output.uri, spec.input.partition_column), spec, ds)
     tokenizer = load_tokenizer(spec, ds)
+    gpu_target = find_target(spec)
+    budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     try:
-        return _build_in_spool(spec, ds, table, snapshot, tokenizer)
+        with open_spool() as spool:
+            return _build(spec, ds, table, snapshot, tokenizer, gpu_target, budget, spool)
     except TokenIdsDifferError as error:  # it won't happen again
         _log.warning("%s: planning starts again", error)
-        return _build_in_spool(spec, ds, table, snapshot, tokenizer)
-
-
-def _build_in_spool(
-    spec: JobSpec, ds: str, table: LakeTable, snapshot: Snapshot, tokenizer: Tokenizer
-) -> StoredPlan:
-    """Build the plan with a folder for temporary files, which is gone afterwards.
-
-    Raises:
-        TokenIdsDifferError: see `Tokenizer.encode`.
-    """
-    with open_spool() as spool:
-        return _build(spec, ds, table, snapshot, tokenizer, spool)
+    with open_spool() as spool:  # not above: the error holds what the first attempt had in memory
+        return _build(spec, ds, table, snapshot, tokenizer, gpu_target, budget, spool)
 
 
 def _build(
@@ -106,10 +98,15 @@ def _build(
     table: LakeTable,
     snapshot: Snapshot,
     tokenizer: Tokenizer,
+    target: Target | None,
+    budget: MemoryBudget,
     spool: Path,
 ) -> StoredPlan:
-    target = find_target(spec)
-    budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
+    """Build the plan with `spool` for temporary files.
+
+    Raises:
+        TokenIdsDifferError: see `Tokenizer.encode`.
+    """
     num_rows = sum(file.num_rows for file in snapshot.files)
     if not spec.input.filter:  # which may leave any number of rows out
         budget.check(num_rows)
@@ -120,17 +117,17 @@ def _build(
         if table.snapshot(ds).files != snapshot.files:
             raise StorageError(f"{where}: changed while it was read; plan again")
         _check_rows(spec, rows, where)
-        budget.check(len(prompts), rows.search.min_merge_bytes)
+        budget.check(rows.num_rows, rows.search.min_merge_bytes)
         requests, ranked = _find_prefixes(spec, rows)
         check_keys(
             spool / ROWS_FILE,
             spec.input.key,
             where,
             spool,
-            budget.search_memory(len(prompts), while_read=False),
+            budget.search_memory(rows.num_rows, while_read=False),
             _shown("keys"),
         )
-        learned = learn_output_lengths(spec, ds)
+        learned = learn_output_lengths(spec, ds, budget)
         chosen = arrange(spec, requests, ranked, learned, target)
         shards, unevenness = write_shards(spec, requests, chosen, target, spool)
     counts = PlanCounts(

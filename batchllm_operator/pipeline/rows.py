@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from batchllm_operator.planner.plan import ERROR_COLUMN
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import PromptRenderer, Tokenizer, first_occurrences, length_fault
 from batchllm_operator.spec import JobSpec
+
+_CHARACTERS_AT_ONCE: Final = 4 << 20  # of prompts that are rendered and tokenized together
+_FIRST_ROWS: Final = 64
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ def read_rows(
         ]
     )
     renderer = PromptRenderer(spec.prompt)
+    num_at_once = _FIRST_ROWS
     with (
         pq.ParquetWriter(path, schema, compression="zstd") as writer,
         Progress("read and tokenize", sum(file.num_rows for file in snapshot.files)) as progress,
@@ -83,14 +88,18 @@ def read_rows(
         for batch in table.scan(snapshot, spec.input_columns, spec.input.filter):
             if batch.num_rows == 0:
                 continue
-            rendered = renderer.render(batch)
-            estimates = _estimates(spec, batch)
-            errors = _tokenize(rendered.texts, rendered.errors, estimates, tokenizer, rows)
+            errors: list[str | None] = []
+            while (start := len(errors)) < batch.num_rows:
+                piece = batch.slice(start, num_at_once)
+                rendered = renderer.render(piece)
+                num_at_once = _num_at_once(rendered.texts)
+                estimates = _estimates(spec, piece)
+                errors += _tokenize(rendered.texts, rendered.errors, estimates, tokenizer, rows)
+                rows.num_rows += piece.num_rows
             columns = [batch.column(name) for name in spec.kept_columns]
             writer.write_table(
                 pa.Table.from_arrays([*columns, pa.array(errors, pa.string())], schema=schema)
             )
-            rows.num_rows += batch.num_rows
             progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter leaves rows out
 
@@ -101,6 +110,12 @@ def deduplicated_tokens(tokens: TokenTable, *, merge: bool) -> TokenTable:
         return tokens
     first = first_occurrences(tokens)
     return tokens.take(np.flatnonzero(first == np.arange(len(first))))
+
+
+def _num_at_once(texts: list[str | None]) -> int:
+    """Rows to render next, if they are as long as these."""
+    num_characters = sum(len(text) for text in texts if text is not None)
+    return max(1, len(texts) * _CHARACTERS_AT_ONCE // max(1, num_characters))
 
 
 def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:

@@ -54,8 +54,8 @@ class PromptStore:
     """Prompts in a file, of which only the lengths are kept in memory.
 
     Prompts are added in the order of their indexes. They can be read at any time, also by
-    several threads at once; reading and adding don't disturb each other. The file is created
-    and belongs to the store; who made its folder removes it.
+    several threads at once, but not while others are added. The file is created and belongs to
+    the store; who made its folder removes it. If adding fails, what was there before stands.
 
     A token takes 2 bytes as long as no id needs more, then 4.
 
@@ -101,6 +101,7 @@ class PromptStore:
         """Add prompts behind those that are there."""
         if self._dtype == _NARROW and np.any(tokens.token_ids > np.iinfo(_NARROW).max):
             self._widen()
+        self._file.seek(self.num_tokens * self._dtype.itemsize)  # an append may have failed
         _write(self._file, tokens.token_ids.astype(self._dtype, copy=False))
         total = self._num_prompts + len(tokens)
         if total >= len(self._offsets):

@@ -13,7 +13,7 @@ the tree (`lcp_tree`), over tokens or over blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -139,18 +139,27 @@ class PrefixSearch:
         shared = self._hasher.num_shared_tokens(rows.num_shared, lengths)
         are_equal = are_repeats(rows.num_shared, self._hasher.num_symbols(lengths))
         segments = RankedPrompts(rows.row_idxs, shared, are_equal)
-        refinement = Refinement(
-            segments.tree(all_lengths),
-            all_lengths,
-            self._segment_tokens,
-            self._new_sorter("windows", self._memory.merge_bytes),
-        )
-        shared = np.where(are_equal, lengths, shared)
+        with closing(self._new_sorter("windows", self._memory.merge_bytes)) as sorter:
+            tree = segments.tree(all_lengths)
+            refinement = Refinement(tree, all_lengths, self._segment_tokens, sorter)
+            return self._read_and_refine(prompts, segments, refinement, advance)
+
+    def _read_and_refine(
+        self,
+        prompts: Prompts,
+        segments: RankedPrompts,
+        refinement: Refinement,
+        advance: Advance,
+    ) -> RankedPrompts | None:
+        """Compares neighbours by their tokens, and orders them where segments can't tell."""
+        ranked = segments.prompt_idxs
+        lengths = prompts.lengths[ranked]
+        shared = np.where(segments.is_repeat, lengths, segments.num_shared_tokens)
         # As far as a prompt is looked at: what it shares with its neighbours, and one more.
         wanted = np.maximum(shared, np.append(shared[1:], 0)) + self._segment_tokens
         parts = list(chunks(np.minimum(wanted, lengths)))
         looks = [slice(max(part.start - 1, 0), part.stop) for part in parts]  # with the one before
-        tables = read_ahead(prompts, ((rows.row_idxs[look], wanted[look]) for look in looks))
+        tables = read_ahead(prompts, ((ranked[look], wanted[look]) for look in looks))
         for part, look, tokens in zip(parts, looks, tables, strict=True):
             if not _agree(tokens.token_ids, tokens.offsets, shared[look]):
                 return None

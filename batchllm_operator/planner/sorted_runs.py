@@ -43,7 +43,8 @@ def ignore(_: int) -> None:
 class RowSorter:
     """Sorts rows, of which only some are in memory at a time.
 
-    Rows are numbered as they are added. A sorter sorts once.
+    Rows are numbered as they are added. A sorter sorts once, and removes its runs then; one that
+    doesn't come to that needs a `close`.
 
     Args:
         folder: where runs are written, if the rows don't fit into `run_bytes`; None to keep
@@ -78,13 +79,17 @@ class RowSorter:
     @property
     def min_merge_bytes(self) -> int:
         """What reading the runs takes at least."""
-        return len(self._runs) * (self._longest_row + _HEADER) * _SYMBOL_BYTES
+        num_runs = len(self._runs) + bool(self._lengths) if self._runs else 0
+        return num_runs * (self._longest_row + _HEADER) * _SYMBOL_BYTES
 
     def add(self, rows: TokenTable) -> None:
         """Take rows in, and write a run where memory is full."""
         if len(rows) == 0:
             return
         end = self._num_symbols + rows.num_tokens
+        if end > len(self._symbols) and self._folder is not None and self._lengths:
+            self._write_run(self._folder)
+            end = rows.num_tokens
         if end > len(self._symbols):
             self._reserve(end)
         self._symbols[self._num_symbols : end] = rows.token_ids
@@ -129,9 +134,14 @@ class RowSorter:
                     num_done,
                 )
                 advance(num_done - num_before)
-        for path in self._runs:
-            path.unlink()
+        self.close()
         return SortedRows(row_idxs, num_shared)
+
+    def close(self) -> None:
+        """Remove the runs. What isn't sorted by now never will be."""
+        for path in self._runs:
+            path.unlink(missing_ok=True)
+        self._runs = []
 
     def _take_rows(self) -> TokenTable:
         """The rows in memory, as a view that is good until rows are added."""

@@ -17,7 +17,7 @@ from support.spilling import file_size_limit
 
 from batchllm_operator.errors import KeyColumnError
 from batchllm_operator.pipeline.keys import check_keys
-from batchllm_operator.planner import SearchMemory
+from batchllm_operator.planner import PrefixSearch, SearchMemory
 
 
 def check(
@@ -127,6 +127,8 @@ KINDS: dict[str, pa.Array] = {
     "binary": pa.array([b"\xff", b"\xff\0", b""]),
     "binary_view": pa.array([b"\xff", b"\xff\0", b""], pa.binary_view()),
     "fixed binary": pa.array([b"abc", b"abd", b"abe"], pa.binary(3)),
+    "fixed binary that isn't UTF-8": pa.array([b"\xff\0", b"\xfe\0", b"\xff\1"], pa.binary(2)),
+    "uuid": pa.array([bytes([n] * 16) for n in (0, 254, 255)], pa.uuid()),
     "dictionary": pa.array(["a", "b", "c"]).dictionary_encode(),
     "dictionary of binary": pa.array([b"a", b"b", b"c"]).dictionary_encode(),
     "uint64": pa.array([2**64 - 1, 2**64 - 2, 0], pa.uint64()),
@@ -166,6 +168,20 @@ def test_any_kind_of_key(tmp_path: Path, kind: str) -> None:
     repeated = check(tmp_path, pa.concat_tables([table, table.slice(1, 1)]), row_group_size=2)
     named = UNNAMEABLE.get(kind) or repr(values[1].as_py())
     assert repeated == f"table t: key (id) isn't unique: {named} occur more than once"
+
+
+def test_long_keys_are_encoded_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    add = PrefixSearch.add
+    monkeypatch.setattr(
+        PrefixSearch, "add", lambda self, keys: (sizes.append(keys.num_tokens), add(self, keys))[1]
+    )
+    keys = [f"{n:06d}" * 500 for n in range(6000)]  # 18 MB
+    assert check(tmp_path, pa.table({"id": keys}), run_bytes=64 << 20) is None
+    assert sum(sizes) == 18_000_000
+    assert max(sizes) <= 4 << 20
 
 
 def test_booleans(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from support.fake_job import DS, document_rows, expected_prompt, fake_spec, writ
 from batchllm_operator.errors import KeyColumnError, SpecError, StorageError
 from batchllm_operator.lake import Folder, ParquetTable
 from batchllm_operator.pipeline import plan as plan_module
+from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.planner import TokenTable
@@ -241,5 +242,31 @@ def test_token_ids_that_prove_wrong_are_all_made_again(
 
     monkeypatch.setattr(tokenizer, "encode", encode_and_find_a_difference)
     monkeypatch.setattr(plan_module, "load_tokenizer", lambda *_: tokenizer)
+    budgets: list[MemoryBudget] = []
+    check = MemoryBudget.check
+    monkeypatch.setattr(
+        MemoryBudget, "check", lambda self, *sizes: (budgets.append(self), check(self, *sizes))[1]
+    )
     assert plan_job(fake_spec(tmp_path), DS).manifest == expected
     assert num_calls == 2
+    assert len(set(budgets)) == 1  # what the first attempt had in memory doesn't count
+
+
+def test_long_constant_text_is_rendered_a_few_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "documents", document_rows(100, 5))
+    spec = fake_spec(tmp_path, prompt={"system": "You answer questions. " * 2000})
+    tokenizer = load_tokenizer(spec, DS)
+    encode = tokenizer.encode
+    sizes: list[int] = []
+
+    def encode_and_count(texts: list[str]) -> TokenTable:
+        sizes.append(sum(map(len, texts)))
+        return encode(texts)
+
+    monkeypatch.setattr(tokenizer, "encode", encode_and_count)
+    monkeypatch.setattr(plan_module, "load_tokenizer", lambda *_: tokenizer)
+    plan_job(spec, DS)
+    assert sum(sizes) > 3 * (4 << 20)
+    assert max(sizes) < 1.1 * (4 << 20)

@@ -75,7 +75,10 @@ def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
     with PromptStore(tmp_path / "prompts") as store, file_size_limit(1000):
         store.append(TokenTable.from_lists([[1] * 400]))
         with pytest.raises(OSError, match="File too large"):
-            store.append(TokenTable.from_lists([[1] * 400]))
+            store.append(TokenTable.from_lists([[2] * 400]))
+        store.append(TokenTable.from_lists([[3, 4]]))
+        assert len(store) == 2
+        assert store.take(np.array([1, 0])).to_lists() == [[3, 4], [1] * 400]
 
 
 @given(st.lists(st.integers(0, 10), max_size=30), st.integers(1, 12))

@@ -23,6 +23,7 @@ from batchllm_operator.planner import (
     build_prefix_tree,
 )
 from batchllm_operator.planner import refine as refine_module
+from batchllm_operator.planner.prompt_store import chunks
 from batchllm_operator.planner.segment_hashes import HASH_BITS, SegmentHasher
 
 
@@ -154,6 +155,20 @@ def test_a_collision_is_noticed_and_other_hashes_are_tried(
     assert seeds == [0, 1]
     assert found.prompt_idxs.tolist() == [0, 2, 1, 3]
     assert found.num_shared_tokens.tolist() == [0, 10, 0, 0]
+
+
+def test_a_collision_that_is_noticed_late_leaves_no_runs(tmp_path: Path) -> None:
+    """Windows are on disk by then, since all prompts part at the root."""
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(0, 2**31, 5).tolist() for _ in range(9000)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("batchllm_operator.planner.prompt_store.CHUNK_TOKENS", 2000)
+        patch.setattr(chunks, "__defaults__", (2000,))
+        found = search(
+            prompts, tmp_path, segment_tokens=4, memory=SearchMemory(1 << 16, 1 << 12), hash_bits=24
+        )
+    tree = build_prefix_tree(TokenTable.from_lists(prompts))
+    assert found.prompt_idxs.tolist() == tree.prompt_idxs.tolist()
 
 
 def test_progress_is_told_of_every_prompt() -> None:

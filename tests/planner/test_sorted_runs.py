@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,28 @@ def test_what_a_merge_needs_is_known(tmp_path: Path) -> None:
     sorter.add(TokenTable.from_lists([[1] * 10]))
     sorter.add(TokenTable.from_lists([[1] * 97]))
     assert sorter.min_merge_bytes == 2 * (97 + 3) * 4
+
+
+def test_the_buffer_stays_what_it_is_where_there_is_a_disk(tmp_path: Path) -> None:
+    """Long rows fill it before their bytes are enough for a run."""
+    sorter = RowSorter(tmp_path, run_bytes=40_000, merge_bytes=1 << 20)
+    rows = np.random.default_rng(0).integers(0, 9, (60, 700), dtype=np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowSorter, "_reserve", lambda *_: pytest.fail("the buffer grows"))
+        for row in rows:
+            sorter.add(TokenTable.from_lists([row]))
+    assert len(list(tmp_path.iterdir())) > 1
+    expected = sorted(range(60), key=lambda idx: rows[idx].tolist())
+    assert sorter.sort(lambda _: None).row_idxs.tolist() == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_a_sorter_that_is_given_up_are_removed(tmp_path: Path) -> None:
+    sorter = RowSorter(tmp_path, run_bytes=1, merge_bytes=1)
+    sorter.add(TokenTable.from_lists([[1], [2]]))
+    assert len(list(tmp_path.iterdir())) == 1
+    sorter.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
