@@ -23,6 +23,7 @@ from batchllm_operator.planner.cost import (
     Work,
     WorkArrays,
     group_work,
+    kv_capacity_tokens,
     predict,
     prompt_work,
     rates,
@@ -46,6 +47,7 @@ from batchllm_operator.planner.search import Phase, PrefixSearch, SearchMemory, 
 from batchllm_operator.planner.segment_hashes import SegmentHasher
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
 from batchllm_operator.planner.sorted_runs import Advance
+from batchllm_operator.planner.step_time import StepWork, step_seconds
 from batchllm_operator.planner.token_table import TokenTable
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "Requests",
     "SearchMemory",
     "SegmentHasher",
+    "StepWork",
     "TokenTable",
     "Work",
     "WorkArrays",
@@ -79,6 +82,7 @@ __all__ = [
     "group_prefill_tokens",
     "group_work",
     "imbalance",
+    "kv_capacity_tokens",
     "make_requests",
     "maximize_reuse",
     "model_shape",
@@ -93,4 +97,5 @@ __all__ = [
     "saving_ratio",
     "saving_ratios",
     "split_large_groups",
+    "step_seconds",
 ]

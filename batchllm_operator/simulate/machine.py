@@ -1,0 +1,111 @@
+"""What is simulated: an engine with a model on a GPU, and the policy that it runs under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from batchllm_operator.planner import GPU, EngineLimits, ModelShape, kv_capacity_tokens
+
+_BLOCK_SIZE: Final = 16  # vLLM's on GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """An engine on one GPU, or on several that divide its work."""
+
+    model: ModelShape
+    gpu: GPU
+    num_blocks: int
+    """Of the KV cache."""
+    block_size: int = _BLOCK_SIZE
+    max_num_batched_tokens: int = 8192
+    num_gpus: int = 1
+
+    @classmethod
+    def of(cls, model: ModelShape, gpu: GPU, limits: EngineLimits | None = None) -> Machine:
+        """With as many blocks as the GPU has room for.
+
+        Raises:
+            PlanError: the model leaves no room for KV.
+        """
+        limits = limits or EngineLimits()
+        num_blocks = kv_capacity_tokens(model, gpu, limits) // _BLOCK_SIZE
+        return cls(
+            model,
+            gpu,
+            num_blocks,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_gpus=limits.num_gpus,
+        )
+
+    def with_blocks(self, num_blocks: int) -> Machine:
+        """The same with another KV cache."""
+        return replace(self, num_blocks=num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How requests are ordered, admitted and put into steps."""
+
+    name: str
+    about: str
+    scheduler: Literal["stock", "batchllm"] = "stock"
+    order: Literal["plan", "shuffled"] = "plan"
+    arrival: Literal["at_once", "by_batch", "by_time"] = "at_once"
+    """by_batch: the next batch comes when the last request of the one before has ended. by_time:
+    the same, but a batch holds what has come since the last one began."""
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    shared_attention: bool = False
+    """Whether a prefix's KV is read once in a step for all that decode with it."""
+    max_num_seqs: int = 1024
+
+
+POLICIES: Final[Mapping[str, Policy]] = {
+    policy.name: policy
+    for policy in (
+        Policy(
+            "static",
+            "a batch runs until its longest output has ended, then the next one",
+            arrival="by_batch",
+            chunked_prefill=False,
+            prefix_caching=False,
+        ),
+        Policy(
+            "dynamic",
+            "as static, with batches of what has arrived meanwhile",
+            arrival="by_time",
+            chunked_prefill=False,
+            prefix_caching=False,
+        ),
+        Policy(
+            "continuous",
+            "a request joins when another has ended; prompts are prefilled whole",
+            chunked_prefill=False,
+            prefix_caching=False,
+        ),
+        Policy(
+            "chunked_prefill",
+            "continuous, and prompts are cut to fill up the steps of those that decode",
+            prefix_caching=False,
+        ),
+        Policy("stock_shuffled", "vLLM as it is, rows as they come", order="shuffled"),
+        Policy("stock_sorted", "vLLM as it is, prompts in the order of the plan"),
+        Policy(
+            "batchllm_stock_attention",
+            "our scheduler, with vLLM's attention",
+            scheduler="batchllm",
+            max_num_seqs=4096,
+        ),
+        Policy(
+            "batchllm",
+            "our scheduler, with shared-prefix attention",
+            scheduler="batchllm",
+            shared_attention=True,
+            max_num_seqs=4096,
+        ),
+    )
+}
+"""All that can be simulated, oldest first."""

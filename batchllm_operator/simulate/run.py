@@ -1,0 +1,115 @@
+"""What a simulated run gives: a row for each step, and sums over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from batchllm_operator.planner import saving_ratio
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """One entry per step: arrays [num_steps]."""
+
+    num_decode_tokens: NDArray[np.int64]
+    num_distinct_tokens: NDArray[np.int64]
+    """Prompt tokens behind their group's prefix."""
+    num_prefix_tokens: NDArray[np.int64]
+    """Prompt tokens of a group's prefix."""
+    num_recomputed_tokens: NDArray[np.int64]
+    """Of all these, tokens that the same request had computed before it was preempted."""
+    num_running: NDArray[np.int64]
+    """Requests with tokens in the step."""
+    num_waiting: NDArray[np.int64]
+    """Requests that have arrived and hold nothing, after the step was put together."""
+    num_used_blocks: NDArray[np.int64]
+    num_preempted: NDArray[np.int64]
+    scheduling_s: NDArray[np.float64]
+    """Measured on this machine."""
+    step_s: NDArray[np.float64]
+    """Predicted for the GPU."""
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """All tokens of each step."""
+        return self.num_decode_tokens + self.num_distinct_tokens + self.num_prefix_tokens
+
+    def to_table(self) -> pa.Table:
+        """A column per attribute, and `step` before them."""
+        columns = {"step": np.arange(len(self.step_s))}
+        columns |= {field.name: getattr(self, field.name) for field in fields(self)}
+        return pa.table(columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """One workload under one policy."""
+
+    workload: str
+    policy: str
+    num_prompt_tokens: int
+    optimal_saving_ratio: float
+    timeline: Timeline
+
+    @property
+    def steps(self) -> int:
+        """Engine steps."""
+        return len(self.timeline.step_s)
+
+    @property
+    def saving_ratio(self) -> float:
+        """Of prefill tokens; what is computed again after a preemption counts against it."""
+        line = self.timeline
+        processed = int(line.num_distinct_tokens.sum() + line.num_prefix_tokens.sum())
+        return saving_ratio(processed, self.num_prompt_tokens)
+
+    @property
+    def preemptions(self) -> int:
+        """Times that a request lost its blocks."""
+        return int(self.timeline.num_preempted.sum())
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens computed again after a preemption."""
+        return int(self.timeline.num_recomputed_tokens.sum())
+
+    @property
+    def mean_tokens_per_step(self) -> float:
+        """Tokens of the average step."""
+        return float(self.timeline.num_tokens.mean())
+
+    @property
+    def valley_steps(self) -> int:
+        """Steps of less than half the mean while requests wait."""
+        is_valley = self.timeline.num_tokens < self.mean_tokens_per_step / 2
+        return int(np.sum(is_valley & (self.timeline.num_waiting > 0)))
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds on the GPU."""
+        return float(self.timeline.step_s.sum())
+
+    @property
+    def sched_ms_per_step(self) -> float:
+        """Of this machine's time, measured."""
+        return float(self.timeline.scheduling_s.mean() * 1e3)
+
+    def row(self) -> dict[str, str | int | float]:
+        """The run's numbers by name."""
+        return {
+            "workload": self.workload,
+            "policy": self.policy,
+            "steps": self.steps,
+            "saving_ratio": round(self.saving_ratio, 5),
+            "optimal_saving_ratio": round(self.optimal_saving_ratio, 5),
+            "preemptions": self.preemptions,
+            "recomputed_tokens": self.recomputed_tokens,
+            "mean_tokens_per_step": round(self.mean_tokens_per_step, 1),
+            "valley_steps": self.valley_steps,
+            "predicted_s": round(self.predicted_s, 3),
+            "sched_ms_per_step": round(self.sched_ms_per_step, 3),
+        }

@@ -1,0 +1,359 @@
+"""vLLM's scheduler and KV cache manager, or ours on top of them, driven without a model.
+
+The scheduler is the real one, so steps, blocks and preemptions are exact. Tokens are made up,
+output lengths are given, and a step's time on the GPU comes from `planner.step_time`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read by vLLM when it is imported
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from batchllm_operator.errors import EngineError, PlanError
+from batchllm_operator.planner import StepWork, step_seconds
+from batchllm_operator.progress import Progress
+from batchllm_operator.simulate.machine import Machine, Policy
+from batchllm_operator.simulate.run import Run, Timeline
+from batchllm_operator.simulate.workload import Workload
+from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
+from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
+
+_ANY_TOKEN, _STOP_TOKEN = 5, 6
+_NO_LIMIT: Final = 1 << 20  # of output tokens, where a stop token ends them
+_CONFIG: Final = {  # of a model that is never loaded; the scheduler only asks for its kind
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 1 << 17,
+    "max_position_embeddings": _NO_LIMIT,
+}
+
+
+def simulate(
+    workload: Workload,
+    policy: Policy,
+    machine: Machine,
+    *,
+    settings: SchedulerSettings | None = None,
+    arrivals_per_s: float = 100.0,
+    seed: int = 0,
+) -> Run:
+    """Run a workload to its end.
+
+    Args:
+        workload: what arrives; what its order is under this policy, the policy says.
+        policy: how it is scheduled.
+        machine: what is simulated.
+        settings: of our scheduler.
+        arrivals_per_s: for policies with batches by time.
+        seed: of the order of rows that come as they are.
+
+    Raises:
+        PlanError: a request doesn't fit into the KV cache.
+    """
+    return _Simulation(workload, policy, machine, settings, arrivals_per_s, seed).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        workload: Workload,
+        policy: Policy,
+        machine: Machine,
+        settings: SchedulerSettings | None,
+        arrivals_per_s: float,
+        seed: int,
+    ) -> None:
+        self._workload, self._policy, self._machine = workload, policy, machine
+        self._arrivals_per_s = arrivals_per_s
+        self._lengths = workload.tokens.lengths
+        self._check_fit()
+        size = machine.block_size
+        self._shared = workload.num_prefix_tokens // size * size  # what attention can share
+        self._sizes = workload.group_sizes
+        self._order = np.arange(len(workload))
+        if policy.order == "shuffled":
+            self._order = np.random.default_rng(seed).permutation(self._order)
+        settings = settings or SchedulerSettings(num_requests=len(workload))
+        self._scheduler = make_scheduler(policy, machine, self._max_model_len(), settings)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(size, sha256)
+        self._generated = np.zeros(len(workload), dtype=np.int64)
+        self._computed = np.zeros(len(workload), dtype=np.int64)  # tokens, of those that run
+        self._highest = np.zeros(len(workload), dtype=np.int64)  # tokens ever computed
+        self._is_running = np.zeros(len(workload), dtype=np.bool_)
+        self._columns: dict[str, list[float]] = {field.name: [] for field in fields(Timeline)}
+        self._clock_s = 0.0
+        self._num_arrived = 0
+
+    def run(self) -> Run:
+        label = f"{self._workload.name}, {self._policy.name}"
+        with Progress(label, len(self._workload), unit="requests", announce=False) as progress:
+            while self._num_arrived < len(self._workload) or self._scheduler.has_requests():
+                self._arrive()
+                progress.advance(self._step())
+        if not np.array_equal(self._generated, self._workload.output_tokens):
+            raise EngineError(f"{label}: requests ended with too few tokens, or too many")
+        columns: dict[str, Any] = {
+            name: np.array(column, dtype=np.float64 if name.endswith("_s") else np.int64)
+            for name, column in self._columns.items()
+        }
+        return Run(
+            workload=self._workload.name,
+            policy=self._policy.name,
+            num_prompt_tokens=self._workload.tokens.num_tokens,
+            optimal_saving_ratio=self._workload.optimal_saving_ratio(self._machine.block_size),
+            timeline=Timeline(**columns),
+        )
+
+    def _check_fit(self) -> None:
+        longest = self._lengths + self._workload.output_tokens
+        room = (self._machine.num_blocks - 1) * self._machine.block_size
+        if len(longest) and longest.max() > room:
+            idx = int(longest.argmax())
+            raise PlanError(
+                f"request {idx} has {longest[idx]:,} tokens with its output; the KV cache has room"
+                f" for {room:,}"
+            )
+
+    def _max_model_len(self) -> int:
+        longest = self._lengths + self._workload.output_tokens
+        return int(longest.max(initial=1)) + 1
+
+    def _arrive(self) -> None:
+        """Hand over the requests whose time has come."""
+        policy, total = self._policy, len(self._workload)
+        if self._num_arrived == total:
+            return
+        end = total
+        if policy.arrival != "at_once":
+            if self._scheduler.has_requests():
+                return
+            end = self._batch_end()
+            if policy.arrival == "by_time":
+                first_s = (self._num_arrived + 1) / self._arrivals_per_s
+                self._clock_s = max(self._clock_s, first_s)  # idle until one is there
+                end = min(end, int(self._clock_s * self._arrivals_per_s))
+        for idx in self._order[self._num_arrived : end].tolist():
+            self._scheduler.add_request(self._request(idx))
+        self._num_arrived = end
+
+    def _batch_end(self) -> int:
+        """As many as memory holds at their longest."""
+        idxs = self._order[self._num_arrived :]
+        tokens = self._lengths[idxs] + self._workload.output_tokens[idxs]
+        blocks = np.cumsum(-(-tokens // self._machine.block_size))
+        fitting = int(np.searchsorted(blocks, self._machine.num_blocks - 1, side="right"))
+        return self._num_arrived + max(1, min(fitting, self._policy.max_num_seqs))
+
+    def _request(self, idx: int) -> Any:
+        workload = self._workload
+        output, estimated = int(workload.output_tokens[idx]), int(workload.estimated_tokens[idx])
+        hints = RequestHints(
+            group_id=int(workload.group_ids[idx]),
+            num_prefix_tokens=int(workload.num_prefix_tokens[idx]) if self._sizes[idx] > 1 else 0,
+            group_size=int(self._sizes[idx]),
+            num_output_tokens=estimated,
+        )
+        params = SamplingParams(
+            # What is told is the limit too, as in jobs that always use it, unless it is wrong.
+            max_tokens=output if output == estimated else _NO_LIMIT,
+            stop_token_ids=[_STOP_TOKEN],
+            extra_args=hints.to_extra_args(),
+        )
+        prompt = workload.tokens.prompt(idx).tolist()
+        return make_request(str(idx), prompt, params, self._hasher)
+
+    def _step(self) -> int:
+        """One step of the engine; returns how many requests it ended."""
+        start_s = time.perf_counter()
+        output = self._scheduler.schedule()
+        scheduling_s = time.perf_counter() - start_s
+        request_ids = list(output.num_scheduled_tokens)
+        idxs = np.fromiter(map(int, request_ids), dtype=np.int64, count=len(request_ids))
+        num_tokens = np.fromiter(
+            output.num_scheduled_tokens.values(), dtype=np.int64, count=len(request_ids)
+        )
+        num_preempted = self._note_preempted(idxs)
+        begins = self._begins(idxs, num_tokens)
+        ends = begins + num_tokens
+        is_decode = (begins >= self._lengths[idxs]) & (
+            ends == self._lengths[idxs] + self._generated[idxs]
+        )
+        is_decode &= num_tokens == 1
+        is_sampled = ends == self._lengths[idxs] + self._generated[idxs]
+        sampled = idxs[is_sampled]
+        self._generated[sampled] += 1
+        has_ended = self._generated[idxs] == self._workload.output_tokens[idxs]
+        has_ended &= is_sampled
+
+        prefix_ends = np.minimum(ends, self._workload.num_prefix_tokens[idxs])
+        num_prefix = np.maximum(prefix_ends - begins, 0)[~is_decode].sum()
+        num_prefill = num_tokens[~is_decode].sum()
+        recomputed = np.maximum(np.minimum(self._highest[idxs], ends) - begins, 0)
+        self._highest[idxs] = np.maximum(self._highest[idxs], ends)
+        self._computed[idxs] = ends
+        step_s = step_seconds(
+            self._work(idxs, begins, num_tokens, is_decode, len(sampled)),
+            self._machine.model,
+            self._machine.gpu,
+            self._machine.num_gpus,
+        )
+        self._clock_s += step_s
+        pool = self._scheduler.kv_cache_manager.block_pool
+        row = {
+            "num_decode_tokens": int(is_decode.sum()),
+            "num_distinct_tokens": int(num_prefill - num_prefix),
+            "num_prefix_tokens": int(num_prefix),
+            "num_recomputed_tokens": int(recomputed.sum()),
+            "num_running": len(idxs),
+            "num_waiting": len(self._scheduler.waiting),
+            "num_used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "num_preempted": num_preempted,
+            "scheduling_s": scheduling_s,
+            "step_s": step_s,
+        }
+        for name, value in row.items():
+            self._columns[name].append(value)
+        tokens = np.where(has_ended, _STOP_TOKEN, _ANY_TOKEN).tolist()
+        made_up = [
+            [token] if is_made else []
+            for token, is_made in zip(tokens, is_sampled.tolist(), strict=True)
+        ]
+        self._scheduler.update_from_output(output, make_model_output(request_ids, made_up))
+        self._is_running[idxs[has_ended]] = False
+        return int(has_ended.sum())
+
+    def _note_preempted(self, idxs: NDArray[np.int64]) -> int:
+        """Requests that ran, don't in this step, and have lost their blocks."""
+        left_out = self._is_running.copy()
+        left_out[idxs] = False
+        lost = [
+            idx
+            for idx in np.flatnonzero(left_out).tolist()
+            if self._scheduler.requests[str(idx)].status == RequestStatus.PREEMPTED
+        ]
+        self._is_running[lost] = False
+        return len(lost)
+
+    def _begins(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each request's tokens of this step begin."""
+        for position in np.flatnonzero(~self._is_running[idxs]).tolist():
+            idx = idxs[position]
+            request = self._scheduler.requests[str(idx)]
+            self._computed[idx] = request.num_computed_tokens - int(num_tokens[position])
+        self._is_running[idxs] = True
+        return self._computed[idxs].copy()
+
+    def _work(
+        self,
+        idxs: NDArray[np.int64],
+        begins: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+        is_decode: NDArray[np.bool_],
+        num_sampled: int,
+    ) -> StepWork:
+        prefill, decode = ~is_decode, idxs[is_decode]
+        pairs = num_tokens * begins + num_tokens * (num_tokens + 1) // 2
+        contexts = begins[is_decode] + 1
+        num_read = int(contexts.sum())
+        if self._policy.shared_attention:
+            _, firsts = np.unique(self._workload.group_ids[decode], return_index=True)
+            shared = np.where(self._sizes[decode] > 1, self._shared[decode], 0)
+            num_read += int(shared[firsts].sum() - shared.sum())
+        return StepWork(
+            num_tokens=int(num_tokens.sum()),
+            num_sampled=num_sampled,
+            num_prefill_pairs=int(pairs[prefill].sum()),
+            num_decode_pairs=int(contexts.sum()),
+            num_read_tokens=num_read,
+        )
+
+
+def make_scheduler(
+    policy: Policy, machine: Machine, max_model_len: int, settings: SchedulerSettings
+) -> AsyncScheduler:
+    """The scheduler that vLLM would make for this policy, with the machine's KV cache."""
+    most_tokens = machine.max_num_batched_tokens
+    if not policy.chunked_prefill:
+        most_tokens = max(most_tokens, max_model_len)
+    with tempfile.TemporaryDirectory(prefix="batchllm-simulate-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+        model = ModelConfig(
+            model=folder,
+            tokenizer=folder,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=max_model_len,
+        )
+        config = VllmConfig(
+            model_config=model,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=policy.max_num_seqs,
+                max_num_batched_tokens=most_tokens,
+                max_model_len=max_model_len,
+                enable_chunked_prefill=policy.chunked_prefill,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            cache_config=CacheConfig(
+                block_size=machine.block_size, enable_prefix_caching=policy.prefix_caching
+            ),
+            device_config=DeviceConfig("cpu"),
+            additional_config=settings.to_additional_config(),
+        )
+    config.cache_config.block_size = machine.block_size  # a platform may prefer another
+    config.cache_config.num_gpu_blocks = machine.num_blocks
+    attention = FullAttentionSpec(
+        block_size=machine.block_size,
+        num_kv_heads=machine.model.num_kv_heads,
+        head_size=machine.model.head_size,
+        dtype=torch.bfloat16,
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=machine.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+    )
+    kind = BatchLLMScheduler if policy.scheduler == "batchllm" else AsyncScheduler
+    return kind(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=machine.block_size,
+    )

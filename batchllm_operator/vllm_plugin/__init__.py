@@ -1,0 +1,1 @@
+"""Plugins for vLLM: a scheduler that knows the plan."""

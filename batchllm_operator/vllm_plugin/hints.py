@@ -1,0 +1,90 @@
+"""What the plan says of a request and of a job, on its way into vLLM.
+
+A request's hints travel in `SamplingParams.extra_args`, a job's in `additional_config`: both
+are plain JSON, reach the scheduler in whatever process it runs, and change nothing else in vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, TypeVar
+
+from batchllm_operator.errors import SpecError
+
+KEY: Final = "batchllm"
+"""Of `extra_args` and of `additional_config`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What is known of one request ahead. Lengths are in tokens."""
+
+    group_id: int
+    num_prefix_tokens: int = 0
+    """All requests with this group id begin with the same `num_prefix_tokens` tokens."""
+    group_size: int = 1
+    """Requests with this group id that this engine will be given."""
+    num_output_tokens: int | None = None
+    """Estimated; None means as many as `max_tokens` allows."""
+
+    def to_extra_args(self) -> dict[str, Any]:
+        """For `SamplingParams.extra_args`."""
+        return {KEY: asdict(self)}
+
+    @classmethod
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RequestHints | None:
+        """The hints that `to_extra_args` put in; None if there are none.
+
+        Raises:
+            SpecError: they aren't what `to_extra_args` makes.
+        """
+        if not extra_args or KEY not in extra_args:
+            return None
+        return _from_json(cls, extra_args[KEY])
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """How the scheduler works; the defaults are for a job of which nothing more is known."""
+
+    memory_threshold: float = 1.0
+    """M_threshold of Algorithm 2: share of the KV blocks that may be planned to be in use."""
+    pace: bool = True
+    """Whether prefill is spread over the steps that memory allows."""
+    num_requests: int | None = None
+    """Requests that the engine will be given in all; None if that isn't known."""
+    trace_path: str | None = None
+    """Where a Parquet file with a row per step is written when the engine is shut down."""
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """For vLLM's `additional_config`."""
+        return {KEY: asdict(self)}
+
+    @classmethod
+    def from_additional_config(cls, config: object) -> SchedulerSettings:
+        """The settings that `to_additional_config` put in, or the defaults.
+
+        Raises:
+            SpecError: they aren't what `to_additional_config` makes.
+        """
+        if not isinstance(config, Mapping) or KEY not in config:
+            return cls()
+        settings = _from_json(cls, config[KEY])
+        if not 0 < settings.memory_threshold <= 1:
+            raise SpecError(f"{KEY}.memory_threshold: must be above 0 and at most 1")
+        return settings
+
+
+_Hints = TypeVar("_Hints", RequestHints, SchedulerSettings)
+
+
+def _from_json(kind: type[_Hints], value: object) -> _Hints:
+    if not isinstance(value, Mapping):
+        raise SpecError(f"{KEY}: must be an object, not {type(value).__name__}")
+    if unknown := sorted(set(value) - {field.name for field in fields(kind)}):
+        raise SpecError(f"{KEY}: has no {', '.join(map(str, unknown))}")
+    try:
+        return kind(**value)
+    except TypeError as error:
+        raise SpecError(f"{KEY}: {error}") from error

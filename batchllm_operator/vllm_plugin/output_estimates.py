@@ -1,0 +1,68 @@
+"""Estimated output lengths, corrected by those of requests that have ended."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+_PRIOR_REQUESTS: Final = 16  # that the given estimates and `_PRIOR_DEVIATION` count for
+_PRIOR_DEVIATION: Final = 0.3
+_LONGER_BY: Final = 0.25  # of its length, for an output that goes on
+_AT_LEAST: Final = 4  # tokens
+
+
+class OutputEstimates:
+    """Scales given estimates by what outputs turn out to be.
+
+    Each known length over its estimate is a ratio. `scale` is their mean, by tokens. An output
+    that has outgrown its estimate counts at once, with the length that it has, so that estimates
+    that are too short are noticed before the first long outputs end.
+    """
+
+    def __init__(self) -> None:
+        self._num_known = 0
+        self._num_tokens = 0.0
+        self._estimated = 0.0
+        self._ratios = 0.0
+        self._squares = 0.0
+
+    @property
+    def scale(self) -> float:
+        """What estimates are multiplied by to get what is expected."""
+        if self._num_known == 0:
+            return 1.0
+        prior = _PRIOR_REQUESTS * self._estimated / self._num_known
+        return (self._num_tokens + prior) / (self._estimated + prior)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the ratios."""
+        squares = _PRIOR_REQUESTS * _PRIOR_DEVIATION**2
+        if self._num_known:
+            squares += max(0.0, self._squares - self._ratios**2 / self._num_known)
+        return math.sqrt(squares / (_PRIOR_REQUESTS + self._num_known))
+
+    def rather_long(self, given: int, most: int) -> int:
+        """Tokens that an output may well have: one deviation above what is expected.
+
+        At least 1, and never above `most`.
+        """
+        return max(1, min(math.ceil(given * (self.scale + self.deviation)), most))
+
+    def extended(self, num_tokens: int, most: int) -> int:
+        """Tokens to expect of an output that has `num_tokens` and goes on."""
+        longer = num_tokens + max(_AT_LEAST, round(num_tokens * _LONGER_BY))
+        return max(num_tokens + 1, min(longer, most))
+
+    def learn(self, given: int, num_tokens: int, told_before: int = 0) -> None:
+        """An output of `num_tokens` was estimated as `given`.
+
+        Args:
+            told_before: the length that was told of it when it outgrew its estimate, or 0.
+        """
+        ratio, before = num_tokens / given, told_before / given
+        self._num_known += not told_before
+        self._estimated += 0 if told_before else given
+        self._num_tokens += num_tokens - told_before
+        self._ratios += ratio - before
+        self._squares += ratio**2 - before**2

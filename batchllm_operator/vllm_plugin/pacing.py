@@ -1,0 +1,144 @@
+"""How much prefill goes into a step, so that batches are even and memory stays full.
+
+By Little's law, requests that each hold w block-steps (blocks, summed over the steps that they
+are held) fill M blocks when they are admitted at M / w a step. So prefill is paced at
+
+    M * (prefill tokens waiting) / (block-steps waiting)
+
+tokens a step. Admitted at that rate, running requests are of all ages: some end in each step and
+make room for the next ones. Admitted in one burst, they would all grow and end together, and
+memory that holds everybody's last token at once lies idle before and after.
+
+But filling memory slowly takes as long as one output, once. Where a job is only a few times as
+large as memory, that is much of it, so such a job is admitted faster than by the law, in waves:
+see `fill_share`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+_MORE_STEPS: Final = 1.03
+"""Even batches are worth up to 3 % more steps than the fewest."""
+_SHARES: Final = 64
+_MOST_STEPS_SAVED: Final = 2.0  # of prefill that wasn't used, in steps
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Sums over requests that wait. A prefix counts for each member of its group by its part."""
+
+    num_requests: int = 0
+    num_prefill_tokens: float = 0.0
+    num_prompt_blocks: float = 0.0
+    num_output_tokens: int = 0
+    """As estimated."""
+    num_prompt_block_steps: float = 0.0
+    """Blocks of each prompt, held for the steps of its output."""
+    num_output_block_steps: float = 0.0
+    """The same for the blocks of the output as it grows."""
+
+    def add(self, other: Waiting, sign: int = 1) -> None:
+        """Take others in; with a `sign` of -1, out."""
+        self.num_requests += sign * other.num_requests
+        self.num_prefill_tokens += sign * other.num_prefill_tokens
+        self.num_prompt_blocks += sign * other.num_prompt_blocks
+        self.num_output_tokens += sign * other.num_output_tokens
+        self.num_prompt_block_steps += sign * other.num_prompt_block_steps
+        self.num_output_block_steps += sign * other.num_output_block_steps
+
+    def average(self, scale: float, block_size: int) -> AverageRequest:
+        """The average request, if outputs are `scale` times as long as estimated.
+
+        There has to be one at least.
+        """
+        output = scale * self.num_output_tokens
+        block_steps = scale * self.num_prompt_block_steps + scale**2 * self.num_output_block_steps
+        return AverageRequest(
+            prefill_tokens=self.num_prefill_tokens / self.num_requests,
+            output_tokens=output / self.num_requests,
+            final_blocks=(self.num_prompt_blocks + output / block_size) / self.num_requests,
+            mean_blocks=block_steps / output,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AverageRequest:
+    """An average over requests."""
+
+    prefill_tokens: float
+    output_tokens: float
+    final_blocks: float
+    """At its longest."""
+    mean_blocks: float
+    """Over the steps that it runs."""
+
+
+def fill_share(
+    request: AverageRequest, num_requests: int, num_blocks: int, most_tokens: int
+) -> float:
+    """In what part of an output's steps memory is best filled, from above 0 to 1.
+
+    If requests are admitted over a share t of the o steps that each runs, and the next ones as
+    they end, memory of M blocks holds
+
+        n(t) = M / (final blocks - t * (final blocks - mean blocks))
+
+    of them, and N requests are all admitted after floor(N / n) * o + frac(N / n) * t * o steps.
+    The slowest of all t is taken for which that and the last output take no more than 3 % longer
+    than for the best one.
+
+    Args:
+        request: the average of all.
+        num_requests: N.
+        num_blocks: M.
+        most_tokens: that a step may have.
+    """
+
+    def num_steps(share: float) -> float:
+        num_running = num_blocks / _held_blocks(request, share)
+        waves, rest = divmod(num_requests / num_running, 1)
+        fill = max(
+            share * request.output_tokens, num_running * request.prefill_tokens / most_tokens
+        )
+        return waves * request.output_tokens + rest * fill + request.output_tokens
+
+    shares = [(idx + 1) / _SHARES for idx in range(_SHARES)]
+    steps = [num_steps(share) for share in shares]
+    limit = _MORE_STEPS * min(steps)
+    return max(share for share, needed in zip(shares, steps, strict=True) if needed <= limit)
+
+
+def _held_blocks(request: AverageRequest, share: float) -> float:
+    """Blocks of a request where the first one is about to end, if `share` is that of a fill."""
+    return request.final_blocks - share * (request.final_blocks - request.mean_blocks)
+
+
+class Pace:
+    """Says how many prompt tokens a step may have.
+
+    Args:
+        num_blocks: M.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._allowance = 0.0
+        self.fill_share = 1.0
+        """See `fill_share`."""
+
+    def rate(self, request: AverageRequest) -> float:
+        """Prompt tokens a step at which requests like this one fill memory."""
+        num_running = self._num_blocks / _held_blocks(request, self.fill_share)
+        return num_running * request.prefill_tokens / (self.fill_share * request.output_tokens)
+
+    def next_step(self, request: AverageRequest) -> float:
+        """Prompt tokens that the next step may have."""
+        rate = self.rate(request)
+        self._allowance = min(self._allowance + rate, _MOST_STEPS_SAVED * rate)
+        return self._allowance
+
+    def used(self, num_tokens: int) -> None:
+        """So many were used in the step."""
+        self._allowance -= num_tokens

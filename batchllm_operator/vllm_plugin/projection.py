@@ -1,0 +1,117 @@
+"""KV blocks that running requests will take, step by step into the future.
+
+A request that has been prefilled grows by a token in each step until it ends, and then gives
+its blocks back. So what all of them will hold is known for every step to come, as far as the
+lengths of their outputs are, and the peak of that says whether one more fits. Reserving each
+one's final size instead would leave memory idle that is only needed when others have ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FIRST_STEPS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The blocks of one request beside those that it shares.
+
+    In step s it holds the blocks of `num_tokens + s - start` tokens, less `num_shared_blocks`,
+    for all s in [start, end), and before as many as in `start`.
+    """
+
+    start: int
+    end: int
+    num_tokens: int
+    num_shared_blocks: int
+
+
+class BlockProjection:
+    """Blocks in use in each step from now on. Steps are counted from 0.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks = np.zeros(_FIRST_STEPS, dtype=np.int64)  # by step - first
+        self._first = 0
+        self._now = 0
+        self._num_held = 0
+
+    @property
+    def now(self) -> int:
+        """The current step."""
+        return self._now
+
+    def advance(self, now: int) -> None:
+        """Go on to a later step; what is over is forgotten."""
+        self._now = now
+        if now - self._first > len(self._blocks) // 2:
+            rest = self._blocks[now - self._first :]
+            self._blocks[: len(rest)] = rest
+            self._blocks[len(rest) :] = 0
+            self._first = now
+
+    def clear(self) -> None:
+        """Nothing is in use any more."""
+        self._blocks[:] = 0
+        self._num_held = 0
+
+    def add(self, growth: Growth, sign: int = 1) -> None:
+        """Count a request's blocks from now on; with a `sign` of -1 no longer."""
+        if self._now < growth.end:
+            self._reach(growth.end)
+            ahead = self._blocks[self._now - self._first : growth.end - self._first]
+            ahead += sign * self._of(growth)
+
+    def hold(self, num_blocks: int, begin: int, until: int) -> None:
+        """Count blocks in the steps [begin, until), as far as they are ahead."""
+        begin = max(begin, self._now)
+        if begin < until:
+            self._reach(until)
+            self._blocks[begin - self._first : until - self._first] += num_blocks
+
+    def hold_for_now(self, num_blocks: int) -> None:
+        """Count blocks for all time, until the same number is given with a minus."""
+        self._num_held += num_blocks
+
+    def num_blocks(self) -> int:
+        """Blocks in use in the current step."""
+        return int(self._blocks[self._now - self._first]) + self._num_held
+
+    def peak_with(self, growth: Growth, num_blocks: int = 0) -> int:
+        """The most blocks in use in any step to come, with one more request.
+
+        Args:
+            growth: of the request.
+            num_blocks: that it brings along for others to share, for as long as it runs.
+        """
+        self._reach(growth.end)
+        ahead = self._blocks[self._now - self._first :]
+        most = int(ahead.max())  # where it has ended
+        if self._now < growth.end:
+            with_it = ahead[: growth.end - self._now] + self._of(growth)
+            most = max(most, int(with_it.max()) + num_blocks)
+        return most + self._num_held
+
+    def _of(self, growth: Growth) -> NDArray[np.int64]:
+        """Blocks of a request in each step from now to its end."""
+        first = growth.num_tokens - growth.start
+        tokens = np.arange(first + self._now, first + growth.end, dtype=np.int64)
+        if self._now < growth.start:
+            np.maximum(tokens, growth.num_tokens, out=tokens)
+        return np.asarray(-(-tokens // self._block_size) - growth.num_shared_blocks)
+
+    def _reach(self, end: int) -> None:
+        """Make room for the steps before `end`."""
+        if end - self._first > len(self._blocks):
+            larger = np.zeros(max(end - self._first, 2 * len(self._blocks)), dtype=np.int64)
+            larger[: len(self._blocks)] = self._blocks
+            self._blocks = larger

@@ -1,0 +1,60 @@
+"""vLLM's queue of waiting requests, with a gate in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.request import Request
+
+
+class Gate(Protocol):
+    """Decides who leaves the queue, and is told who did."""
+
+    def is_closed_for(self, request: Request) -> bool:
+        """Whether the request has to stay for now. Is asked often, and changes nothing."""
+        ...
+
+    def admitted(self, request: Request) -> None:
+        """The request was taken out to be scheduled."""
+        ...
+
+    def put_back(self, request: Request) -> None:
+        """The request is back at the head of the queue."""
+        ...
+
+
+class GatedQueue(FCFSRequestQueue):
+    """First come, first served, as long as the gate lets the first one through.
+
+    vLLM goes on to admit requests while the queue is true, so it is false where the gate is
+    closed. Its length is always that of the queue.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 and not self._gate.is_closed_for(self[0])
+
+    def peek_request(self) -> Request:
+        if len(self) == 0:  # whether the gate is closed doesn't matter
+            raise IndexError("peek from an empty queue")
+        return self[0]
+
+    def pop_request(self) -> Request:
+        request = super().pop_request()
+        self._gate.admitted(request)
+        return request
+
+    def prepend_request(self, request: Request) -> None:
+        super().prepend_request(request)
+        self._gate.put_back(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        listed = list(requests)
+        super().prepend_requests(listed)
+        for request in listed:
+            self._gate.put_back(request)

@@ -1,0 +1,173 @@
+"""The real vLLM scheduler, as it is and with ours on top, over made-up workloads without a model.
+
+Simulated is Mistral-7B on one H100 (`batchllm_operator.simulate`): steps, blocks, preemptions and
+the time of scheduling are real, the time of a step is a roofline's. Workloads are the paper's
+cases 1 and 2 and its microbenchmarks (Sec. 6), and some in which memory is short, outputs are
+long, or nothing is shared. Each is run with vLLM's scheduler on rows as they come, on prompts in
+the order of the plan, and with ours; ours also with estimates of output lengths that are wrong.
+
+    python -m benchmarks.scheduler
+    python -m benchmarks.scheduler --workloads case_1 --policies stock_sorted batchllm
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.simulate.machine import POLICIES, Machine
+from batchllm_operator.simulate.workload import Shape, Workload
+
+MODEL, GPU = "Mistral-7B", "H100"
+NUM_BLOCKS = 27_000  # of 16 tokens, beside the weights in 80 GB
+SEEDS = 3  # of wrong estimates
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload and the KV cache that it meets."""
+
+    shape: Shape
+    num_blocks: int = NUM_BLOCKS
+
+
+def micro(prefix: int, distinct: int, degree: int) -> Case:
+    """One of the paper's microbenchmarks."""
+    name = f"micro_{prefix}_{distinct}_degree_{degree}"
+    return Case(Shape(name, 1600, degree, prefix, distinct, output_tokens=100))
+
+
+def case_1(name: str, output_tokens: int = 100, num_blocks: int = NUM_BLOCKS) -> Case:
+    """The paper's case 1, under a short instruction."""
+    return Case(Shape(name, 3000, 7, 1100, 400, output_tokens, 30), num_blocks)
+
+
+CASES = {
+    case.shape.name: case
+    for case in (
+        case_1("case_1"),
+        Case(Shape("case_2", 1000, 11.36, 770, 978, 32)),
+        *(
+            micro(prefix, distinct, degree)
+            for prefix, distinct in ((2000, 200), (1000, 1000), (200, 2000))
+            for degree in (4, 16)
+        ),
+        Case(Shape("no_sharing", 1500, 1, 0, 1530, 100)),
+        case_1("case_1_output_400", 400),
+        case_1("case_1_quarter_cache", num_blocks=NUM_BLOCKS // 4),
+    )
+}
+
+
+def random_error(outputs: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """Up to 30 % off, either way, each request on its own."""
+    return np.rint(outputs * np.random.default_rng(seed).uniform(0.7, 1.3, len(outputs)))
+
+
+ESTIMATES: dict[str, Callable[[NDArray[np.int64], int], NDArray[np.float64]]] = {
+    "": lambda outputs, _: outputs.astype(np.float64),
+    "_estimates_off": random_error,
+    "_estimates_low": lambda outputs, _: np.rint(outputs * 0.7),
+    "_estimates_high": lambda outputs, _: np.rint(outputs * 1.3),
+}
+
+
+def run(name: str, policy_name: str, estimates: str, seed: int) -> dict[str, Any]:
+    """One row; in a process of its own or not."""
+    from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
+
+    case = CASES[name]
+    workload: Workload = case.shape.make(seed)
+    told = ESTIMATES[estimates](workload.output_tokens, seed).astype(np.int64)
+    machine = Machine(MODEL_SHAPES[MODEL], find_gpu(GPU), case.num_blocks)
+    result = simulate(workload.with_estimates(told), POLICIES[policy_name], machine, seed=seed)
+    return {**result.row(), "policy": policy_name + estimates, "num_blocks": case.num_blocks}
+
+
+def memory_bound_steps(case: Case, seed: int) -> float:
+    """Steps that memory allows at best, and one output length to fill it.
+
+    The blocks of each request, summed over the steps that it runs, with a shared prefix counted
+    once for as long as its group takes if all of it runs at once, over the blocks that there are.
+    """
+    workload, size = case.shape.make(seed), 16
+    shared = np.where(workload.group_sizes > 1, workload.num_prefix_tokens // size, 0)
+    outputs = workload.output_tokens
+    block_steps = sum(
+        int(np.ceil((length + np.arange(output)) / size).sum() - output * prefix)
+        for length, output, prefix in zip(
+            workload.tokens.lengths.tolist(), outputs.tolist(), shared.tolist(), strict=True
+        )
+    )
+    _, firsts = np.unique(workload.group_ids, return_index=True)
+    block_steps += int((shared[firsts] * outputs[firsts]).sum())
+    return float(block_steps / case.num_blocks + outputs.max())
+
+
+def git_sha() -> str | None:
+    command = ["git", "rev-parse", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=["stock_shuffled", "stock_sorted", "batchllm"],
+        choices=list(POLICIES),
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    args = parser.parse_args()
+    jobs = [(name, policy, "", args.seed) for name in args.workloads for policy in args.policies]
+    if "batchllm" in args.policies:
+        jobs += [
+            (name, "batchllm", estimates, args.seed)
+            for name in args.workloads
+            if name in ("case_1", "case_1_output_400")
+            for estimates in ESTIMATES
+            if estimates
+        ]
+    # The longest first, so that processes end together.
+    jobs.sort(key=lambda job: -CASES[job[0]].shape.num_requests * CASES[job[0]].shape.output_tokens)
+    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
+        rows = list(pool.map(run, *zip(*jobs, strict=True)))
+    rows.sort(key=lambda row: (list(CASES).index(row["workload"]), row["policy"]))
+    for row in rows:
+        row["memory_bound_steps"] = round(memory_bound_steps(CASES[row["workload"]], args.seed), 1)
+        print(
+            f"{row['workload']:28}{row['policy']:26}{row['steps']:6} steps"
+            f" {row['saving_ratio']:7.4f} of {row['optimal_saving_ratio']:.4f}"
+            f" {row['preemptions']:5} preempted {row['valley_steps']:5} valleys"
+            f" {row['predicted_s']:8.2f} s {row['sched_ms_per_step']:6.2f} ms",
+            flush=True,
+        )
+    report = {
+        "benchmark": "scheduler",
+        "model": MODEL,
+        "gpu": GPU,
+        "rows": rows,
+        **vars(args),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "git_sha": git_sha(),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
