@@ -47,7 +47,7 @@ from batchllm_operator.planner.search import Phase, PrefixSearch, SearchMemory, 
 from batchllm_operator.planner.segment_hashes import SegmentHasher
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
 from batchllm_operator.planner.sorted_runs import Advance
-from batchllm_operator.planner.step_time import StepWork, step_seconds
+from batchllm_operator.planner.step_time import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.planner.token_table import TokenTable
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "imbalance",
     "kv_capacity_tokens",
     "make_requests",
+    "matrix_seconds",
     "maximize_reuse",
     "model_shape",
     "num_processed_tokens",

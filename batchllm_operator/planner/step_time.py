@@ -30,6 +30,14 @@ class StepWork:
     """Tokens whose KV is read for decoding: with shared-prefix attention, each prefix once."""
 
 
+def matrix_seconds(model: ModelShape, gpu: GPU, num_gpus: int = 1) -> tuple[float, float]:
+    """Seconds for a token in all matrices, and seconds for reading all weights once."""
+    return (
+        model.flop_per_token / gpu.flop_per_s / num_gpus,
+        model.step_weight_bytes / gpu.bytes_per_s / num_gpus,
+    )
+
+
 def step_seconds(work: StepWork, model: ModelShape, gpu: GPU, num_gpus: int = 1) -> float:
     """Seconds of a step on an engine of `num_gpus`, which divide the work evenly."""
     flop = work.num_tokens * model.flop_per_token + work.num_sampled * model.flop_per_sampled_token

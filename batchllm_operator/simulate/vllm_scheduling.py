@@ -40,13 +40,13 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from batchllm_operator.errors import EngineError, PlanError
-from batchllm_operator.planner import StepWork, step_seconds
+from batchllm_operator.planner import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.progress import Progress
 from batchllm_operator.simulate.machine import Machine, Policy
 from batchllm_operator.simulate.run import Run, Timeline
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
-from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings, StepCost
 from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
 
 _ANY_TOKEN, _STOP_TOKEN = 5, 6
@@ -109,7 +109,9 @@ class _Simulation:
         self._order = np.arange(len(workload))
         if policy.order == "shuffled":
             self._order = np.random.default_rng(seed).permutation(self._order)
-        settings = settings or SchedulerSettings(num_requests=len(workload))
+        settings = settings or SchedulerSettings(
+            num_requests=len(workload), step_cost=_step_cost(machine)
+        )
         self._scheduler = make_scheduler(policy, machine, self._max_model_len(), settings)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(size, sha256)
@@ -305,10 +307,28 @@ class _Simulation:
         )
 
 
+def _step_cost(machine: Machine) -> StepCost:
+    token_s, weights_s = matrix_seconds(machine.model, machine.gpu, machine.num_gpus)
+    return StepCost(token_s, weights_s, machine.gpu.step_overhead_s)
+
+
 def make_scheduler(
-    policy: Policy, machine: Machine, max_model_len: int, settings: SchedulerSettings
+    policy: Policy,
+    machine: Machine,
+    max_model_len: int,
+    settings: SchedulerSettings,
+    *,
+    async_scheduling: bool = False,
 ) -> AsyncScheduler:
-    """The scheduler that vLLM would make for this policy, with the machine's KV cache."""
+    """The scheduler that vLLM would make for this policy, with the machine's KV cache.
+
+    Args:
+        policy: which one, and how it is configured.
+        machine: its KV cache and the tokens of a step.
+        max_model_len: most tokens of a request.
+        settings: of our scheduler.
+        async_scheduling: whether a step is put together before the one before it has ended.
+    """
     most_tokens = machine.max_num_batched_tokens
     if not policy.chunked_prefill:
         most_tokens = max(most_tokens, max_model_len)
@@ -324,7 +344,7 @@ def make_scheduler(
         config = VllmConfig(
             model_config=model,
             scheduler_config=SchedulerConfig(
-                max_num_seqs=policy.max_num_seqs,
+                max_num_seqs=min(policy.max_num_seqs, most_tokens),
                 max_num_batched_tokens=most_tokens,
                 max_model_len=max_model_len,
                 enable_chunked_prefill=policy.chunked_prefill,
@@ -337,7 +357,9 @@ def make_scheduler(
             device_config=DeviceConfig("cpu"),
             additional_config=settings.to_additional_config(),
         )
-    config.cache_config.block_size = machine.block_size  # a platform may prefer another
+    # A platform may have its own mind about both.
+    config.scheduler_config.async_scheduling = async_scheduling
+    config.cache_config.block_size = machine.block_size
     config.cache_config.num_gpu_blocks = machine.num_blocks
     attention = FullAttentionSpec(
         block_size=machine.block_size,

@@ -25,8 +25,9 @@ class Group:
     group_id: object
     num_prefix_blocks: int
     """Full blocks of the prefix."""
-    num_left: int
-    """Members that are to be admitted: those to come, and those that were preempted."""
+    num_unseen: int
+    """Members that are yet to come, by what was told of the group's size."""
+    num_waiting: int = 0
     num_running: int = 0
     num_counted: int = 0
     """Blocks of the prefix that are counted in the projection; 0: it isn't in memory."""
@@ -39,6 +40,11 @@ class Group:
     block_hashes: Sequence[Any] = ()
     """Of the prefix."""
     pinned: list[Any] = field(default_factory=list)
+
+    @property
+    def num_left(self) -> int:
+        """Members that are to be admitted."""
+        return self.num_unseen + self.num_waiting
 
 
 class Groups:
@@ -62,12 +68,23 @@ class Groups:
         """Blocks that nothing but a pin holds."""
         return sum(len(group.pinned) for group in self._pinned.values())
 
+    def pinned_blocks(self) -> list[Any]:
+        """All pinned blocks, as often as they are pinned."""
+        return [block for group in self._pinned.values() for block in group.pinned]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._groups and not self._pinned
+
     def join(self, group_id: object, num_prefix_blocks: int, size: int) -> Group:
         """The group of a request that has arrived."""
         group = self._groups.get(group_id)
         if group is None:
-            group = Group(group_id, num_prefix_blocks, num_left=size)
+            group = Group(group_id, num_prefix_blocks, num_unseen=size)
             self._groups[group_id] = group
+        group.num_unseen = max(group.num_unseen - 1, 0)  # there may be more than was told
+        group.num_waiting += 1
         return group
 
     def has_prefix_for(self, group: Group) -> bool:
@@ -92,7 +109,7 @@ class Groups:
             group.block_hashes = request.block_hashes[: group.num_prefix_blocks]
             self._latest = group
         group.num_running += 1
-        group.num_left -= 1
+        group.num_waiting -= 1
         self.ends_at(group, end)
 
     def ends_at(self, group: Group, end: int) -> None:
@@ -118,7 +135,7 @@ class Groups:
             ended: whether for good; else it was preempted, and memory is short.
         """
         group.num_running -= 1
-        group.num_left += not ended
+        group.num_waiting += not ended
         if group.leader is request:
             group.leader = None
         if group.num_running > 0:
@@ -133,7 +150,7 @@ class Groups:
 
     def never_ran(self, group: Group) -> None:
         """A waiting member is gone."""
-        group.num_left -= 1
+        group.num_waiting -= 1
         if group.num_left == 0 and group.num_running == 0:
             self.unpin(group)
         elif group.num_left == 0:
@@ -205,7 +222,7 @@ class Groups:
         group.num_counted, group.counted_until, group.last_end = 0, None, 0
 
     def _drop_if_over(self, group: Group) -> None:
-        if group.num_left <= 0 and group.num_running == 0:
+        if group.num_left == 0 and group.num_running == 0:
             self._groups.pop(group.group_id, None)
 
     def _num_shared_with_latest(self, request: Request, group: Group) -> int:

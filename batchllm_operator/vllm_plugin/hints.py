@@ -7,7 +7,7 @@ are plain JSON, reach the scheduler in whatever process it runs, and change noth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
 from batchllm_operator.errors import SpecError
@@ -45,13 +45,31 @@ class RequestHints:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step takes on the device, as far as the number of its tokens decides it."""
+
+    token_s: float = 0.0
+    """Seconds to compute a token in all matrices."""
+    weights_s: float = 0.0
+    """Seconds to read all weights, which a step takes at least."""
+    overhead_s: float = 1.0
+    """Seconds besides. The defaults count steps."""
+
+    def seconds(self, num_tokens: float) -> float:
+        """Of a step with so many tokens, without its attention."""
+        return max(num_tokens * self.token_s, self.weights_s) + self.overhead_s
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerSettings:
     """How the scheduler works; the defaults are for a job of which nothing more is known."""
 
     memory_threshold: float = 1.0
     """M_threshold of Algorithm 2: share of the KV blocks that may be planned to be in use."""
     pace: bool = True
-    """Whether prefill is spread over the steps that memory allows."""
+    """Whether prefill is spread over the steps that memory allows, as far as that pays."""
+    step_cost: StepCost | None = None
+    """Says how far it pays. Unset: by the number of steps alone."""
     num_requests: int | None = None
     """Requests that the engine will be given in all; None if that isn't known."""
     trace_path: str | None = None
@@ -71,12 +89,14 @@ class SchedulerSettings:
         if not isinstance(config, Mapping) or KEY not in config:
             return cls()
         settings = _from_json(cls, config[KEY])
+        if settings.step_cost is not None:
+            settings = replace(settings, step_cost=_from_json(StepCost, settings.step_cost))
         if not 0 < settings.memory_threshold <= 1:
             raise SpecError(f"{KEY}.memory_threshold: must be above 0 and at most 1")
         return settings
 
 
-_Hints = TypeVar("_Hints", RequestHints, SchedulerSettings)
+_Hints = TypeVar("_Hints", RequestHints, SchedulerSettings, StepCost)
 
 
 def _from_json(kind: type[_Hints], value: object) -> _Hints:

@@ -19,8 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from batchllm_operator.vllm_plugin.hints import StepCost
+
 _MORE_STEPS: Final = 1.03
-"""Even batches are worth up to 3 % more steps than the fewest."""
+_MORE_SECONDS: Final = 1.01
+"""What even batches are worth, in steps and in predicted time: running requests of all ages
+leave room for outputs that turn out longer than estimated."""
 _SHARES: Final = 64
 _MOST_STEPS_SAVED: Final = 2.0  # of prefill that wasn't used, in steps
 
@@ -76,7 +80,11 @@ class AverageRequest:
 
 
 def fill_share(
-    request: AverageRequest, num_requests: int, num_blocks: int, most_tokens: int
+    request: AverageRequest,
+    num_requests: int,
+    num_blocks: int,
+    most_tokens: int,
+    cost: StepCost | None = None,
 ) -> float:
     """In what part of an output's steps memory is best filled, from above 0 to 1.
 
@@ -85,29 +93,42 @@ def fill_share(
 
         n(t) = M / (final blocks - t * (final blocks - mean blocks))
 
-    of them, and N requests are all admitted after floor(N / n) * o + frac(N / n) * t * o steps.
-    The slowest of all t is taken for which that and the last output take no more than 3 % longer
-    than for the best one.
+    of them, and N requests are all admitted in N / n waves. A wave is t * o steps with prefill
+    and (1 - t) * o without; the last one is as long as it has to be, and one more output
+    follows it. Of all t with at most 3 % more steps than the fewest, the slowest one is taken
+    that is predicted to take at most 1 % longer than the fastest: where spreading prefill
+    doesn't pay, it isn't spread.
 
     Args:
         request: the average of all.
         num_requests: N.
         num_blocks: M.
         most_tokens: that a step may have.
+        cost: of a step; without it, steps alone are counted.
     """
 
-    def num_steps(share: float) -> float:
-        num_running = num_blocks / _held_blocks(request, share)
-        waves, rest = divmod(num_requests / num_running, 1)
-        fill = max(
-            share * request.output_tokens, num_running * request.prefill_tokens / most_tokens
-        )
-        return waves * request.output_tokens + rest * fill + request.output_tokens
+    of = cost or StepCost()
+    num_tokens = num_requests * (request.prefill_tokens + request.output_tokens)
 
-    shares = [(idx + 1) / _SHARES for idx in range(_SHARES)]
-    steps = [num_steps(share) for share in shares]
-    limit = _MORE_STEPS * min(steps)
-    return max(share for share, needed in zip(shares, steps, strict=True) if needed <= limit)
+    def steps_and_seconds(share: float) -> tuple[float, float]:
+        num_running = num_blocks / _held_blocks(request, share)
+        prefill_tokens = num_running * request.prefill_tokens
+        fill = max(share * request.output_tokens, prefill_tokens / most_tokens)
+        waves, rest = divmod(num_requests / num_running, 1)
+        filling, waiting = (waves + rest) * fill, waves * max(request.output_tokens - fill, 0.0)
+        later = waiting * num_running + request.output_tokens * num_running / 2
+        seconds = (
+            filling * of.seconds(max(num_tokens - later, 0.0) / filling)
+            + waiting * of.seconds(num_running)
+            + request.output_tokens * of.seconds(num_running / 2)
+        )
+        return filling + waiting + request.output_tokens, seconds
+
+    found = {idx / _SHARES: steps_and_seconds(idx / _SHARES) for idx in range(1, _SHARES + 1)}
+    most_steps = _MORE_STEPS * min(steps for steps, _ in found.values())
+    short = {share: seconds for share, (steps, seconds) in found.items() if steps <= most_steps}
+    most_seconds = (_MORE_SECONDS if cost else _MORE_STEPS) * min(short.values())
+    return max(share for share, seconds in short.items() if seconds <= most_seconds)
 
 
 def _held_blocks(request: AverageRequest, share: float) -> float:

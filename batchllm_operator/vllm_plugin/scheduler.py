@@ -15,19 +15,22 @@ requests carry `RequestHints`. A request without them is a group of its own.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from batchllm_operator.vllm_plugin.groups import Group, Groups
 from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
 from batchllm_operator.vllm_plugin.output_estimates import OutputEstimates
 from batchllm_operator.vllm_plugin.pacing import Pace, Waiting, fill_share
 from batchllm_operator.vllm_plugin.projection import BlockProjection, Growth
+from batchllm_operator.vllm_plugin.trace import StepRow, StepTrace
 from batchllm_operator.vllm_plugin.waiting_queue import GatedQueue
 
 _REBUILD_STEPS = 64
@@ -39,6 +42,7 @@ class _Plan:
     """What is planned for one request."""
 
     group: Group
+    num_prefix_tokens: int
     estimate: int
     """Output tokens, as given."""
     share: Waiting
@@ -49,11 +53,26 @@ class _Plan:
     """Its output's length when it last outgrew its estimate."""
 
 
+@dataclass(slots=True)
+class _Prefill:
+    """Prompt tokens of a step, by kind."""
+
+    num_distinct_tokens: int = 0
+    num_prefix_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """That are computed."""
+        return self.num_distinct_tokens + self.num_prefix_tokens
+
+
 class BatchLLMScheduler(AsyncScheduler):
     """vLLM's scheduler with planned admission, prefix lifetimes and paced prefill.
 
     Raises:
         SpecError: `additional_config["batchllm"]` isn't `SchedulerSettings`.
+        OSError: the trace can't be written.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +100,12 @@ class BatchLLMScheduler(AsyncScheduler):
         self._num_decoding = 0
         self._num_unplanned = 0  # blocks in use that aren't in the projection
         self._num_seen = 0
+        self._num_preempted = 0  # in this step
         self._is_scheduling = False
+        self._did_nothing = False
+        path = self._settings.trace_path
+        self._trace = StepTrace(Path(path)) if path is not None else None
+        self._started_at: float | None = None
         self.waiting = GatedQueue(self)
 
     # What vLLM calls.
@@ -92,6 +116,7 @@ class BatchLLMScheduler(AsyncScheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        begun_at = time.perf_counter()
         self._begin_step()
         try:
             self._is_scheduling = True
@@ -99,12 +124,41 @@ class BatchLLMScheduler(AsyncScheduler):
         finally:
             self._is_scheduling = False
             self.max_num_scheduled_tokens = self._most_tokens
-        self._end_step(output)
+        self._did_nothing = not output.num_scheduled_tokens
+        prefill = self._end_step(output)
+        if self._trace is not None:
+            self._trace.add(self._row(output, prefill, begun_at))
         return output
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._groups.unpin_all()  # vLLM refuses while blocks are held
+        done: bool = super().reset_prefix_cache(*args, **kwargs)
+        return done
+
+    def shutdown(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+        super().shutdown()
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._forget(request)
         return super()._free_request(request, *args, **kwargs)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks held for members to come of groups in which nobody runs."""
+        return self._groups.num_pinned_blocks
+
+    def is_idle(self) -> bool:
+        """Whether no request is left, nor anything that was held or counted for one."""
+        return (
+            not self._plans
+            and self._groups.is_empty
+            and not self._prefilling
+            and self._projection.num_blocks() == 0
+            and self._sums.num_requests == 0
+        )
 
     # What the queue asks and tells.
 
@@ -133,6 +187,7 @@ class BatchLLMScheduler(AsyncScheduler):
         """A request is in the queue again: it was preempted, or can't be scheduled yet."""
         plan = self._plans[request.request_id]
         if plan.growth is not None:
+            self._num_preempted += request.status == RequestStatus.PREEMPTED
             self._stop(request, plan, ended=False)
             self._sums.add(plan.share)
 
@@ -140,6 +195,7 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def _begin_step(self) -> None:
         self._step += 1
+        self._num_preempted = 0
         self._projection.advance(self._step)
         if self._step % _REBUILD_STEPS == 0:
             self._rebuild()
@@ -151,16 +207,54 @@ class BatchLLMScheduler(AsyncScheduler):
         self._relieve()
         self._limit_tokens()
 
-    def _end_step(self, output: SchedulerOutput) -> None:
-        num_decoded = min(self._num_decoding, len(output.num_scheduled_tokens))
-        prefill = output.total_num_scheduled_tokens - num_decoded * self._tokens_per_decode
-        self._pace.used(max(prefill, 0))
+    def _end_step(self, output: SchedulerOutput) -> _Prefill:
+        prefill = _Prefill()
+        for request in self._admitted:
+            begin = request.num_computed_tokens - output.num_scheduled_tokens.get(
+                request.request_id, 0
+            )
+            prefill.num_cached_tokens += begin
         for request in (*self._prefilling.values(), *self._admitted):
+            self._count_prefill(request, output, prefill)
             self._follow_prefill(request)
         self._admitted.clear()
+        self._pace.used(prefill.num_tokens)
         self._groups.unpin_taken_over()
-        num_used = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
-        self._num_unplanned = max(0, num_used - self._projection.num_blocks())
+        self._num_unplanned = max(0, self._num_used_blocks() - self._projection.num_blocks())
+        return prefill
+
+    def _count_prefill(self, request: Request, output: SchedulerOutput, into: _Prefill) -> None:
+        num_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
+        plan = self._plans.get(request.request_id)
+        if num_tokens == 0 or plan is None:
+            return
+        end = request.num_computed_tokens
+        num_prefix = max(0, min(end, plan.num_prefix_tokens) - (end - num_tokens))
+        into.num_prefix_tokens += num_prefix
+        into.num_distinct_tokens += num_tokens - num_prefix
+
+    def _num_used_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
+
+    def _row(self, output: SchedulerOutput, prefill: _Prefill, begun_at: float) -> StepRow:
+        if self._started_at is None:
+            self._started_at = begun_at
+        return StepRow(
+            step=self._step,
+            start_s=begun_at - self._started_at,
+            scheduling_s=time.perf_counter() - begun_at,
+            num_decode_tokens=output.total_num_scheduled_tokens - prefill.num_tokens,
+            num_distinct_tokens=prefill.num_distinct_tokens,
+            num_prefix_tokens=prefill.num_prefix_tokens,
+            num_cached_tokens=prefill.num_cached_tokens,
+            num_scheduled=len(output.num_scheduled_tokens),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_preempted=self._num_preempted,
+            num_used_blocks=self._num_used_blocks(),
+            num_held_blocks=self.num_held_blocks,
+            num_blocks=self._pool.num_gpu_blocks - 1,
+        )
 
     def _follow_prefill(self, request: Request) -> None:
         plan = self._plans.get(request.request_id)
@@ -179,17 +273,40 @@ class BatchLLMScheduler(AsyncScheduler):
             self.running.sort(key=lambda request: request.request_id in self._prefilling)
 
     def _relieve(self) -> None:
-        """Where running requests are about to find no block, see to who has to go."""
+        """Where requests are about to find no block, see to who has to go."""
+        if not self.running:
+            self._make_room_for_first()
+            return
         num_free = self._pool.get_num_free_blocks()
-        if num_free >= len(self.running):
+        num_needed = sum(self._num_missing_blocks(each) for each in self._prefilling.values())
+        if num_free >= num_needed + len(self.running):
             return
         size = self.block_size
-        num_needed = sum(not request.num_computed_tokens % size for request in self.running)
+        num_needed += sum(
+            not request.num_computed_tokens % size
+            for request in self.running
+            if request.request_id not in self._prefilling
+        )
         if num_needed <= num_free:
             return
         self._groups.unpin_all()
         if num_needed > self._pool.get_num_free_blocks():  # vLLM preempts the last one
             self.running.sort(key=self._computed_work, reverse=True)
+
+    def _make_room_for_first(self) -> None:
+        """So that held prefixes don't keep the first request out for ever."""
+        first = self._next_waiting()
+        if first is None or not self.num_held_blocks:
+            return
+        if self._did_nothing:  # though its own group's prefix was all that was held
+            self._groups.unpin_all()
+        elif self._num_missing_blocks(first) > self._pool.get_num_free_blocks():
+            self._groups.unpin_all(but=self._plans[first.request_id].group)
+
+    def _num_missing_blocks(self, request: Request) -> int:
+        """Blocks of a request's tokens that it doesn't hold yet."""
+        num_blocks = -(-request.num_tokens // self.block_size)
+        return num_blocks - request.num_computed_tokens // self.block_size
 
     def _computed_work(self, request: Request) -> int:
         """Tokens that would have to be computed again."""
@@ -215,7 +332,11 @@ class BatchLLMScheduler(AsyncScheduler):
             return self._most_tokens  # all that is left has room
         if not self.running:
             self._pace.fill_share = fill_share(
-                request, num_requests, self._num_blocks, self._most_tokens
+                request,
+                num_requests,
+                self._num_blocks,
+                self._most_tokens,
+                self._settings.step_cost,
             )
         return int(self._pace.next_step(request))
 
@@ -243,7 +364,7 @@ class BatchLLMScheduler(AsyncScheduler):
             num_prompt_block_steps=(num_prompt_blocks + part + 0.5) * estimate,
             num_output_block_steps=estimate**2 / (2 * size),
         )
-        self._plans[request.request_id] = _Plan(group, estimate, waiting)
+        self._plans[request.request_id] = _Plan(group, hints.num_prefix_tokens, estimate, waiting)
         self._sums.add(waiting)
         self._num_seen += 1
 

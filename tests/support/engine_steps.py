@@ -1,0 +1,230 @@
+"""A scheduler driven step by step without a model, with its books checked after every step."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.simulate.machine import POLICIES, Machine
+from batchllm_operator.simulate.vllm_scheduling import make_scheduler
+from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
+from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
+
+BLOCK_SIZE = 16
+STOP = 1
+
+
+@dataclass
+class EngineSteps:
+    """An engine's loop around a scheduler.
+
+    Args:
+        num_blocks: of the KV cache, beside the one that vLLM keeps for itself.
+        chunk: most tokens of a step.
+        lag: steps that are scheduled before the output of one is known (1 in async scheduling).
+        policy: whose scheduler it is.
+    """
+
+    num_blocks: int = 100
+    chunk: int = 64
+    lag: int = 0
+    policy: str = "batchllm"
+    settings: SchedulerSettings = field(default_factory=SchedulerSettings)
+
+    def __post_init__(self) -> None:
+        machine = Machine(
+            MODEL_SHAPES["Mistral-7B"],
+            find_gpu("H100"),
+            self.num_blocks + 1,
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=self.chunk,
+        )
+        self.scheduler: AsyncScheduler = make_scheduler(
+            POLICIES[self.policy],
+            machine,
+            4096,
+            self.settings,
+            async_scheduling=self.lag > 0,
+        )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self._lengths: dict[str, int] = {}
+        self._pending: deque[tuple[SchedulerOutput, Any]] = deque()
+        self.finished: dict[str, int] = {}
+        """Output tokens of requests that have ended."""
+        self.outputs: list[SchedulerOutput] = []
+        self.preempted: list[str] = []
+        """Requests that lost their blocks, in order."""
+
+    @property
+    def ours(self) -> BatchLLMScheduler:
+        assert isinstance(self.scheduler, BatchLLMScheduler)
+        return self.scheduler
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.outputs)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        output: int,
+        *,
+        hints: RequestHints | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """A request that will generate `output` tokens."""
+        params = SamplingParams(
+            max_tokens=max_tokens or output,
+            stop_token_ids=[STOP],
+            extra_args=hints.to_extra_args() if hints else None,
+        )
+        self._lengths[request_id] = output
+        self.scheduler.add_request(make_request(request_id, prompt, params, self._hasher))
+
+    def add_raw(self, request_id: str, prompt: list[int], extra_args: dict[str, Any]) -> None:
+        """A request with any `extra_args`."""
+        params = SamplingParams(max_tokens=1, extra_args=extra_args)
+        self.scheduler.add_request(make_request(request_id, prompt, params, self._hasher))
+
+    def add_group(
+        self,
+        group_id: int,
+        size: int,
+        *,
+        prefix: int,
+        distinct: int,
+        output: int,
+        told_size: int | None = None,
+        estimate: int | None = None,
+        first: int = 0,
+    ) -> list[str]:
+        """Members `first` to `first + size` of a group; returns their ids."""
+        shared = [1000 * (group_id + 1) + position % 1000 for position in range(prefix)]
+        names = [f"{group_id}.{member}" for member in range(first, first + size)]
+        for name in names:
+            own = [500_000 + hash_of(name, position) for position in range(distinct)]
+            hints = RequestHints(group_id, prefix, told_size or size, estimate or output)
+            most = output if estimate is None else 4000
+            self.add(name, shared + own, output, hints=hints, max_tokens=most)
+        return names
+
+    def step(self) -> SchedulerOutput:
+        """Schedule a step, and give the scheduler the outputs that have come by then."""
+        was_running = {request.request_id for request in self.scheduler.running}
+        output = self.scheduler.schedule()
+        self.outputs.append(output)
+        self.preempted += [
+            name
+            for name in sorted(was_running)
+            if self.scheduler.requests[name].status == RequestStatus.PREEMPTED
+        ]
+        self._pending.append((output, self._sampled(output)))
+        while len(self._pending) > self.lag or (self._pending and not output.num_scheduled_tokens):
+            self._deliver()
+        self.check()
+        return output
+
+    def run(self, most_steps: int = 5000) -> None:
+        """Step until nothing is left."""
+        while self.scheduler.has_requests() or self._pending:
+            assert self.num_steps < most_steps, "it goes on and on"
+            self.step()
+
+    def run_while_unfinished(self, *names: str, beside: tuple[str, int] | None = None) -> None:
+        """Step until these have ended; `beside` is a request (id, output) that keeps running."""
+        if beside is not None:
+            self.add(beside[0], [3] * 8, beside[1])
+        while not set(names) <= self.finished.keys():
+            assert self.num_steps < 5000, "it goes on and on"
+            self.step()
+
+    def abort(self, *names: str) -> None:
+        """As a client that goes away."""
+        self.scheduler.finish_requests(list(names), RequestStatus.FINISHED_ABORTED)
+        self.check()
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - int(self.pool.get_num_free_blocks())
+
+    def is_cached(self, block_hash: Any) -> bool:
+        """Whether a block with this hash could be found."""
+        return bool(self.pool.get_cached_block(block_hash, [0]))
+
+    def request(self, name: str) -> Request:
+        found: Request = self.scheduler.requests[name]
+        return found
+
+    def blocks(self, name: str) -> list[Any]:
+        return list(self.scheduler.kv_cache_manager.get_blocks(name).blocks[0])
+
+    def check(self) -> None:
+        """Every block is held by those that are known to hold it, and by no one else."""
+        held = Counter(
+            block.block_id
+            for name, request in self.scheduler.requests.items()
+            if request.status == RequestStatus.RUNNING
+            for block in self.blocks(name)
+        )
+        if isinstance(self.scheduler, BatchLLMScheduler):
+            pinned = self.scheduler._groups.pinned_blocks()
+            assert len(pinned) == self.scheduler._groups.num_pinned_blocks
+            held.update(block.block_id for block in pinned)
+        deferred = Counter(block.block_id for _, blocks in self._deferred() for block in blocks)
+        counts = {block.block_id: block.ref_cnt for block in self.pool.blocks if block.ref_cnt}
+        counts.pop(self.pool.null_block.block_id, None)
+        assert counts == dict(held + deferred)
+        assert self.pool.get_num_free_blocks() == self.num_blocks - len(counts)
+        if not self.scheduler.has_unfinished_requests():
+            self._check_empty()
+
+    def _check_empty(self) -> None:
+        if isinstance(self.scheduler, BatchLLMScheduler):
+            assert self.scheduler.is_idle()
+
+    def _deferred(self) -> list[Any]:
+        return list(getattr(self.scheduler, "deferred_frees", ()))
+
+    def _sampled(self, output: SchedulerOutput) -> list[bool]:
+        """Whether each request of the step gets a token."""
+        return [
+            not self.scheduler.requests[name].is_prefill_chunk
+            for name in output.num_scheduled_tokens
+        ]
+
+    def _deliver(self) -> None:
+        output, is_sampled = self._pending.popleft()
+        names = list(output.num_scheduled_tokens)
+        sampled: list[list[int]] = []
+        for name, is_made in zip(names, is_sampled, strict=True):
+            request = self.scheduler.requests.get(name)
+            sampled.append([])
+            if is_made and request is not None:
+                length = request.num_output_tokens + 1
+                sampled[-1] = [STOP if length == self._lengths[name] else 7]
+        self.scheduler.update_from_output(output, make_model_output(names, sampled))
+        for name in names:
+            if name not in self.scheduler.requests and name not in self.finished:
+                self.finished[name] = self._lengths[name]
+
+
+def hash_of(name: str, position: int) -> int:
+    """A token that hardly any other request has there."""
+    group, member = name.split(".")
+    return (int(group) * 7919 + int(member) * 104_729 + position * 31) % 400_000

@@ -1,0 +1,354 @@
+"""The group scheduler, step by step; `EngineSteps` checks who holds what after every step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engine_steps import BLOCK_SIZE, EngineSteps
+
+from batchllm_operator.errors import SpecError
+from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
+
+NO_PACE = SchedulerSettings(pace=False)
+
+
+def num_prefill(engine: EngineSteps, step: int) -> int:
+    counts = engine.outputs[step].num_scheduled_tokens.values()
+    return sum(tokens for tokens in counts if tokens > 1)
+
+
+def num_computed(engine: EngineSteps) -> int:
+    return sum(output.total_num_scheduled_tokens for output in engine.outputs)
+
+
+# Order
+
+
+def test_a_prefix_comes_before_its_members() -> None:
+    engine = EngineSteps(chunk=48, settings=NO_PACE)
+    engine.add_group(0, 3, prefix=96, distinct=10, output=2)
+    first, second, third = (engine.step().num_scheduled_tokens for _ in range(3))
+    assert (first, second) == ({"0.0": 48}, {"0.0": 48})
+    assert third == {"0.0": 10, "0.1": 10, "0.2": 10}
+    engine.run()
+
+
+def test_decodes_come_before_prefill() -> None:
+    engine = EngineSteps(chunk=32, settings=NO_PACE)
+    engine.add_group(0, 2, prefix=16, distinct=8, output=30)
+    engine.step()
+    engine.add_group(1, 1, prefix=0, distinct=200, output=1)
+    for _ in range(5):
+        scheduled = engine.step().num_scheduled_tokens
+        assert (scheduled["0.0"], scheduled["0.1"]) == (1, 1)
+        assert scheduled["1.0"] == 30  # what is left of the step
+    engine.run()
+
+
+def test_members_of_running_groups_come_before_new_groups() -> None:
+    engine = EngineSteps(chunk=64, num_blocks=200, settings=NO_PACE)
+    engine.add_group(0, 4, prefix=32, distinct=20, output=20)
+    engine.add_group(1, 4, prefix=32, distinct=20, output=20)
+    order: list[str] = []
+    while len(order) < 8:
+        order += [name for name in engine.step().num_scheduled_tokens if name not in order]
+    assert order == [f"{group}.{member}" for group in (0, 1) for member in range(4)]
+    engine.run()
+
+
+# Prefixes
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_each_prefix_is_computed_once_where_stock_computes_some_again(lag: int) -> None:
+    ideal = 6 * (320 + 8 * (48 + 39))  # the last output token isn't computed
+
+    def run(policy: str) -> EngineSteps:
+        engine = EngineSteps(num_blocks=200, chunk=512, policy=policy, lag=lag)
+        for group_id in range(6):
+            engine.add_group(group_id, 8, prefix=320, distinct=48, output=40)
+        engine.run()
+        return engine
+
+    ours, stock = run("batchllm"), run("stock_sorted")
+    assert ours.preempted == []
+    assert num_computed(ours) == ideal
+    assert stock.preempted and num_computed(stock) > ideal
+
+
+def test_a_prefix_is_held_for_members_that_come_late() -> None:
+    engine = EngineSteps(num_blocks=40)
+    engine.add_group(0, 2, prefix=64, distinct=16, output=3, told_size=3)
+    engine.run_while_unfinished("0.0", "0.1", beside=("9.0", 400))
+    assert engine.ours.num_held_blocks == 64 // BLOCK_SIZE
+    [late] = engine.add_group(0, 1, prefix=64, distinct=16, output=3, told_size=3, first=2)
+    engine.step()
+    assert engine.outputs[-1].num_scheduled_tokens[late] == 16
+    assert engine.ours.num_held_blocks == 0
+    engine.run()
+
+
+def test_a_prefix_that_nobody_needs_is_reused_before_cached_ones_that_some_do() -> None:
+    engine = EngineSteps(num_blocks=24, settings=NO_PACE)
+    engine.add_group(0, 1, prefix=64, distinct=16, output=1, told_size=2)
+    engine.step()  # held for its second member
+    engine.add_group(1, 1, prefix=64, distinct=16, output=1)
+    hashes = engine.request("1.0").block_hashes[:4]
+    engine.run_while_unfinished("1.0")
+    assert not any(engine.is_cached(each) for each in hashes)
+    engine.add_group(0, 1, prefix=64, distinct=16, output=1, told_size=2, first=1)
+    engine.run()
+    assert engine.outputs[-1].total_num_scheduled_tokens <= 16
+
+
+def test_what_the_next_group_begins_with_stays_cached() -> None:
+    instruction = list(range(32))
+    engine = EngineSteps(num_blocks=24, chunk=96, settings=NO_PACE)
+    for group_id in (0, 1):
+        document = [100 + 50 * group_id + position for position in range(48)]
+        hints = RequestHints(group_id, num_prefix_tokens=80)
+        engine.add(f"{group_id}.0", [*instruction, *document, 7], 200, hints=hints)
+    while "0.0" not in engine.finished:
+        engine.step()
+    engine.run()
+    assert num_computed(engine) == 81 + 49 + 2 * 199
+
+
+def test_a_member_that_never_comes_holds_nothing_up() -> None:
+    engine = EngineSteps(num_blocks=20)
+    engine.add_group(0, 1, prefix=160, distinct=8, output=2, told_size=5)
+    engine.add_group(1, 2, prefix=160, distinct=8, output=60)
+    engine.run()
+    assert sorted(engine.finished) == ["0.0", "1.0", "1.1"]
+
+
+def test_a_group_may_be_larger_than_told() -> None:
+    engine = EngineSteps(num_blocks=40)
+    engine.add_group(0, 6, prefix=64, distinct=16, output=20, told_size=2)
+    engine.run()
+    assert len(engine.finished) == 6
+
+
+def test_a_held_prefix_gives_way_to_a_request_that_needs_its_room() -> None:
+    engine = EngineSteps(num_blocks=20)
+    engine.add_group(0, 1, prefix=160, distinct=8, output=1, told_size=2)
+    engine.add_group(1, 1, prefix=0, distinct=250, output=30)
+    engine.run()
+    assert sorted(engine.finished) == ["0.0", "1.0"]
+
+
+# Memory
+
+
+def test_what_ends_soon_makes_room_for_what_grows_late() -> None:
+    """Final sizes don't fit together, but what is held at any one time does."""
+    engine = EngineSteps(num_blocks=24, settings=NO_PACE)  # 22 to plan with
+    for idx in range(4):
+        engine.add_group(idx, 1, prefix=0, distinct=16, output=64)  # 5 blocks each at its end
+        engine.step()
+        for _ in range(20):
+            engine.step()
+    engine.add_group(4, 1, prefix=0, distinct=16, output=64)
+    engine.step()
+    assert len(engine.scheduler.running) == 5 or engine.finished
+    engine.run()
+    assert engine.preempted == []
+
+
+def test_admission_is_by_blocks_whatever_the_number_of_requests() -> None:
+    engine = EngineSteps(num_blocks=100, chunk=2048, settings=NO_PACE)
+    for idx in range(100):
+        engine.add_group(idx, 1, prefix=0, distinct=8, output=100)  # 7 blocks each
+    engine.step()
+    assert len(engine.scheduler.running) == 98 // 7
+    engine.run()
+    assert engine.preempted == []
+
+
+def test_memory_threshold_leaves_blocks_free() -> None:
+    engine = EngineSteps(
+        num_blocks=100, chunk=2048, settings=SchedulerSettings(memory_threshold=0.5, pace=False)
+    )
+    for idx in range(40):
+        engine.add_group(idx, 1, prefix=0, distinct=8, output=100)
+    most = 0
+    while engine.scheduler.has_requests():
+        engine.step()
+        most = max(most, engine.num_used_blocks)
+    assert 40 <= most <= 50
+
+
+def test_a_request_runs_alone_where_it_was_not_planned_to_fit() -> None:
+    engine = EngineSteps(num_blocks=10, settings=SchedulerSettings(memory_threshold=0.3))
+    engine.add_group(0, 2, prefix=0, distinct=100, output=40)
+    engine.run()
+    assert len(engine.finished) == 2
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_outputs_longer_than_estimated_are_noticed(lag: int) -> None:
+    engine = EngineSteps(num_blocks=200, chunk=256, lag=lag)
+    for idx in range(200):
+        engine.add_group(idx, 1, prefix=0, distinct=64, output=100, estimate=50)
+    engine.run()
+    assert len(engine.finished) == 200
+    late = [name for name in engine.preempted if int(name.split(".")[0]) >= 100]
+    assert len(late) <= 1  # by then it is known how long they are
+
+
+def test_the_victim_has_the_least_computed_work() -> None:
+    engine = EngineSteps(num_blocks=21, chunk=512, settings=NO_PACE)
+    engine.add_group(0, 1, prefix=0, distinct=16, output=200, estimate=1)  # little so far
+    engine.add_group(1, 1, prefix=0, distinct=220, output=100, estimate=1)
+    engine.run()
+    assert engine.preempted and set(engine.preempted) == {"0.0"}
+
+
+# Even batches
+
+
+def test_prefill_is_spread_over_the_steps_that_memory_allows() -> None:
+    def prefill_steps(pace: bool) -> tuple[int, EngineSteps]:
+        settings = SchedulerSettings(pace=pace, num_requests=120)
+        engine = EngineSteps(num_blocks=300, chunk=512, settings=settings)
+        for idx in range(120):
+            engine.add_group(idx, 1, prefix=0, distinct=128, output=64)
+        engine.run()
+        assert engine.preempted == []
+        return sum(num_prefill(engine, step) > 0 for step in range(engine.num_steps)), engine
+
+    (paced, with_pace), (burst, without) = prefill_steps(True), prefill_steps(False)
+    assert paced > 1.5 * burst
+    assert with_pace.num_steps <= 1.05 * without.num_steps
+
+
+def test_a_job_that_fits_into_memory_is_not_held_back() -> None:
+    engine = EngineSteps(num_blocks=300, chunk=512)
+    for idx in range(10):
+        engine.add_group(idx, 1, prefix=0, distinct=128, output=64)
+    for _ in range(3):
+        engine.step()
+    assert len(engine.scheduler.running) == 10
+    engine.run()
+
+
+# Requests that go away, or have no hints
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_abort_in_any_state_leaves_nothing_behind(lag: int) -> None:
+    for num_steps in range(8):
+        engine = EngineSteps(chunk=32, lag=lag)
+        names = engine.add_group(0, 3, prefix=80, distinct=20, output=4)
+        others = engine.add_group(1, 2, prefix=80, distinct=20, output=4)
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort(*names)
+        engine.run()
+        assert set(others) <= set(engine.finished)
+
+
+def test_when_the_leader_goes_another_member_computes_the_prefix() -> None:
+    engine = EngineSteps(chunk=32, settings=NO_PACE)
+    engine.add_group(0, 3, prefix=96, distinct=16, output=3)
+    engine.step()
+    engine.abort("0.0")
+    engine.run()
+    assert sorted(engine.finished) == ["0.1", "0.2"]
+
+
+def test_without_hints_a_request_is_a_group_of_its_own() -> None:
+    engine = EngineSteps()
+    for idx in range(10):
+        engine.add(f"plain-{idx}", [idx] * 50, 20)
+    engine.run()
+    assert len(engine.finished) == 10 and engine.preempted == []
+
+
+def test_hints_that_make_no_sense_are_refused() -> None:
+    engine = EngineSteps()
+    with pytest.raises(SpecError, match="batchllm: has no grup_id"):
+        engine.add_raw("x", [1, 2, 3], {"batchllm": {"grup_id": 1}})
+    assert engine.ours.is_idle()
+
+
+def test_the_prefix_cache_can_be_reset_while_a_prefix_is_held() -> None:
+    engine = EngineSteps(num_blocks=40)
+    engine.add_group(0, 1, prefix=64, distinct=16, output=1, told_size=2)
+    engine.run_while_unfinished("0.0", beside=("9.0", 50))
+    engine.add("9.1", [4] * 8, 50)
+    engine.abort("9.0")
+    assert engine.ours.num_held_blocks > 0
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.ours.num_held_blocks == 0
+
+
+# Anything
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[dict[str, int]]:
+    """Groups that each fit into 40 blocks."""
+    return draw(
+        st.lists(
+            st.fixed_dictionaries(
+                {
+                    "size": st.integers(1, 6),
+                    "prefix": st.integers(0, 200),
+                    "distinct": st.integers(1, 120),
+                    "output": st.integers(1, 90),
+                }
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+
+
+@settings(max_examples=1500)
+@given(
+    groups=jobs(), chunk=st.sampled_from([16, 64, 300]), lag=st.integers(0, 1), pace=st.booleans()
+)
+def test_with_true_lengths_nothing_is_preempted_or_computed_twice(
+    groups: list[dict[str, int]], chunk: int, lag: int, pace: bool
+) -> None:
+    engine = EngineSteps(num_blocks=60, chunk=chunk, lag=lag, settings=SchedulerSettings(pace=pace))
+    for group_id, group in enumerate(groups):
+        engine.add_group(group_id, **group)
+    engine.run()
+    assert len(engine.finished) == sum(group["size"] for group in groups)
+    assert engine.preempted == []
+
+
+@settings(max_examples=1500)
+@given(
+    groups=jobs(),
+    chunk=st.sampled_from([16, 64, 300]),
+    lag=st.integers(0, 1),
+    told=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 150)), min_size=8, max_size=8),
+    events=st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.integers(0, 12)), max_size=12),
+)
+def test_whatever_is_told_and_whenever_they_come_and_go_all_ends_and_nothing_is_held(
+    groups: list[dict[str, int]],
+    chunk: int,
+    lag: int,
+    told: list[tuple[int, int]],
+    events: list[tuple[int, bool, int]],
+) -> None:
+    engine = EngineSteps(num_blocks=40, chunk=chunk, lag=lag)
+    alive: set[str] = set()
+    to_come = dict(enumerate(zip(groups, told, strict=False)))
+    for group_id, is_abort, num_steps in [*events, *((idx, False, 1) for idx in range(8))]:
+        if is_abort:
+            gone = {name for name in alive if int(name.split(".")[0]) == group_id}
+            engine.abort(*gone)
+            alive -= gone
+        elif group_id in to_come:
+            group, (size, estimate) = to_come.pop(group_id)
+            alive |= set(engine.add_group(group_id, **group, told_size=size, estimate=estimate))
+        for _ in range(num_steps):
+            engine.step()
+        alive -= engine.finished.keys()
+    engine.run()
+    assert alive <= engine.finished.keys()
