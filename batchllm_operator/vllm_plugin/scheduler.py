@@ -97,7 +97,8 @@ class BatchLLMScheduler(AsyncScheduler):
         self._ends: defaultdict[int, list[str]] = defaultdict(list)
         self._prefilling: dict[str, Request] = {}
         self._admitted: list[Request] = []  # in this step
-        self._num_decoding = 0
+        self._num_prefill_ahead = 0  # tokens of running requests, and of those admitted so far
+        self._num_prefill_tokens = self._most_tokens  # that a step computes
         self._num_unplanned = 0  # blocks in use that aren't in the projection
         self._num_seen = 0
         self._num_preempted = 0  # in this step
@@ -170,14 +171,15 @@ class BatchLLMScheduler(AsyncScheduler):
         if not self._groups.has_prefix_for(plan.group):
             return True
         num_prefix_blocks = self._groups.num_new_blocks(plan.group, request)
-        growth = self._growth(request, plan, self._step)
+        growth = self._growth_if_admitted(request, plan)
         peak = self._projection.peak_with(growth, num_prefix_blocks)
         return peak + self._num_unplanned > self._num_blocks
 
     def admitted(self, request: Request) -> None:
         """A waiting request was taken from the queue to run."""
         plan = self._plans[request.request_id]
-        growth = self._growth(request, plan, self._step)
+        growth = self._growth_if_admitted(request, plan)
+        self._num_prefill_ahead += self._num_to_prefill(request, plan)
         self._expect(request, plan, growth)
         self._groups.admitted(plan.group, request, growth.end)
         self._sums.add(plan.share, -1)
@@ -214,6 +216,7 @@ class BatchLLMScheduler(AsyncScheduler):
                 request.request_id, 0
             )
             prefill.num_cached_tokens += begin
+        self._num_prefill_ahead = 0
         for request in (*self._prefilling.values(), *self._admitted):
             self._count_prefill(request, output, prefill)
             self._follow_prefill(request)
@@ -258,13 +261,20 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def _follow_prefill(self, request: Request) -> None:
         plan = self._plans.get(request.request_id)
+        self._prefilling.pop(request.request_id, None)
         if plan is None or plan.growth is None:
-            self._prefilling.pop(request.request_id, None)
-        elif request.is_prefill_chunk:
+            return
+        if request.is_prefill_chunk:
             self._prefilling[request.request_id] = request
-            self._renew(request, plan, self._step + 1)  # it grows from the next step on, at best
-        else:
-            self._prefilling.pop(request.request_id, None)
+            self._num_prefill_ahead += request.num_tokens - request.num_computed_tokens
+            num_steps = 1 + self._num_steps_after_next(self._num_prefill_ahead)
+            self._renew(request, plan, self._step + num_steps)
+        elif plan.growth.start != self._step:
+            self._renew(request, plan, self._step + 1)  # with the token that it gets in this step
+
+    def _num_steps_after_next(self, num_tokens: int) -> int:
+        """Steps that so many tokens of prefill take beside the first one."""
+        return max(0, -(-num_tokens // self._num_prefill_tokens) - 1)
 
     def _put_decodes_first(self) -> None:
         """So that no decode waits for a prefill; among prefills, the order stays."""
@@ -316,11 +326,13 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def _limit_tokens(self) -> None:
         """Set how many tokens the step may have."""
-        self._num_decoding = len(self.running) - len(self._prefilling)
+        num_decoding = len(self.running) - len(self._prefilling)
         num_prefill = self._most_tokens
         if self._settings.pace and self._sums.num_requests:
             num_prefill = min(num_prefill, self._paced_tokens())
-        limit = self._num_decoding * self._tokens_per_decode + num_prefill
+        num_decode = num_decoding * self._tokens_per_decode
+        self._num_prefill_tokens = max(1, min(self._most_tokens - num_decode, num_prefill))
+        limit = num_decode + num_prefill
         self.max_num_scheduled_tokens = max(1, min(self._most_tokens, limit))
 
     def _paced_tokens(self) -> int:
@@ -379,6 +391,17 @@ class BatchLLMScheduler(AsyncScheduler):
         shared = plan.group.num_prefix_blocks
         return Growth(start, end, request.num_tokens + on_its_way, shared)
 
+    def _growth_if_admitted(self, request: Request, plan: _Plan) -> Growth:
+        """Of a waiting request, behind all prefill that is to be done before it."""
+        ahead = self._num_prefill_ahead + self._num_to_prefill(request, plan)
+        return self._growth(request, plan, self._step + self._num_steps_after_next(ahead))
+
+    def _num_to_prefill(self, request: Request, plan: _Plan) -> int:
+        """Tokens that a waiting request will find no KV for."""
+        group = plan.group
+        num_found = group.num_prefix_blocks - self._groups.num_new_blocks(group, request)
+        return request.num_tokens - num_found * self.block_size
+
     def _expect(self, request: Request, plan: _Plan, growth: Growth) -> None:
         plan.growth = growth
         self._projection.add(growth)
@@ -400,7 +423,7 @@ class BatchLLMScheduler(AsyncScheduler):
         if request_id not in self._prefilling:
             self._estimates.learn(plan.estimate, request.num_output_tokens, plan.outgrown)
             plan.outgrown = request.num_output_tokens
-        self._renew(request, plan, self._step)
+        self._renew(request, plan, max(self._step, plan.growth.start))
 
     def _rebuild(self) -> None:
         """Count everything again: estimates have changed, and steps may have been missed."""
@@ -410,7 +433,10 @@ class BatchLLMScheduler(AsyncScheduler):
         self._ends.clear()
         for request in self.running:
             plan = self._plans[request.request_id]
-            self._expect(request, plan, self._growth(request, plan, self._step))
+            start = self._step
+            if request.request_id in self._prefilling and plan.growth is not None:
+                start = max(start, plan.growth.start)
+            self._expect(request, plan, self._growth(request, plan, start))
             plan.group.last_end = 0
         for request in self.running:
             plan = self._plans[request.request_id]

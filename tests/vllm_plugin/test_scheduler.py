@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.engine_steps import BLOCK_SIZE, EngineSteps
 
@@ -309,6 +309,17 @@ def jobs(draw: st.DrawFn) -> list[dict[str, int]]:
 @settings(max_examples=60)
 @given(
     groups=jobs(), chunk=st.sampled_from([16, 64, 300]), lag=st.integers(0, 1), pace=st.booleans()
+)
+@example(  # prefill takes many steps, and what was to end meanwhile ends later
+    groups=[
+        {"size": 4, "prefix": 166, "distinct": 32, "output": 60},
+        {"size": 4, "prefix": 166, "distinct": 32, "output": 60},
+        {"size": 4, "prefix": 166, "distinct": 31, "output": 31},
+        {"size": 1, "prefix": 127, "distinct": 30, "output": 5},
+    ],
+    chunk=16,
+    lag=0,
+    pace=False,
 )
 def test_with_true_lengths_nothing_is_preempted_or_computed_twice(
     groups: list[dict[str, int]], chunk: int, lag: int, pace: bool

@@ -1,0 +1,69 @@
+"""Hints and settings on their way through vLLM."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchllm_operator.errors import SpecError
+from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings, StepCost
+
+
+def through_json(value: dict[str, Any]) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(value)))
+
+
+def test_hints_come_out_as_they_went_in() -> None:
+    hints = RequestHints(group_id=7, num_prefix_tokens=1100, group_size=12, num_output_tokens=90)
+    assert RequestHints.from_extra_args(through_json(hints.to_extra_args())) == hints
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"somebody": "else's"}])
+def test_there_may_be_none(extra_args: dict[str, Any] | None) -> None:
+    assert RequestHints.from_extra_args(extra_args) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (7, "must be an object, not int"),
+        ({"group_id": 1, "grup_size": 2}, "has no grup_size"),
+        ({"group_size": 2}, "group_id"),
+    ],
+)
+def test_hints_that_are_not_ours_are_refused(value: object, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        RequestHints.from_extra_args({"batchllm": value})
+
+
+def test_settings_come_out_as_they_went_in() -> None:
+    settings = SchedulerSettings(
+        memory_threshold=0.9,
+        pace=False,
+        step_cost=StepCost(token_s=1e-6, weights_s=5e-3, overhead_s=1e-3),
+        num_requests=3000,
+        trace_path="/tmp/trace.parquet",
+    )
+    config = through_json(settings.to_additional_config())
+    assert SchedulerSettings.from_additional_config(config) == settings
+
+
+@pytest.mark.parametrize("config", [None, {}, {"somebody": "else's"}])
+def test_defaults_where_nothing_is_set(config: object) -> None:
+    assert SchedulerSettings.from_additional_config(config) == SchedulerSettings()
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"memory_threshold": 0}, "memory_threshold"),
+        ({"memory_threshold": 1.5}, "memory_threshold"),
+        ({"thershold": 1}, "has no thershold"),
+        ({"step_cost": 3}, "must be an object"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(value: object, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        SchedulerSettings.from_additional_config({"batchllm": value})

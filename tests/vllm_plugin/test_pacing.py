@@ -1,0 +1,85 @@
+"""The rate of prefill at which memory stays full."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchllm_operator.vllm_plugin.hints import StepCost
+from batchllm_operator.vllm_plugin.pacing import AverageRequest, Pace, Waiting, fill_share
+
+# 320 prompt tokens in 20 blocks, and 160 output tokens in 10 more, 5 on average.
+REQUEST = AverageRequest(
+    prefill_tokens=320.0, output_tokens=160.0, final_blocks=30.0, mean_blocks=25.0
+)
+
+
+def waiting(num_requests: int) -> Waiting:
+    """Sums over requests like that."""
+    return Waiting(
+        num_requests=num_requests,
+        num_prefill_tokens=320.0 * num_requests,
+        num_prompt_blocks=20.0 * num_requests,
+        num_output_tokens=160 * num_requests,
+        num_prompt_block_steps=20.0 * 160 * num_requests,
+        num_output_block_steps=160**2 / (2 * 16) * num_requests,
+    )
+
+
+def test_the_average_is_that_of_equal_requests() -> None:
+    assert waiting(7).average(scale=1.0, block_size=16) == REQUEST
+
+
+def test_longer_outputs_than_estimated_take_more_block_steps() -> None:
+    average = waiting(7).average(scale=2.0, block_size=16)
+    assert average == AverageRequest(320.0, 320.0, final_blocks=40.0, mean_blocks=30.0)
+
+
+def test_what_is_taken_out_of_the_sums_is_gone() -> None:
+    sums = waiting(7)
+    sums.add(waiting(4), sign=-1)
+    assert sums == waiting(3)
+
+
+def test_the_rate_fills_memory_by_littles_law() -> None:
+    pace = Pace(num_blocks=2500)
+    # 100 requests of 25 blocks on average, each for 160 steps, each with 320 tokens to prefill.
+    assert pace.rate(REQUEST) == pytest.approx(100 / 160 * 320)
+
+
+def test_a_faster_fill_counts_the_blocks_of_younger_requests() -> None:
+    pace = Pace(num_blocks=2500)
+    pace.fill_share = 0.5
+    assert pace.rate(REQUEST) == pytest.approx(2500 / 27.5 / 80 * 320)
+
+
+def test_prefill_that_was_not_used_is_saved_up_for_a_step_only() -> None:
+    pace = Pace(num_blocks=2500)
+    assert [pace.next_step(REQUEST) for _ in range(4)] == [200.0, 400.0, 400.0, 400.0]
+    pace.used(450)  # a prefix that had to be finished
+    assert pace.next_step(REQUEST) == 150.0
+
+
+def test_a_large_job_fills_memory_at_the_slowest_rate() -> None:
+    assert fill_share(REQUEST, num_requests=10_000, num_blocks=2500, most_tokens=8192) == 1.0
+
+
+def test_a_job_of_a_few_memories_is_filled_faster() -> None:
+    """In waves of 85: 2 * 160 + 0.95 * 0.1 * 160 steps and one output, not 2.5 * 160 and one."""
+    share = fill_share(REQUEST, num_requests=250, num_blocks=2500, most_tokens=8192)
+    assert 0.05 < share < 0.2
+
+
+def test_prefill_is_not_spread_where_that_costs_time() -> None:
+    """Steps that cost the same whatever they hold: fewer is all that counts."""
+    costly = StepCost(token_s=0.0, weights_s=0.0, overhead_s=0.02)
+    free = StepCost(token_s=1e-3, weights_s=0.0, overhead_s=0.0)
+    shares = {
+        cost: fill_share(REQUEST, 250, 2500, most_tokens=8192, cost=cost) for cost in (costly, free)
+    }
+    assert shares[costly] < shares[free]
+
+
+def test_the_cost_of_a_step_is_at_least_reading_the_weights() -> None:
+    cost = StepCost(token_s=2e-6, weights_s=4e-3, overhead_s=1e-3)
+    assert cost.seconds(1) == cost.seconds(2000) == pytest.approx(5e-3)
+    assert cost.seconds(4000) == pytest.approx(9e-3)
