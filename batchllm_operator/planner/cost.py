@@ -5,13 +5,14 @@ Prefill is bound by compute, decoding by memory traffic (paper, Sec. 2; Williams
 matrices, plus its attention. With C FLOP/s and B bytes/s that the GPU reaches:
 
     prefill_s = prefill matrices + pairs * FLOP per pair / C
-    decode_s  = max(decode tokens * FLOP per token / C, steady steps * step weight bytes / B - hidden)
+    decode_s  = max(decode tokens * FLOP per token / C, steady steps * weights_s - hidden)
               + attention_bytes / B
               + steady steps * overhead
-              + ramp steps * (step weight bytes / B + overhead)
+              + ramp steps * (weights_s + overhead)
 
-    prefill matrices = max(prefill tokens * FLOP per token / C, prefill steps * step weight bytes / B)
+    prefill matrices = max(prefill tokens * FLOP per token / C, prefill steps * weights_s)
     prefill steps    = prefill tokens / chunk
+    weights_s        = step weight bytes / B
 
 A *pair* is a prefilled token and a token that it attends to. `attention_bytes` is the KV that
 decoding reads, 2 * n_bytes * n_layers * n_kvheads * d_head for each token of each context.
@@ -19,9 +20,9 @@ Steady steps are what KV memory allows, sum of (KV tokens * steps that they are 
 that fit), or what `max_num_seqs` allows, or all tokens / chunk, whichever is most; a shared prefix
 is held once for its group. The ramp is one output length for each engine, in which memory fills
 and drains. *Hidden* are weights that are read while prefill computes. vLLM's own scheduler fills
-steps with prefill, and in between only decodes: that hides prefill steps * step weight bytes / B.
-Ours spreads prefill over all steps (`EngineLimits.spreads_prefill`), which hides as much as the
-prefill matrices take.
+steps with prefill, and in between only decodes: that hides prefill steps * weights_s. Ours
+spreads prefill over all steps (`EngineLimits.spreads_prefill`), which hides as much as the prefill
+matrices take.
 
 Not counted: time to load the model, communication between GPUs (several GPUs are taken to divide
 all work evenly), sampling, preemption, idle steps, and reads of KV during prefill, which compute

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from batchllm_operator.planner import GPU, EngineLimits, ModelShape, kv_capacity_tokens
 
-_BLOCK_SIZE: Final = 16  # vLLM's on GPUs
+BLOCK_SIZE: Final = 16
+"""Tokens of a KV block: vLLM's default on GPUs."""
+ARRIVALS_PER_S: Final = 100.0
+"""Requests, where they arrive by time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +22,34 @@ class Machine:
     gpu: GPU
     num_blocks: int
     """Of the KV cache."""
-    block_size: int = _BLOCK_SIZE
+    block_size: int = BLOCK_SIZE
     max_num_batched_tokens: int = 8192
     num_gpus: int = 1
+    max_num_seqs: int | None = None
+    """Requests that may run at a time; None: as many as the policy says."""
 
     @classmethod
-    def of(cls, model: ModelShape, gpu: GPU, limits: EngineLimits | None = None) -> Machine:
-        """With as many blocks as the GPU has room for.
+    def of(
+        cls,
+        model: ModelShape,
+        gpu: GPU,
+        limits: EngineLimits | None = None,
+        block_size: int = BLOCK_SIZE,
+    ) -> Machine:
+        """With as many blocks as the GPU has room for, and the policy's own number of requests.
 
         Raises:
             PlanError: the model leaves no room for KV.
         """
         limits = limits or EngineLimits()
-        num_blocks = kv_capacity_tokens(model, gpu, limits) // _BLOCK_SIZE
         return cls(
             model,
             gpu,
-            num_blocks,
+            kv_capacity_tokens(model, gpu, limits) // block_size,
+            block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             num_gpus=limits.num_gpus,
         )
-
-    def with_blocks(self, num_blocks: int) -> Machine:
-        """The same with another KV cache."""
-        return replace(self, num_blocks=num_blocks)
 
 
 @dataclass(frozen=True, slots=True)

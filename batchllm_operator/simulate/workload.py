@@ -20,6 +20,8 @@ class Workload:
         num_prefix_tokens: [n] int64, what each shares with its group.
         output_tokens: [n] int64, tokens that each generates.
         estimated_tokens: [n] int64, what the scheduler is told of that.
+        max_output_tokens: the limit that the scheduler knows of; None: the estimates, where they
+            are right.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Workload:
     num_prefix_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     estimated_tokens: NDArray[np.int64]
+    max_output_tokens: int | None = None
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -47,6 +50,12 @@ class Workload:
     def with_estimates(self, estimated_tokens: NDArray[np.int64]) -> Workload:
         """The same with other estimates."""
         return replace(self, estimated_tokens=estimated_tokens)
+
+    def with_estimate_error(self, share: float, seed: int = 0) -> Workload:
+        """The same with estimates that are off by up to a share of the output, at random."""
+        factors = np.random.default_rng(seed).uniform(1 - share, 1 + share, len(self))
+        estimates = np.maximum(np.rint(self.output_tokens * factors), 1)
+        return self.with_estimates(estimates.astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
