@@ -35,17 +35,28 @@ class Machine:
         gpu: GPU,
         limits: EngineLimits | None = None,
         block_size: int = BLOCK_SIZE,
+        *,
+        num_blocks: int | None = None,
     ) -> Machine:
         """With as many blocks as the GPU has room for, and the policy's own number of requests.
+
+        Args:
+            model: what runs.
+            gpu: where.
+            limits: of the engine, but for `max_num_seqs`.
+            block_size: tokens per block.
+            num_blocks: how many there are, whatever there is room for.
 
         Raises:
             PlanError: the model leaves no room for KV.
         """
         limits = limits or EngineLimits()
+        if num_blocks is None:
+            num_blocks = kv_capacity_tokens(model, gpu, limits) // block_size
         return cls(
             model,
             gpu,
-            kv_capacity_tokens(model, gpu, limits) // block_size,
+            num_blocks,
             block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             num_gpus=limits.num_gpus,

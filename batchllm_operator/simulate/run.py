@@ -25,7 +25,7 @@ class Timeline:
     num_running: NDArray[np.int64]
     """Requests with tokens in the step."""
     num_waiting: NDArray[np.int64]
-    """Requests that have arrived and hold nothing, after the step was put together."""
+    """Requests that have come and hold nothing, after the step was put together."""
     num_used_blocks: NDArray[np.int64]
     num_preempted: NDArray[np.int64]
     scheduling_s: NDArray[np.float64]

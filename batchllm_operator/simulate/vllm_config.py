@@ -56,7 +56,7 @@ def make_scheduler(
         config = VllmConfig(
             model_config=model,
             scheduler_config=SchedulerConfig(
-                max_num_seqs=machine.max_num_seqs or policy.max_num_seqs,
+                max_num_seqs=min(machine.max_num_seqs or policy.max_num_seqs, most_tokens),
                 max_num_batched_tokens=most_tokens,
                 max_model_len=max_model_len,
                 enable_chunked_prefill=policy.chunked_prefill,

@@ -133,23 +133,26 @@ class _Simulation:
 
     def _arrive(self) -> None:
         """Hand over the requests whose time has come."""
-        policy, total = self._policy, len(self._workload)
-        if self._num_arrived == total:
+        if self._num_arrived == len(self._workload):
             return
-        end = total
-        if policy.arrival != "at_once":
+        end = len(self._workload)
+        if self._policy.arrival != "at_once":
             if self._is_busy():
                 return
-            end = self._batch_end()
-            if policy.arrival == "by_time":
+            if self._policy.arrival == "by_time":
                 first_s = (self._num_arrived + 1) / self._arrivals_per_s
                 self._idle_s = max(first_s - self._clock_s, 0.0)
                 self._clock_s += self._idle_s
-                num_there = int(self._clock_s * self._arrivals_per_s)
-                end = min(end, max(num_there, self._num_arrived + 1))
+            end = min(self._batch_end(), max(self._num_there(), self._num_arrived + 1))
         for idx in self._order[self._num_arrived : end].tolist():
             self._scheduler.add_request(self._request(idx))
         self._num_arrived = end
+
+    def _num_there(self) -> int:
+        """Requests that have come by now, whether the engine has them or not."""
+        if self._policy.arrival != "by_time":
+            return len(self._workload)
+        return min(int(self._clock_s * self._arrivals_per_s), len(self._workload))
 
     def _batch_end(self) -> int:
         """As many as memory holds at their longest."""
@@ -216,6 +219,7 @@ class _Simulation:
             self._machine.num_gpus,
         )
         self._clock_s += step_s
+        num_outside = max(self._num_there() - self._num_arrived, 0)
         pool = self._scheduler.kv_cache_manager.block_pool
         row = {
             "num_decode_tokens": int(is_decode.sum()),
@@ -223,7 +227,7 @@ class _Simulation:
             "num_prefix_tokens": int(num_prefix),
             "num_recomputed_tokens": int(recomputed.sum()),
             "num_running": len(idxs),
-            "num_waiting": len(self._scheduler.waiting),
+            "num_waiting": len(self._scheduler.waiting) + num_outside,
             "num_used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "num_preempted": num_preempted,
             "scheduling_s": scheduling_s,

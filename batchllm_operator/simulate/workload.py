@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchllm_operator.errors import SpecError
 from batchllm_operator.planner import TokenTable, build_block_tree, saving_ratio
 
 
@@ -60,7 +62,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A made-up workload: documents under questions, all under one instruction."""
+    """A made-up workload: documents under questions, all under one instruction.
+
+    Raises:
+        SpecError: a number is out of its range.
+    """
 
     name: str
     num_requests: int
@@ -73,6 +79,16 @@ class Shape:
     instruction_tokens: int = 0
     spread: float = 0.15
     """Lengths of documents and questions vary evenly by this share, up and down."""
+
+    def __post_init__(self) -> None:
+        least = {"num_requests": 1, "share_degree": 1, "output_tokens": 1}
+        least |= dict.fromkeys(("prefix_tokens", "distinct_tokens", "instruction_tokens"), 0)
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= bound):
+                raise SpecError(f"{self.name}: {name} must be at least {bound}, not {value}")
+        if self.prefix_tokens + self.distinct_tokens + self.instruction_tokens == 0:
+            raise SpecError(f"{self.name}: prompts need a token at least")
 
     def make(self, seed: int = 0, vocabulary: int = 32_000) -> Workload:
         """The requests, document by document."""
