@@ -9,10 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # read by vLLM when it is imported
-if "VLLM_LOGGING_LEVEL" not in os.environ:  # it remarks on a device that isn't used here
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+# Read by vLLM when it is imported, and before: it remarks on a device that isn't used here.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper())
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
