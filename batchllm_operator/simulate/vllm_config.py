@@ -11,7 +11,9 @@ from typing import Final
 
 # Read by vLLM when it is imported, and before: it remarks on a device that isn't used here.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper())
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if os.environ["VLLM_LOGGING_LEVEL"].upper() == "ERROR":
+    logging.getLogger("vllm").setLevel(logging.ERROR)
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ MISTRAL, H100 = MODEL_SHAPES["Mistral-7B"], find_gpu("H100")
 UNCACHED = [name for name, policy in POLICIES.items() if not policy.prefix_caching]
 
 
-def machine(num_blocks: int, **changes: int) -> Machine:
+def machine(num_blocks: int, **changes: Any) -> Machine:
     return dataclasses.replace(Machine(MISTRAL, H100, num_blocks), **changes)
 
 
