@@ -125,7 +125,8 @@ def kv_capacity_tokens(model: ModelShape, gpu: GPU, limits: EngineLimits) -> int
     if capacity < 1:
         raise PlanError(
             f"model {model.name}: {model.weight_bytes / 1e9:.1f} GB of weights leave no room for KV"
-            f" in {limits.num_gpus} x {gpu.name}; raise engine.tensor_parallel_size (simulate: --num-gpus)"
+            f" in {limits.num_gpus} x {gpu.name}; raise engine.tensor_parallel_size (simulate:"
+            " --num-gpus)"
         )
     return capacity
 
