@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from batchllm_operator import __version__
 from batchllm_operator.errors import BatchLLMError, ExitCode, Interrupted
+from batchllm_operator.pipeline import simulate_command
 
 # Each command imports its stage when it runs, so that --help and schema answer at once.
 
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.name == "report" and args.job is not None and args.ds is None:
         parser.error("report: --job needs --ds")
+    if args.name == "simulate":
+        simulate_command.check_arguments(parser, args)
     if getattr(args, "result", None) is not None and not args.result.parent.is_dir():
         parser.error(f"--result: there is no folder {args.result.parent}")
     logging.basicConfig(
@@ -207,6 +210,14 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--plan", metavar="URI", help="what `plan` printed")
     which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML); needs --ds")
     report.add_argument("--ds", help="the partition; with --job")
+
+    simulate_command.add_arguments(
+        add_stage(
+            "simulate",
+            simulate_command.run,
+            "Play a job through vLLM's scheduler step by step, without a model.",
+        )
+    )
 
     add("schema", _schema, "Print the JSON schema of the job spec.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ settings.load_profile("batchllm")
 # Read once, when these libraries are imported: no test may reach for a model on the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# matplotlib keeps a list of fonts there; found again by the next run of the tests.
+os.environ["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), f"batchllm-matplotlib-{os.getuid()}"))
 
 
 @dataclass(frozen=True)

@@ -145,5 +145,14 @@ def test_wrong_usage_is_exit_code_2(batchllm: Batchllm, arguments: list[str]) ->
 def test_help_lists_commands_and_exit_codes(batchllm: Batchllm) -> None:
     outcome = batchllm("--help")
     assert outcome.code == ExitCode.OK
-    for word in ("plan", "run", "commit", "report", "schema", "demo-table", "Exit codes"):
+    for word in (
+        "plan",
+        "run",
+        "commit",
+        "report",
+        "simulate",
+        "schema",
+        "demo-table",
+        "Exit codes",
+    ):
         assert word in outcome.out

@@ -149,6 +149,7 @@ def write_shards(
                 request_idxs=taken.member_idxs,
                 group_ids=np.repeat(group_ids, taken.sizes),
                 num_prefix_tokens=np.repeat(taken.num_prefix_tokens, taken.sizes),
+                num_output_tokens=arrangement.output_tokens[taken.member_idxs],
                 part_rows=spec.planner.part_rows,
                 written=progress.advance,
             )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +75,7 @@ def find_target(spec: JobSpec) -> Target | None:
     if spec.engine.backend == "fake":
         return None
     try:
-        return Target(gpu, _shape(spec), _limits(spec))
+        return Target(gpu, shape_of(spec), engine_limits(spec))
     except ModelError as error:
         _log.info("GPU time isn't predicted: %s", error)
         return None
@@ -160,11 +159,17 @@ def _assumptions(target: Target, total: Work) -> tuple[str, ...]:
         f" {gpu.achievable_bandwidth:.0%} of {gpu.hbm_bytes_per_s / 1e12:,.3g} TB/s, {kv},"
         f" ${gpu.usd_per_hour:,.2f} an hour",
         "a roofline, not measured: without starting the engine, preemption, and traffic between"
-        " GPUs; each request reads the KV of its shared prefix by itself",
+        " GPUs; each request reads the KV of its shared prefix by itself; step by step:"
+        " `batchllm simulate --plan`",
     )
 
 
-def _shape(spec: JobSpec) -> ModelShape:
+def shape_of(spec: JobSpec) -> ModelShape:
+    """The shape of the spec's model, in the types that its engine uses.
+
+    Raises:
+        ModelError: its `config.json` can't be read, or it isn't of a kind that is known.
+    """
     extra, is_32_bit = spec.engine.extra_args, spec.engine.dtype == "float32"
     bytes_per_weight = 4.0 if is_32_bit else None
     if extra.get("quantization") == "fp8":
@@ -172,30 +177,42 @@ def _shape(spec: JobSpec) -> ModelShape:
     bytes_per_kv_element = 4.0 if is_32_bit else 2.0
     if str(extra.get("kv_cache_dtype")).startswith("fp8"):
         bytes_per_kv_element = 1.0
-    return model_shape(
-        _read_config(spec),
+    return read_shape(
         spec.model.path,
+        spec.model.revision,
         bytes_per_weight=bytes_per_weight,
         bytes_per_kv_element=bytes_per_kv_element,
     )
 
 
-def _read_config(spec: JobSpec) -> Mapping[str, Any]:
-    """The model's `config.json`, from its folder or the hub (or its cache).
+def read_shape(
+    path: str,
+    revision: str | None = None,
+    *,
+    bytes_per_weight: float | None = None,
+    bytes_per_kv_element: float = 2.0,
+) -> ModelShape:
+    """The shape of the model in a folder or on the hub (or in its cache); see `model_shape`.
 
     Raises:
-        ModelError: it can't be read.
+        ModelError: its `config.json` can't be read, or it isn't of a kind that is known.
     """
     from transformers import PretrainedConfig  # seconds to import
 
     try:
-        config, _ = PretrainedConfig.get_config_dict(spec.model.path, revision=spec.model.revision)
+        config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {spec.model.path}: its config.json can't be read") from error
-    return dict(config)
+        raise ModelError(f"model {path}: its config.json can't be read") from error
+    return model_shape(
+        dict(config),
+        path,
+        bytes_per_weight=bytes_per_weight,
+        bytes_per_kv_element=bytes_per_kv_element,
+    )
 
 
-def _limits(spec: JobSpec) -> EngineLimits:
+def engine_limits(spec: JobSpec) -> EngineLimits:
+    """The spec's, and vLLM's defaults."""
     engine = spec.engine
     return EngineLimits(
         num_gpus=engine.tensor_parallel_size,

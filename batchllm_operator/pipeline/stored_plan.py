@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import Folder, LakeTable
-from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest
+from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest, ShardInfo
 from batchllm_operator.spec import JobSpec
 
 _SUPERSEDED_FILE: Final = "superseded.json"
@@ -60,8 +60,8 @@ class StoredPlan:
         with self.folder.open_file(name) as file:
             yield file
 
-    def run_folder(self, shard_idx: int) -> Folder:
-        """Where the parts of a shard lie.
+    def shard(self, shard_idx: int) -> ShardInfo:
+        """What the manifest says of a shard.
 
         Raises:
             PlanError: the plan has no such shard.
@@ -70,6 +70,15 @@ class StoredPlan:
         if not 0 <= shard_idx < num_shards:
             known = f"shards 0 to {num_shards - 1}" if num_shards else "no shards"
             raise PlanError(f"plan {self.folder.uri}: has {known}, not shard {shard_idx}")
+        return self.manifest.shards[shard_idx]
+
+    def run_folder(self, shard_idx: int) -> Folder:
+        """Where the parts of a shard lie.
+
+        Raises:
+            PlanError: the plan has no such shard.
+        """
+        self.shard(shard_idx)
         return self.folder.child("runs", f"shard-{shard_idx:05d}")
 
     @staticmethod

@@ -4,30 +4,37 @@ Prefill is bound by compute, decoding by memory traffic (paper, Sec. 2; Williams
 *Roofline*), and an engine step is taken to last as long as the slower of the two for its
 matrices, plus its attention. With C FLOP/s and B bytes/s that the GPU reaches:
 
-    prefill_s = prefill tokens * max(FLOP per token / C, step weight bytes / (chunk * B))
-              + pairs * FLOP per pair / C
-    decode_s  = max(decode tokens * FLOP per token / C, steady steps * step weight bytes / B)
+    prefill_s = prefill matrices + pairs * FLOP per pair / C
+    decode_s  = max(decode tokens * FLOP per token / C, steady steps * weights_s - hidden)
               + attention_bytes / B
               + steady steps * overhead
-              + ramp steps * (step weight bytes / B + overhead)
+              + ramp steps * (weights_s + overhead)
+
+    prefill matrices = max(prefill tokens * FLOP per token / C, prefill steps * weights_s)
+    prefill steps    = prefill tokens / chunk
+    weights_s        = step weight bytes / B
 
 A *pair* is a prefilled token and a token that it attends to. `attention_bytes` is the KV that
 decoding reads, 2 * n_bytes * n_layers * n_kvheads * d_head for each token of each context.
 Steady steps are what KV memory allows, sum of (KV tokens * steps that they are held) / (tokens
-that fit), or what `max_num_seqs` allows if that is more; a shared prefix is held once for its
-group. The ramp is one output length for each engine, in which memory fills and drains.
+that fit), or what `max_num_seqs` allows, or all tokens / chunk, whichever is most; a shared prefix
+is held once for its group. The ramp is one output length for each engine, in which memory fills
+and drains. *Hidden* are weights that are read while prefill computes. vLLM's own scheduler fills
+steps with prefill, and in between only decodes: that hides prefill steps * weights_s. Ours
+spreads prefill over all steps (`EngineLimits.spreads_prefill`), which hides as much as the prefill
+matrices take.
 
 Not counted: time to load the model, communication between GPUs (several GPUs are taken to divide
 all work evenly), sampling, preemption, idle steps, and reads of KV during prefill, which compute
-hides. The first output token is counted as decoded, though prefill yields it. Prefill and decode
-times are added, as if steps mixed the two without gain. All numbers are for the whole job, in GPU
-seconds: what one GPU would take.
+hides. The first output token is counted as decoded, though prefill yields it. All numbers are for
+the whole job, in GPU seconds: what one GPU would take. `batchllm simulate` plays the steps through
+one by one, with the same constants (`step_time`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +81,8 @@ class EngineLimits:
     """Size of the KV cache on each GPU, in place of a share."""
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
+    spreads_prefill: bool = False
+    """Whether all steps have their part of the prefill, or as few as possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,8 @@ def kv_capacity_tokens(model: ModelShape, gpu: GPU, limits: EngineLimits) -> int
     if capacity < 1:
         raise PlanError(
             f"model {model.name}: {model.weight_bytes / 1e9:.1f} GB of weights leave no room for KV"
-            f" in {limits.num_gpus} x {gpu.name}; raise engine.tensor_parallel_size"
+            f" in {limits.num_gpus} x {gpu.name}; raise engine.tensor_parallel_size (simulate:"
+            " --num-gpus)"
         )
     return capacity
 
@@ -127,28 +137,73 @@ def rates(work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> Rate
     Raises:
         PlanError: as `kv_capacity_tokens`.
     """
-    capacity = kv_capacity_tokens(model, gpu, limits)
+    capacity, chunk = kv_capacity_tokens(model, gpu, limits), limits.max_num_batched_tokens
     weights_s = model.step_weight_bytes / gpu.bytes_per_s
     overhead_s = gpu.step_overhead_s * limits.num_gpus
-    steps_by_memory = work.num_held_token_steps / capacity
-    steps_by_seqs = work.num_decode_tokens / limits.max_num_seqs
-    token_s = (model.flop_per_token + model.flop_per_sampled_token) / gpu.flop_per_s
-    compute_bound = work.num_decode_tokens * token_s > weights_s * max(
-        steps_by_memory, steps_by_seqs
-    )
-    step_s = overhead_s if compute_bound else overhead_s + weights_s
-    by_seqs = steps_by_seqs > steps_by_memory
+    steps = _SteadySteps.of(work, capacity, limits)
+    matrices = _Matrices.of(work, model, gpu, limits, steps.num)
+    token_s, step_s = 0.0, overhead_s
+    if matrices.decode_s > matrices.unhidden_weights_s:
+        token_s = (model.flop_per_token + model.flop_per_sampled_token) / gpu.flop_per_s
+    elif steps.num:
+        step_s += matrices.unhidden_weights_s / steps.num
+    by_tokens_s = step_s / chunk if steps.bound == "tokens" else 0.0
+    by_seqs_s = step_s / limits.max_num_seqs if steps.bound == "seqs" else 0.0
     return Rates(
-        s_per_prefill_token=max(
-            model.flop_per_token / gpu.flop_per_s, weights_s / limits.max_num_batched_tokens
-        ),
+        s_per_prefill_token=max(model.flop_per_token / gpu.flop_per_s, weights_s / chunk)
+        + by_tokens_s,
         s_per_pair=model.flop_per_pair / gpu.flop_per_s,
-        s_per_decode_token=(token_s if compute_bound else 0.0)
-        + (step_s / limits.max_num_seqs if by_seqs else 0.0),
+        s_per_decode_token=token_s + by_seqs_s + by_tokens_s,
         s_per_context_token=model.kv_bytes_per_token / gpu.bytes_per_s,
-        s_per_held_token_step=0.0 if by_seqs else step_s / capacity,
+        s_per_held_token_step=step_s / capacity if steps.bound == "memory" else 0.0,
         s_per_ramp_step=weights_s + overhead_s,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _SteadySteps:
+    """Steps besides the ramp, and what their number is bound by."""
+
+    bound: Literal["memory", "seqs", "tokens"]
+    num: float
+
+    @classmethod
+    def of(cls, work: Work, capacity: int, limits: EngineLimits) -> _SteadySteps:
+        num_tokens = work.num_prefill_tokens + work.num_decode_tokens
+        steps = (
+            cls("memory", work.num_held_token_steps / capacity),
+            cls("seqs", work.num_decode_tokens / limits.max_num_seqs),
+            cls("tokens", num_tokens / limits.max_num_batched_tokens),
+        )
+        return max(steps, key=lambda each: each.num)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """Times of a job's matrices in its steady steps."""
+
+    prefill_s: float
+    decode_s: float
+    """To compute."""
+    unhidden_weights_s: float
+    """To read the weights, as far as prefill doesn't hide it."""
+
+    @classmethod
+    def of(
+        cls, work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits, num_steps: float
+    ) -> _Matrices:
+        weights_s = model.step_weight_bytes / gpu.bytes_per_s
+        decode_flop = model.flop_per_token + model.flop_per_sampled_token
+        prefill_steps_s = work.num_prefill_tokens / limits.max_num_batched_tokens * weights_s
+        prefill_s = max(
+            work.num_prefill_tokens * model.flop_per_token / gpu.flop_per_s, prefill_steps_s
+        )
+        hidden_s = prefill_s if limits.spreads_prefill else prefill_steps_s
+        return cls(
+            prefill_s,
+            work.num_decode_tokens * decode_flop / gpu.flop_per_s,
+            num_steps * weights_s - hidden_s,
+        )
 
 
 def predict(
@@ -170,26 +225,23 @@ def predict(
         PlanError: the model leaves no room for KV.
     """
     limits = limits or EngineLimits()
-    rate = rates(work, model, gpu, limits)
-    ramp_steps = work.max_output_tokens * num_engines
-    prefill_s = (
-        work.num_prefill_tokens * rate.s_per_prefill_token + work.num_pairs * rate.s_per_pair
-    )
+    steps = _SteadySteps.of(work, kv_capacity_tokens(model, gpu, limits), limits)
+    matrices = _Matrices.of(work, model, gpu, limits, steps.num)
+    num_ramp = work.max_output_tokens * num_engines
+    overhead_s = gpu.step_overhead_s * limits.num_gpus
+    attention_bytes = work.num_context_tokens * model.kv_bytes_per_token
+    prefill_s = matrices.prefill_s + work.num_pairs * model.flop_per_pair / gpu.flop_per_s
     decode_s = (
-        work.num_decode_tokens * rate.s_per_decode_token
-        + work.num_context_tokens * rate.s_per_context_token
-        + work.num_held_token_steps * rate.s_per_held_token_step
-        + ramp_steps * rate.s_per_ramp_step
-    )
-    steady_steps = max(
-        work.num_held_token_steps / kv_capacity_tokens(model, gpu, limits),
-        work.num_decode_tokens / limits.max_num_seqs,
+        max(matrices.decode_s, matrices.unhidden_weights_s)
+        + attention_bytes / gpu.bytes_per_s
+        + steps.num * overhead_s
+        + num_ramp * (model.step_weight_bytes / gpu.bytes_per_s + overhead_s)
     )
     return Prediction(
         prefill_s=prefill_s,
         decode_s=decode_s,
-        attention_bytes=work.num_context_tokens * model.kv_bytes_per_token,
-        num_steps=steady_steps + ramp_steps,
+        attention_bytes=attention_bytes,
+        num_steps=steps.num + num_ramp,
         gpu_s=prefill_s + decode_s,
         cost_usd=(prefill_s + decode_s) / _S_PER_HOUR * gpu.usd_per_hour,
     )

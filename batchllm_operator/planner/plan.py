@@ -42,12 +42,14 @@ SHARD_SCHEMA: Final = pa.schema(
         pa.field("request_idx", pa.int64(), nullable=False),
         pa.field("group_id", pa.int64(), nullable=False),
         pa.field("num_prefix_tokens", pa.int32(), nullable=False),
+        pa.field("num_output_tokens", pa.int64(), nullable=False),
         pa.field("row_idxs", pa.list_(pa.int64()), nullable=False),
         pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),
     ]
 )
 """One row per request, in plan order. `request_idx` counts through all shards; `group_id` is
-the group's place in the plan; `num_prefix_tokens` is what the request shares with its group."""
+the group's place in the plan; `num_prefix_tokens` is what the request shares with its group;
+`num_output_tokens` is an estimate."""
 
 GROUPS_SCHEMA: Final = pa.schema(
     [pa.field("prefix_hash", pa.int64()), pa.field("upper_prefix_hash", pa.int64())]
@@ -307,6 +309,7 @@ def write_shard(
     request_idxs: npt.NDArray[np.int64],
     group_ids: npt.NDArray[np.int64],
     num_prefix_tokens: npt.NDArray[np.int64],
+    num_output_tokens: npt.NDArray[np.int64],
     part_rows: int,
     written: Advance = ignore,
 ) -> int:
@@ -319,6 +322,7 @@ def write_shard(
         request_idxs: int64 [num_requests of the shard], in plan order.
         group_ids: int64, the same shape.
         num_prefix_tokens: int64, the same shape.
+        num_output_tokens: int64, the same shape; estimates.
         part_rows: see `part_bounds`.
         written: told of each number of requests that is written.
     """
@@ -333,6 +337,7 @@ def write_shard(
                         pa.array(np.arange(start, end) + request_idx_start),
                         pa.array(group_ids[start:end]),
                         pa.array(num_prefix_tokens[start:end].astype(np.int32)),
+                        pa.array(num_output_tokens[start:end]),
                         _list_array(requests.rows_of(part), requests.num_rows[part]),
                         _list_array(prompts.token_ids, prompts.lengths),
                     ],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from batchllm_operator.planner import GPU, EngineLimits, ModelShape, kv_capacity_tokens
 
-_BLOCK_SIZE: Final = 16  # vLLM's on GPUs
+BLOCK_SIZE: Final = 16
+"""Tokens of a KV block: vLLM's default on GPUs."""
+ARRIVALS_PER_S: Final = 100.0
+"""Requests, where they arrive by time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +22,45 @@ class Machine:
     gpu: GPU
     num_blocks: int
     """Of the KV cache."""
-    block_size: int = _BLOCK_SIZE
+    block_size: int = BLOCK_SIZE
     max_num_batched_tokens: int = 8192
     num_gpus: int = 1
+    max_num_seqs: int | None = None
+    """Requests that may run at a time; None: as many as the policy says."""
 
     @classmethod
-    def of(cls, model: ModelShape, gpu: GPU, limits: EngineLimits | None = None) -> Machine:
-        """With as many blocks as the GPU has room for.
+    def of(
+        cls,
+        model: ModelShape,
+        gpu: GPU,
+        limits: EngineLimits | None = None,
+        block_size: int = BLOCK_SIZE,
+        *,
+        num_blocks: int | None = None,
+    ) -> Machine:
+        """With as many blocks as the GPU has room for, and the policy's own number of requests.
+
+        Args:
+            model: what runs.
+            gpu: where.
+            limits: of the engine, but for `max_num_seqs`.
+            block_size: tokens per block.
+            num_blocks: how many there are, whatever there is room for.
 
         Raises:
             PlanError: the model leaves no room for KV.
         """
         limits = limits or EngineLimits()
-        num_blocks = kv_capacity_tokens(model, gpu, limits) // _BLOCK_SIZE
+        if num_blocks is None:
+            num_blocks = kv_capacity_tokens(model, gpu, limits) // block_size
         return cls(
             model,
             gpu,
             num_blocks,
+            block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             num_gpus=limits.num_gpus,
         )
-
-    def with_blocks(self, num_blocks: int) -> Machine:
-        """The same with another KV cache."""
-        return replace(self, num_blocks=num_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,13 @@ class Timeline:
     num_running: NDArray[np.int64]
     """Requests with tokens in the step."""
     num_waiting: NDArray[np.int64]
-    """Requests that have arrived and hold nothing, after the step was put together."""
+    """Requests that have come and hold nothing, after the step was put together."""
     num_used_blocks: NDArray[np.int64]
     num_preempted: NDArray[np.int64]
     scheduling_s: NDArray[np.float64]
     """Measured on this machine."""
+    idle_s: NDArray[np.float64]
+    """Before the step, while no request was there."""
     step_s: NDArray[np.float64]
     """Predicted for the GPU."""
 
@@ -37,6 +39,11 @@ class Timeline:
     def num_tokens(self) -> NDArray[np.int64]:
         """All tokens of each step."""
         return self.num_decode_tokens + self.num_distinct_tokens + self.num_prefix_tokens
+
+    @property
+    def start_s(self) -> NDArray[np.float64]:
+        """When each step begins: predicted seconds since the run began."""
+        return np.cumsum(self.idle_s + self.step_s) - self.step_s
 
     def to_table(self) -> pa.Table:
         """A column per attribute, and `step` before them."""
@@ -51,6 +58,7 @@ class Run:
 
     workload: str
     policy: str
+    num_requests: int
     num_prompt_tokens: int
     optimal_saving_ratio: float
     timeline: Timeline
@@ -90,12 +98,12 @@ class Run:
 
     @property
     def predicted_s(self) -> float:
-        """Seconds on the GPU."""
-        return float(self.timeline.step_s.sum())
+        """Seconds on the GPU, idle ones included."""
+        return float(self.timeline.step_s.sum() + self.timeline.idle_s.sum())
 
     @property
     def sched_ms_per_step(self) -> float:
-        """Of this machine's time, measured."""
+        """Measured on this machine, not on the GPU's."""
         return float(self.timeline.scheduling_s.mean() * 1e3)
 
     def row(self) -> dict[str, str | int | float]:

@@ -6,62 +6,32 @@ output lengths are given, and a step's time on the GPU comes from `planner.step_
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 import time
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Final
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read by vLLM when it is imported
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+
+# First, because it says how vLLM is imported.
+from batchllm_operator.simulate.vllm_config import make_scheduler  # isort: split
+
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-)
 from vllm.v1.request import RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from batchllm_operator.errors import EngineError, PlanError
 from batchllm_operator.planner import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.progress import Progress
-from batchllm_operator.simulate.machine import Machine, Policy
+from batchllm_operator.simulate.machine import ARRIVALS_PER_S, Machine, Policy
 from batchllm_operator.simulate.run import Run, Timeline
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
 from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings, StepCost
-from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
 
 _ANY_TOKEN, _STOP_TOKEN = 5, 6
 _NO_LIMIT: Final = 1 << 20  # of output tokens, where a stop token ends them
-_CONFIG: Final = {  # of a model that is never loaded; the scheduler only asks for its kind
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "vocab_size": 1 << 17,
-    "max_position_embeddings": _NO_LIMIT,
-}
 
 
 def simulate(
@@ -70,7 +40,7 @@ def simulate(
     machine: Machine,
     *,
     settings: SchedulerSettings | None = None,
-    arrivals_per_s: float = 100.0,
+    arrivals_per_s: float = ARRIVALS_PER_S,
     seed: int = 0,
 ) -> Run:
     """Run a workload to its end.
@@ -85,6 +55,7 @@ def simulate(
 
     Raises:
         PlanError: a request doesn't fit into the KV cache.
+        EngineError: the scheduler doesn't bring the requests to their ends.
     """
     return _Simulation(workload, policy, machine, settings, arrivals_per_s, seed).run()
 
@@ -120,13 +91,13 @@ class _Simulation:
         self._highest = np.zeros(len(workload), dtype=np.int64)  # tokens ever computed
         self._is_running = np.zeros(len(workload), dtype=np.bool_)
         self._columns: dict[str, list[float]] = {field.name: [] for field in fields(Timeline)}
-        self._clock_s = 0.0
+        self._clock_s = self._idle_s = 0.0
         self._num_arrived = 0
 
     def run(self) -> Run:
         label = f"{self._workload.name}, {self._policy.name}"
         with Progress(label, len(self._workload), unit="requests", announce=False) as progress:
-            while self._num_arrived < len(self._workload) or self._scheduler.has_requests():
+            while self._num_arrived < len(self._workload) or self._is_busy():
                 self._arrive()
                 progress.advance(self._step())
         if not np.array_equal(self._generated, self._workload.output_tokens):
@@ -138,10 +109,15 @@ class _Simulation:
         return Run(
             workload=self._workload.name,
             policy=self._policy.name,
+            num_requests=len(self._workload),
             num_prompt_tokens=self._workload.tokens.num_tokens,
             optimal_saving_ratio=self._workload.optimal_saving_ratio(self._machine.block_size),
             timeline=Timeline(**columns),
         )
+
+    def _is_busy(self) -> bool:
+        busy: bool = self._scheduler.has_unfinished_requests()
+        return busy
 
     def _check_fit(self) -> None:
         longest = self._lengths + self._workload.output_tokens
@@ -159,21 +135,26 @@ class _Simulation:
 
     def _arrive(self) -> None:
         """Hand over the requests whose time has come."""
-        policy, total = self._policy, len(self._workload)
-        if self._num_arrived == total:
+        if self._num_arrived == len(self._workload):
             return
-        end = total
-        if policy.arrival != "at_once":
-            if self._scheduler.has_requests():
+        end = len(self._workload)
+        if self._policy.arrival != "at_once":
+            if self._is_busy():
                 return
-            end = self._batch_end()
-            if policy.arrival == "by_time":
+            if self._policy.arrival == "by_time":
                 first_s = (self._num_arrived + 1) / self._arrivals_per_s
-                self._clock_s = max(self._clock_s, first_s)  # idle until one is there
-                end = min(end, int(self._clock_s * self._arrivals_per_s))
+                self._idle_s = max(first_s - self._clock_s, 0.0)
+                self._clock_s += self._idle_s
+            end = min(self._batch_end(), max(self._num_there(), self._num_arrived + 1))
         for idx in self._order[self._num_arrived : end].tolist():
             self._scheduler.add_request(self._request(idx))
         self._num_arrived = end
+
+    def _num_there(self) -> int:
+        """Requests that have come by now, whether the engine has them or not."""
+        if self._policy.arrival != "by_time":
+            return len(self._workload)
+        return min(int(self._clock_s * self._arrivals_per_s), len(self._workload))
 
     def _batch_end(self) -> int:
         """As many as memory holds at their longest."""
@@ -193,8 +174,9 @@ class _Simulation:
             num_output_tokens=estimated,
         )
         params = SamplingParams(
+            max_tokens=workload.max_output_tokens
             # What is told is the limit too, as in jobs that always use it, unless it is wrong.
-            max_tokens=output if output == estimated else _NO_LIMIT,
+            or (output if output == estimated else _NO_LIMIT),
             stop_token_ids=[_STOP_TOKEN],
             extra_args=hints.to_extra_args(),
         )
@@ -212,6 +194,8 @@ class _Simulation:
             output.num_scheduled_tokens.values(), dtype=np.int64, count=len(request_ids)
         )
         num_preempted = self._note_preempted(idxs)
+        if not request_ids and not num_preempted:
+            raise EngineError(f"{self._policy.name}: requests wait, and none can be scheduled")
         begins = self._begins(idxs, num_tokens)
         ends = begins + num_tokens
         is_decode = (begins >= self._lengths[idxs]) & (
@@ -237,6 +221,7 @@ class _Simulation:
             self._machine.num_gpus,
         )
         self._clock_s += step_s
+        num_outside = max(self._num_there() - self._num_arrived, 0)
         pool = self._scheduler.kv_cache_manager.block_pool
         row = {
             "num_decode_tokens": int(is_decode.sum()),
@@ -244,12 +229,14 @@ class _Simulation:
             "num_prefix_tokens": int(num_prefix),
             "num_recomputed_tokens": int(recomputed.sum()),
             "num_running": len(idxs),
-            "num_waiting": len(self._scheduler.waiting),
+            "num_waiting": len(self._scheduler.waiting) + num_outside,
             "num_used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "num_preempted": num_preempted,
             "scheduling_s": scheduling_s,
+            "idle_s": self._idle_s,
             "step_s": step_s,
         }
+        self._idle_s = 0.0
         for name, value in row.items():
             self._columns[name].append(value)
         tokens = np.where(has_ended, _STOP_TOKEN, _ANY_TOKEN).tolist()
@@ -310,72 +297,3 @@ class _Simulation:
 def _step_cost(machine: Machine) -> StepCost:
     token_s, weights_s = matrix_seconds(machine.model, machine.gpu, machine.num_gpus)
     return StepCost(token_s, weights_s, machine.gpu.step_overhead_s)
-
-
-def make_scheduler(
-    policy: Policy,
-    machine: Machine,
-    max_model_len: int,
-    settings: SchedulerSettings,
-    *,
-    async_scheduling: bool = False,
-) -> AsyncScheduler:
-    """The scheduler that vLLM would make for this policy, with the machine's KV cache.
-
-    Args:
-        policy: which one, and how it is configured.
-        machine: its KV cache and the tokens of a step.
-        max_model_len: most tokens of a request.
-        settings: of our scheduler.
-        async_scheduling: whether a step is put together before the one before it has ended.
-    """
-    most_tokens = machine.max_num_batched_tokens
-    if not policy.chunked_prefill:
-        most_tokens = max(most_tokens, max_model_len)
-    with tempfile.TemporaryDirectory(prefix="batchllm-simulate-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
-        model = ModelConfig(
-            model=folder,
-            tokenizer=folder,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=max_model_len,
-        )
-        config = VllmConfig(
-            model_config=model,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=min(policy.max_num_seqs, most_tokens),
-                max_num_batched_tokens=most_tokens,
-                max_model_len=max_model_len,
-                enable_chunked_prefill=policy.chunked_prefill,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-            ),
-            cache_config=CacheConfig(
-                block_size=machine.block_size, enable_prefix_caching=policy.prefix_caching
-            ),
-            device_config=DeviceConfig("cpu"),
-            additional_config=settings.to_additional_config(),
-        )
-    # A platform may have its own mind about both.
-    config.scheduler_config.async_scheduling = async_scheduling
-    config.cache_config.block_size = machine.block_size
-    config.cache_config.num_gpu_blocks = machine.num_blocks
-    attention = FullAttentionSpec(
-        block_size=machine.block_size,
-        num_kv_heads=machine.model.num_kv_heads,
-        head_size=machine.model.head_size,
-        dtype=torch.bfloat16,
-    )
-    kv_cache_config = KVCacheConfig(
-        num_blocks=machine.num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
-    )
-    kind = BatchLLMScheduler if policy.scheduler == "batchllm" else AsyncScheduler
-    return kind(
-        vllm_config=config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=machine.block_size,
-    )

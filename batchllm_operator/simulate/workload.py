@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchllm_operator.errors import SpecError
 from batchllm_operator.planner import TokenTable, build_block_tree, saving_ratio
 
 
@@ -20,6 +22,8 @@ class Workload:
         num_prefix_tokens: [n] int64, what each shares with its group.
         output_tokens: [n] int64, tokens that each generates.
         estimated_tokens: [n] int64, what the scheduler is told of that.
+        max_output_tokens: the limit that the scheduler knows of; None: the estimates, where they
+            are right.
     """
 
     name: str
@@ -28,6 +32,7 @@ class Workload:
     num_prefix_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     estimated_tokens: NDArray[np.int64]
+    max_output_tokens: int | None = None
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -48,10 +53,20 @@ class Workload:
         """The same with other estimates."""
         return replace(self, estimated_tokens=estimated_tokens)
 
+    def with_estimate_error(self, share: float, seed: int = 0) -> Workload:
+        """The same with estimates that are off by up to a share of the output, at random."""
+        factors = np.random.default_rng(seed).uniform(1 - share, 1 + share, len(self))
+        estimates = np.maximum(np.rint(self.output_tokens * factors), 1)
+        return self.with_estimates(estimates.astype(np.int64))
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A made-up workload: documents under questions, all under one instruction."""
+    """A made-up workload: documents under questions, all under one instruction.
+
+    Raises:
+        SpecError: a number is out of its range.
+    """
 
     name: str
     num_requests: int
@@ -64,6 +79,16 @@ class Shape:
     instruction_tokens: int = 0
     spread: float = 0.15
     """Lengths of documents and questions vary evenly by this share, up and down."""
+
+    def __post_init__(self) -> None:
+        least = {"num_requests": 1, "share_degree": 1, "output_tokens": 1}
+        least |= dict.fromkeys(("prefix_tokens", "distinct_tokens", "instruction_tokens"), 0)
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= bound):
+                raise SpecError(f"{self.name}: {name} must be at least {bound}, not {value}")
+        if self.prefix_tokens + self.distinct_tokens + self.instruction_tokens == 0:
+            raise SpecError(f"{self.name}: prompts need a token at least")
 
     def make(self, seed: int = 0, vocabulary: int = 32_000) -> Workload:
         """The requests, document by document."""

@@ -63,8 +63,21 @@ def test_a_compute_bound_job_by_hand() -> None:
 def test_a_memory_bound_job_by_hand() -> None:
     """20 steps that read the weights take longer than the matrices of ten tokens."""
     work = Work(100, 5050, 10, 1000, 12_500, 4)
-    expected = 1000 * 16 / 500 + 20 * (1.312 + 0.25) + 2 * 4 * (1.312 + 0.25)
+    steady, ramp = 20, 2 * 4  # two engines
+    weights = (steady - 100 / 8192 + ramp) * 1.312  # all steps but those full of prefill
+    expected = 1000 * 16 / 500 + weights + (steady + ramp) * 0.25
     assert predict(work, TINY, BOX, num_engines=2).decode_s == pytest.approx(expected)
+
+
+def test_prefill_that_is_spread_hides_the_weights_by_hand() -> None:
+    """Of 200 steps' 262.4 s of weights, prefill's 57.6 s; and all where prefill takes longer."""
+    limits = EngineLimits(spreads_prefill=True)
+    found = predict(Work(100, 0, 10, 0, 125_000), TINY, BOX, limits)
+    assert found.prefill_s == pytest.approx(57.6)
+    assert found.decode_s == pytest.approx(200 * 1.312 - 57.6 + 200 * 0.25)
+    found = predict(Work(1000, 0, 10, 0, 125_000), TINY, BOX, limits)
+    assert found.prefill_s == pytest.approx(576)
+    assert found.decode_s == pytest.approx(10 * 0.656 + 200 * 0.25)
 
 
 def test_a_job_bound_by_the_number_of_requests_by_hand() -> None:
@@ -76,7 +89,16 @@ def test_a_job_bound_by_the_number_of_requests_by_hand() -> None:
 
 def test_small_chunks_read_the_weights_more_often_than_they_compute() -> None:
     limits = EngineLimits(max_num_batched_tokens=2)
-    assert predict(Work(100), TINY, BOX, limits).prefill_s == pytest.approx(50 * 1.312)
+    assert predict(Work(100), TINY, BOX, limits).gpu_s == pytest.approx(50 * (1.312 + 0.25))
+
+
+def test_a_job_of_long_prompts_and_short_outputs_is_bound_by_its_tokens() -> None:
+    """1,010 tokens in steps of 100, whatever room there is in memory."""
+    work = Work(1000, 0, 10, 0, 125, 1)
+    found = predict(work, TINY, BOX, EngineLimits(max_num_batched_tokens=100))
+    assert found.num_steps == pytest.approx(10.1 + 1)
+    assert found.prefill_s == pytest.approx(1000 * 0.576)
+    assert found.decode_s == pytest.approx(10 * 0.656 + 10.1 * 0.25 + 1.312 + 0.25)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +233,23 @@ def test_sharing_never_costs(prompts: list[tuple[int, int]], data: st.DataObject
     assert predict(together, TINY, BOX).gpu_s <= predict(members_alone, TINY, BOX).gpu_s + 1e-9
 
 
-@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 500)), min_size=1, max_size=20))
-def test_shares_of_a_job_add_up_to_it(prompts: list[tuple[int, int]]) -> None:
-    """But for the ramp, which belongs to no request."""
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 500)), min_size=1, max_size=20),
+    st.sampled_from(
+        [
+            EngineLimits(),
+            EngineLimits(max_num_seqs=1),
+            EngineLimits(max_num_batched_tokens=16),
+            EngineLimits(kv_cache_bytes=1 << 28, num_gpus=2),
+            EngineLimits(kv_cache_bytes=1 << 28, spreads_prefill=True),
+        ]
+    ),
+)
+def test_shares_of_a_job_add_up_to_it(prompts: list[tuple[int, int]], limits: EngineLimits) -> None:
+    """But for the ramp, which belongs to no request; whatever the steps are bound by."""
     work = prompt_work(np.array([n for n, _ in prompts]), np.array([o for _, o in prompts]))
-    rate = rates(work.total(), MISTRAL, H100, EngineLimits())
-    found = predict(work.total(), MISTRAL, H100)
+    rate = rates(work.total(), MISTRAL, H100, limits)
+    found = predict(work.total(), MISTRAL, H100, limits)
     ramp_s = work.total().max_output_tokens * rate.s_per_ramp_step
     assert work.nanoseconds(rate).sum() / 1e9 == pytest.approx(found.gpu_s - ramp_s, abs=1e-6)
 

@@ -300,6 +300,7 @@ def write(path: Path, sizes: list[int], part_rows: int, start: int = 0) -> tuple
         request_idxs=everyone[::-1].copy(),
         group_ids=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
         num_prefix_tokens=np.arange(num_requests, dtype=np.int64),
+        num_output_tokens=np.arange(num_requests, dtype=np.int64) + 1,
         part_rows=part_rows,
     )
     return tokens, num_parts
@@ -322,6 +323,7 @@ def test_a_shard_is_read_back_part_by_part(tmp_path: Path) -> None:
     assert [row["request_idx"] for row in rows] == list(range(100, 110))
     assert [row["group_id"] for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2, 2, 3]
     assert [row["num_prefix_tokens"] for row in rows] == list(range(10))
+    assert [row["num_output_tokens"] for row in rows] == list(range(1, 11))
     assert [row["row_idxs"] for row in rows] == [
         list(range(idx, idx + 1 + idx % 3)) for idx in reversed(range(10))
     ]

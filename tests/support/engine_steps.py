@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from batchllm_operator.planner import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
-from batchllm_operator.simulate.vllm_scheduling import make_scheduler
+from batchllm_operator.simulate.vllm_config import make_scheduler
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
 from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler

@@ -1,0 +1,63 @@
+"""The table of runs that `batchllm simulate` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchllm_operator.simulate.machine import Machine
+from batchllm_operator.simulate.run import Run
+from batchllm_operator.simulate.workload import Workload
+
+_HEADINGS = (
+    "policy",
+    "steps",
+    "saved of optimum",
+    "preempted",
+    "recomputed",
+    "tokens/step",
+    "valleys",
+    "predicted",
+    "relative",
+    "scheduling",
+)
+
+
+def relative_times(runs: Sequence[Run]) -> list[float]:
+    """Predicted time of each run over that of the first one of stock vLLM, or of the first."""
+    stock = [run for run in runs if run.policy.startswith("stock")]
+    base = (stock or runs)[0].predicted_s
+    return [run.predicted_s / base for run in runs]
+
+
+def format_runs(workload: Workload, machine: Machine, runs: Sequence[Run]) -> str:
+    """A few lines for a terminal; no trailing line break."""
+    lines = [
+        f"{workload.name}: {len(workload):,} requests, {workload.tokens.num_tokens:,} prompt and"
+        f" {int(workload.output_tokens.sum()):,} output tokens",
+        f"{machine.model.name} on {machine.num_gpus} x {machine.gpu.name}: {machine.num_blocks:,}"
+        f" KV blocks of {machine.block_size} tokens, steps of up to"
+        f" {machine.max_num_batched_tokens:,} tokens",
+        "",
+    ]
+    rows = [
+        (
+            run.policy,
+            f"{run.steps:,}",
+            f"{run.saving_ratio:.1%} of {run.optimal_saving_ratio:.1%}",
+            f"{run.preemptions:,}",
+            f"{run.recomputed_tokens:,}",
+            f"{run.mean_tokens_per_step:,.0f}",
+            f"{run.valley_steps:,}",
+            f"{run.predicted_s:,.1f} s",
+            f"{relative:.2f}",
+            f"{run.sched_ms_per_step:.2f} ms",
+        )
+        for run, relative in zip(runs, relative_times(runs), strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
+    for cells in (_HEADINGS, *rows):
+        first, *others = zip(cells, widths, strict=True)
+        lines.append(
+            "  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)])
+        )
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""vLLM's scheduler, or ours, made without an engine around it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+# Read by vLLM when it is imported, and before: it remarks on a device that isn't used here.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if os.environ["VLLM_LOGGING_LEVEL"].upper() == "ERROR":
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+from batchllm_operator.simulate.machine import Machine, Policy
+from batchllm_operator.vllm_plugin.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
+
+_CONFIG: Final = {  # of a model that is never loaded; the scheduler only asks for its kind
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 1 << 17,
+    "max_position_embeddings": 1 << 20,
+}
+
+
+def make_scheduler(
+    policy: Policy,
+    machine: Machine,
+    max_model_len: int,
+    settings: SchedulerSettings,
+    *,
+    async_scheduling: bool = False,
+) -> AsyncScheduler:
+    """The scheduler that vLLM would make for this policy, with the machine's KV cache.
+
+    Args:
+        policy: which one, and how it is configured.
+        machine: its KV cache and the tokens of a step.
+        max_model_len: most tokens of a request.
+        settings: of our scheduler.
+        async_scheduling: whether a step is put together before the one before it has ended.
+    """
+    most_tokens = machine.max_num_batched_tokens
+    if not policy.chunked_prefill:
+        most_tokens = max(most_tokens, max_model_len)
+    with tempfile.TemporaryDirectory(prefix="batchllm-simulate-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+        model = ModelConfig(
+            model=folder,
+            tokenizer=folder,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=max_model_len,
+        )
+        config = VllmConfig(
+            model_config=model,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=min(machine.max_num_seqs or policy.max_num_seqs, most_tokens),
+                max_num_batched_tokens=most_tokens,
+                max_model_len=max_model_len,
+                enable_chunked_prefill=policy.chunked_prefill,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            cache_config=CacheConfig(
+                block_size=machine.block_size, enable_prefix_caching=policy.prefix_caching
+            ),
+            device_config=DeviceConfig("cpu"),
+            additional_config=settings.to_additional_config(),
+        )
+    # A platform may have its own mind about both.
+    config.scheduler_config.async_scheduling = async_scheduling
+    config.cache_config.block_size = machine.block_size
+    config.cache_config.num_gpu_blocks = machine.num_blocks
+    attention = FullAttentionSpec(
+        block_size=machine.block_size,
+        num_kv_heads=machine.model.num_kv_heads,
+        head_size=machine.model.head_size,
+        dtype=torch.bfloat16,
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=machine.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+    )
+    kind = BatchLLMScheduler if policy.scheduler == "batchllm" else AsyncScheduler
+    return kind(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=machine.block_size,
+    )

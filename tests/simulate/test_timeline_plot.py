@@ -1,0 +1,75 @@
+"""The picture: that it is drawn, and that what it shows is the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.simulate.machine import Machine
+from batchllm_operator.simulate.run import Run, Timeline
+from batchllm_operator.simulate.timeline_plot import _bins, _means, plot_timelines
+
+MACHINE = Machine(MODEL_SHAPES["Mistral-7B"], find_gpu("H100"), 100)
+
+
+def make_run(policy: str, num_steps: int) -> Run:
+    ones = np.ones(num_steps, dtype=np.int64)
+    seconds = np.full(num_steps, 0.5)
+    line = Timeline(
+        *(ones, 2 * ones, 3 * ones, 0 * ones, ones, ones, ones, 0 * ones),
+        *(seconds, 0 * seconds, seconds),
+    )
+    return Run("job", policy, 3, 20, 0.5, line)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5000])
+def test_a_png_is_drawn_of_runs_of_any_length(num_steps: int, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.png"
+    plot_timelines([make_run("static", 3), make_run("batchllm", num_steps)], MACHINE, path)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    height = int.from_bytes(data[20:24], "big")
+    plot_timelines([make_run("static", 3)], MACHINE, path)
+    assert int.from_bytes(path.read_bytes()[20:24], "big") < height, "a panel less"
+
+
+def test_long_runs_are_drawn_as_means_of_neighbours() -> None:
+    values = np.arange(5000)
+    edges, starts = _bins(0.5 * values, 2500.0)
+    assert len(edges) == len(starts) + 1 <= 2001
+    assert edges[:3].tolist() == [0.0, 1.5, 3.0]
+    assert edges[-1] == 2500
+    assert _means(values, starts)[:2].tolist() == [1, 4]
+    assert _means(values, starts)[-1] == 4998.5, "the last bin has two steps"
+
+
+def test_short_runs_are_drawn_step_by_step() -> None:
+    edges, starts = _bins(np.array([0.5, 2.0, 3.0]), 4.0)
+    assert edges.tolist() == [0.5, 2.0, 3.0, 4.0]
+    assert _means(np.array([7, 1, 9]), starts).tolist() == [7, 1, 9]
+
+
+def test_a_home_that_cannot_be_written_is_no_news(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("not a folder")
+    code = (
+        "import logging, numpy as np; logging.basicConfig();"
+        "from batchllm_operator.simulate.timeline_plot import _quiet_matplotlib\n"
+        "with _quiet_matplotlib():\n import matplotlib.figure\n print(matplotlib.get_cachedir())"
+    )
+    unset = ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert not Path(done.stdout.strip()).exists(), "the folder that it made is gone again"
