@@ -3,21 +3,34 @@
 import logging
 
 from batchllm_operator.engine.isolation import IsolatingEngine
-from batchllm_operator.engine.protocol import Engine, EngineDiedError, EngineOutput, EngineRequest
+from batchllm_operator.engine.protocol import (
+    Engine,
+    EngineDiedError,
+    EngineJob,
+    EngineOutput,
+    EngineRequest,
+)
 from batchllm_operator.errors import EngineError
 from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["Engine", "EngineDiedError", "EngineOutput", "EngineRequest", "start_engine"]
+__all__ = [
+    "Engine",
+    "EngineDiedError",
+    "EngineJob",
+    "EngineOutput",
+    "EngineRequest",
+    "start_engine",
+]
 
 
-def start_engine(spec: JobSpec, max_model_len: int) -> Engine:
+def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
     """Start the engine that the spec names, so that a row that kills it costs only itself.
 
     Args:
-        spec: the job.
-        max_model_len: most tokens of a prompt and its output together, as planned.
+        spec: the job's spec.
+        job: what the plan knows of the work.
 
     Raises:
         SpecError: vLLM doesn't know an argument of `engine.extra_args`.
@@ -34,4 +47,4 @@ def start_engine(spec: JobSpec, max_model_len: int) -> Engine:
         raise EngineError(
             f"vLLM can't be imported ({error}); install the extra 'gpu' or 'cpu' of this package"
         ) from error
-    return IsolatingEngine(lambda: VLLMEngine(spec, max_model_len))
+    return IsolatingEngine(lambda: VLLMEngine(spec, job))

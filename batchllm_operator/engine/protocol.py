@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
+from batchllm_operator.engine.device_profile import ProfileStore
 from batchllm_operator.errors import EngineError
+from batchllm_operator.vllm_plugin.hints import StepCost
 
 ENGINE_ERROR: Final = "engine_error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """What an engine is started for, as far as the plan knows."""
+
+    max_model_len: int
+    """Most tokens of a prompt and its output together."""
+    num_requests: int | None = None
+    """That it will be given; None if that isn't known."""
+    step_cost: StepCost | None = None
+    """Of the GPU that was planned for, until a profile of the real one is there."""
+    profiles: ProfileStore | None = None
+    """Remembers profiles of devices; without it, every engine makes its own."""
+    trace_folder: Path | None = None
+    """Local folder for traces of the engine's steps, a Parquet file for each engine; None for
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +40,10 @@ class EngineRequest:
     group_id: int
     """Requests with the same group_id share their first `num_prefix_tokens` tokens."""
     num_prefix_tokens: int
+    group_size: int = 1
+    """Requests with this group_id that the engine will be given."""
+    num_output_tokens: int | None = None
+    """Estimated; None for as many as the spec allows."""
 
 
 @dataclass(frozen=True, slots=True)

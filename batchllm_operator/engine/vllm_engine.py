@@ -12,13 +12,21 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
-from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
+from batchllm_operator.engine.device_profile import DeviceProfile
+from batchllm_operator.engine.protocol import (
+    EngineDiedError,
+    EngineJob,
+    EngineOutput,
+    EngineRequest,
+)
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
+from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
 
 # Read by vLLM when it is imported. The first is what this module is about; the others keep a
 # batch job from phoning home and from filling the task log. A user's own setting wins.
@@ -38,26 +46,29 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
+from batchllm_operator.engine.vllm_profiling import measure_device, profile_subject  # noqa: E402
+from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler  # noqa: E402
+
 _log = logging.getLogger(__name__)
 _LOOK_AHEAD: Final = 2
-"""Requests held by the engine, as a multiple of what it runs at a time: enough for its
+"""Requests held by the engine, as a multiple of the most that it runs at a time: enough for its
 scheduler never to run dry, and no more."""
-_DEFAULT_MAX_NUM_SEQS: Final = 256
+_SCHEDULER: Final = f"{BatchLLMScheduler.__module__}.{BatchLLMScheduler.__qualname__}"
 _CPU_KV_CACHE_BYTES: Final = 1 << 30
 _CPU_BLOCK_SIZE: Final = 32
 _MAX_ERROR_CHARS: Final = 400
 
 
 class VLLMEngine:
-    """vLLM's engine, fed in plan order with prefix caching on.
+    """vLLM's engine, fed in plan order with prefix caching on, under our scheduler.
 
     Raises:
         SpecError: vLLM has no argument that `engine.extra_args` names, or refuses a setting.
         EngineError: vLLM can't start.
     """
 
-    def __init__(self, spec: JobSpec, max_model_len: int) -> None:
-        args = engine_args(spec, max_model_len)
+    def __init__(self, spec: JobSpec, job: EngineJob) -> None:
+        args = engine_args(spec, job.max_model_len)
         try:
             self._params = sampling_params(spec.sampling)
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
@@ -71,7 +82,11 @@ class VLLMEngine:
         # Whatever keeps vLLM from starting (memory, driver, weights) ends here as one typed error.
         except Exception as error:
             raise EngineError(f"vLLM can't start: {_one_line(error)}") from error
-        self._max_in_flight = _LOOK_AHEAD * int(args["max_num_seqs"])
+        self._max_in_flight = _LOOK_AHEAD * int(config.scheduler_config.max_num_seqs)
+        self._scheduler = _our_scheduler(self._engine)
+        if self._scheduler is not None:
+            profile = _profile(spec, job, args, self._engine, self._scheduler)
+            self._scheduler.begin(_settings(job, profile))
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         in_flight: dict[str, EngineRequest] = {}
@@ -104,15 +119,23 @@ class VLLMEngine:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._engine.engine_core.shutdown()
-        self._engine = None
+        self._engine = self._scheduler = None
         gc.collect()
         cleanup_dist_env_and_memory()
 
     def _accept(self, request: EngineRequest) -> EngineOutput | None:
         """Hand the request to vLLM; an output with the reason if it refuses."""
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+        params = self._params.clone()
+        if self._scheduler is not None:
+            params.extra_args = RequestHints(
+                group_id=request.group_id,
+                num_prefix_tokens=request.num_prefix_tokens,
+                group_size=request.group_size,
+                num_output_tokens=request.num_output_tokens,
+            ).to_extra_args()
         try:
-            self._engine.add_request(str(request.request_idx), prompt, self._params.clone())
+            self._engine.add_request(str(request.request_idx), prompt, params)
         # vLLM checks a request before it takes it, with errors of several families: whatever it
         # was, the fault is this request's and the engine goes on.
         except Exception as error:  # noqa: BLE001
@@ -127,7 +150,8 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     and blocks of 32 tokens, unless the spec says otherwise.
 
     Raises:
-        SpecError: `engine.extra_args` names an argument that this vLLM lacks.
+        SpecError: `engine.extra_args` names an argument that this vLLM lacks, or asks for more
+            than one engine in this process.
     """
     engine = spec.engine
     args: dict[str, Any] = {
@@ -136,7 +160,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         "trust_remote_code": spec.model.trust_remote_code,
         "dtype": engine.dtype,
         "max_model_len": max_model_len,
-        "max_num_seqs": engine.max_num_seqs or _DEFAULT_MAX_NUM_SEQS,
+        "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "block_size": engine.block_size,
         "kv_cache_memory_bytes": engine.kv_cache_memory_bytes,
@@ -144,6 +168,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         "enforce_eager": engine.enforce_eager,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "enable_prefix_caching": True,
+        "scheduler_cls": _SCHEDULER if engine.scheduler == "batchllm" else None,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
@@ -157,9 +182,72 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     known = inspect.signature(EngineArgs).parameters
     if unknown := sorted(set(engine.extra_args) - set(known)):
         raise SpecError(f"engine.extra_args: this vLLM has no argument {', '.join(unknown)}")
+    if engine.extra_args.get("data_parallel_size", 1) != 1:
+        raise SpecError(
+            "engine.extra_args: data_parallel_size must be 1; for more engines, raise"
+            " planner.num_shards and run a task for each"
+        )
     return {name: value for name, value in args.items() if value is not None} | dict(
         engine.extra_args
     )
+
+
+def _our_scheduler(engine: Any) -> BatchLLMScheduler | None:
+    """Ours, if it is that which runs: `extra_args` may have named another."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    return scheduler if isinstance(scheduler, BatchLLMScheduler) else None
+
+
+def _profile(
+    spec: JobSpec,
+    job: EngineJob,
+    args: Mapping[str, Any],
+    engine: Any,
+    scheduler: BatchLLMScheduler,
+) -> DeviceProfile | None:
+    """The device's profile, remembered or measured now; None if none is wanted.
+
+    Raises:
+        EngineError: a step failed.
+    """
+    wanted = spec.engine.profile
+    if wanted is False or (wanted is None and current_platform.is_cpu()):
+        return None
+    subject = profile_subject(args)
+    profile = job.profiles.find(subject) if job.profiles is not None else None
+    if profile is None:
+        try:
+            profile = measure_device(engine, scheduler, subject)
+        # A device that fails at made-up prompts won't do better with the job's.
+        except Exception as error:
+            engine.engine_core.shutdown()
+            raise EngineError(f"vLLM fails on this device: {_one_line(error)}") from error
+        if job.profiles is not None:
+            job.profiles.keep(profile)
+    _log.info(
+        "chunk size %d tokens, %.1f%% of the KV blocks to plan with (profile %s)",
+        profile.chunk_size,
+        profile.memory_threshold * 100,
+        profile.key[:8],
+    )
+    return profile
+
+
+def _settings(job: EngineJob, profile: DeviceProfile | None) -> SchedulerSettings:
+    """What the job and the device ask of the scheduler."""
+    settings = SchedulerSettings(num_requests=job.num_requests, step_cost=job.step_cost)
+    if job.trace_folder is not None:
+        num_before = len(list(job.trace_folder.iterdir()))
+        path = job.trace_folder / f"engine-{num_before:03d}.parquet"
+        settings = replace(settings, trace_path=str(path))
+    if profile is not None:
+        settings = replace(
+            settings,
+            chunk_size=profile.chunk_size,
+            memory_threshold=profile.memory_threshold,
+            step_cost=profile.step_cost,
+        )
+    return settings
 
 
 def sampling_params(sampling: SamplingSpec) -> SamplingParams:

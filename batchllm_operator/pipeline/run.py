@@ -6,21 +6,33 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
-from batchllm_operator.engine import Engine, EngineOutput, EngineRequest, start_engine
+from batchllm_operator.engine import (
+    Engine,
+    EngineJob,
+    EngineOutput,
+    EngineRequest,
+    start_engine,
+)
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.parts import PartEntry, read_ledger, write_part
 from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_folder
+from batchllm_operator.pipeline.traces import traced
+from batchllm_operator.planner import matrix_seconds
 from batchllm_operator.planner.plan import PlanManifest, read_parts
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.vllm_plugin.hints import StepCost
 
 _log = logging.getLogger(__name__)
 REPORT_FILE: Final = "report.json"
@@ -83,7 +95,7 @@ def run_shard(
     plan_uri: str,
     shard_idx: int,
     *,
-    start: Callable[[JobSpec, int], Engine] = start_engine,
+    start: Callable[[JobSpec, EngineJob], Engine] = start_engine,
 ) -> ShardReport:
     """Generate for every request of a shard that has no finished part yet.
 
@@ -112,18 +124,19 @@ def run_shard(
     if missing:
         with plan.open_file(shard.file) as file:
             _check_model(plan)
-            engine = start(_pin_revision(plan.manifest), plan.manifest.max_model_len)
-            try:
-                parts = read_parts(pq.ParquetFile(file), missing)
-                run = _ShardRun(folder, plan.manifest.plan_id, parts)
-                rows_before = sum(entry.num_rows for entry in entries.values())
-                with Progress(
-                    f"shard {shard_idx}", shard.num_rows, initial=rows_before
-                ) as progress:
-                    for entry in run.entries(engine, progress):
-                        entries[entry.part_idx] = entry
-            finally:
-                engine.close()
+            work = _ShardWork(pq.ParquetFile(file), missing)
+            run = _ShardRun(folder, plan.manifest.plan_id, work)
+            with traced(folder) as trace_folder:
+                engine = start(_pin_revision(plan.manifest), _job(plan, work, trace_folder))
+                try:
+                    rows_before = sum(entry.num_rows for entry in entries.values())
+                    with Progress(
+                        f"shard {shard_idx}", shard.num_rows, initial=rows_before
+                    ) as progress:
+                        for entry in run.entries(engine, progress):
+                            entries[entry.part_idx] = entry
+                finally:
+                    engine.close()
     report = ShardReport.of(
         plan.manifest.plan_id, shard_idx, [entries[i] for i in sorted(entries)], resumed
     )
@@ -155,13 +168,53 @@ def _pin_revision(manifest: PlanManifest) -> JobSpec:
     return manifest.spec.model_copy(update={"model": model})
 
 
+def _job(plan: StoredPlan, work: _ShardWork, trace_folder: Path) -> EngineJob:
+    return EngineJob(
+        max_model_len=plan.manifest.max_model_len,
+        num_requests=work.num_requests,
+        step_cost=_step_cost(plan.manifest),
+        profiles=StoredProfiles(profiles_folder(plan.manifest.spec)),
+        trace_folder=trace_folder,
+    )
+
+
+def _step_cost(manifest: PlanManifest) -> StepCost | None:
+    """What the plan's estimate says of a step; None if it has none."""
+    estimate = manifest.estimate
+    if estimate is None:
+        return None
+    num_gpus = manifest.spec.engine.tensor_parallel_size
+    token_s, weights_s = matrix_seconds(estimate.model, estimate.gpu, num_gpus)
+    return StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)
+
+
+class _ShardWork:
+    """The parts of a shard that are to be generated, and how large their groups are."""
+
+    def __init__(self, file: pq.ParquetFile, part_idxs: Sequence[int]) -> None:
+        self._file, self._part_idxs = file, part_idxs
+        group_ids = file.read_row_groups(list(part_idxs), columns=["group_id"])["group_id"]
+        self._group_ids, self._sizes = np.unique(group_ids.to_numpy(), return_counts=True)
+
+    @property
+    def num_requests(self) -> int:
+        """In all parts."""
+        return int(self._sizes.sum())
+
+    def parts(self) -> Iterator[tuple[int, pa.Table]]:
+        """Each part's index and requests, with a column `group_size`."""
+        for part_idx, table in read_parts(self._file, self._part_idxs):
+            at = np.searchsorted(self._group_ids, table["group_id"].to_numpy())
+            yield part_idx, table.append_column("group_size", pa.array(self._sizes[at]))
+
+
 class _ShardRun:
     """Feeds parts to the engine and collects what comes back."""
 
-    def __init__(self, folder: Folder, plan_id: str, parts: Iterator[tuple[int, pa.Table]]) -> None:
+    def __init__(self, folder: Folder, plan_id: str, work: _ShardWork) -> None:
         self._folder = folder
         self._plan_id = plan_id
-        self._parts = parts
+        self._parts = work.parts()
         self._open_parts: dict[int, _OpenPart] = {}
         self._part_of: dict[int, int] = {}  # request_idx -> part_idx, of requests with the engine
         self._num_tokens = 0
@@ -197,17 +250,11 @@ class _ShardRun:
             request_idxs = table["request_idx"].to_pylist()
             row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
             self._open_parts[part_idx] = _OpenPart(row_idxs)
-            for request_idx, group_id, num_prefix_tokens, token_ids in zip(
-                request_idxs,
-                table["group_id"].to_pylist(),
-                table["num_prefix_tokens"].to_pylist(),
-                table["prompt_token_ids"],
-                strict=True,
+            known = table.drop_columns(["request_idx", "row_idxs", "prompt_token_ids"]).to_pylist()
+            for request_idx, hints, token_ids in zip(
+                request_idxs, known, table["prompt_token_ids"], strict=True
             ):
                 self._part_of[request_idx] = part_idx
                 yield EngineRequest(
-                    request_idx=request_idx,
-                    prompt_token_ids=token_ids.as_py(),
-                    group_id=group_id,
-                    num_prefix_tokens=num_prefix_tokens,
+                    request_idx=request_idx, prompt_token_ids=token_ids.as_py(), **hints
                 )

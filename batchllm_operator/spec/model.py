@@ -210,13 +210,20 @@ class EngineSpec(_Section):
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Most requests that run at a time."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """The chunk size: the token budget of one engine step."""
+    """The most tokens of one engine step. The chunk size may be less, if a profile of the device
+    says that smaller steps are as fast."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of the GPU's memory that the engine may take."""
     kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
     """Size of the KV cache, in place of a share of the memory."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that one engine spans."""
+    scheduler: Literal["batchllm", "stock"] = "batchllm"
+    """Who decides what runs in an engine step: our group scheduler, or vLLM's own, to compare."""
+    profile: bool | None = None
+    """Measure steps of the device once, before the first request, for the chunk size and for
+    how prefill is spread; what was measured is kept in the output table's `_batchllm/profiles`.
+    Unset: on for GPUs, off for CPU. Only our scheduler makes use of it."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs; unset: on for CPU, off for GPUs."""
     extra_args: Mapping[str, JsonValue] = Field(default_factory=dict)
@@ -363,6 +370,8 @@ class JobSpec(_Section):
                 "tensor_parallel_size",
                 "enforce_eager",
                 "block_size",
+                "scheduler",
+                "profile",
             },
             "planner": {"target_gpu", "gpu_table", "memory_budget_bytes"},
             "on_empty": True,

@@ -64,8 +64,12 @@ class StepCost:
 class SchedulerSettings:
     """How the scheduler works; the defaults are for a job of which nothing more is known."""
 
-    memory_threshold: float = 1.0
-    """M_threshold of Algorithm 2: share of the KV blocks that may be planned to be in use."""
+    memory_threshold: float | None = None
+    """M_threshold of Algorithm 2: share of the KV blocks that may be planned to be in use.
+    Unset: all but one in a thousand."""
+    chunk_size: int | None = None
+    """Most tokens of a step. Unset: vLLM's `max_num_batched_tokens`, which is the most in any
+    case."""
     pace: bool = True
     """Whether prefill is spread over the steps that memory allows, as far as that pays."""
     step_cost: StepCost | None = None
@@ -91,8 +95,10 @@ class SchedulerSettings:
         settings = _from_json(cls, config[KEY])
         if settings.step_cost is not None:
             settings = replace(settings, step_cost=_from_json(StepCost, settings.step_cost))
-        if not 0 < settings.memory_threshold <= 1:
+        if not 0 < (settings.memory_threshold or 1.0) <= 1 or settings.memory_threshold == 0:
             raise SpecError(f"{KEY}.memory_threshold: must be above 0 and at most 1")
+        if settings.chunk_size is not None and settings.chunk_size < 1:
+            raise SpecError(f"{KEY}.chunk_size: must be at least 1")
         return settings
 
 

@@ -77,16 +77,32 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._settings = SchedulerSettings.from_additional_config(
-            self.vllm_config.additional_config
-        )
         self._pool = self.kv_cache_manager.block_pool
-        num_blocks = (self._pool.num_gpu_blocks - 1) // len(self.kv_cache_config.kv_cache_groups)
-        num_reserved = max(2, num_blocks // _RESERVED_PART)
-        self._num_blocks = int((num_blocks - num_reserved) * self._settings.memory_threshold)
-        self._most_tokens = self.max_num_scheduled_tokens
         self._tokens_per_decode = 1 + self.num_spec_tokens
         self._delay = 1 if self.scheduler_config.async_scheduling else 0
+        self._limit = self.max_num_scheduled_tokens
+        self._is_scheduling = False
+        self._did_nothing = False
+        self._trace: StepTrace | None = None
+        self._begin(SchedulerSettings.from_additional_config(self.vllm_config.additional_config))
+        self.waiting = GatedQueue(self)
+
+    def begin(self, settings: SchedulerSettings) -> None:
+        """Start afresh with other settings, and with nothing learned or traced.
+
+        Raises:
+            RuntimeError: requests are still waiting or running.
+            OSError: the trace can't be written.
+        """
+        if not self.is_idle():
+            raise RuntimeError("the scheduler still has requests")
+        self._close_trace()
+        self._begin(settings)
+
+    def _begin(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._num_blocks = self._num_blocks_to_plan(settings.memory_threshold)
+        self._most_tokens = min(self._limit, settings.chunk_size or self._limit)
         self._step = 0
         self._plans: dict[str, _Plan] = {}
         self._projection = BlockProjection(self.block_size)
@@ -102,12 +118,15 @@ class BatchLLMScheduler(AsyncScheduler):
         self._num_unplanned = 0  # blocks in use that aren't in the projection
         self._num_seen = 0
         self._num_preempted = 0  # in this step
-        self._is_scheduling = False
-        self._did_nothing = False
-        path = self._settings.trace_path
-        self._trace = StepTrace(Path(path)) if path is not None else None
         self._started_at: float | None = None
-        self.waiting = GatedQueue(self)
+        if settings.trace_path is not None:
+            self._trace = StepTrace(Path(settings.trace_path))
+
+    def _num_blocks_to_plan(self, threshold: float | None) -> int:
+        num_blocks = self.num_plannable_tokens // self.block_size
+        if threshold is not None:
+            return int(num_blocks * threshold)
+        return num_blocks - max(2, num_blocks // _RESERVED_PART)
 
     # What vLLM calls.
 
@@ -124,7 +143,7 @@ class BatchLLMScheduler(AsyncScheduler):
             output = super().schedule(*args, **kwargs)
         finally:
             self._is_scheduling = False
-            self.max_num_scheduled_tokens = self._most_tokens
+            self.max_num_scheduled_tokens = self._limit
         self._did_nothing = not output.num_scheduled_tokens
         prefill = self._end_step(output)
         if self._trace is not None:
@@ -137,14 +156,19 @@ class BatchLLMScheduler(AsyncScheduler):
         return done
 
     def shutdown(self) -> None:
-        if self._trace is not None:
-            self._trace.close()
-            self._trace = None
+        self._close_trace()
         super().shutdown()
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._forget(request)
         return super()._free_request(request, *args, **kwargs)
+
+    @property
+    def num_plannable_tokens(self) -> int:
+        """Tokens whose KV all blocks together have room for."""
+        # Layers of different kinds hold blocks of their own for the same tokens.
+        num_groups = len(self.kv_cache_config.kv_cache_groups)
+        return (self._pool.num_gpu_blocks - 1) // num_groups * self.block_size
 
     @property
     def num_held_blocks(self) -> int:
@@ -192,6 +216,11 @@ class BatchLLMScheduler(AsyncScheduler):
             self._num_preempted += request.status == RequestStatus.PREEMPTED
             self._stop(request, plan, ended=False)
             self._sums.add(plan.share)
+
+    def _close_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
 
     # Before and after vLLM's own step.
 

@@ -7,26 +7,26 @@ import sys
 import pytest
 from support.fake_job import fake_spec
 
-from batchllm_operator.engine import EngineOutput, EngineRequest, start_engine
+from batchllm_operator.engine import EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.errors import EngineError, ExitCode, SpecError
 
 
 def test_the_spec_chooses_the_engine() -> None:
-    engine = start_engine(fake_spec("/lake"), 100)
+    engine = start_engine(fake_spec("/lake"), EngineJob(100))
     outputs = list(engine.stream(iter([EngineRequest(4, [1, 2], 0, 0)])))
     assert [output.request_idx for output in outputs] == [4]
 
 
 def test_an_unknown_engine_argument_is_a_fault_of_the_spec() -> None:
     with pytest.raises(SpecError, match="surprise") as error:
-        start_engine(fake_spec("/lake", engine={"extra_args": {"surprise": 1}}), 100)
+        start_engine(fake_spec("/lake", engine={"extra_args": {"surprise": 1}}), EngineJob(100))
     assert error.value.exit_code == ExitCode.INVALID
 
 
 def test_without_vllm_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "batchllm_operator.engine.vllm_engine", None)
     with pytest.raises(EngineError, match="extra 'gpu' or 'cpu'"):
-        start_engine(fake_spec("/lake", engine={"backend": "vllm"}), 100)
+        start_engine(fake_spec("/lake", engine={"backend": "vllm"}), EngineJob(100))
 
 
 def test_a_failed_output_is_one_line() -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
-from batchllm_operator.engine import Engine, EngineOutput, EngineRequest, start_engine
+from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import PlanError
 from batchllm_operator.pipeline import run as run_module
@@ -66,8 +66,8 @@ class Watched:
 def run_watched(plan: StoredPlan, stop_after: int | None = None) -> Watched:
     started: list[Watched] = []
 
-    def start(spec: JobSpec, max_model_len: int) -> Engine:
-        started.append(Watched(start_engine(spec, max_model_len), stop_after))
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
+        started.append(Watched(start_engine(spec, job), stop_after))
         return started[0]
 
     try:
@@ -107,7 +107,7 @@ def test_an_interrupted_run_keeps_finished_parts_and_resumes(plan: StoredPlan) -
 def test_a_finished_shard_starts_no_engine(plan: StoredPlan) -> None:
     first = run_shard(plan.folder.uri, 0)
 
-    def start(spec: JobSpec, max_model_len: int) -> Engine:
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
         raise AssertionError("no engine is needed")
 
     again = run_shard(plan.folder.uri, 0, start=start)

@@ -41,6 +41,7 @@ def test_hints_that_are_not_ours_are_refused(value: object, reason: str) -> None
 def test_settings_come_out_as_they_went_in() -> None:
     settings = SchedulerSettings(
         memory_threshold=0.9,
+        chunk_size=4096,
         pace=False,
         step_cost=StepCost(token_s=1e-6, weights_s=5e-3, overhead_s=1e-3),
         num_requests=3000,
@@ -60,6 +61,7 @@ def test_defaults_where_nothing_is_set(config: object) -> None:
     [
         ({"memory_threshold": 0}, "memory_threshold"),
         ({"memory_threshold": 1.5}, "memory_threshold"),
+        ({"chunk_size": 0}, "chunk_size"),
         ({"thershold": 1}, "has no thershold"),
         ({"step_cost": 3}, "must be an object"),
     ],

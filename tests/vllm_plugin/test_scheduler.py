@@ -233,6 +233,28 @@ def test_a_job_that_fits_into_memory_is_not_held_back() -> None:
     engine.run()
 
 
+def test_the_chunk_size_bounds_a_step_below_what_vllm_allows() -> None:
+    engine = EngineSteps(chunk=512, settings=SchedulerSettings(chunk_size=96, pace=False))
+    engine.add_group(0, 6, prefix=64, distinct=40, output=5)
+    engine.run()
+    assert max(output.total_num_scheduled_tokens for output in engine.outputs) == 96
+
+
+def test_begin_forgets_what_was_learned_and_takes_other_settings() -> None:
+    engine = EngineSteps(num_blocks=200, chunk=256)
+    for idx in range(60):
+        engine.add_group(idx, 1, prefix=0, distinct=64, output=100, estimate=50)
+    with pytest.raises(RuntimeError, match="still has requests"):
+        engine.ours.begin(SchedulerSettings())
+    engine.run()
+    engine.ours.begin(SchedulerSettings(chunk_size=32, pace=False))
+    start = engine.num_steps
+    for idx in range(100, 140):
+        engine.add_group(idx, 1, prefix=0, distinct=64, output=40)
+    engine.run()
+    assert max(output.total_num_scheduled_tokens for output in engine.outputs[start:]) == 32
+
+
 # Requests that go away, or have no hints
 
 

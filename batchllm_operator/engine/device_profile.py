@@ -1,0 +1,87 @@
+"""What was measured of a device, once, and what follows for the scheduler.
+
+Steps of growing size are timed with made-up prompts. The smallest step that computes tokens about
+as fast as the largest is the chunk size (the "one-time profiling" of Sarathi-Serve, Sec. 4.3); how
+long steps take tells the scheduler how far spreading prefill pays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from batchllm_operator.vllm_plugin.hints import StepCost
+
+_FAST_ENOUGH: Final = 0.97  # of the best rate
+_MIN_BLOCKS_FREE: Final = 2
+
+
+class DeviceProfile(BaseModel):
+    """Measured on one kind of device, with one model and one way to run it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    profile_version: Literal[1] = 1
+    subject: Mapping[str, str]
+    """What was measured: device, model, versions, engine arguments that matter."""
+    steps: tuple[tuple[int, float], ...] = Field(min_length=1)
+    """Tokens of a step, ascending, and the seconds that it takes."""
+    num_kv_blocks: int = Field(ge=1)
+    """Of the KV cache, beside the weights and what a step needs."""
+
+    @property
+    def key(self) -> str:
+        """Names the subject, in hex."""
+        return profile_key(self.subject)
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of the smallest step that computes them about as fast as any."""
+        rates = {tokens: tokens / seconds for tokens, seconds in self.steps}
+        best = max(rates.values())
+        return min(tokens for tokens, rate in rates.items() if rate >= _FAST_ENOUGH * best)
+
+    @property
+    def memory_threshold(self) -> float:
+        """Share of the KV blocks that may be planned to be in use: all, but for a block of each
+        thousand, and two at least, which a step may take before the plan has been corrected."""
+        spare = max(_MIN_BLOCKS_FREE, self.num_kv_blocks // 1000)
+        return max(0.5, 1 - spare / self.num_kv_blocks)
+
+    @property
+    def step_cost(self) -> StepCost:
+        """A line through the two largest steps, and the smallest step's time as the least."""
+        least_s = self.steps[0][1]
+        if len(self.steps) == 1:
+            return StepCost(token_s=0.0, weights_s=least_s, overhead_s=0.0)
+        (fewer, fewer_s), (more, more_s) = self.steps[-2:]
+        token_s = max(0.0, (more_s - fewer_s) / (more - fewer))
+        overhead_s = min(max(0.0, more_s - more * token_s), least_s)
+        return StepCost(token_s=token_s, weights_s=least_s - overhead_s, overhead_s=overhead_s)
+
+
+class ProfileStore(Protocol):
+    """Where profiles are kept between runs."""
+
+    def find(self, subject: Mapping[str, str]) -> DeviceProfile | None:
+        """The profile of a subject; None if there is none that can be read."""
+        ...
+
+    def keep(self, profile: DeviceProfile) -> None:
+        """Remember a profile, in place of an earlier one of the same subject."""
+        ...
+
+
+def profile_key(subject: Mapping[str, Any]) -> str:
+    """32 hex digits that stand for a subject."""
+    return hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def step_sizes(most_tokens: int) -> Sequence[int]:
+    """Sizes to measure, ascending: powers of two from 64, and the largest that there may be."""
+    sizes = [64 << power for power in range(20) if 64 << power < most_tokens]
+    return [*sizes, most_tokens]

@@ -1,0 +1,89 @@
+"""Times engine steps of growing size on the device that vLLM runs on."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from itertools import count
+from typing import Any, Final
+
+import numpy as np
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
+
+from batchllm_operator.engine.device_profile import DeviceProfile, step_sizes
+from batchllm_operator.progress import Progress
+from batchllm_operator.vllm_plugin.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
+
+_STEPS: Final = 4  # timed together
+_REPETITIONS: Final = 3  # after one to warm up
+_PROMPT_TOKENS: Final = 512  # at most, so that attention stays a small part
+_VOLATILE: Final = {"use_tqdm_on_load", "disable_log_stats", "additional_config", "max_model_len"}
+
+
+def profile_subject(args: Mapping[str, Any]) -> dict[str, str]:
+    """What a profile of this device with these engine arguments is a profile of."""
+    chosen = {name: value for name, value in args.items() if name not in _VOLATILE}
+    return {
+        "device": str(current_platform.get_device_name()),
+        "cores": str(os.cpu_count()) if current_platform.is_cpu() else "",
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "arguments": json.dumps(chosen, sort_keys=True, default=str),
+    }
+
+
+def measure_device(
+    engine: Any, scheduler: BatchLLMScheduler, subject: Mapping[str, str]
+) -> DeviceProfile:
+    """Time steps of several sizes with made-up prompts that share nothing.
+
+    Takes some seconds. The engine has to be idle, and is left idle, with an empty prefix cache
+    and the scheduler's settings changed.
+
+    Args:
+        engine: vLLM's `LLMEngine`, in this process.
+        scheduler: its scheduler.
+        subject: from `profile_subject`.
+    """
+    config = engine.vllm_config
+    limit = min(
+        config.scheduler_config.max_num_batched_tokens,
+        scheduler.num_plannable_tokens // 2,  # no preemption while it is measured
+    )
+    prompt_tokens = max(1, min(_PROMPT_TOKENS, config.model_config.max_model_len - 1))
+    vocabulary = config.model_config.get_vocab_size()
+    generator, names = np.random.default_rng(0), count()
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+    def seconds(size: int) -> float:
+        rest = _STEPS * size
+        while rest:
+            length = min(prompt_tokens, rest)
+            tokens = generator.integers(0, vocabulary, length).tolist()
+            prompt = TokensPrompt(prompt_token_ids=tokens)
+            engine.add_request(f"profile-{next(names)}", prompt, params)
+            rest -= length
+        started_at = time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+        return (time.perf_counter() - started_at) / _STEPS
+
+    steps = []
+    sizes = step_sizes(max(limit, 1))
+    with Progress("profile the device", len(sizes), unit="step sizes", announce=False) as progress:
+        for size in sizes:
+            scheduler.begin(SchedulerSettings(pace=False, chunk_size=size))
+            times = [seconds(size) for _ in range(1 + _REPETITIONS)]
+            steps.append((size, statistics.median(times[1:])))
+            progress.advance(1)
+    engine.reset_prefix_cache()
+    num_blocks = scheduler.num_plannable_tokens // scheduler.block_size
+    return DeviceProfile(subject=dict(subject), steps=tuple(steps), num_kv_blocks=num_blocks)

@@ -1,0 +1,137 @@
+"""Real vLLM on CPU under our scheduler and under its own: the same outputs in every feature."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import save_file
+from support.demo_job import OFFLINE, Demo
+from tokenizers import Tokenizer
+
+from batchllm_operator.planner import prefix_sharing_groups
+
+TESTS = Path(__file__).parent.parent
+
+
+def write_lora(model: Path, folder: Path, seed: int, rank: int = 8) -> None:
+    """An adapter with random weights, large enough to change what is generated."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    size = heads * config.get("head_dim", hidden // heads)
+    generator = np.random.default_rng(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        for half, shape in (("lora_A", (rank, hidden)), ("lora_B", (size, rank))):
+            weights[f"{name}.{half}.weight"] = generator.normal(0, 1, shape).astype(np.float32)
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    adapter = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": str(model),
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+
+
+def demo_prompts(demo: Demo) -> list[dict[str, Any]]:
+    """All rows of the demo table, with the documents' beginnings, as they are planned."""
+    tokenizer = Tokenizer.from_file(str(demo.model / "tokenizer.json"))
+    rows = pq.read_table(demo.folder / "documents").to_pylist()
+    texts = [f"Document: {row['document'][:700]}\nQuery: {row['query']}\nSnippet:" for row in rows]
+    groups = prefix_sharing_groups([each.ids for each in tokenizer.encode_batch(texts)])
+    return [
+        {
+            "tokens": [*prefix, *distinct],
+            "group_id": group_id,
+            "num_prefix_tokens": len(prefix),
+            "group_size": len(members),
+        }
+        for group_id, (prefix, members) in enumerate(groups)
+        for distinct in members
+    ]
+
+
+@pytest.fixture(scope="module")
+def generated(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each scheduler gave, by its name and the feature."""
+    folder = tmp_path_factory.mktemp("schedulers")
+    for seed, name in enumerate("ab"):
+        write_lora(demo.model, folder / "lora" / name, seed)
+    (folder / "prompts.json").write_text(json.dumps(demo_prompts(demo)))
+    found = {}
+    for scheduler in ("stock", "ours"):
+        outputs = folder / f"{scheduler}.json"
+        arguments = [scheduler, demo.model, folder / "lora", folder / "prompts.json", outputs]
+        subprocess.run(
+            [sys.executable, "-m", "support.offline_generate", *map(str, arguments)],
+            env={**os.environ, **OFFLINE, "PYTHONPATH": str(TESTS)},
+            cwd=folder,
+            check=True,
+            timeout=600,
+        )
+        found[scheduler] = json.loads(outputs.read_text())
+    return found
+
+
+def test_greedy_outputs_are_equal_where_stock_has_to_preempt(
+    generated: dict[str, dict[str, Any]],
+) -> None:
+    assert generated["stock"]["num_preemptions"] > 0
+    assert generated["ours"]["num_preemptions"] == 0
+    assert len(generated["ours"]["tight_memory"]) >= 200
+    assert generated["ours"]["tight_memory"] == generated["stock"]["tight_memory"]
+
+
+def test_structured_output(generated: dict[str, dict[str, Any]]) -> None:
+    ours = generated["ours"]["structured_output"]
+    assert ours == generated["stock"]["structured_output"]
+    texts = [output[0]["text"] for output in ours]
+    assert all(text[:3].isdigit() and text[3] == "-" and len(text) == 6 for text in texts)
+
+
+def test_stop_strings(generated: dict[str, dict[str, Any]]) -> None:
+    ours = generated["ours"]["stop_strings"]
+    assert ours == generated["stock"]["stop_strings"]
+    assert any(output[0]["stop_reason"] in ("e", "th") for output in ours)
+
+
+def test_several_samples_of_a_prompt(generated: dict[str, dict[str, Any]]) -> None:
+    ours = generated["ours"]["several_samples"]
+    assert [len(output) for output in ours] == [3] * len(ours)
+    assert ours == generated["stock"]["several_samples"]
+
+
+def test_logprobs(generated: dict[str, dict[str, Any]]) -> None:
+    ours, stock = (generated[name]["logprobs"] for name in ("ours", "stock"))
+    for mine, its in zip(ours, stock, strict=True):
+        assert mine[0]["token_ids"] == its[0]["token_ids"]
+        for values, expected in zip(mine[0]["logprobs"], its[0]["logprobs"], strict=True):
+            assert len(values) >= 3
+            assert values == pytest.approx(expected, abs=1e-4)
+
+
+def test_lora_adapters_that_exclude_each_other(generated: dict[str, dict[str, Any]]) -> None:
+    ours = generated["ours"]
+    assert ours["lora"] == generated["stock"]["lora"]
+    assert ours["without_lora"] == generated["stock"]["without_lora"]
+    pairs = zip(ours["lora"], ours["without_lora"], strict=True)
+    assert all(one != other for one, other in pairs)
+
+
+def test_speculative_decoding(generated: dict[str, dict[str, Any]]) -> None:
+    ours = generated["ours"]["speculative_decoding"]
+    assert ours == generated["stock"]["speculative_decoding"]
+    assert [len(output[0]["token_ids"]) for output in ours] == [24] * len(ours)
