@@ -134,4 +134,7 @@ def test_lora_adapters_that_exclude_each_other(generated: dict[str, dict[str, An
 def test_speculative_decoding(generated: dict[str, dict[str, Any]]) -> None:
     ours = generated["ours"]["speculative_decoding"]
     assert ours == generated["stock"]["speculative_decoding"]
-    assert [len(output[0]["token_ids"]) for output in ours] == [24] * len(ours)
+    plain = generated["ours"]["tight_memory"][: len(ours)]
+    assert [output[0]["token_ids"] for output in ours] == [
+        output[0]["token_ids"][:24] for output in plain
+    ]
