@@ -51,6 +51,7 @@ CALLS = (
     Call(f"{ASYNC_SCHEDULER}.schedule"),
     Call(f"{ASYNC_SCHEDULER}._free_request", ("request",)),
     Call(f"{ASYNC_SCHEDULER}.shutdown"),
+    Call(f"{ASYNC_SCHEDULER}.reset_prefix_cache"),
     Call(f"{CORE}.kv_cache_manager:KVCacheManager.get_blocks", ("request_id",)),
     Call(f"{POOL}.touch", ("blocks",)),
     Call(f"{POOL}.free_blocks", ("ordered_blocks",)),
