@@ -2,18 +2,19 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 export PYTHON
 BIN := .venv/bin
-LOCK := requirements/cpu-py311-linux-x86_64.lock
 PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
+COMPAT_TESTS := tests/engine tests/simulate tests/vllm_plugin \
+  tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py
 # Airflow's scheduler parses these files over and over: no heavy import may run at module level.
 DAG_CODE := batchllm_operator/operators dags
 DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench lock clean
+.PHONY: help setup demo test test-compat lint format bench lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with the CPU builds of torch and vLLM, Airflow and this package
 	@scripts/setup.sh
@@ -23,6 +24,10 @@ demo: setup ## Run the DAG daily_snippets for one date on a small lake table
 
 test: setup ## Run all tests
 	$(BIN)/pytest
+
+test-compat: ## Run what touches vLLM with the oldest version that is tested, in .venv-compat
+	@scripts/setup.sh compat
+	.venv-compat/bin/pytest $(COMPAT_TESTS)
 
 lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check
@@ -42,8 +47,9 @@ bench: setup ## Measure the planner, the plan stage and the demo job; each ends 
 
 lock: ## Pin the newest versions that pyproject.toml allows (KEEP=1: only what must change)
 	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv .venv
-	$(BIN)/python scripts/environment.py lock $(LOCK) $(if $(KEEP),--keep)
+	$(BIN)/python scripts/environment.py lock cpu $(if $(KEEP),--keep)
+	$(BIN)/python scripts/environment.py lock compat $(if $(KEEP),--keep)
 
-clean: ## Remove caches, demo output and build products, but not .venv
+clean: ## Remove caches, demo output and build products, but no environment
 	rm -rf .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
-	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,10 +1,12 @@
-"""The CPU environment's contents: pin them, repair them, check them. Standard library only.
+"""A CPU environment's contents: pin them, repair them, check them. Standard library only.
 
-    python scripts/environment.py lock LOCK    resolve pyproject.toml and write the lock
+    python scripts/environment.py lock NAME    resolve pyproject.toml and write the lock
     python scripts/environment.py repair       forget what an interrupted install left half done
-    python scripts/environment.py check LOCK   exit 1 and say why, unless everything is as locked
+    python scripts/environment.py check NAME   exit 1 and say why, unless everything is as locked
 
-The lock leaves out torch, which is installed first as a CPU build, and torch's companions,
+NAME is `cpu` (.venv) or `compat` (.venv-compat, with the oldest vLLM that is tested).
+
+A lock leaves out torch, which is installed first as a CPU build, and torch's companions,
 which nothing here uses and whose default builds want CUDA. It is installed with --no-deps, so no
 resolver gets to bring them back.
 """
@@ -23,14 +25,41 @@ import sysconfig
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("cpu", "airflow", "dev")
 COMPANIONS = frozenset({"torchaudio", "torchcodec", "torchvision"})
 CUDA_PREFIXES = ("nvidia-", "cuda-")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What an environment is made of, besides what the package and its build need."""
+
+    lock: Path
+    modules: frozenset[str]
+    """That have to be importable."""
+    extras: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    """Of `dependency-groups`."""
+    left_out: frozenset[str] = COMPANIONS
+    """Canonical names of what is asked for, and not needed."""
+
+
+def _lock(name: str) -> Path:
+    return ROOT / "requirements" / f"{name}-py311-linux-x86_64.lock"
+
+
+_OURS = frozenset({"torch", "vllm", "batchllm_operator", "batchllm_kernels"})
+ENVIRONMENTS = {
+    "cpu": Environment(_lock("cpu"), _OURS | {"airflow"}, extras=("cpu", "airflow", "dev")),
+    "compat": Environment(
+        _lock("compat"), _OURS, groups=("compat",), left_out=COMPANIONS | {"triton"}
+    ),
+}
 
 
 def canonical(name: str) -> str:
@@ -52,12 +81,14 @@ def read_lock(lock: Path) -> dict[str, str]:
 # lock
 
 
-def requirements(pyproject: dict[str, Any]) -> list[str]:
+def requirements(pyproject: dict[str, Any], environment: Environment) -> list[str]:
     """Everything that the environment is resolved from, with torch as its CPU build."""
     project = pyproject["project"]
     wanted: list[str] = [*project["dependencies"], *pyproject["build-system"]["requires"]]
-    for extra in EXTRAS:
+    for extra in environment.extras:
         wanted += project["optional-dependencies"][extra]
+    for group in environment.groups:
+        wanted += pyproject["dependency-groups"][group]
     return [f"{line}+cpu" if line.startswith("torch==") else line for line in wanted]
 
 
@@ -73,25 +104,27 @@ def resolve(wanted: list[str], keep: dict[str, str]) -> list[dict[str, Any]]:
     return chosen
 
 
-def render(chosen: list[dict[str, Any]]) -> str:
+def render(chosen: list[dict[str, Any]], left_out: frozenset[str]) -> str:
     """The lock's text: `name==version` and the hash of the file that pip chose, one per line."""
     lines = []
     for item in sorted(chosen, key=lambda item: canonical(item["metadata"]["name"])):
         name = canonical(item["metadata"]["name"])
         if name.startswith(CUDA_PREFIXES):
             raise SystemExit(f"{name} was resolved, but the CPU environment holds no CUDA package")
-        if name != "torch" and name not in COMPANIONS:
+        if name != "torch" and name not in left_out:
             digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
             lines.append(f"{name}=={item['metadata']['version']} --hash=sha256:{digest}\n")
     made_for = f"Python {platform.python_version()} on {platform.machine()}"
     return f"# Written by `make lock` for {made_for}; install with --no-deps\n{''.join(lines)}"
 
 
-def write_lock(lock: Path, *, keep: bool) -> None:
+def write_lock(environment: Environment, *, keep: bool) -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    text = render(resolve(requirements(pyproject), read_lock(lock) if keep else {}))
-    lock.write_text(text)
-    print(f"{lock}: {text.count(' --hash=')} distributions")
+    kept = read_lock(environment.lock) if keep else {}
+    chosen = resolve(requirements(pyproject, environment), kept)
+    text = render(chosen, environment.left_out)
+    environment.lock.write_text(text)
+    print(f"{environment.lock}: {text.count(' --hash=')} distributions")
 
 
 # repair and check
@@ -121,14 +154,16 @@ def repair(site: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def faults(pins: dict[str, str], installed: dict[str, str]) -> Iterator[str]:
+def faults(
+    pins: dict[str, str], installed: dict[str, str], modules: frozenset[str]
+) -> Iterator[str]:
     """What differs between the lock and what is `installed` (version by canonical name)."""
     for name, version in pins.items():
         if installed.get(name) != version:
             yield f"{name}: {version} is locked, {installed.get(name, 'nothing')} is installed"
     for name in filter(is_unwanted, installed):
         yield f"{name}: must not be in the CPU environment (pip uninstall {name})"
-    for module in ("torch", "vllm", "airflow", "batchllm_operator", "batchllm_kernels"):
+    for module in sorted(modules):
         if importlib.util.find_spec(module) is None:
             yield f"{module}: can't be imported"
 
@@ -141,9 +176,9 @@ def torch_cuda_version(site: Path) -> str | None:
     return cuda
 
 
-def check(lock: Path, site: Path) -> None:
+def check(environment: Environment, site: Path) -> None:
     installed = {canonical(d.metadata["Name"]): d.version for d in distributions(path=[str(site)])}
-    found = list(faults(read_lock(lock), installed))
+    found = list(faults(read_lock(environment.lock), installed, environment.modules))
     if cuda := torch_cuda_version(site):
         found.append(f"torch: built for CUDA {cuda}, but the CPU environment needs a CPU build")
     if found:
@@ -151,21 +186,22 @@ def check(lock: Path, site: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Pin, repair or check the CPU environment.")
+    parser = argparse.ArgumentParser(description="Pin, repair or check a CPU environment.")
     commands = parser.add_subparsers(dest="command", required=True)
     lock = commands.add_parser("lock", help="resolve pyproject.toml and write the lock")
-    lock.add_argument("lock", type=Path)
+    lock.add_argument("name", choices=ENVIRONMENTS)
     lock.add_argument("--keep", action="store_true", help="keep the versions locked so far")
     commands.add_parser("repair", help="forget what an interrupted install left half done")
-    commands.add_parser("check", help="compare with the lock").add_argument("lock", type=Path)
+    check_it = commands.add_parser("check", help="compare with the lock")
+    check_it.add_argument("name", choices=ENVIRONMENTS)
     arguments = parser.parse_args()
     site = Path(sysconfig.get_path("purelib"))
     if arguments.command == "lock":
-        write_lock(arguments.lock, keep=arguments.keep)
+        write_lock(ENVIRONMENTS[arguments.name], keep=arguments.keep)
     elif arguments.command == "repair":
         repair(site)
     else:
-        check(arguments.lock, site)
+        check(ENVIRONMENTS[arguments.name], site)
 
 
 if __name__ == "__main__":

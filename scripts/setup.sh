@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
-# Make .venv, or bring it up to date: torch's CPU build, the locked distributions, this package.
-# Does nothing when nothing changed; takes up an interrupted run where it stopped.
+# Make an environment, or bring it up to date: torch's CPU build, the locked distributions, this
+# package. Does nothing when nothing changed; takes up an interrupted run where it stopped.
 #
-#   PYTHON       interpreter to make .venv with        python3.11
+#   scripts/setup.sh [cpu]     .venv: everything
+#   scripts/setup.sh compat    .venv-compat: the oldest vLLM that is tested, without Airflow
+#
+#   PYTHON       interpreter to make it with           python3.11
 #   TORCH_SPEC   what to install as torch              torch==<version in pyproject.toml>+cpu
 #   TORCH_INDEX  where to look when pip's own configuration doesn't offer TORCH_SPEC
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-lock=requirements/cpu-py311-linux-x86_64.lock
+name=${1:-cpu}
+lock=requirements/$name-py311-linux-x86_64.lock
 venv=$PWD/.venv
+[[ $name == cpu ]] || venv+=-$name
 stamp=$venv/.batchllm-setup
 torch_version=$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
 PYTHON=${PYTHON:-python3.11}
@@ -51,7 +56,7 @@ make_venv() {
     ! "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||
       ! grep -F VIRTUAL_ENV= "$venv/bin/activate" | grep -qF "$venv"
   }; then
-    echo "setup: .venv is broken or was made somewhere else; making it anew"
+    echo "setup: ${venv##*/} is broken or was made somewhere else; making it anew"
     rm -rf "$venv"
   fi
   [[ -e $venv ]] || "$PYTHON" -m venv "$venv"
@@ -73,10 +78,11 @@ install_torch() {
   rm -f "$log"
 }
 
+[[ -f $lock ]] || die "no environment is called $name: there is no $lock"
 exec 9<"$lock"
 flock 9 # one set-up at a time
 if is_current; then
-  echo "setup: .venv is up to date"
+  echo "setup: ${venv##*/} is up to date"
   exit
 fi
 check_machine
@@ -85,10 +91,10 @@ rm -f "$stamp"
 "$venv/bin/python" scripts/environment.py repair
 echo "setup: $TORCH_SPEC"
 install_torch
-echo "setup: $(grep -c == "$lock") distributions of $lock (4 GB on disk, takes minutes)"
+echo "setup: $(grep -c == "$lock") distributions of $lock (gigabytes on disk, takes minutes)"
 pip_install --require-hashes -r "$lock"
 echo "setup: this package"
 pip_install --no-build-isolation -e .
-"$venv/bin/python" scripts/environment.py check "$lock"
+"$venv/bin/python" scripts/environment.py check "$name"
 fingerprint >"$stamp"
 echo "setup: done in $SECONDS s"

