@@ -26,7 +26,7 @@ _MORE_SECONDS: Final = 1.01
 """What even batches are worth, in steps and in predicted time: running requests of all ages
 leave room for outputs that turn out longer than estimated."""
 _SHARES: Final = 64
-_MOST_STEPS_SAVED: Final = 2.0  # of prefill that wasn't used, in steps
+_MOST_STEPS_SAVED: Final = 2.0  # of prefill that wasn't used, or was too much, in steps
 
 
 @dataclass(slots=True)
@@ -155,10 +155,11 @@ class Pace:
         return num_running * request.prefill_tokens / (self.fill_share * request.output_tokens)
 
     def next_step(self, request: AverageRequest) -> float:
-        """Prompt tokens that the next step may have."""
+        """Prompt tokens that the next step may have, 0 at least."""
         rate = self.rate(request)
-        self._allowance = min(self._allowance + rate, _MOST_STEPS_SAVED * rate)
-        return self._allowance
+        most = _MOST_STEPS_SAVED * rate
+        self._allowance = min(max(self._allowance, -most) + rate, most)
+        return max(self._allowance, 0.0)
 
     def used(self, num_tokens: int) -> None:
         """So many were used in the step."""

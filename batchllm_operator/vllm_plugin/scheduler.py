@@ -114,7 +114,8 @@ class BatchLLMScheduler(AsyncScheduler):
         self._prefilling: dict[str, Request] = {}
         self._admitted: list[Request] = []  # in this step
         self._num_prefill_ahead = 0  # tokens of running requests, and of those admitted so far
-        self._num_prefill_tokens = self._most_tokens  # that a step computes
+        self._num_prefill_tokens = self._most_tokens  # that this step may compute
+        self._num_prefill_tokens_later = self._most_tokens  # and those that follow
         self._num_unplanned = 0  # blocks in use that aren't in the projection
         self._num_seen = 0
         self._num_preempted = 0  # in this step
@@ -296,14 +297,13 @@ class BatchLLMScheduler(AsyncScheduler):
         if request.is_prefill_chunk:
             self._prefilling[request.request_id] = request
             self._num_prefill_ahead += request.num_tokens - request.num_computed_tokens
-            num_steps = 1 + self._num_steps_after_next(self._num_prefill_ahead)
-            self._renew(request, plan, self._step + num_steps)
+            self._renew(request, plan, self._step + self._num_steps(self._num_prefill_ahead))
         elif plan.growth.start != self._step:
             self._renew(request, plan, self._step + 1)  # with the token that it gets in this step
 
-    def _num_steps_after_next(self, num_tokens: int) -> int:
-        """Steps that so many tokens of prefill take beside the first one."""
-        return max(0, -(-num_tokens // self._num_prefill_tokens) - 1)
+    def _num_steps(self, num_tokens: int) -> int:
+        """Steps after this one that so many tokens of prefill take."""
+        return -(-num_tokens // self._num_prefill_tokens_later)
 
     def _put_decodes_first(self) -> None:
         """So that no decode waits for a prefill; among prefills, the order stays."""
@@ -356,21 +356,22 @@ class BatchLLMScheduler(AsyncScheduler):
     def _limit_tokens(self) -> None:
         """Set how many tokens the step may have."""
         num_decoding = len(self.running) - len(self._prefilling)
-        num_prefill = self._most_tokens
+        num_prefill = later = self._most_tokens
         if self._settings.pace and self._sums.num_requests:
-            num_prefill = min(num_prefill, self._paced_tokens())
+            num_prefill, later = self._paced_tokens()
         num_decode = num_decoding * self._tokens_per_decode
         self._num_prefill_tokens = max(1, min(self._most_tokens - num_decode, num_prefill))
+        self._num_prefill_tokens_later = max(1, min(self._num_prefill_tokens, later))
         limit = num_decode + num_prefill
         self.max_num_scheduled_tokens = max(1, min(self._most_tokens, limit))
 
-    def _paced_tokens(self) -> int:
-        """Prompt tokens for this step."""
+    def _paced_tokens(self) -> tuple[int, int]:
+        """Prompt tokens for this step, and for those that follow."""
         request = self._sums.average(self._estimates.scale, self.block_size)
         to_come = max(0, (self._settings.num_requests or 0) - self._num_seen)
         num_requests = self._sums.num_requests + to_come
         if num_requests * request.final_blocks + self._projection.num_blocks() <= self._num_blocks:
-            return self._most_tokens  # all that is left has room
+            return self._most_tokens, self._most_tokens  # all that is left has room
         if not self.running:
             self._pace.fill_share = fill_share(
                 request,
@@ -379,7 +380,7 @@ class BatchLLMScheduler(AsyncScheduler):
                 self._most_tokens,
                 self._settings.step_cost,
             )
-        return int(self._pace.next_step(request))
+        return int(self._pace.next_step(request)), int(self._pace.rate(request))
 
     # Plans of requests.
 
@@ -423,7 +424,8 @@ class BatchLLMScheduler(AsyncScheduler):
     def _growth_if_admitted(self, request: Request, plan: _Plan) -> Growth:
         """Of a waiting request, behind all prefill that is to be done before it."""
         ahead = self._num_prefill_ahead + self._num_to_prefill(request, plan)
-        return self._growth(request, plan, self._step + self._num_steps_after_next(ahead))
+        num_steps = self._num_steps(max(0, ahead - self._num_prefill_tokens))
+        return self._growth(request, plan, self._step + num_steps)
 
     def _num_to_prefill(self, request: Request, plan: _Plan) -> int:
         """Tokens that a waiting request will find no KV for."""

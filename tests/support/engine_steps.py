@@ -127,6 +127,7 @@ class EngineSteps:
     def step(self) -> SchedulerOutput:
         """Schedule a step, and give the scheduler the outputs that have come by then."""
         was_running = {request.request_id for request in self.scheduler.running}
+        decoding = {each.request_id for each in self.scheduler.running if not each.is_prefill_chunk}
         output = self.scheduler.schedule()
         self.outputs.append(output)
         self.preempted += [
@@ -134,6 +135,8 @@ class EngineSteps:
             for name in sorted(was_running)
             if self.scheduler.requests[name].status == RequestStatus.PREEMPTED
         ]
+        if self.lag == 0 and len(decoding) <= self.chunk:  # none waits for a prefill
+            assert decoding - set(self.preempted) <= output.num_scheduled_tokens.keys()
         self._pending.append((output, self._sampled(output)))
         while len(self._pending) > self.lag or (self._pending and not output.num_scheduled_tokens):
             self._deliver()

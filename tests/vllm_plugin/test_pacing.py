@@ -57,6 +57,8 @@ def test_prefill_that_was_not_used_is_saved_up_for_a_step_only() -> None:
     assert [pace.next_step(REQUEST) for _ in range(4)] == [200.0, 400.0, 400.0, 400.0]
     pace.used(450)  # a prefix that had to be finished
     assert pace.next_step(REQUEST) == 150.0
+    pace.used(10_000)
+    assert [pace.next_step(REQUEST) for _ in range(3)] == [0.0, 0.0, 200.0]
 
 
 def test_a_large_job_fills_memory_at_the_slowest_rate() -> None:
