@@ -12,7 +12,7 @@ from support.demo_job import OFFLINE, Demo
 # An engine step fails whenever a batch holds the poisoned request; the other requests are fine.
 POISON = """
 import json, sys
-from batchllm_operator.engine import EngineRequest
+from batchllm_operator.engine import EngineJob, EngineRequest
 from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.engine.vllm_engine import VLLMEngine
 from batchllm_operator.spec import load_spec
@@ -21,7 +21,7 @@ spec = load_spec(sys.argv[1])
 started = []
 
 def start():
-    engine = VLLMEngine(spec, 64)
+    engine = VLLMEngine(spec, EngineJob(64))
     step = engine._engine.step
     def poisoned_step():
         held = engine._engine.output_processor.request_states.values()

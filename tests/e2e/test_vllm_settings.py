@@ -75,6 +75,7 @@ def test_every_setting_reaches_vllm(demo: Demo) -> None:
         "max_model_len": 777,
         "kv_cache_dtype": "fp8",
         "enable_prefix_caching": True,
+        "scheduler_cls": "batchllm_operator.vllm_plugin.scheduler.BatchLLMScheduler",
     }
     assert {name: shown["engine"][name] for name in expected} == expected
 
@@ -90,6 +91,7 @@ def test_defaults_suit_a_cpu(demo: Demo) -> None:
     [
         ({"extra_args": {"kv_cache_dtype": "nonsense"}}, "cache_dtype"),
         ({"extra_args": {"no_such_argument": 1}}, "no_such_argument"),
+        ({"extra_args": {"data_parallel_size": 2}}, "planner.num_shards"),
     ],
 )
 def test_a_refused_setting_is_a_fault_of_the_spec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,8 +44,8 @@ def outputs(plan: StoredPlan) -> dict[int, str]:
 class Watched:
     """An engine that passes requests on to the real one and lets a test look at them."""
 
-    def __init__(self, inner: Engine, stop_after: int | None = None) -> None:
-        self.inner, self.stop_after = inner, stop_after
+    def __init__(self, inner: Engine, job: EngineJob, stop_after: int | None = None) -> None:
+        self.inner, self.job, self.stop_after = inner, job, stop_after
         self.requests: list[EngineRequest] = []
         self.closed = False
 
@@ -67,7 +68,7 @@ def run_watched(plan: StoredPlan, stop_after: int | None = None) -> Watched:
     started: list[Watched] = []
 
     def start(spec: JobSpec, job: EngineJob) -> Engine:
-        started.append(Watched(start_engine(spec, job), stop_after))
+        started.append(Watched(start_engine(spec, job), job, stop_after))
         return started[0]
 
     try:
@@ -209,3 +210,22 @@ def test_a_shard_that_a_small_partition_did_not_need_has_nothing_to_do(tmp_path:
     assert run_shard(plan.folder.uri, 3).num_rows == 0
     with pytest.raises(PlanError, match="not shard 4"):
         run_shard(plan.folder.uri, 4)
+
+
+def test_the_engine_is_told_what_the_plan_knows(plan: StoredPlan) -> None:
+    engine = run_watched(plan)
+    sizes = Counter(request.group_id for request in engine.requests)
+    assert [request.group_size for request in engine.requests] == [
+        sizes[request.group_id] for request in engine.requests
+    ]
+    assert {request.num_output_tokens for request in engine.requests} == {8}
+    assert engine.job.num_requests == 40
+    assert engine.job.max_model_len == plan.manifest.max_model_len
+
+
+def test_after_a_restart_groups_have_the_size_that_is_left(plan: StoredPlan) -> None:
+    run_watched(plan, stop_after=23)
+    resumed = run_watched(plan)
+    sizes = Counter(request.group_id for request in resumed.requests)
+    assert resumed.job.num_requests == 20
+    assert all(request.group_size == sizes[request.group_id] for request in resumed.requests)

@@ -1,0 +1,57 @@
+"""What follows from timed steps."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from batchllm_operator.engine.device_profile import DeviceProfile, profile_key, step_sizes
+
+SUBJECT = {"device": "a GPU", "vllm": "1.0"}
+
+
+def profile(*steps: tuple[int, float], num_kv_blocks: int = 10_000) -> DeviceProfile:
+    return DeviceProfile(subject=SUBJECT, steps=steps, num_kv_blocks=num_kv_blocks)
+
+
+def test_the_chunk_is_the_smallest_step_that_is_about_as_fast_as_any() -> None:
+    measured = profile((64, 0.010), (512, 0.012), (2048, 0.032), (4096, 0.060), (8192, 0.120))
+    assert measured.chunk_size == 4096  # with 2048, it is 94 % of the tokens per second
+    assert profile((64, 0.010), (2048, 0.0301), (8192, 0.120)).chunk_size == 2048
+
+
+def test_the_cost_of_a_step_fits_what_was_measured() -> None:
+    cost = profile((64, 0.006), (4096, 0.051), (8192, 0.101)).step_cost
+    assert cost.seconds(8192) == pytest.approx(0.101)
+    assert cost.seconds(4096) == pytest.approx(0.051)
+    assert cost.seconds(1) == cost.seconds(64) == pytest.approx(0.006)
+
+
+def test_noise_does_not_make_a_cost_negative() -> None:
+    cost = profile((64, 0.05), (4096, 0.04), (8192, 0.03)).step_cost
+    assert min(cost.token_s, cost.weights_s, cost.overhead_s) >= 0.0
+    assert profile((64, 0.05)).step_cost.seconds(1000) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(("blocks", "spare"), [(27_000, 27), (500, 2)])
+def test_one_block_in_a_thousand_is_left_out_of_plans(blocks: int, spare: int) -> None:
+    threshold = profile((64, 0.01), num_kv_blocks=blocks).memory_threshold
+    assert blocks * threshold == pytest.approx(blocks - spare)
+
+
+def test_sizes_end_with_the_largest_step() -> None:
+    assert list(step_sizes(300)) == [64, 128, 256, 300]
+    assert list(step_sizes(512)) == [64, 128, 256, 512]
+    assert list(step_sizes(10)) == [10]
+
+
+def test_a_key_stands_for_all_of_the_subject() -> None:
+    assert profile((64, 0.01)).key == profile_key(dict(reversed(SUBJECT.items())))
+    assert profile_key({**SUBJECT, "vllm": "1.1"}) != profile_key(SUBJECT)
+
+
+def test_what_is_stored_is_checked_when_it_is_read() -> None:
+    stored = profile((64, 0.01)).model_dump_json()
+    assert DeviceProfile.model_validate_json(stored) == profile((64, 0.01))
+    with pytest.raises(ValidationError, match="steps"):
+        DeviceProfile.model_validate_json(stored.replace("[[64,0.01]]", "[]"))
