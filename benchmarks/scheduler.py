@@ -32,7 +32,7 @@ from batchllm_operator.simulate.workload import Shape, Workload
 
 MODEL, GPU = "Mistral-7B", "H100"
 NUM_BLOCKS = 27_000  # of 16 tokens, beside the weights in 80 GB
-SEEDS = 3  # of wrong estimates
+BLOCK_SIZE, CHUNK_SIZE = 16, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,12 @@ ESTIMATES: dict[str, Callable[[NDArray[np.int64], int], NDArray[np.float64]]] = 
 }
 
 
+WRONG_ESTIMATES = {
+    "case_1": ("_estimates_off", "_estimates_low", "_estimates_high"),
+    "case_1_output_400": ("_estimates_off", "_estimates_low"),
+}
+
+
 def run(name: str, policy_name: str, estimates: str, seed: int) -> dict[str, Any]:
     """One row; in a process of its own or not."""
     from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
@@ -91,7 +97,13 @@ def run(name: str, policy_name: str, estimates: str, seed: int) -> dict[str, Any
     case = CASES[name]
     workload: Workload = case.shape.make(seed)
     told = ESTIMATES[estimates](workload.output_tokens, seed).astype(np.int64)
-    machine = Machine(MODEL_SHAPES[MODEL], find_gpu(GPU), case.num_blocks)
+    machine = Machine(
+        MODEL_SHAPES[MODEL],
+        find_gpu(GPU),
+        case.num_blocks,
+        BLOCK_SIZE,
+        max_num_batched_tokens=CHUNK_SIZE,
+    )
     result = simulate(workload.with_estimates(told), POLICIES[policy_name], machine, seed=seed)
     return {**result.row(), "policy": policy_name + estimates, "num_blocks": case.num_blocks}
 
@@ -102,7 +114,7 @@ def memory_bound_steps(case: Case, seed: int) -> float:
     The blocks of each request, summed over the steps that it runs, with a shared prefix counted
     once for as long as its group takes if all of it runs at once, over the blocks that there are.
     """
-    workload, size = case.shape.make(seed), 16
+    workload, size = case.shape.make(seed), BLOCK_SIZE
     shared = np.where(workload.group_sizes > 1, workload.num_prefix_tokens // size, 0)
     outputs = workload.output_tokens
     block_steps = sum(
@@ -114,6 +126,31 @@ def memory_bound_steps(case: Case, seed: int) -> float:
     _, firsts = np.unique(workload.group_ids, return_index=True)
     block_steps += int((shared[firsts] * outputs[firsts]).sum())
     return float(block_steps / case.num_blocks + outputs.max())
+
+
+def chunk_bound_steps(case: Case, seed: int) -> float:
+    """Steps that the chunk size allows at best: all prefill after sharing, and one output."""
+    workload = case.shape.make(seed)
+    num_tokens = workload.tokens.num_tokens * (1 - workload.optimal_saving_ratio(BLOCK_SIZE))
+    return float(num_tokens / CHUNK_SIZE + workload.output_tokens.max())
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Ours against vLLM's own on one workload."""
+    by_policy = {row["policy"]: row for row in rows}
+    if not {"batchllm", "stock_sorted", "stock_shuffled"} <= by_policy.keys():
+        return {}
+    ours, in_order = by_policy["batchllm"], by_policy["stock_sorted"]
+    shuffled = by_policy["stock_shuffled"]
+    found = {
+        "steps_vs_sorted": ours["steps"] / in_order["steps"],
+        "steps_vs_bound": ours["steps"] / ours["bound_steps"],
+        "predicted_vs_sorted": ours["predicted_s"] / in_order["predicted_s"],
+        "predicted_vs_shuffled": ours["predicted_s"] / shuffled["predicted_s"],
+        "valleys_vs_sorted": ours["valley_steps"] / max(in_order["valley_steps"], 1),
+        "sched_ms_vs_sorted": ours["sched_ms_per_step"] / in_order["sched_ms_per_step"],
+    }
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def git_sha() -> str | None:
@@ -139,17 +176,24 @@ def main() -> None:
         jobs += [
             (name, "batchllm", estimates, args.seed)
             for name in args.workloads
-            if name in ("case_1", "case_1_output_400")
-            for estimates in ESTIMATES
-            if estimates
+            for estimates in WRONG_ESTIMATES.get(name, ())
         ]
     # The longest first, so that processes end together.
     jobs.sort(key=lambda job: -CASES[job[0]].shape.num_requests * CASES[job[0]].shape.output_tokens)
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         rows = list(pool.map(run, *zip(*jobs, strict=True)))
     rows.sort(key=lambda row: (list(CASES).index(row["workload"]), row["policy"]))
+    bounds = {
+        name: (
+            memory_bound_steps(CASES[name], args.seed),
+            chunk_bound_steps(CASES[name], args.seed),
+        )
+        for name in args.workloads
+    }
     for row in rows:
-        row["memory_bound_steps"] = round(memory_bound_steps(CASES[row["workload"]], args.seed), 1)
+        by_memory, by_chunk = bounds[row["workload"]]
+        row["memory_bound_steps"] = round(by_memory, 1)
+        row["bound_steps"] = round(max(by_memory, by_chunk), 1)
         print(
             f"{row['workload']:28}{row['policy']:26}{row['steps']:6} steps"
             f" {row['saving_ratio']:7.4f} of {row['optimal_saving_ratio']:.4f}"
@@ -157,11 +201,17 @@ def main() -> None:
             f" {row['predicted_s']:8.2f} s {row['sched_ms_per_step']:6.2f} ms",
             flush=True,
         )
+    compared = {
+        name: ratios([row for row in rows if row["workload"] == name]) for name in args.workloads
+    }
+    for name, values in compared.items():
+        print(name, " ".join(f"{each}={value}" for each, value in values.items()))
     report = {
         "benchmark": "scheduler",
         "model": MODEL,
         "gpu": GPU,
         "rows": rows,
+        "ratios": compared,
         **vars(args),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "git_sha": git_sha(),

@@ -220,6 +220,7 @@ def engine_limits(spec: JobSpec) -> EngineLimits:
         kv_cache_bytes=engine.kv_cache_memory_bytes,
         max_num_seqs=engine.max_num_seqs or _MAX_NUM_SEQS,
         max_num_batched_tokens=engine.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS,
+        spreads_prefill=engine.scheduler == "batchllm",
     )
 
 
