@@ -202,7 +202,7 @@ def test_the_target_comes_from_the_model_folder(tmp_path: Path) -> None:
     assert target is not None
     assert target.gpu == find_gpu("H100")
     assert target.model.num_parameters == 7_241_732_096
-    assert target.limits == EngineLimits()
+    assert target.limits == EngineLimits(spreads_prefill=True)
 
 
 def test_settings_of_the_engine_reach_the_target(tmp_path: Path) -> None:
@@ -215,8 +215,10 @@ def test_settings_of_the_engine_reach_the_target(tmp_path: Path) -> None:
     }
     target = find_target(model_spec(tmp_path, CONFIG, engine=engine))
     assert target is not None
-    assert target.limits == EngineLimits(2, 0.7, None, 64, 512)
+    assert target.limits == EngineLimits(2, 0.7, None, 64, 512, spreads_prefill=True)
     assert (target.model.bytes_per_weight, target.model.bytes_per_kv_element) == (1, 1)
+    stock = find_target(model_spec(tmp_path, CONFIG, engine={"scheduler": "stock"}))
+    assert stock is not None and not stock.limits.spreads_prefill
     wide = find_target(model_spec(tmp_path, CONFIG, engine={"dtype": "float32"}))
     assert wide is not None
     assert (wide.model.bytes_per_weight, wide.model.bytes_per_kv_element) == (4, 4)
