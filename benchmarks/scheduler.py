@@ -13,6 +13,7 @@ the order of the plan, and with ours; ours also with estimates of output lengths
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -90,13 +91,28 @@ WRONG_ESTIMATES = {
 }
 
 
-def run(name: str, policy_name: str, estimates: str, seed: int) -> dict[str, Any]:
-    """One row; in a process of its own or not."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Runs that are compared with each other: one after the other in one process."""
+
+    workload: str
+    variants: tuple[tuple[str, str], ...]
+    """Policy and estimates of each."""
+    seed: int
+
+    @property
+    def size(self) -> int:
+        """About how long it takes, in whatever unit."""
+        shape = CASES[self.workload].shape
+        return len(self.variants) * shape.num_requests * shape.output_tokens
+
+
+def run(job: Job) -> list[dict[str, Any]]:
+    """A row for each variant of a job."""
     from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
 
-    case = CASES[name]
-    workload: Workload = case.shape.make(seed)
-    told = ESTIMATES[estimates](workload.output_tokens, seed).astype(np.int64)
+    case = CASES[job.workload]
+    workload: Workload = case.shape.make(job.seed)
     machine = Machine(
         MODEL_SHAPES[MODEL],
         find_gpu(GPU),
@@ -104,17 +120,30 @@ def run(name: str, policy_name: str, estimates: str, seed: int) -> dict[str, Any
         BLOCK_SIZE,
         max_num_batched_tokens=CHUNK_SIZE,
     )
-    result = simulate(workload.with_estimates(told), POLICIES[policy_name], machine, seed=seed)
-    return {**result.row(), "policy": policy_name + estimates, "num_blocks": case.num_blocks}
+    by_memory = memory_bound_steps(case, workload)
+    bounds = {
+        "memory_bound_steps": round(by_memory, 1),
+        "bound_steps": round(max(by_memory, chunk_bound_steps(workload)), 1),
+    }
+    rows = []
+    for policy_name, estimates in job.variants:
+        told = ESTIMATES[estimates](workload.output_tokens, job.seed).astype(np.int64)
+        policy = POLICIES[policy_name]
+        gc.collect()
+        gc.freeze()  # millions of objects of vLLM's that stay
+        result = simulate(workload.with_estimates(told), policy, machine, seed=job.seed)
+        row = {**result.row(), **bounds, "num_blocks": case.num_blocks}
+        rows.append({**row, "policy": policy_name + estimates})
+    return rows
 
 
-def memory_bound_steps(case: Case, seed: int) -> float:
+def memory_bound_steps(case: Case, workload: Workload) -> float:
     """Steps that memory allows at best, and one output length to fill it.
 
     The blocks of each request, summed over the steps that it runs, with a shared prefix counted
     once for as long as its group takes if all of it runs at once, over the blocks that there are.
     """
-    workload, size = case.shape.make(seed), BLOCK_SIZE
+    size = BLOCK_SIZE
     shared = np.where(workload.group_sizes > 1, workload.num_prefix_tokens // size, 0)
     outputs = workload.output_tokens
     block_steps = sum(
@@ -128,9 +157,8 @@ def memory_bound_steps(case: Case, seed: int) -> float:
     return float(block_steps / case.num_blocks + outputs.max())
 
 
-def chunk_bound_steps(case: Case, seed: int) -> float:
+def chunk_bound_steps(workload: Workload) -> float:
     """Steps that the chunk size allows at best: all prefill after sharing, and one output."""
-    workload = case.shape.make(seed)
     num_tokens = workload.tokens.num_tokens * (1 - workload.optimal_saving_ratio(BLOCK_SIZE))
     return float(num_tokens / CHUNK_SIZE + workload.output_tokens.max())
 
@@ -171,29 +199,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     args = parser.parse_args()
-    jobs = [(name, policy, "", args.seed) for name in args.workloads for policy in args.policies]
+    jobs = [
+        Job(name, tuple((policy, "") for policy in args.policies), args.seed)
+        for name in args.workloads
+    ]
     if "batchllm" in args.policies:
         jobs += [
-            (name, "batchllm", estimates, args.seed)
+            Job(name, tuple(("batchllm", each) for each in WRONG_ESTIMATES[name]), args.seed)
             for name in args.workloads
-            for estimates in WRONG_ESTIMATES.get(name, ())
+            if name in WRONG_ESTIMATES
         ]
-    # The longest first, so that processes end together.
-    jobs.sort(key=lambda job: -CASES[job[0]].shape.num_requests * CASES[job[0]].shape.output_tokens)
+    jobs.sort(key=lambda job: -job.size)  # so that processes end together
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        rows = list(pool.map(run, *zip(*jobs, strict=True)))
+        rows = [row for rows in pool.map(run, jobs) for row in rows]
     rows.sort(key=lambda row: (list(CASES).index(row["workload"]), row["policy"]))
-    bounds = {
-        name: (
-            memory_bound_steps(CASES[name], args.seed),
-            chunk_bound_steps(CASES[name], args.seed),
-        )
-        for name in args.workloads
-    }
     for row in rows:
-        by_memory, by_chunk = bounds[row["workload"]]
-        row["memory_bound_steps"] = round(by_memory, 1)
-        row["bound_steps"] = round(max(by_memory, by_chunk), 1)
         print(
             f"{row['workload']:28}{row['policy']:26}{row['steps']:6} steps"
             f" {row['saving_ratio']:7.4f} of {row['optimal_saving_ratio']:.4f}"

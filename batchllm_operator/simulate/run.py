@@ -29,7 +29,7 @@ class Timeline:
     num_used_blocks: NDArray[np.int64]
     num_preempted: NDArray[np.int64]
     scheduling_s: NDArray[np.float64]
-    """Measured on this machine."""
+    """Measured on this machine: time of its CPU, so that others who use it don't count."""
     idle_s: NDArray[np.float64]
     """Before the step, while no request was there."""
     step_s: NDArray[np.float64]
