@@ -36,7 +36,9 @@ class Group:
     last_end: int = 0
     """Step in which the last member ends, as far as they are admitted."""
     leader: Request | None = None
-    """Computes the prefix; None once all of its blocks are allocated."""
+    """Computes the prefix."""
+    is_complete: bool = False
+    """Whether all blocks of the prefix have been allocated."""
     block_hashes: Sequence[Any] = ()
     """Of the prefix."""
     pinned: list[Any] = field(default_factory=list)
@@ -53,15 +55,21 @@ class Groups:
     Args:
         kv_cache_manager: vLLM's; blocks are pinned in its pool.
         projection: where prefixes are counted.
+        block_size: tokens of a block.
     """
 
-    def __init__(self, kv_cache_manager: Any, projection: BlockProjection) -> None:
+    def __init__(self, kv_cache_manager: Any, projection: BlockProjection, block_size: int) -> None:
+        self._block_size = block_size
         self._manager = kv_cache_manager
         self._pool = kv_cache_manager.block_pool
         self._projection = projection
         self._groups: dict[object, Group] = {}
         self._pinned: dict[object, Group] = {}
         self._latest: Group | None = None
+
+    def is_pinned_beside(self, group: Group) -> bool:
+        """Whether the prefix of another group is held by nothing but a pin."""
+        return any(each is not group for each in self._pinned.values())
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -89,9 +97,12 @@ class Groups:
 
     def has_prefix_for(self, group: Group) -> bool:
         """Whether a member would find the prefix, or is the one to compute it."""
-        if group.leader is not None and self._num_blocks(group.leader) >= group.num_prefix_blocks:
-            group.leader = None
-        return group.leader is None
+        if group.leader is None:
+            return True
+        if self._num_blocks(group.leader) < group.num_prefix_blocks:
+            return False
+        group.leader, group.is_complete = None, True
+        return True
 
     def num_new_blocks(self, group: Group, request: Request) -> int:
         """Blocks of the prefix that a member would bring into memory."""
@@ -105,9 +116,10 @@ class Groups:
             group.num_counted = self.num_new_blocks(group, request)
             group.counted_until = None
             self._projection.hold_for_now(group.num_counted)
-            group.leader = request
             group.block_hashes = request.block_hashes[: group.num_prefix_blocks]
             self._latest = group
+        if group.num_prefix_blocks and not group.is_complete:
+            group.leader = request
         group.num_running += 1
         group.num_waiting -= 1
         self.ends_at(group, end)
@@ -191,11 +203,11 @@ class Groups:
                 self._projection.hold(group.num_counted, self._projection.now, group.last_end)
 
     def _pin(self, group: Group, request: Request) -> None:
-        num_computed = request.num_computed_tokens // self._manager.block_pool.hash_block_size
-        blocks = self._blocks(request)[: min(group.num_prefix_blocks, num_computed)]
+        num_computed = request.num_computed_tokens // self._block_size
+        blocks = self._prefix_blocks(request, 0, min(group.num_prefix_blocks, num_computed))
         if blocks:
             self._pool.touch(blocks)
-            group.pinned = list(blocks)
+            group.pinned = blocks
             self._pinned[group.group_id] = group
 
     def _free_pins(self, group: Group) -> None:
@@ -209,7 +221,7 @@ class Groups:
         kept = 0
         if next_one is not None:
             kept = _num_common(group.block_hashes, next_one.block_hashes)
-        blocks = self._blocks(request)[kept : group.num_prefix_blocks]
+        blocks = self._prefix_blocks(request, kept, group.num_prefix_blocks)
         self._pool.evict_blocks({block.block_id for block in blocks if block.ref_cnt == 1})
 
     def _uncount(self, group: Group) -> None:
@@ -220,6 +232,7 @@ class Groups:
         else:
             self._projection.hold(-group.num_counted, self._projection.now, group.counted_until)
         group.num_counted, group.counted_until, group.last_end = 0, None, 0
+        group.is_complete = False
 
     def _drop_if_over(self, group: Group) -> None:
         if group.num_left == 0 and group.num_running == 0:
@@ -231,12 +244,13 @@ class Groups:
             return 0
         return _num_common(latest.block_hashes, request.block_hashes[: group.num_prefix_blocks])
 
-    def _blocks(self, request: Request) -> Sequence[Any]:
-        blocks: Sequence[Any] = self._manager.get_blocks(request.request_id).blocks[0]
-        return blocks
+    def _prefix_blocks(self, request: Request, begin: int, end: int) -> list[Any]:
+        """Blocks of a request's tokens from block `begin` to `end`, of layers of all kinds."""
+        by_kind = self._manager.get_blocks(request.request_id).blocks
+        return [block for blocks in by_kind for block in blocks[begin:end] if not block.is_null]
 
     def _num_blocks(self, request: Request) -> int:
-        return len(self._blocks(request))
+        return len(self._manager.get_blocks(request.request_id).blocks[0])
 
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -26,7 +26,18 @@ class RequestHints:
     group_size: int = 1
     """Requests with this group id that this engine will be given."""
     num_output_tokens: int | None = None
-    """Estimated; None means as many as `max_tokens` allows."""
+    """Estimated; None where nothing is known but `max_tokens`, which is a limit."""
+
+    def __post_init__(self) -> None:
+        least = {"num_prefix_tokens": 0, "group_size": 1, "num_output_tokens": 1}
+        for name in ("group_id", *least):
+            value = getattr(self, name)
+            if name == "num_output_tokens" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise SpecError(f"{KEY}.{name}: must be an integer, not {value!r}")
+            if value < least.get(name, value):
+                raise SpecError(f"{KEY}.{name}: must be at least {least[name]}, not {value}")
 
     def to_extra_args(self) -> dict[str, Any]:
         """For `SamplingParams.extra_args`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-_PRIOR_REQUESTS: Final = 16  # that the given estimates and `_PRIOR_DEVIATION` count for
+_PRIOR_REQUESTS: Final = 16  # that given estimates and `_PRIOR_DEVIATION` count for
 _PRIOR_DEVIATION: Final = 0.3
 _LONGER_BY: Final = 0.25  # of its length, for an output that goes on
 _AT_LEAST: Final = 4  # tokens
@@ -17,9 +17,13 @@ class OutputEstimates:
     Each known length over its estimate is a ratio. `scale` is their mean, by tokens. An output
     that has outgrown its estimate counts at once, with the length that it has, so that estimates
     that are too short are noticed before the first long outputs end.
+
+    Args:
+        prior_requests: as how many known requests the given estimates count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prior_requests: int = _PRIOR_REQUESTS) -> None:
+        self._prior_requests = prior_requests
         self._num_known = 0
         self._num_tokens = 0.0
         self._estimated = 0.0
@@ -31,16 +35,16 @@ class OutputEstimates:
         """What estimates are multiplied by to get what is expected."""
         if self._num_known == 0:
             return 1.0
-        prior = _PRIOR_REQUESTS * self._estimated / self._num_known
+        prior = self._prior_requests * self._estimated / self._num_known
         return (self._num_tokens + prior) / (self._estimated + prior)
 
     @property
     def deviation(self) -> float:
         """Standard deviation of the ratios."""
-        squares = _PRIOR_REQUESTS * _PRIOR_DEVIATION**2
+        squares = self._prior_requests * _PRIOR_DEVIATION**2
         if self._num_known:
             squares += max(0.0, self._squares - self._ratios**2 / self._num_known)
-        return math.sqrt(squares / (_PRIOR_REQUESTS + self._num_known))
+        return math.sqrt(squares / (self._prior_requests + self._num_known))
 
     def rather_long(self, given: int, most: int) -> int:
         """Tokens that an output may well have: one deviation above what is expected.

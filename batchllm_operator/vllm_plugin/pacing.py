@@ -9,6 +9,10 @@ tokens a step. Admitted at that rate, running requests are of all ages: some end
 make room for the next ones. Admitted in one burst, they would all grow and end together, and
 memory that holds everybody's last token at once lies idle before and after.
 
+Where few requests run at a time, that would be a few tokens of a prompt in each step, while its
+blocks are held. So a prompt that has begun goes on fast enough to take a sixteenth of its output's
+steps, and the next one begins when the pace has caught up.
+
 But filling memory slowly takes as long as one output, once. Where a job is only a few times as
 large as memory, that is much of it, so such a job is admitted faster than by the law, in waves:
 see `fill_share`.
@@ -26,6 +30,7 @@ _MORE_SECONDS: Final = 1.01
 """What even batches are worth, in steps and in predicted time: running requests of all ages
 leave room for outputs that turn out longer than estimated."""
 _SHARES: Final = 64
+_PREFILL_SHARE: Final = 1 / 16  # of an output's steps, that prefill may take at most
 _MOST_STEPS_SAVED: Final = 2.0  # of prefill that wasn't used, or was too much, in steps
 
 
@@ -52,16 +57,19 @@ class Waiting:
         self.num_prompt_block_steps += sign * other.num_prompt_block_steps
         self.num_output_block_steps += sign * other.num_output_block_steps
 
-    def average(self, scale: float, block_size: int) -> AverageRequest:
+    def average(
+        self, scale: float, block_size: int, tokens_per_step: float = 1.0
+    ) -> AverageRequest:
         """The average request, if outputs are `scale` times as long as estimated.
 
-        There has to be one at least.
+        There has to be one at least. Each step adds `tokens_per_step` to an output.
         """
         output = scale * self.num_output_tokens
         block_steps = scale * self.num_prompt_block_steps + scale**2 * self.num_output_block_steps
         return AverageRequest(
             prefill_tokens=self.num_prefill_tokens / self.num_requests,
             output_tokens=output / self.num_requests,
+            output_steps=max(1.0, output / self.num_requests / tokens_per_step),
             final_blocks=(self.num_prompt_blocks + output / block_size) / self.num_requests,
             mean_blocks=block_steps / output,
         )
@@ -73,6 +81,8 @@ class AverageRequest:
 
     prefill_tokens: float
     output_tokens: float
+    output_steps: float
+    """That it runs."""
     final_blocks: float
     """At its longest."""
     mean_blocks: float
@@ -111,18 +121,19 @@ def fill_share(
     num_tokens = num_requests * (request.prefill_tokens + request.output_tokens)
 
     def steps_and_seconds(share: float) -> tuple[float, float]:
-        num_running = num_blocks / _held_blocks(request, share)
+        num_running = max(1.0, num_blocks / _held_blocks(request, share))
         prefill_tokens = num_running * request.prefill_tokens
-        fill = max(share * request.output_tokens, prefill_tokens / most_tokens)
+        steps = request.output_steps
+        fill = max(share * steps, prefill_tokens / most_tokens)
         waves, rest = divmod(num_requests / num_running, 1)
-        filling, waiting = (waves + rest) * fill, waves * max(request.output_tokens - fill, 0.0)
-        later = waiting * num_running + request.output_tokens * num_running / 2
+        filling, waiting = (waves + rest) * fill, waves * max(steps - fill, 0.0)
+        later = waiting * num_running + steps * num_running / 2
         seconds = (
             filling * of.seconds(max(num_tokens - later, 0.0) / filling)
             + waiting * of.seconds(num_running)
-            + request.output_tokens * of.seconds(num_running / 2)
+            + steps * of.seconds(num_running / 2)
         )
-        return filling + waiting + request.output_tokens, seconds
+        return filling + waiting + steps, seconds
 
     found = {idx / _SHARES: steps_and_seconds(idx / _SHARES) for idx in range(1, _SHARES + 1)}
     most_steps = _MORE_STEPS * min(steps for steps, _ in found.values())
@@ -151,15 +162,27 @@ class Pace:
 
     def rate(self, request: AverageRequest) -> float:
         """Prompt tokens a step at which requests like this one fill memory."""
-        num_running = self._num_blocks / _held_blocks(request, self.fill_share)
-        return num_running * request.prefill_tokens / (self.fill_share * request.output_tokens)
+        num_running = max(1.0, self._num_blocks / _held_blocks(request, self.fill_share))
+        return num_running * request.prefill_tokens / (self.fill_share * request.output_steps)
 
-    def next_step(self, request: AverageRequest) -> float:
-        """Prompt tokens that the next step may have, 0 at least."""
+    def least(self, request: AverageRequest) -> float:
+        """Prompt tokens that a step has at least while a prompt is prefilled."""
+        part = request.prefill_tokens / (_PREFILL_SHARE * request.output_steps)
+        return max(1.0, min(part, request.prefill_tokens))
+
+    def next_step(self, request: AverageRequest, *, is_prefilling: bool = False) -> float:
+        """Prompt tokens that the next step may have, 0 at least.
+
+        Args:
+            request: the average of all that wait.
+            is_prefilling: whether a prompt has begun and not ended.
+        """
         rate = self.rate(request)
-        most = _MOST_STEPS_SAVED * rate
+        most = max(_MOST_STEPS_SAVED * rate, request.prefill_tokens)
         self._allowance = min(max(self._allowance, -most) + rate, most)
-        return max(self._allowance, 0.0)
+        if self._allowance > 0 or is_prefilling:
+            return max(self._allowance, self.least(request))
+        return 0.0
 
     def used(self, num_tokens: int) -> None:
         """So many were used in the step."""

@@ -21,14 +21,15 @@ _FIRST_STEPS: Final = 1024
 class Growth:
     """The blocks of one request beside those that it shares.
 
-    In step s it holds the blocks of `num_tokens + s - start` tokens, less `num_shared_blocks`,
-    for all s in [start, end), and before as many as in `start`.
+    In step s it holds the blocks of `num_tokens + (s - start) * tokens_per_step` tokens, less
+    `num_shared_blocks`, for all s in [start, end), and before as many as in `start`.
     """
 
     start: int
     end: int
     num_tokens: int
     num_shared_blocks: int
+    tokens_per_step: float = 1.0
 
 
 class BlockProjection:
@@ -103,8 +104,12 @@ class BlockProjection:
 
     def _of(self, growth: Growth) -> NDArray[np.int64]:
         """Blocks of a request in each step from now to its end."""
-        first = growth.num_tokens - growth.start
-        tokens = np.arange(first + self._now, first + growth.end, dtype=np.int64)
+        if growth.tokens_per_step == 1.0:
+            first = growth.num_tokens - growth.start
+            tokens = np.arange(first + self._now, first + growth.end, dtype=np.int64)
+        else:
+            steps = np.arange(self._now - growth.start, growth.end - growth.start)
+            tokens = growth.num_tokens + np.ceil(steps * growth.tokens_per_step).astype(np.int64)
         if self._now < growth.start:
             np.maximum(tokens, growth.num_tokens, out=tokens)
         return np.asarray(-(-tokens // self._block_size) - growth.num_shared_blocks)

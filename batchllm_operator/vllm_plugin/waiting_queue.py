@@ -16,12 +16,12 @@ class Gate(Protocol):
         """Whether the request has to stay for now. Is asked often, and changes nothing."""
         ...
 
-    def admitted(self, request: Request) -> None:
-        """The request was taken out to be scheduled."""
+    def taken_out(self, request: Request) -> None:
+        """The request left the queue: to run, which its status will say, or to be put back."""
         ...
 
     def put_back(self, request: Request) -> None:
-        """The request is back at the head of the queue."""
+        """The request is in the queue, maybe again."""
         ...
 
 
@@ -46,8 +46,12 @@ class GatedQueue(FCFSRequestQueue):
 
     def pop_request(self) -> Request:
         request = super().pop_request()
-        self._gate.admitted(request)
+        self._gate.taken_out(request)
         return request
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        self._gate.put_back(request)
 
     def prepend_request(self, request: Request) -> None:
         super().prepend_request(request)

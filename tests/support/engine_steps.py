@@ -128,6 +128,7 @@ class EngineSteps:
         """Schedule a step, and give the scheduler the outputs that have come by then."""
         was_running = {request.request_id for request in self.scheduler.running}
         decoding = {each.request_id for each in self.scheduler.running if not each.is_prefill_chunk}
+        num_free = self.num_blocks - self.num_used_blocks
         output = self.scheduler.schedule()
         self.outputs.append(output)
         self.preempted += [
@@ -135,7 +136,8 @@ class EngineSteps:
             for name in sorted(was_running)
             if self.scheduler.requests[name].status == RequestStatus.PREEMPTED
         ]
-        if self.lag == 0 and len(decoding) <= self.chunk:  # none waits for a prefill
+        if self.lag == 0 and len(decoding) <= self.chunk and num_free > len(was_running):
+            # None waits for a prefill. (Where memory is short, the next victim may.)
             assert decoding - set(self.preempted) <= output.num_scheduled_tokens.keys()
         self._pending.append((output, self._sampled(output)))
         while len(self._pending) > self.lag or (self._pending and not output.num_scheduled_tokens):
@@ -186,8 +188,8 @@ class EngineSteps:
             for block in self.blocks(name)
         )
         if isinstance(self.scheduler, BatchLLMScheduler):
-            pinned = self.scheduler._groups.pinned_blocks()
-            assert len(pinned) == self.scheduler._groups.num_pinned_blocks
+            pinned = self.scheduler._requests.groups.pinned_blocks()
+            assert len(pinned) == self.scheduler.num_held_blocks
             held.update(block.block_id for block in pinned)
         deferred = Counter(block.block_id for _, blocks in self._deferred() for block in blocks)
         counts = {block.block_id: block.ref_cnt for block in self.pool.blocks if block.ref_cnt}

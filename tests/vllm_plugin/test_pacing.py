@@ -9,7 +9,11 @@ from batchllm_operator.vllm_plugin.pacing import AverageRequest, Pace, Waiting, 
 
 # 320 prompt tokens in 20 blocks, and 160 output tokens in 10 more, 5 on average.
 REQUEST = AverageRequest(
-    prefill_tokens=320.0, output_tokens=160.0, final_blocks=30.0, mean_blocks=25.0
+    prefill_tokens=320.0,
+    output_tokens=160.0,
+    output_steps=160.0,
+    final_blocks=30.0,
+    mean_blocks=25.0,
 )
 
 
@@ -31,7 +35,7 @@ def test_the_average_is_that_of_equal_requests() -> None:
 
 def test_longer_outputs_than_estimated_take_more_block_steps() -> None:
     average = waiting(7).average(scale=2.0, block_size=16)
-    assert average == AverageRequest(320.0, 320.0, final_blocks=40.0, mean_blocks=30.0)
+    assert average == AverageRequest(320.0, 320.0, 320.0, final_blocks=40.0, mean_blocks=30.0)
 
 
 def test_what_is_taken_out_of_the_sums_is_gone() -> None:
@@ -59,6 +63,41 @@ def test_prefill_that_was_not_used_is_saved_up_for_a_step_only() -> None:
     assert pace.next_step(REQUEST) == 150.0
     pace.used(10_000)
     assert [pace.next_step(REQUEST) for _ in range(3)] == [0.0, 0.0, 200.0]
+
+
+def test_drafts_shorten_the_steps_that_blocks_are_held() -> None:
+    average = waiting(7).average(scale=1.0, block_size=16, tokens_per_step=4.0)
+    assert (average.output_tokens, average.output_steps) == (160.0, 40.0)
+    pace = Pace(num_blocks=2500)
+    assert pace.rate(average) == pytest.approx(100 / 40 * 320)
+
+
+def test_a_prompt_that_has_begun_takes_a_sixteenth_of_its_outputs_steps() -> None:
+    pace = Pace(num_blocks=25)  # one request at a time: 2 tokens a step
+    assert pace.rate(REQUEST) == pytest.approx(2.0)
+    tokens = 0.0
+    for num_steps in range(1, 100):
+        now = pace.next_step(REQUEST, is_prefilling=num_steps > 1)
+        pace.used(int(now))
+        tokens += now
+        if tokens >= 320:
+            break
+    assert num_steps == 160 / 16
+    waited = 0
+    while pace.next_step(REQUEST) == 0.0:  # the next prompt begins when this one is paid for
+        waited += 1
+    assert 140 <= waited + num_steps <= 160
+
+
+def test_a_pace_below_a_token_a_step_is_a_token_now_and_then() -> None:
+    slow = AverageRequest(10.0, 400.0, 400.0, final_blocks=26.0, mean_blocks=13.5)
+    pace = Pace(num_blocks=260)
+    assert pace.rate(slow) < 1
+    given = []
+    for _ in range(1000):
+        given.append(int(pace.next_step(slow)))
+        pace.used(given[-1])
+    assert sum(given) == pytest.approx(1000 * pace.rate(slow), abs=11)
 
 
 def test_a_large_job_fills_memory_at_the_slowest_rate() -> None:
