@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _GUESSED_OUTPUT: Final = 256  # tokens, where nothing is known
 _GUESS_REQUESTS: Final = 2  # as how many known outputs a guess counts
-_SPEED_STEPS: Final = 64  # as how many steps of a token each the first guess of speed counts
+_SPEED_STEPS: Final = 8  # as how many steps of a token each the first guess of speed counts
 
 
 @dataclass(slots=True, eq=False)
@@ -170,12 +170,6 @@ class PlannedRequests:
     def runs(self, request: Request) -> bool:
         """Whether it was told to run, and not to stop since."""
         return request.request_id in self._running
-
-    def start_of(self, request: Request) -> int:
-        """Step by which a running request is to be prefilled."""
-        growth = self._running[request.request_id].growth
-        assert growth is not None
-        return growth.start
 
     def renew(self, request: Request, start: int) -> None:
         """Count a running request anew, as one that is prefilled by step `start`."""

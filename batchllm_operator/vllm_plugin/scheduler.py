@@ -355,7 +355,7 @@ class BatchLLMScheduler(AsyncScheduler):
             self._prefilling[request.request_id] = request
             self._num_prefill_ahead += request.num_tokens - request.num_computed_tokens
             self._requests.renew(request, self._step + self._num_steps(self._num_prefill_ahead))
-        elif self._requests.start_of(request) != self._step:
+        else:
             self._requests.renew(request, self._step + 1)  # with the token of this step
 
     def _num_steps(self, num_tokens: int) -> int:

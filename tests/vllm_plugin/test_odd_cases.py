@@ -269,4 +269,4 @@ def test_pace_follows_the_tokens_that_drafts_bring() -> None:
             engine.add_group(idx, 1, prefix=0, distinct=100, output=100)
         engine.run(5000)
         found.append(engine.num_steps)
-    assert found[0] <= 1.2 * found[1]  # 279 against 94; stock 88
+    assert found[0] <= 1.25 * found[1]  # 279 against 94, if drafts are not counted
