@@ -1,6 +1,8 @@
 """The inference engine behind one protocol; a row that kills it costs only itself."""
 
 import logging
+from dataclasses import replace
+from itertools import count
 
 from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.engine.protocol import (
@@ -47,4 +49,11 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
         raise EngineError(
             f"vLLM can't be imported ({error}); install the extra 'gpu' or 'cpu' of this package"
         ) from error
-    return IsolatingEngine(lambda: VLLMEngine(spec, job))
+    num_started = count()
+
+    def start() -> Engine:
+        # A later one gets what is left, and nobody knows how much that is.
+        known = job if next(num_started) == 0 else replace(job, num_requests=None)
+        return VLLMEngine(spec, known)
+
+    return IsolatingEngine(start)

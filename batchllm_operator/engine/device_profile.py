@@ -10,14 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from batchllm_operator.vllm_plugin.hints import StepCost
 
 _FAST_ENOUGH: Final = 0.97  # of the best rate
 _MIN_BLOCKS_FREE: Final = 2
+
+
+_Tokens = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class DeviceProfile(BaseModel):
@@ -28,10 +32,18 @@ class DeviceProfile(BaseModel):
     profile_version: Literal[1] = 1
     subject: Mapping[str, str]
     """What was measured: device, model, versions, engine arguments that matter."""
-    steps: tuple[tuple[int, float], ...] = Field(min_length=1)
+    steps: tuple[tuple[_Tokens, _Seconds], ...] = Field(min_length=1)
     """Tokens of a step, ascending, and the seconds that it takes."""
     num_kv_blocks: int = Field(ge=1)
     """Of the KV cache, beside the weights and what a step needs."""
+
+    @field_validator("steps")
+    @classmethod
+    def _check_steps(cls, steps: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        tokens = [each for each, _ in steps]
+        if tokens != sorted(set(tokens)):
+            raise ValueError("tokens aren't ascending")
+        return steps
 
     @property
     def key(self) -> str:

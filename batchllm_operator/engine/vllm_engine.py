@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from batchllm_operator.engine.device_profile import DeviceProfile
@@ -54,6 +54,7 @@ _LOOK_AHEAD: Final = 2
 """Requests held by the engine, as a multiple of the most that it runs at a time: enough for its
 scheduler never to run dry, and no more."""
 _SCHEDULER: Final = f"{BatchLLMScheduler.__module__}.{BatchLLMScheduler.__qualname__}"
+_GPU_MAX_NUM_SEQS: Final = 1024
 _CPU_KV_CACHE_BYTES: Final = 1 << 30
 _CPU_BLOCK_SIZE: Final = 32
 _MAX_ERROR_CHARS: Final = 400
@@ -72,6 +73,7 @@ class VLLMEngine:
         try:
             self._params = sampling_params(spec.sampling)
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
+            SchedulerSettings.from_additional_config(config.additional_config)
         except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
             raise SpecError(f"engine: vLLM refuses the settings: {_one_line(error)}") from error
         if spec.model.trust_remote_code:
@@ -86,7 +88,8 @@ class VLLMEngine:
         self._scheduler = _our_scheduler(self._engine)
         if self._scheduler is not None:
             profile = _profile(spec, job, args, self._engine, self._scheduler)
-            self._scheduler.begin(_settings(job, profile))
+            wanted = SchedulerSettings.from_additional_config(config.additional_config)
+            self._scheduler.begin(_settings(job, profile, wanted))
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         in_flight: dict[str, EngineRequest] = {}
@@ -179,6 +182,13 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
             "block_size": _CPU_BLOCK_SIZE,
         }
         args |= {name: value for name, value in on_cpu.items() if args[name] is None}
+    elif engine.scheduler == "batchllm" and args["max_num_seqs"] is None:
+        args["max_num_seqs"] = _GPU_MAX_NUM_SEQS  # memory decides; this is only room for it
+    if engine.scheduler == "batchllm" and engine.extra_args.get("scheduling_policy") == "priority":
+        raise SpecError(
+            "engine.extra_args: scheduling_policy must be fcfs: requests run in the plan's order;"
+            " with engine.scheduler: stock it may be another"
+        )
     known = inspect.signature(EngineArgs).parameters
     if unknown := sorted(set(engine.extra_args) - set(known)):
         raise SpecError(f"engine.extra_args: this vLLM has no argument {', '.join(unknown)}")
@@ -233,8 +243,10 @@ def _profile(
     return profile
 
 
-def _settings(job: EngineJob, profile: DeviceProfile | None) -> SchedulerSettings:
-    """What the job and the device ask of the scheduler."""
+def _settings(
+    job: EngineJob, profile: DeviceProfile | None, wanted: SchedulerSettings
+) -> SchedulerSettings:
+    """What the job and the device ask of the scheduler; what the user `wanted` wins."""
     settings = SchedulerSettings(num_requests=job.num_requests, step_cost=job.step_cost)
     if job.trace_folder is not None:
         num_before = len(list(job.trace_folder.iterdir()))
@@ -247,7 +259,13 @@ def _settings(job: EngineJob, profile: DeviceProfile | None) -> SchedulerSetting
             memory_threshold=profile.memory_threshold,
             step_cost=profile.step_cost,
         )
-    return settings
+    default = SchedulerSettings()
+    names = [field.name for field in fields(SchedulerSettings)]
+    chosen = {name: getattr(wanted, name) for name in names}
+    return replace(
+        settings,
+        **{name: value for name, value in chosen.items() if value != getattr(default, name)},
+    )
 
 
 def sampling_params(sampling: SamplingSpec) -> SamplingParams:

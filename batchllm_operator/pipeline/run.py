@@ -124,7 +124,7 @@ def run_shard(
     if missing:
         with plan.open_file(shard.file) as file:
             _check_model(plan)
-            work = _ShardWork(pq.ParquetFile(file), missing)
+            work = _ShardWork(pq.ParquetFile(file), missing, has_estimates=_has_estimates(spec))
             run = _ShardRun(folder, plan.manifest.plan_id, work)
             with traced(folder) as trace_folder:
                 engine = start(_pin_revision(plan.manifest), _job(plan, work, trace_folder))
@@ -178,6 +178,11 @@ def _job(plan: StoredPlan, work: _ShardWork, trace_folder: Path) -> EngineJob:
     )
 
 
+def _has_estimates(spec: JobSpec) -> bool:
+    """Whether planned output lengths are more than the limit that the spec sets."""
+    return spec.planner.estimated_output_tokens is not None or spec.sampling.ignore_eos
+
+
 def _step_cost(manifest: PlanManifest) -> StepCost | None:
     """What the plan's estimate says of a step; None if it has none."""
     estimate = manifest.estimate
@@ -191,8 +196,10 @@ def _step_cost(manifest: PlanManifest) -> StepCost | None:
 class _ShardWork:
     """The parts of a shard that are to be generated, and how large their groups are."""
 
-    def __init__(self, file: pq.ParquetFile, part_idxs: Sequence[int]) -> None:
-        self._file, self._part_idxs = file, part_idxs
+    def __init__(
+        self, file: pq.ParquetFile, part_idxs: Sequence[int], *, has_estimates: bool
+    ) -> None:
+        self._file, self._part_idxs, self._has_estimates = file, part_idxs, has_estimates
         group_ids = file.read_row_groups(list(part_idxs), columns=["group_id"])["group_id"]
         self._group_ids, self._sizes = np.unique(group_ids.to_numpy(), return_counts=True)
 
@@ -202,8 +209,13 @@ class _ShardWork:
         return int(self._sizes.sum())
 
     def parts(self) -> Iterator[tuple[int, pa.Table]]:
-        """Each part's index and requests, with a column `group_size`."""
+        """Each part's index and requests, with a column `group_size`.
+
+        Without `num_output_tokens` where that is no estimate, or in plans of older releases.
+        """
         for part_idx, table in read_parts(self._file, self._part_idxs):
+            if not self._has_estimates and "num_output_tokens" in table.column_names:
+                table = table.drop_columns(["num_output_tokens"])
             at = np.searchsorted(self._group_ids, table["group_id"].to_numpy())
             yield part_idx, table.append_column("group_size", pa.array(self._sizes[at]))
 

@@ -115,14 +115,12 @@ POLICIES: Final[Mapping[str, Policy]] = {
             "batchllm_stock_attention",
             "our scheduler, with vLLM's attention",
             scheduler="batchllm",
-            max_num_seqs=4096,
         ),
         Policy(
             "batchllm",
             "our scheduler, with shared-prefix attention",
             scheduler="batchllm",
             shared_attention=True,
-            max_num_seqs=4096,
         ),
     )
 }

@@ -44,6 +44,11 @@ def make_model_output(request_ids: list[str], sampled: Sequence[list[int]]) -> M
     return output
 
 
+def reads_prefix_cache(request: Request) -> bool:
+    """Whether a request takes KV that others have computed (not with prompt logprobs)."""
+    return not getattr(request, "skip_reading_prefix_cache", False)
+
+
 def _call(function: Callable[..., Any], given: dict[str, Any]) -> Any:
     """Calls with those of the arguments that there are."""
     known = inspect.signature(function).parameters

@@ -85,12 +85,26 @@ class Groups:
         """Whether no request waits or runs."""
         return not self._groups and not self._pinned
 
-    def join(self, group_id: object, num_prefix_blocks: int, size: int) -> Group:
-        """The group of a request that has arrived."""
+    def join(self, group_id: object, prefix: Sequence[Any], size: int) -> Group | None:
+        """The group of a request that has arrived.
+
+        Args:
+            group_id: told of the request.
+            prefix: hashes of the blocks that it shares with its group.
+            size: told of the group.
+
+        Returns:
+            None if the group has begun with another prefix: the request was told wrong.
+        """
         group = self._groups.get(group_id)
         if group is None:
-            group = Group(group_id, num_prefix_blocks, num_unseen=size)
+            group = Group(group_id, len(prefix), num_unseen=size, block_hashes=list(prefix))
             self._groups[group_id] = group
+        elif len(prefix) < group.num_prefix_blocks or (
+            group.num_prefix_blocks
+            and prefix[group.num_prefix_blocks - 1] != group.block_hashes[-1]
+        ):
+            return None
         group.num_unseen = max(group.num_unseen - 1, 0)  # there may be more than was told
         group.num_waiting += 1
         return group
@@ -116,7 +130,6 @@ class Groups:
             group.num_counted = self.num_new_blocks(group, request)
             group.counted_until = None
             self._projection.hold_for_now(group.num_counted)
-            group.block_hashes = request.block_hashes[: group.num_prefix_blocks]
             self._latest = group
         if group.num_prefix_blocks and not group.is_complete:
             group.leader = request

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from batchllm_operator.vllm_plugin.compat import reads_prefix_cache
 from batchllm_operator.vllm_plugin.groups import Group, Groups
 from batchllm_operator.vllm_plugin.hints import RequestHints
 from batchllm_operator.vllm_plugin.output_estimates import OutputEstimates
@@ -50,14 +51,22 @@ class PlannedRequests:
     Args:
         kv_cache_manager: vLLM's.
         block_size: tokens of a block.
+        shares: whether requests find the KV of others.
         delay: steps after its last one in which a request still holds its blocks.
         has_drafts: whether a step may give a request more than one token.
     """
 
     def __init__(
-        self, kv_cache_manager: Any, block_size: int, *, delay: int, has_drafts: bool
+        self,
+        kv_cache_manager: Any,
+        block_size: int,
+        *,
+        shares: bool,
+        delay: int,
+        has_drafts: bool,
     ) -> None:
-        self._block_size, self._delay, self._has_drafts = block_size, delay, has_drafts
+        self._block_size, self._shares = block_size, shares
+        self._delay, self._has_drafts = delay, has_drafts
         self.projection = BlockProjection(block_size)
         self.groups = Groups(kv_cache_manager, self.projection, block_size)
         self._given = OutputEstimates()
@@ -107,11 +116,17 @@ class PlannedRequests:
         """
         params = request.sampling_params
         hints = RequestHints.from_extra_args(params.extra_args if params else None)
-        group_id: object = request.request_id if hints is None else hints.group_id
-        hints = hints or RequestHints(group_id=0)
         size = self._block_size
-        num_prefix_blocks = min(hints.num_prefix_tokens, request.num_prompt_tokens - 1) // size
-        group = self.groups.join(group_id, max(num_prefix_blocks, 0), hints.group_size)
+        group = None
+        if hints is not None and self._shares and reads_prefix_cache(request):
+            num_shared = min(hints.num_prefix_tokens, request.num_prompt_tokens - 1) // size
+            hashes = request.block_hashes[: max(num_shared, 0)]
+            group = self.groups.join(hints.group_id, hashes, hints.group_size)
+        hints = hints or RequestHints(group_id=0)
+        if group is None:  # it shares nothing, whatever it was told
+            hints = replace(hints, num_prefix_tokens=0, group_size=1)
+            group = self.groups.join(("alone", request.request_id), (), 1)
+            assert group is not None, "a request's id isn't taken"
         is_guess = hints.num_output_tokens is None
         estimate = min(hints.num_output_tokens or _GUESSED_OUTPUT, request.max_tokens)
         part = group.num_prefix_blocks / hints.group_size

@@ -15,6 +15,7 @@ requests carry `RequestHints`. A request without them is a group of its own.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.pacing import Pace, fill_share
 from batchllm_operator.vllm_plugin.planned_requests import PlannedRequests
 from batchllm_operator.vllm_plugin.trace import StepRow, StepTrace
 from batchllm_operator.vllm_plugin.waiting_queue import GatedQueue
 
+_log = logging.getLogger(__name__)
 _RECOUNT_STEPS = 64
 _RESERVED_PART = 1000  # of the blocks, for a prefill that takes a step longer than planned
 
@@ -51,13 +54,17 @@ class _Prefill:
 class BatchLLMScheduler(AsyncScheduler):
     """vLLM's scheduler with planned admission, prefix lifetimes and paced prefill.
 
+    A trace that can't be written costs a warning, not the run.
+
     Raises:
-        SpecError: `additional_config["batchllm"]` isn't `SchedulerSettings`.
-        OSError: the trace can't be written.
+        SpecError: `additional_config["batchllm"]` isn't `SchedulerSettings`, or requests are to
+            run by priority.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.scheduler_config.policy != "fcfs":
+            raise SpecError("scheduling_policy must be fcfs: requests run in the plan's order")
         self._pool = self.kv_cache_manager.block_pool
         # Layers of different kinds hold blocks of their own for the same tokens.
         self._num_kinds = len(self.kv_cache_config.kv_cache_groups)
@@ -72,7 +79,6 @@ class BatchLLMScheduler(AsyncScheduler):
 
         Raises:
             RuntimeError: requests are still waiting or running.
-            OSError: the trace can't be written.
         """
         if not self.is_idle():
             raise RuntimeError("the scheduler still has requests")
@@ -91,6 +97,7 @@ class BatchLLMScheduler(AsyncScheduler):
         self._requests = PlannedRequests(
             self.kv_cache_manager,
             self.block_size,
+            shares=self.kv_cache_manager.enable_caching,
             delay=1 if self.scheduler_config.async_scheduling else 0,
             has_drafts=self.num_spec_tokens > 0,
         )
@@ -107,7 +114,10 @@ class BatchLLMScheduler(AsyncScheduler):
         self._did_nothing = False
         self._started_at: float | None = None
         if settings.trace_path is not None:
-            self._trace = StepTrace(Path(settings.trace_path))
+            try:
+                self._trace = StepTrace(Path(settings.trace_path))
+            except OSError as error:
+                _log.warning("steps aren't traced: %s", error)
 
     def _num_blocks_to_plan(self, threshold: float | None) -> int:
         num_blocks = self.num_plannable_tokens // self.block_size
@@ -134,7 +144,7 @@ class BatchLLMScheduler(AsyncScheduler):
         self._did_nothing = not output.num_scheduled_tokens
         prefill = self._end_step(output)
         if self._trace is not None:
-            self._trace.add(self._row(output, prefill, begun_at))
+            self._write(self._row(output, prefill, begun_at))
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -215,10 +225,21 @@ class BatchLLMScheduler(AsyncScheduler):
     def _next_waiting(self) -> Request | None:
         return self.waiting.peek_request() if len(self.waiting) else None
 
-    def _close_trace(self) -> None:
-        if self._trace is not None:
-            self._trace.close()
+    def _write(self, row: StepRow) -> None:
+        try:
+            if self._trace is not None:
+                self._trace.add(row)
+        except OSError as error:  # a full disk: the job matters more than its trace
+            _log.warning("steps aren't traced any more: %s", error)
             self._trace = None
+
+    def _close_trace(self) -> None:
+        trace, self._trace = self._trace, None
+        try:
+            if trace is not None:
+                trace.close()
+        except OSError as error:
+            _log.warning("the trace of steps isn't whole: %s", error)
 
     # Before vLLM's own step.
 

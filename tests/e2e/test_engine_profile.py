@@ -49,6 +49,15 @@ def test_vllms_own_scheduler_can_be_asked_for(demo: Demo) -> None:
     assert traces(folder) == []
 
 
+def test_the_users_own_settings_of_the_scheduler_win(demo: Demo) -> None:
+    chosen = {"additional_config": {"batchllm": {"chunk_size": 100, "pace": False}}}
+    folder, _, _ = run_job(demo, "chosen", engine={"extra_args": chosen})
+    [trace] = traces(folder)
+    columns = trace.to_pydict()
+    names = ("num_decode_tokens", "num_distinct_tokens", "num_prefix_tokens")
+    assert max(sum(kinds) for kinds in zip(*(columns[name] for name in names), strict=True)) == 100
+
+
 @pytest.fixture(scope="module")
 def profiled(demo: Demo) -> tuple[Path, str]:
     changes = {"profile": True, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 1 << 24}

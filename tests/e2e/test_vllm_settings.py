@@ -92,6 +92,8 @@ def test_defaults_suit_a_cpu(demo: Demo) -> None:
         ({"extra_args": {"kv_cache_dtype": "nonsense"}}, "cache_dtype"),
         ({"extra_args": {"no_such_argument": 1}}, "no_such_argument"),
         ({"extra_args": {"data_parallel_size": 2}}, "planner.num_shards"),
+        ({"extra_args": {"scheduling_policy": "priority"}}, "fcfs"),
+        ({"extra_args": {"additional_config": {"batchllm": {"paec": True}}}}, "has no paec"),
     ],
 )
 def test_a_refused_setting_is_a_fault_of_the_spec(

@@ -55,3 +55,19 @@ def test_what_is_stored_is_checked_when_it_is_read() -> None:
     assert DeviceProfile.model_validate_json(stored) == profile((64, 0.01))
     with pytest.raises(ValidationError, match="steps"):
         DeviceProfile.model_validate_json(stored.replace("[[64,0.01]]", "[]"))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ((64, 0.0),),
+        ((64, -1.0),),
+        ((64, float("nan")),),
+        ((0, 1.0),),
+        ((128, 0.1), (64, 0.1)),
+        ((64, 0.1), (64, 0.1)),
+    ],
+)
+def test_steps_that_cannot_be_are_refused(steps: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(ValidationError):
+        profile(*steps)

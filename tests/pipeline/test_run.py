@@ -218,7 +218,8 @@ def test_the_engine_is_told_what_the_plan_knows(plan: StoredPlan) -> None:
     assert [request.group_size for request in engine.requests] == [
         sizes[request.group_id] for request in engine.requests
     ]
-    assert {request.num_output_tokens for request in engine.requests} == {8}
+    # The limit that the spec sets is no estimate.
+    assert {request.num_output_tokens for request in engine.requests} == {None}
     assert engine.job.num_requests == 40
     assert engine.job.max_model_len == plan.manifest.max_model_len
 
@@ -229,3 +230,17 @@ def test_after_a_restart_groups_have_the_size_that_is_left(plan: StoredPlan) -> 
     sizes = Counter(request.group_id for request in resumed.requests)
     assert resumed.job.num_requests == 20
     assert all(request.group_size == sizes[request.group_id] for request in resumed.requests)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"planner": {"estimated_output_tokens": 5}}, 5), ({"sampling": {"ignore_eos": True}}, 8)],
+)
+def test_estimates_reach_the_engine(
+    tmp_path: Path, changes: dict[str, dict[str, object]], told: int
+) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 3))
+    planner = {"num_shards": 1, **changes.pop("planner", {})}
+    plan = plan_job(fake_spec(tmp_path, planner=planner, **changes), DS)
+    engine = run_watched(plan)
+    assert {request.num_output_tokens for request in engine.requests} == {told}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import support.engine_steps as harness
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.engine_steps import BLOCK_SIZE, EngineSteps
 
 from batchllm_operator.errors import SpecError
+from batchllm_operator.simulate.machine import POLICIES
 from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
 
 NO_PACE = SchedulerSettings(pace=False)
@@ -138,6 +142,37 @@ def test_a_held_prefix_gives_way_to_a_request_that_needs_its_room() -> None:
     assert sorted(engine.finished) == ["0.0", "1.0"]
 
 
+def test_members_wait_for_a_prefix_that_takes_several_steps() -> None:
+    engine = EngineSteps(num_blocks=200, chunk=128, settings=NO_PACE)
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = 32  # room for others is left
+    engine.add_group(0, 6, prefix=320, distinct=16, output=5)
+    engine.run()
+    assert num_computed(engine) == 320 + 6 * 16 + 6 * 4
+
+
+@pytest.mark.parametrize("told_wrong", ["tokens", "length"])
+def test_a_request_that_is_told_a_group_of_others_is_alone(told_wrong: str) -> None:
+    engine = EngineSteps(num_blocks=60, settings=NO_PACE)
+    engine.add_group(0, 3, prefix=64, distinct=16, output=30, told_size=5)
+    hints = RequestHints(0, num_prefix_tokens=64, group_size=5, num_output_tokens=30)
+    prompt = [9] * 80 if told_wrong == "tokens" else [1000, 1001, 1002]
+    engine.add("stray.0", prompt, 30, hints=hints)
+    engine.run()
+    assert len(engine.finished) == 4 and engine.preempted == []
+
+
+def test_without_a_prefix_cache_nothing_is_taken_to_be_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uncached = dataclasses.replace(POLICIES["batchllm"], name="uncached", prefix_caching=False)
+    monkeypatch.setattr(harness, "POLICIES", {**POLICIES, "uncached": uncached})
+    engine = EngineSteps(num_blocks=60, chunk=256, policy="uncached")
+    engine.add_group(0, 8, prefix=160, distinct=16, output=30)
+    engine.run()
+    assert engine.preempted == []
+    assert num_computed(engine) == 8 * (176 + 29)
+
+
 # Memory
 
 
@@ -197,6 +232,14 @@ def test_outputs_longer_than_estimated_are_noticed(lag: int) -> None:
     assert len(late) <= 5  # by then it is known how long they are
 
 
+def test_of_two_that_grow_the_one_whose_prefix_others_hold_has_less_to_lose() -> None:
+    engine = EngineSteps(num_blocks=24, chunk=512, settings=NO_PACE)
+    engine.add_group(0, 2, prefix=128, distinct=16, output=150, estimate=1)  # 16 of their own
+    engine.add_group(1, 1, prefix=0, distinct=80, output=150, estimate=1)
+    engine.run()
+    assert engine.preempted and "1.0" not in engine.preempted[:1]
+
+
 def test_the_victim_has_the_least_computed_work() -> None:
     engine = EngineSteps(num_blocks=21, chunk=512, settings=NO_PACE)
     engine.add_group(0, 1, prefix=0, distinct=16, output=200, estimate=1)  # little so far
@@ -221,6 +264,21 @@ def test_prefill_is_spread_over_the_steps_that_memory_allows() -> None:
     (paced, with_pace), (burst, without) = prefill_steps(True), prefill_steps(False)
     assert paced > 1.5 * burst
     assert with_pace.num_steps <= 1.05 * without.num_steps
+
+
+def test_the_pace_counts_requests_that_are_still_to_come() -> None:
+    """Told of 400 requests, 40 that wait aren't taken to be all."""
+
+    def running_after(num_steps: int, num_requests: int | None) -> int:
+        settings = SchedulerSettings(num_requests=num_requests)
+        engine = EngineSteps(num_blocks=600, chunk=512, settings=settings)
+        for idx in range(40):
+            engine.add_group(idx, 1, prefix=0, distinct=128, output=64)
+        for _ in range(num_steps):
+            engine.step()
+        return len(engine.scheduler.running)
+
+    assert running_after(5, None) > 1.5 * running_after(5, 400)
 
 
 def test_a_job_that_fits_into_memory_is_not_held_back() -> None:

@@ -95,3 +95,26 @@ def test_blocks_and_times_make_sense(tmp_path: Path) -> None:
     assert columns["num_used_blocks"][0] == 3
     assert columns["start_s"] == sorted(columns["start_s"])
     assert columns["start_s"][0] == 0.0 < min(columns["scheduling_s"])
+
+
+def test_a_trace_that_cannot_be_opened_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = EngineSteps(settings=SchedulerSettings(trace_path=str(tmp_path / "no" / "trace")))
+    engine.add_group(0, 2, prefix=32, distinct=8, output=3)
+    engine.run()
+    assert "aren't traced" in caplog.text
+
+
+def test_a_trace_that_breaks_off_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: StepTrace, row: StepRow) -> None:
+        raise OSError(28, "No space left on device")
+
+    engine = EngineSteps(settings=SchedulerSettings(trace_path=str(tmp_path / "trace")))
+    monkeypatch.setattr(StepTrace, "add", full)
+    engine.add_group(0, 2, prefix=32, distinct=8, output=3)
+    engine.run()
+    engine.scheduler.shutdown()
+    assert caplog.text.count("aren't traced any more") == 1
