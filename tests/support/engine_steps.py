@@ -168,6 +168,11 @@ class EngineSteps:
     def num_used_blocks(self) -> int:
         return self.num_blocks - int(self.pool.get_num_free_blocks())
 
+    @property
+    def num_planned_blocks(self) -> int:
+        """Blocks that our scheduler counts in the step that was just put together."""
+        return self.ours._requests.projection.num_blocks()
+
     def is_cached(self, block_hash: Any) -> bool:
         """Whether a block with this hash could be found."""
         return bool(self.pool.get_cached_block(block_hash, [0]))

@@ -281,6 +281,19 @@ def test_the_pace_counts_requests_that_are_still_to_come() -> None:
     assert running_after(5, None) > 1.5 * running_after(5, 400)
 
 
+def test_a_job_of_a_few_memories_fills_them_fast() -> None:
+    """As in test_pacing.py: 250 requests, of which memory holds 85 to 100."""
+    settings = SchedulerSettings(num_requests=250)
+    engine = EngineSteps(num_blocks=2500, chunk=8192, settings=settings)
+    for idx in range(250):
+        engine.add_group(idx, 1, prefix=0, distinct=320, output=160)
+    for _ in range(20):
+        engine.step()
+    assert len(engine.scheduler.running) > 40  # at the slowest pace, 13
+    engine.run()
+    assert engine.preempted == []
+
+
 def test_a_job_that_fits_into_memory_is_not_held_back() -> None:
     engine = EngineSteps(num_blocks=300, chunk=512)
     for idx in range(10):
@@ -407,6 +420,9 @@ def test_with_true_lengths_nothing_is_preempted_or_computed_twice(
     engine = EngineSteps(num_blocks=60, chunk=chunk, lag=lag, settings=SchedulerSettings(pace=pace))
     for group_id, group in enumerate(groups):
         engine.add_group(group_id, **group)
+    while engine.scheduler.has_requests():
+        engine.step()
+        assert engine.num_used_blocks <= engine.num_planned_blocks + 1
     engine.run()
     assert len(engine.finished) == sum(group["size"] for group in groups)
     assert engine.preempted == []
