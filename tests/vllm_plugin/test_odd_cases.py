@@ -279,3 +279,18 @@ def test_pace_follows_the_tokens_that_drafts_bring() -> None:
         engine.run(5000)
         found.append(engine.num_steps)
     assert found[0] <= 1.25 * found[1]  # 279 against 94, if drafts are not counted
+
+
+def test_blocks_that_somebody_else_holds_are_not_planned_with() -> None:
+    engine = EngineSteps(num_blocks=100, chunk=2048, settings=NO_PACE)
+    engine.check = MethodType(lambda self: None, engine)  # type: ignore[method-assign]
+    engine.add_group(0, 1, prefix=0, distinct=8, output=100)  # 7 blocks each
+    engine.step()
+    engine.pool.get_new_blocks(60)  # as for a transfer that is under way
+    engine.step()
+    for idx in range(1, 40):
+        engine.add_group(idx, 1, prefix=0, distinct=8, output=100)
+    engine.step()
+    assert len(engine.scheduler.running) == (100 - 2 - 60) // 7
+    engine.run()
+    assert engine.preempted == []
