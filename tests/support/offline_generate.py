@@ -67,11 +67,14 @@ class Generator:
         """Outputs of the first prompts; `sampling` is for `SamplingParams`."""
         chosen = self._prompts[:num_prompts]
         params = []
+        given = {"temperature": 0.0, "max_tokens": 24, **sampling}
         for prompt in chosen:
             hints = RequestHints(
-                prompt["group_id"], prompt["num_prefix_tokens"], prompt["group_size"]
+                prompt["group_id"],
+                prompt["num_prefix_tokens"],
+                prompt["group_size"],
+                num_output_tokens=given["max_tokens"],
             )
-            given = {"temperature": 0.0, "max_tokens": 24, **sampling}
             params.append(SamplingParams(**given, extra_args=hints.to_extra_args()))
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt["tokens"]} for prompt in chosen],
