@@ -4,9 +4,9 @@ It is vLLM's own, which fills a step with running requests first, then with wait
 frees, preempts and caches blocks. What is added, from outside:
 
 - waiting requests are admitted by the KV blocks that all running ones will hold in the steps to
-  come (`BlockProjection`; Algorithm 2), not by a count of requests;
-- the blocks of a group's prefix are held until the last member has been admitted, and are the
-  first to be reused when no one needs them (`groups`);
+  come (`BlockProjection`; Algorithm 2); `max_num_seqs` is only the worker's number of slots;
+- the blocks of a group's prefix are held until the last member has been admitted, unless memory
+  runs short, and are the first to be reused when no one needs them (`groups`);
 - the tokens of a step are limited so that prefill is spread evenly (`Pace`).
 
 Use it with `LLM(scheduler_cls="batchllm_operator.vllm_plugin.scheduler.BatchLLMScheduler")`;
