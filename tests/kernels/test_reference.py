@@ -53,15 +53,16 @@ def test_prefix_and_distinct_part_merge_to_causal_attention(
     num_kv_tokens = num_prefix_tokens + num_distinct_tokens
     q, k, v = random_qkv(num_distinct_tokens, num_kv_tokens)
     prefix = partial_attention(q, k[:num_prefix_tokens], v[:num_prefix_tokens], scale=SCALE)
+    own_position = torch.arange(num_distinct_tokens)
     distinct = partial_attention(
-        q, k[num_prefix_tokens:], v[num_prefix_tokens:], scale=SCALE, causal_offset=0
+        q, k[num_prefix_tokens:], v[num_prefix_tokens:], scale=SCALE, last_key=own_position
     )
     out, lse = merge_partials([prefix, distinct])
 
     mask = torch.ones(num_distinct_tokens, num_kv_tokens, dtype=torch.bool)
     mask = mask.tril(num_prefix_tokens)
     torch.testing.assert_close(out, stock_attention(q, k, v, mask))
-    whole = partial_attention(q, k, v, scale=SCALE, causal_offset=num_prefix_tokens)
+    whole = partial_attention(q, k, v, scale=SCALE, last_key=own_position + num_prefix_tokens)
     torch.testing.assert_close((out, lse), whole)
 
 
@@ -94,7 +95,7 @@ def test_empty_piece_changes_nothing() -> None:
 
 def test_queries_before_every_key_see_nothing() -> None:
     q, k, v = random_qkv(3, 2)
-    out, lse = partial_attention(q, k, v, scale=SCALE, causal_offset=-2)
+    out, lse = partial_attention(q, k, v, scale=SCALE, last_key=torch.arange(len(q)) - 2)
     assert torch.equal(out[:2], torch.zeros_like(out[:2]))
     assert torch.equal(lse[:2], torch.full_like(lse[:2], NEG_INF))
     torch.testing.assert_close(out[2], v[0].repeat_interleave(4, dim=0))

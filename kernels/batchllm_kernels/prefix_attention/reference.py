@@ -5,7 +5,7 @@ pieces are merged by online softmax (paper, Eq. 1). So the queries of all reques
 prefix can read the prefix's keys and values once, together:
 
     prefix = partial_attention(q, k_prefix, v_prefix, scale=scale)
-    distinct = partial_attention(q, k_distinct, v_distinct, scale=scale, causal_offset=offset)
+    distinct = partial_attention(q, k_distinct, v_distinct, scale=scale, last_key=last_key)
     out, lse = merge_partials([prefix, distinct])
 
 A piece is summed up by its output and the log-sum-exp (LSE) of its scores. Both are float32
@@ -19,12 +19,94 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from batchllm_kernels.prefix_attention.batch import PagedBatch, SharedPrefix
+
 Partial = tuple[Tensor, Tensor]
 """(out, lse): [num_tokens, num_q_heads, head_dim] and [num_tokens, num_q_heads], float32."""
 
 
+def prefix_shared_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    prefixes: Sequence[SharedPrefix],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Causal attention of a step, with every shared prefix read once (paper, section 4.4).
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim].
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides; an FP8 cache holds
+            keys divided by `k_scale`.
+        v_cache: the shape of `k_cache`; holds values divided by `v_scale`.
+        batch: the step's requests.
+        prefixes: the groups; no request may be in two. With none, this is plain paged attention.
+        scale: factor on the scores.
+        window: a query at position p sees the keys (p - window, p]; None: all of [0, p].
+        soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
+        k_scale: factor on the keys.
+        v_scale: factor on the values.
+
+    Returns:
+        [num_tokens, num_q_heads, head_dim] of float32; 0 for tokens that belong to no request.
+    """
+    starts = batch.query_start_loc.tolist()
+    seq_lens = batch.seq_lens.tolist()
+    block_size = k_cache.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+
+    def attend(tokens: Tensor, positions: Tensor, request: int, start: int, end: int) -> None:
+        """Merge into `out` what the tokens see of [start, end) of a request's context."""
+        lowest = start if window is None else max(start, int(positions.min()) - window + 1)
+        if lowest >= end:
+            return
+        where = torch.arange(lowest, end, device=q.device)
+        blocks = batch.block_table[request][where // block_size].long()
+        piece = partial_attention(
+            q[tokens],
+            k_cache[blocks, where % block_size].float() * k_scale,
+            v_cache[blocks, where % block_size].float() * v_scale,
+            scale=scale,
+            last_key=positions - lowest,
+            window=window,
+            soft_cap=soft_cap,
+        )
+        out[tokens], lse[tokens] = merge_partials([(out[tokens], lse[tokens]), piece])
+
+    def tokens_of(request: int) -> tuple[Tensor, Tensor]:
+        """Its query tokens and their positions in its context."""
+        tokens = torch.arange(starts[request], starts[request + 1], device=q.device)
+        return tokens, tokens + (seq_lens[request] - starts[request + 1])
+
+    own_starts = [0] * batch.num_requests
+    for prefix in prefixes:
+        tokens, positions = map(torch.cat, zip(*map(tokens_of, prefix.requests), strict=True))
+        attend(tokens, positions, prefix.requests[0], 0, prefix.num_tokens)
+        for request in prefix.requests:
+            own_starts[request] = prefix.num_tokens
+    for request in range(batch.num_requests):
+        tokens, positions = tokens_of(request)
+        if len(tokens):
+            attend(tokens, positions, request, own_starts[request], seq_lens[request])
+    return out
+
+
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal_offset: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    last_key: Tensor | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Partial:
     """Softmax attention of `q` over one piece of the context.
 
@@ -34,25 +116,33 @@ def partial_attention(
             query head h reads key head h // (num_q_heads // num_kv_heads).
         v: the shape of `k`.
         scale: factor on the scores, usually head_dim ** -0.5.
-        causal_offset: query i sees the keys j <= i + causal_offset: the number of keys before
-            the first query's own. None: every query sees every key, as in a shared prefix.
+        last_key: [num_tokens], the last key that each query sees, which may lie behind the piece.
+            None: every query sees every key, as in a shared prefix.
+        window: queries see the `window` keys up to `last_key`, which must be given.
+        soft_cap: scores are soft_cap * tanh(score / soft_cap).
 
     Returns:
         (out, lse). A query that sees no key gets out = 0 and lse = -inf, the neutral element of
         `merge_partials`.
 
     Raises:
-        ValueError: the shapes don't fit together.
+        ValueError: the shapes don't fit together, or a window without `last_key`.
     """
     _check_shapes(q, k, v)
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_tokens, num_kv_heads, _ = k.shape
     queries = q.float().reshape(num_tokens, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
     scores = torch.einsum("thgd,shd->thgs", queries, k.float()) * scale
-    if causal_offset is not None:
-        visible = torch.ones(num_tokens, num_kv_tokens, dtype=torch.bool, device=q.device)
-        visible = visible.tril(causal_offset)[:, None, None, :]
-        scores = scores.masked_fill(~visible, float("-inf"))
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if last_key is not None:
+        keys = torch.arange(num_kv_tokens, device=q.device)
+        visible = keys <= last_key[:, None]
+        if window is not None:
+            visible &= keys > last_key[:, None] - window
+        scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
+    elif window is not None:
+        raise ValueError("a window needs last_key")
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - _finite(lse)[..., None])
     out = torch.einsum("thgs,shd->thgd", weights, v.float())

@@ -1,0 +1,231 @@
+"""Prefix-shared attention, in two calls: plan a step, then attend in each layer.
+
+    planner = StepPlanner(shape, limits, impl="triton", device=device)    # once
+    plan = planner.plan(batch)                                            # once a step
+    prefix_attention(q, k_cache, v_cache, plan, scale=scale, out=out)     # in every layer
+
+An implementation that was asked for never falls back to another one: what it doesn't take, it
+refuses with the constraint's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from batchllm_kernels.prefix_attention.batch import (
+    AttentionShape,
+    BatchLimits,
+    PagedBatch,
+    SharedPrefix,
+    UnsupportedError,
+)
+from batchllm_kernels.prefix_attention.config import ArchConfig, detect_arch, load_config
+from batchllm_kernels.prefix_attention.grouping import Gate, find_shared_prefixes
+from batchllm_kernels.prefix_attention.reference import prefix_shared_attention
+
+if TYPE_CHECKING:
+    from batchllm_kernels.prefix_attention.schedule import Schedule, Scheduler
+
+Impl = Literal["reference", "triton"]
+KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+"""Of an FP8 cache. Otherwise keys and values have the queries' dtype."""
+Q_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Who reads what in one step, for every layer of one shape.
+
+    A plan for the Triton kernel lies in its planner's buffers: the planner's next `plan` replaces
+    it.
+    """
+
+    batch: PagedBatch
+    shape: AttentionShape
+    prefixes: Sequence[SharedPrefix] | None
+    """The groups, for the reference; the kernel's are on the device."""
+    schedule: Schedule | None
+    """The kernel's tiles, on the device; None: the reference."""
+
+
+class StepPlanner:
+    """Plans steps of one shape; owns the buffers that the Triton kernel reads its work from.
+
+    Args:
+        shape: heads and blocks.
+        limits: the largest batch that will come.
+        impl: "triton" (a GPU, or Triton's interpreter) or "reference" (plain torch, anywhere).
+        device: where the batches' tensors are.
+        config: settings to use; None: those that ship for the device's architecture.
+
+    Raises:
+        UnsupportedError: the kernel doesn't take the shape, or no settings fit the device.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        limits: BatchLimits,
+        *,
+        impl: Impl,
+        device: torch.device,
+        config: ArchConfig | None = None,
+    ) -> None:
+        if impl not in ("reference", "triton"):
+            raise UnsupportedError(f"impl is {impl!r}, it must be 'reference' or 'triton'")
+        self.shape = shape
+        self.limits = limits
+        self.config = config or load_config(detect_arch(device))
+        self._scheduler: Scheduler | None = None
+        if impl == "triton":
+            from batchllm_kernels.prefix_attention.schedule import Scheduler
+
+            shape.check_for_kernel()
+            self._scheduler = Scheduler(shape, limits, self.config, device)
+
+    @property
+    def gate(self) -> Gate:
+        """When a group's prefix is read apart."""
+        return self.config.gate
+
+    def plan(self, batch: PagedBatch) -> StepPlan:
+        """Group a step's requests and lay out its work.
+
+        With "triton" a few kernels on the device, without waiting for any of them; with
+        "reference" on the host.
+
+        Raises:
+            UnsupportedError: more requests than the limits say.
+        """
+        if batch.num_requests > self.limits.max_num_requests:
+            raise UnsupportedError(
+                f"the batch has {batch.num_requests} requests, the limit is "
+                f"{self.limits.max_num_requests}"
+            )
+        if self._scheduler is not None:
+            return StepPlan(batch, self.shape, None, self._scheduler.build(batch))
+        prefixes = find_shared_prefixes(batch, self.shape.block_size, self.gate)
+        return StepPlan(batch, self.shape, prefixes, None)
+
+
+def prefix_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: StepPlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of one layer, every shared prefix read once (paper, section 4.4).
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], float16, bfloat16 or float32. Tokens behind the
+            batch's last one are padding.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], of q's dtype or FP8. Any strides
+            whose last is 1.
+        v_cache: like `k_cache`, with strides of its own.
+        plan: the step's.
+        scale: factor on the scores, usually head_dim ** -0.5.
+        window: a query at position p sees the keys (p - window, p]; None: all of [0, p].
+        soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
+        k_scale: what the keys in the cache are to be multiplied by.
+        v_scale: what the values in the cache are to be multiplied by.
+        out: written to, contiguous in its last dimension; None: a new tensor like `q`. Rows of
+            padding are left as they are in a given tensor.
+
+    Returns:
+        `out`.
+
+    Raises:
+        UnsupportedError: a tensor or a setting that can't be taken; the message names it.
+    """
+    _check_tensors(q, k_cache, v_cache, plan, out)
+    if not scale > 0 or (window is not None and window < 1) or (soft_cap and soft_cap < 0):
+        raise UnsupportedError(
+            f"scale ({scale}), window ({window}) and soft_cap ({soft_cap}) must be above 0"
+        )
+    soft_cap = soft_cap or None
+    if out is None:
+        out = torch.zeros_like(q)
+    if plan.schedule is not None:
+        from batchllm_kernels.prefix_attention.launch import launch_attention
+
+        launch_attention(
+            q,
+            k_cache,
+            v_cache,
+            plan.schedule,
+            out,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return out
+    assert plan.prefixes is not None
+    num_tokens = int(plan.batch.query_start_loc[-1])
+    out[:num_tokens] = prefix_shared_attention(
+        q[:num_tokens],
+        k_cache,
+        v_cache,
+        plan.batch,
+        plan.prefixes,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    ).to(out.dtype)
+    return out
+
+
+def _check_tensors(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: StepPlan, out: Tensor | None
+) -> None:
+    shape = plan.shape
+    if q.dim() != 3 or tuple(q.shape[1:]) != (shape.num_q_heads, shape.head_dim):
+        raise UnsupportedError(
+            f"q must be [num_tokens, {shape.num_q_heads}, {shape.head_dim}], got {list(q.shape)}"
+        )
+    if q.dtype not in Q_DTYPES:
+        raise UnsupportedError(f"q is {q.dtype}, it must be one of {Q_DTYPES}")
+    expected = (shape.block_size, shape.num_kv_heads, shape.head_dim)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4 or tuple(cache.shape[1:]) != expected:
+            raise UnsupportedError(
+                f"{name} must be [num_blocks, {', '.join(map(str, expected))}], "
+                f"got {list(cache.shape)}"
+            )
+        if cache.dtype != k_cache.dtype or cache.dtype not in (q.dtype, *KV_DTYPES):
+            raise UnsupportedError(
+                f"{name} is {cache.dtype}, it must be {q.dtype} like q or one of {KV_DTYPES}, "
+                "and both caches the same"
+            )
+        if len(cache) != len(k_cache):
+            raise UnsupportedError(f"v_cache has {len(cache)} blocks, k_cache {len(k_cache)}")
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    if out is not None:
+        tensors["out"] = out
+        if out.shape != q.shape:
+            raise UnsupportedError(f"out is {list(out.shape)}, q is {list(q.shape)}")
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1:
+            raise UnsupportedError(
+                f"{name} must be contiguous in its last dimension, its strides are "
+                f"{tensor.stride()}"
+            )
+        if tensor.device != plan.batch.seq_lens.device:
+            raise UnsupportedError(
+                f"{name} is on {tensor.device}, the batch on {plan.batch.seq_lens.device}"
+            )

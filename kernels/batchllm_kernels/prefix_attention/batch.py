@@ -1,0 +1,128 @@
+"""What one launch works on: a ragged batch of requests over a paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HEAD_DIMS = (64, 96, 128, 256)
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 128
+
+
+class UnsupportedError(ValueError):
+    """A tensor, a shape or a setting that the kernel doesn't take; the message names which."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What is the same for all layers that share a step's plan.
+
+    Raises:
+        UnsupportedError: the query heads can't share the KV heads evenly.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens in a block of the KV cache."""
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise UnsupportedError(
+                f"num_q_heads ({self.num_q_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that read one KV head (1: MHA, num_q_heads: MQA)."""
+        return self.num_q_heads // self.num_kv_heads
+
+    def check_for_kernel(self) -> None:
+        """Refuse what the Triton kernel doesn't take; the reference takes any shape.
+
+        Raises:
+            UnsupportedError: the head size or the block size.
+        """
+        if self.head_dim not in HEAD_DIMS:
+            raise UnsupportedError(f"head_dim is {self.head_dim}, it must be one of {HEAD_DIMS}")
+        in_range = MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE
+        if not in_range or self.block_size % MIN_BLOCK_SIZE:
+            raise UnsupportedError(
+                f"block_size is {self.block_size}, it must be a multiple of {MIN_BLOCK_SIZE} "
+                f"between {MIN_BLOCK_SIZE} and {MAX_BLOCK_SIZE}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The largest batch that will ever come: buffers and grids are sized for it once."""
+
+    max_num_requests: int
+    max_num_tokens: int
+    """Query tokens of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """One step's requests. All tensors are int32, on one device.
+
+    Request r has the query tokens [query_start_loc[r], query_start_loc[r + 1]), which are the
+    last of its seq_lens[r] tokens. Token n of its context lies in block
+    block_table[r, n // block_size], at n % block_size. Requests without query tokens are padding
+    and are left out.
+
+    Raises:
+        UnsupportedError: the tensors don't fit together.
+    """
+
+    query_start_loc: Tensor
+    """[num_requests + 1]."""
+    seq_lens: Tensor
+    """[num_requests]: tokens of context, this step's included."""
+    block_table: Tensor
+    """[num_requests, max_num_blocks]; entries beyond a request's tokens may be anything."""
+
+    def __post_init__(self) -> None:
+        tensors = {
+            "query_start_loc": (self.query_start_loc, 1),
+            "seq_lens": (self.seq_lens, 1),
+            "block_table": (self.block_table, 2),
+        }
+        for name, (tensor, num_dims) in tensors.items():
+            if tensor.dtype != torch.int32 or tensor.dim() != num_dims:
+                raise UnsupportedError(
+                    f"{name} must be an int32 tensor of {num_dims} dimensions, "
+                    f"got {tensor.dtype} of shape {list(tensor.shape)}"
+                )
+            if tensor.device != self.seq_lens.device:
+                raise UnsupportedError(
+                    f"{name} is on {tensor.device}, seq_lens on {self.seq_lens.device}"
+                )
+            if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                raise UnsupportedError(f"{name} must be contiguous in its last dimension")
+        num_requests = self.num_requests
+        if len(self.query_start_loc) != num_requests + 1 or len(self.block_table) != num_requests:
+            raise UnsupportedError(
+                f"seq_lens has {num_requests} requests, so query_start_loc must have "
+                f"{num_requests + 1} entries (got {len(self.query_start_loc)}) and block_table "
+                f"{num_requests} rows (got {len(self.block_table)})"
+            )
+
+    @property
+    def num_requests(self) -> int:
+        """Rows, padding included."""
+        return len(self.seq_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Requests of a batch whose block tables begin with the same blocks."""
+
+    requests: tuple[int, ...]
+    """Their rows, ascending; at least two."""
+    num_tokens: int
+    """Tokens of the shared prefix: whole blocks that were computed before this step."""

@@ -1,0 +1,105 @@
+"""Which requests of a batch share which prefix, and whether sharing pays.
+
+In plain Python: what `schedule_kernels.py` finds on the device, and what the reference uses.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_kernels.prefix_attention.batch import PagedBatch, SharedPrefix
+
+MAX_GATED_DEGREE = 64
+"""Degrees above are treated as this one."""
+NEVER = 2**30
+"""A prefix length that no group reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """When a group's prefix is worth reading once for all, measured by architecture.
+
+    Reading it apart costs a second tile and a merge; below some length a cache does as well.
+
+    Raises:
+        ValueError: a degree below 2, a length below 1, or no room for a member.
+    """
+
+    min_prefix_tokens: Mapping[int, int]
+    """Least prefix by degree: the entry of the largest degree that isn't above the group's."""
+    max_member_tokens: int
+    """Most query tokens of a member: longer chunks fill tiles on their own."""
+
+    def __post_init__(self) -> None:
+        if any(degree < 2 or tokens < 1 for degree, tokens in self.min_prefix_tokens.items()):
+            raise ValueError(f"a gate's degrees start at 2, its lengths at 1: {self}")
+        if self.max_member_tokens < 1:
+            raise ValueError(f"max_member_tokens must be at least 1: {self}")
+
+    def min_prefix_by_degree(self) -> list[int]:
+        """Least prefix in tokens for the degrees 0 to `MAX_GATED_DEGREE`."""
+        least, table = NEVER, []
+        for degree in range(MAX_GATED_DEGREE + 1):
+            least = self.min_prefix_tokens.get(degree, least)
+            table.append(least)
+        return table
+
+
+def find_shared_prefixes(batch: PagedBatch, block_size: int, gate: Gate) -> list[SharedPrefix]:
+    """Groups of requests by equal block-table rows: single-level, no request in two of them.
+
+    Each request asks for the depth at which most block reads are saved, for a depth of p blocks
+    that c requests have in common p * (1 - 1/c); those that ask for the same block at the same
+    depth are a group. Only whole blocks of context from before this step count, so every query
+    sees all of its group's prefix.
+
+    Args:
+        batch: read on the host, so a batch on a GPU is waited for.
+        block_size: tokens in a block of the KV cache.
+        gate: groups that it closes are left out.
+
+    Returns:
+        The groups by their first member.
+    """
+    table = batch.block_table.cpu().numpy()
+    query_lens = np.diff(batch.query_start_loc.cpu().numpy())
+    context_lens = batch.seq_lens.cpu().numpy() - query_lens
+    eligible = (query_lens > 0) & (query_lens <= gate.max_member_tokens)
+    num_blocks = np.where(eligible, context_lens // block_size, 0)
+    by_block: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for request in np.flatnonzero(num_blocks):
+        common = _common_blocks(table, num_blocks, request)
+        depth = _best_depth(np.delete(common, request))
+        if depth:
+            by_block[depth, int(table[request, depth - 1])].append(int(request))
+    least = gate.min_prefix_by_degree()
+    groups = []
+    for (depth, _), asking in by_block.items():
+        first = table[asking[0], :depth]
+        members = tuple(one for one in asking if np.array_equal(table[one, :depth], first))
+        if len(members) > 1 and depth * block_size >= least[min(len(members), MAX_GATED_DEGREE)]:
+            groups.append(SharedPrefix(members, depth * block_size))
+    return sorted(groups, key=lambda group: group.requests)
+
+
+def _common_blocks(
+    table: NDArray[np.int32], num_blocks: NDArray[np.int64], request: int
+) -> NDArray[np.int64]:
+    """Leading blocks that each request has in common with one of them."""
+    depth = int(num_blocks[request])
+    equal = table[:, :depth] == table[request, :depth]
+    common = np.where(equal.all(axis=1), depth, equal.argmin(axis=1)) if depth else 0
+    return np.minimum(common, num_blocks)
+
+
+def _best_depth(common: NDArray[np.int64]) -> int:
+    """Depth of the most saved reads; the deeper of two that save the same."""
+    depths = np.sort(common)[::-1]
+    others = np.arange(1, len(depths) + 1, dtype=np.float32)
+    savings = depths.astype(np.float32) * (others / (others + np.float32(1)))
+    return int(depths[savings.argmax()]) if len(depths) else 0
