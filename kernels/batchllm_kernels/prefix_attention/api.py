@@ -133,7 +133,7 @@ def prefix_attention(
             batch's last one are padding.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], of q's dtype or FP8. Any strides
             whose last is 1.
-        v_cache: like `k_cache`, with strides of its own.
+        v_cache: like `k_cache`, with the same strides (as two parts of one tensor have).
         plan: the step's.
         scale: factor on the scores, usually head_dim ** -0.5.
         window: a query at position p sees the keys (p - window, p]; None: all of [0, p].
@@ -212,8 +212,15 @@ def _check_tensors(
                 f"{name} is {cache.dtype}, it must be {q.dtype} like q or one of {KV_DTYPES}, "
                 "and both caches the same"
             )
+        if (cache.element_size() == 1) != (shape.kv_bits == 8):
+            raise UnsupportedError(f"{name} is {cache.dtype}, the plan is for {shape.kv_bits} bits")
         if len(cache) != len(k_cache):
             raise UnsupportedError(f"v_cache has {len(cache)} blocks, k_cache {len(k_cache)}")
+    if k_cache.stride() != v_cache.stride():
+        raise UnsupportedError(
+            "k_cache and v_cache must have the same strides, they have "
+            f"{k_cache.stride()} and {v_cache.stride()}"
+        )
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     if out is not None:
         tensors["out"] = out

@@ -28,6 +28,8 @@ class AttentionShape:
     head_dim: int
     block_size: int
     """Tokens in a block of the KV cache."""
+    kv_bits: int = 16
+    """Bits of an element of the cache: 8 for FP8, else 16 (also for float32, in tests)."""
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
@@ -45,8 +47,10 @@ class AttentionShape:
         """Refuse what the Triton kernel doesn't take; the reference takes any shape.
 
         Raises:
-            UnsupportedError: the head size or the block size.
+            UnsupportedError: the head size, the block size or the width of the cache.
         """
+        if self.kv_bits not in (8, 16):
+            raise UnsupportedError(f"kv_bits is {self.kv_bits}, it must be 8 or 16")
         if self.head_dim not in HEAD_DIMS:
             raise UnsupportedError(f"head_dim is {self.head_dim}, it must be one of {HEAD_DIMS}")
         in_range = MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE

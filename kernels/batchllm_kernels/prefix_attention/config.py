@@ -48,6 +48,8 @@ class LaunchConfig:
     num_warps: int
     programs_per_processor: int
     """Persistent programs on each multiprocessor (compute unit)."""
+    options: Mapping[str, int]
+    """Further options of Triton's compiler for this vendor, such as `maxnreg`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ def parse_config(given: Mapping[str, Any]) -> ArchConfig:
                 Tiling(**entry["wide"]),
                 entry["num_warps"],
                 entry["programs_per_processor"],
+                entry["options"],
             )
             for entry in given["launch"]
         }

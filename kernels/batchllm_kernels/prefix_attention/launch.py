@@ -1,0 +1,161 @@
+"""Launching the attention kernel on tensors that `api.py` has checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchllm_kernels.prefix_attention import triton_kernel as kernel
+from batchllm_kernels.prefix_attention.config import LaunchConfig
+from batchllm_kernels.prefix_attention.schedule import Schedule
+
+_TRITON_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e4m3fnuz: tl.float8e4b8,
+    torch.float8_e5m2: tl.float8e5,
+}
+_FP8_BITS = {
+    torch.float8_e4m3fn: (kernel.E4M3FN_BITS, 2.0**8),
+    torch.float8_e4m3fnuz: (kernel.E4M3FNUZ_BITS, 2.0**7),
+    torch.float8_e5m2: (kernel.E5M2_BITS, 1.0),
+}
+"""How FP8 is read from its bits, and the power of two by which that comes out too small."""
+_FP8_NATIVE = {
+    "sm90": {torch.float8_e4m3fn, torch.float8_e5m2},
+    "gfx942": {torch.float8_e4m3fnuz},
+}
+"""Formats that an architecture converts by itself."""
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Triton's name for a dtype of queries or caches."""
+    return _TRITON_DTYPES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How the kernel reads the elements of a cache."""
+
+    code: int
+    """`KV_FORMAT` of the kernel."""
+    factor: float
+    """What is to be multiplied into the keys' and values' scales."""
+    as_bits: bool
+    """Whether the cache is passed as uint8."""
+
+
+def kv_format(dtype: torch.dtype, arch: str) -> KVFormat:
+    """How a cache of this dtype is read on an architecture."""
+    if dtype not in _FP8_BITS or dtype in _FP8_NATIVE.get(arch, ()):
+        return KVFormat(kernel.PLAIN, 1.0, as_bits=False)
+    code, factor = _FP8_BITS[dtype]
+    return KVFormat(code, factor, as_bits=True)
+
+
+def kernel_constants(
+    launch: LaunchConfig,
+    *,
+    head_dim: int,
+    heads_per_kv: int,
+    num_kv_heads: int,
+    block_size: int,
+    dot_dtype: tl.dtype,
+    kv_code: int,
+    window: int | None,
+    has_soft_cap: bool,
+) -> dict[str, object]:
+    """The kernel's compile-time arguments."""
+    dims = triton.next_power_of_2(head_dim)
+    smallest_block_m = triton.next_power_of_2(heads_per_kv)
+    return {
+        "WINDOW": window or 0,
+        "HAS_SOFT_CAP": has_soft_cap,
+        "KV_FORMAT": kv_code,
+        "DOT_DTYPE": dot_dtype,
+        "HEADS_PER_KV": heads_per_kv,
+        "KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "DIMS": dims,
+        "NARROW_M": max(launch.narrow.block_m, smallest_block_m),
+        "NARROW_N": launch.narrow.block_n,
+        "NARROW_STAGES": launch.narrow.num_stages,
+        "WIDE_M": max(launch.wide.block_m, smallest_block_m),
+        "WIDE_N": launch.wide.block_n,
+        "WIDE_STAGES": launch.wide.num_stages,
+        "MERGE_M": max(16, 4096 // dims),
+    }
+
+
+def launch_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    schedule: Schedule,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """Attend in one layer: one launch. Writes `out` and the schedule's partials."""
+    shape, launch = schedule.shape, schedule.launch
+    interpreted = q.device.type == "cpu"
+    reading = kv_format(k_cache.dtype, schedule.arch)
+    if reading.as_bits:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    dot_dtype = triton_dtype(q.dtype)
+    if interpreted and dot_dtype is tl.bfloat16:
+        dot_dtype = tl.float32  # the interpreter multiplies bfloat16 as integers
+    scale *= k_scale * reading.factor
+    if soft_cap is None:
+        scale *= math.log2(math.e)
+    constants = kernel_constants(
+        launch,
+        head_dim=shape.head_dim,
+        heads_per_kv=shape.heads_per_kv,
+        num_kv_heads=shape.num_kv_heads,
+        block_size=shape.block_size,
+        dot_dtype=dot_dtype,
+        kv_code=reading.code,
+        window=window,
+        has_soft_cap=soft_cap is not None,
+    )
+    kernel.prefix_attention_kernel[(schedule.max_programs,)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        schedule.block_table,
+        schedule.header,
+        schedule.tiles,
+        schedule.members,
+        schedule.counters,
+        schedule.partial_out,
+        schedule.partial_lse,
+        scale,
+        soft_cap or 1.0,
+        v_scale * reading.factor,
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        out.stride(0),
+        out.stride(1),
+        schedule.block_table.stride(0),
+        **constants,
+        num_warps=launch.num_warps,
+        num_stages=1,
+        **launch.options,
+    )

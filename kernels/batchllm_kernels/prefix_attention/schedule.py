@@ -1,0 +1,217 @@
+"""A step's work, laid out on the device in buffers that live as long as their `Scheduler`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from batchllm_kernels.prefix_attention import schedule_kernels as kernels
+from batchllm_kernels.prefix_attention.batch import AttentionShape, BatchLimits, PagedBatch
+from batchllm_kernels.prefix_attention.config import ArchConfig, LaunchConfig
+from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE
+from batchllm_kernels.prefix_attention.tiles import HEADER_FIELDS, MEMBER_FIELDS, TILE_FIELDS
+
+PIECE_ALIGN = 128
+"""Pieces of a context are cut at multiples of this many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the attention kernel reads; `tiles.py` says what the records mean.
+
+    Lies in its scheduler's buffers: the next `Scheduler.build` writes over it. All addresses
+    stay the same, so a captured graph can be replayed after a new build.
+    """
+
+    shape: AttentionShape
+    arch: str
+    launch: LaunchConfig
+    block_table: Tensor
+    header: Tensor
+    """[HEADER_FIELDS] int32."""
+    tiles: Tensor
+    """[max_tiles, TILE_FIELDS] int32."""
+    members: Tensor
+    """[max_num_requests, MEMBER_FIELDS] int32."""
+    counters: Tensor
+    """[num_counters, num_kv_heads] int32: zero between launches."""
+    partial_out: Tensor
+    """[max_slots, num_q_heads, head_dim] float32."""
+    partial_lse: Tensor
+    """[max_slots, num_q_heads] float32, to the base 2."""
+    max_programs: int
+    """Persistent programs that have work at the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much the worst batch within the limits needs.
+
+    With W the rows' keys to walk over (each row tile's context, prefixes once) and pieces of at
+    least W / target_pieces tokens, cutting adds at most target_pieces tiles; a part that was cut
+    has less than twice its length in pieces.
+    """
+
+    tiles: int
+    slots: int
+    counters: int
+
+    @classmethod
+    def of(
+        cls, limits: BatchLimits, wide_tokens: int, member_tokens: int, target_pieces: int
+    ) -> Capacity:
+        """From the query tokens of a wide tile and of a group's member at the most."""
+        requests = limits.max_num_requests
+        row_tiles = requests + limits.max_num_tokens // wide_tokens
+        stacked = requests * member_tokens
+        return cls(
+            tiles=row_tiles + requests + target_pieces,
+            slots=stacked
+            + min(stacked, limits.max_num_tokens)
+            + 2 * wide_tokens * (target_pieces + 1),
+            counters=requests + target_pieces + 1,
+        )
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors (compute units) of a device; 1 for Triton's interpreter."""
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class Scheduler:
+    """Groups a step's requests and cuts its work into tiles, on the device.
+
+    Args:
+        shape: heads and blocks.
+        limits: the largest batch that will come.
+        config: the architecture's settings.
+        device: where everything lies; memory for it is taken here.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, limits: BatchLimits, config: ArchConfig, device: torch.device
+    ) -> None:
+        launch = config.launch_config(shape.head_dim, shape.kv_bits)
+        self._shape, self._limits, self._config, self._launch = shape, limits, config, launch
+        self._narrow_tokens = tile_tokens(launch.narrow.block_m, shape.heads_per_kv)
+        self._wide_tokens = tile_tokens(launch.wide.block_m, shape.heads_per_kv)
+        self._member_tokens = min(config.gate.max_member_tokens, self._wide_tokens)
+        self.max_programs = num_processors(device) * launch.programs_per_processor
+        pieces = self.max_programs * config.split.pieces_per_program
+        self._target_pieces = max(1, pieces // shape.num_kv_heads)
+        self.capacity = Capacity.of(
+            limits, self._wide_tokens, self._member_tokens, self._target_pieces
+        )
+
+        def ints(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        requests = limits.max_num_requests
+        self._padded_requests = triton.next_power_of_2(max(requests, 16))
+        self._depths, self._leaders, self._final_leaders = (ints(requests) for _ in range(3))
+        self._prefix_lens, self._ranks, self._degrees = (ints(requests) for _ in range(3))
+        self._longest = ints(requests)
+        self._min_prefix = ints(MAX_GATED_DEGREE + 1)
+        self._min_prefix.copy_(torch.tensor(config.gate.min_prefix_by_degree()))
+        self._header = ints(HEADER_FIELDS)
+        self._tiles = ints(self.capacity.tiles, TILE_FIELDS)
+        self._members = ints(requests, MEMBER_FIELDS)
+        self._counters = ints(self.capacity.counters, shape.num_kv_heads)
+        slots = (self.capacity.slots, shape.num_q_heads)
+        self._partial_out = torch.empty(*slots, shape.head_dim, device=device)
+        self._partial_lse = torch.empty(*slots, device=device)
+
+    def build(self, batch: PagedBatch) -> Schedule:
+        """Lay out a step: four small launches, none waited for.
+
+        Mutates the buffers of the schedule built before.
+        """
+        num_requests = batch.num_requests
+        requests = self._padded_requests
+        table_stride = batch.block_table.stride(0)
+        grid = (num_requests,)
+        if num_requests == 0:
+            self._header.zero_()
+            return self._schedule(batch)
+        kernels.find_depths[grid](
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            self._depths,
+            table_stride,
+            num_requests,
+            self._member_tokens,
+            batch.block_table.shape[1].bit_length(),
+            BLOCK_SIZE=self._shape.block_size,
+            REQUESTS=requests,
+        )
+        kernels.find_leaders[grid](
+            batch.block_table,
+            self._depths,
+            self._leaders,
+            table_stride,
+            num_requests,
+            REQUESTS=requests,
+            BLOCKS=128,
+        )
+        kernels.measure_groups[grid](
+            batch.query_start_loc,
+            self._depths,
+            self._leaders,
+            self._min_prefix,
+            self._final_leaders,
+            self._prefix_lens,
+            self._ranks,
+            self._degrees,
+            self._longest,
+            num_requests,
+            MAX_DEGREE=MAX_GATED_DEGREE,
+            BLOCK_SIZE=self._shape.block_size,
+            REQUESTS=requests,
+        )
+        kernels.lay_out[grid](
+            batch.query_start_loc,
+            batch.seq_lens,
+            self._final_leaders,
+            self._prefix_lens,
+            self._ranks,
+            self._degrees,
+            self._longest,
+            self._header,
+            self._tiles,
+            self._members,
+            num_requests,
+            self._config.split.min_tokens,
+            self._target_pieces,
+            self._limits.max_num_requests,
+            PIECE_ALIGN=PIECE_ALIGN,
+            NARROW_TOKENS=self._narrow_tokens,
+            WIDE_TOKENS=self._wide_tokens,
+            REQUESTS=requests,
+        )
+        return self._schedule(batch)
+
+    def _schedule(self, batch: PagedBatch) -> Schedule:
+        return Schedule(
+            self._shape,
+            self._config.arch,
+            self._launch,
+            batch.block_table,
+            self._header,
+            self._tiles,
+            self._members,
+            self._counters,
+            self._partial_out,
+            self._partial_lse,
+            self.max_programs,
+        )
+
+
+def tile_tokens(block_m: int, heads_per_kv: int) -> int:
+    """Query tokens that fit in a tile's rows."""
+    return max(1, block_m // heads_per_kv)
