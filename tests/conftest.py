@@ -20,6 +20,10 @@ settings.load_profile("batchllm")
 # Read once, when these libraries are imported: no test may reach for a model on the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# Triton's own functions are made for the interpreter or for a GPU when they are imported, so this
+# comes before every import. Tests of the compiler run in processes of their own.
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # as it has been; Triton 3.9 warns of a new default
 # matplotlib keeps a list of fonts there; found again by the next run of the tests.
 os.environ["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), f"batchllm-matplotlib-{os.getuid()}"))
 

@@ -16,7 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,6 +86,8 @@ class Report:
     arch: str
     head_dim: int
     kv_dtype: str
+    extras: str
+    """What it has beside plain causal attention."""
     registers: int
     """Of a thread (lane)."""
     spill_bytes: int
@@ -99,17 +101,17 @@ class Report:
 
 
 def shipped_variants(arch: str) -> Iterator[Variant]:
-    """A variant for each entry of an architecture's settings and each format of its width."""
+    """Each entry of an architecture's settings: plain, and with window and soft cap at once."""
     for (head_dim, kv_bits), launch in load_config(arch).launch.items():
-        for kv_dtype in _kv_dtypes(arch, kv_bits):
-            yield Variant(arch, head_dim, kv_dtype, launch)
+        kv_dtype = torch.bfloat16 if kv_bits == 16 else fp8_dtype(arch)
+        plain = Variant(arch, head_dim, kv_dtype, launch)
+        yield plain
+        yield replace(plain, window=4096, has_soft_cap=True)
 
 
-def _kv_dtypes(arch: str, kv_bits: int) -> list[torch.dtype]:
-    if kv_bits == 16:
-        return [torch.bfloat16]
-    # MI300's own FP8 has another bias; vLLM stores keys in what the chip has.
-    return [torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn]
+def fp8_dtype(arch: str) -> torch.dtype:
+    """The format of FP8 caches: MI300's has another bias, and vLLM stores keys in that."""
+    return torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
 
 
 def compile_variant(variant: Variant) -> Report:
@@ -145,6 +147,7 @@ def compile_variant(variant: Variant) -> Report:
         variant.arch,
         variant.head_dim,
         str(variant.kv_dtype).removeprefix("torch."),
+        "window, soft cap" if variant.window else "",
         registers,
         spill_bytes,
         shared,
@@ -221,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", action="append", choices=sorted(ARCHITECTURES))
     parser.add_argument("--json", type=Path, help="write the reports there")
     options = parser.parse_args(arguments)
-    print("arch    head_dim  KV               registers  spilled  shared  programs (wanted)")
+    print("arch    head_dim  KV               registers  spilled  shared  programs (wanted)  with")
     reports = []
     for arch in options.arch or ARCHITECTURES:
         for variant in shipped_variants(arch):
@@ -230,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(
                 f"{report.arch:<7} {report.head_dim:>8}  {report.kv_dtype:<15} "
                 f"{report.registers:>10} {report.spill_bytes:>8} {report.shared_bytes:>7} "
-                f"{report.programs:>9} ({report.wanted_programs})"
+                f"{report.programs:>9} ({report.wanted_programs})       {report.extras}"
                 + (f"  FAULT: {report.fault}" if report.fault else ""),
                 flush=True,
             )

@@ -149,10 +149,10 @@ def _online_softmax_update(
         v = _decode(v, KV_FORMAT, DOT_DTYPE)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFT_CAP:
-            # tanh by exp2, which saturates where tanh does.
-            doubled = scores * (2.0 / soft_cap * _LOG2_E)
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
-            scores *= _LOG2_E
+            # tanh |x| = (1 - e^-2|x|) / (1 + e^-2|x|): nothing overflows.
+            decay = tl.exp2(tl.abs(scores) * (-2.0 / soft_cap * _LOG2_E))
+            capped = soft_cap * _LOG2_E * (1.0 - decay) / (1.0 + decay)
+            scores = tl.where(scores < 0, -capped, capped)
         if IS_MASKED:
             sees = is_key[None, :] & (keys[None, :] <= positions[:, None])
             if WINDOW > 0:
