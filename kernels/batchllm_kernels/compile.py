@@ -1,10 +1,10 @@
 """Compile every shipped kernel ahead of time, for chips that needn't be there.
 
-    python -m batchllm_kernels.compile [--arch sm90 ...] [--json FILE]
+    python -m batchllm_kernels.compile [--arch sm90 ...] [--jobs N] [--json FILE]
 
-For each entry of the architectures' settings: registers, bytes spilled, shared memory, and how
-many programs fit a multiprocessor at once. Exits with 1 if an entry doesn't compile, spills more
-than `MAX_SPILL_BYTES`, or doesn't fit the chip as often as its settings say.
+For the kernels that lay out a step, and for each entry of the architectures' settings: registers,
+bytes spilled, shared memory, and how many programs fit a multiprocessor at once. Exits with 1 if a
+kernel spills more than `MAX_SPILL_BYTES` or doesn't fit the chip as often as its settings say.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,17 +29,20 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchllm_kernels.prefix_attention import load_config
+from batchllm_kernels.prefix_attention import load_config, schedule_kernels
 from batchllm_kernels.prefix_attention.config import ARCHITECTURES, LaunchConfig
+from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE
 from batchllm_kernels.prefix_attention.launch import (
     kernel_constants,
     kv_format,
     triton_dtype,
 )
+from batchllm_kernels.prefix_attention.schedule import PIECE_ALIGN
 from batchllm_kernels.prefix_attention.triton_kernel import PLAIN, prefix_attention_kernel
 
 MAX_SPILL_BYTES: Final = 0
 """Bytes of registers that a thread may spill to memory."""
+SCHEDULE_KERNELS: Final = ("find_depths", "find_leaders", "measure_groups", "lay_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +86,9 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What the compiler made of a variant."""
+class Usage:
+    """What a compiled kernel takes of its chip."""
 
-    arch: str
-    head_dim: int
-    kv_dtype: str
-    extras: str
-    """What it has beside plain causal attention."""
     registers: int
     """Of a thread (lane)."""
     spill_bytes: int
@@ -95,9 +96,19 @@ class Report:
     shared_bytes: int
     programs: int
     """That fit a multiprocessor at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the compiler made of a kernel."""
+
+    arch: str
+    kernel: str
+    usage: Usage
     wanted_programs: int
+    """On a multiprocessor, by the settings."""
     fault: str | None
-    """Why this entry must not ship."""
+    """Why this must not ship."""
 
 
 def shipped_variants(arch: str) -> Iterator[Variant]:
@@ -115,13 +126,57 @@ def fp8_dtype(arch: str) -> torch.dtype:
 
 
 def compile_variant(variant: Variant) -> Report:
-    """Compile for a chip that needn't be there, and read what the compiler says.
+    """Compile the attention kernel for a chip that needn't be there.
 
     Raises:
         triton.CompilationError: the kernel can't be compiled.
     """
     chip = CHIPS[variant.arch]
-    source, options = _source(variant)
+    threads = variant.launch.num_warps * chip.target.warp_size
+    usage = _compile(chip, *_source(variant), threads)
+    wanted = variant.launch.programs_per_processor
+    fault = None
+    if usage.shared_bytes > chip.shared_bytes_per_program:
+        fault = f"needs {usage.shared_bytes} bytes of {chip.shared_bytes_per_program} shared memory"
+    elif usage.spill_bytes > MAX_SPILL_BYTES:
+        fault = f"spills {usage.spill_bytes} bytes"
+    elif usage.programs < wanted:
+        fault = f"{usage.programs} programs fit at once, the settings want {wanted}"
+    kv_dtype = str(variant.kv_dtype).removeprefix("torch.")
+    extras = ", window, soft cap" if variant.window else ""
+    name = f"attention, {variant.head_dim}, {kv_dtype}{extras}"
+    return Report(variant.arch, name, usage, wanted, fault)
+
+
+def compile_schedule_kernel(arch: str, name: str) -> Report:
+    """Compile one of the kernels that lay out a step, for 1,024 requests.
+
+    Raises:
+        triton.CompilationError: the kernel can't be compiled.
+    """
+    chip = CHIPS[arch]
+    constants = {
+        "BLOCK_SIZE": 16,
+        "REQUESTS": 1024,
+        "BLOCKS": 128,
+        "MAX_DEGREE": MAX_GATED_DEGREE,
+        "PIECE_ALIGN": PIECE_ALIGN,
+        "NARROW_TOKENS": 4,
+        "WIDE_TOKENS": 16,
+    }
+    scalars = {"table_stride", "num_requests", "max_member_tokens", "num_probes"}
+    scalars |= {"min_piece_tokens", "target_pieces", "first_own_counter"}
+    kernel = getattr(schedule_kernels, name)
+    types = {
+        arg: "constexpr" if arg in constants else "i32" if arg in scalars else "*i32"
+        for arg in kernel.arg_names
+    }
+    usage = _compile(chip, *_ast_source(kernel, types, constants), 4 * chip.target.warp_size)
+    fault = f"spills {usage.spill_bytes} bytes" if usage.spill_bytes > MAX_SPILL_BYTES else None
+    return Report(arch, name, usage, 1, fault)
+
+
+def _compile(chip: Chip, source: ASTSource, options: dict[str, Any], threads: int) -> Usage:
     said = io.StringIO()
     # A cached kernel would come without the assembler's word on it.
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
@@ -132,29 +187,9 @@ def compile_variant(variant: Variant) -> Report:
         registers, spill_bytes = _ptxas_usage(said.getvalue())
     else:
         registers, spill_bytes = _amdgcn_usage(compiled.asm["amdgcn"])
-    threads = variant.launch.num_warps * chip.target.warp_size
     shared = compiled.metadata.shared
     programs = _programs_at_once(chip, registers, shared, threads)
-    wanted = variant.launch.programs_per_processor
-    fault = None
-    if shared > chip.shared_bytes_per_program:
-        fault = f"{shared} bytes of shared memory, {chip.shared_bytes_per_program} there are"
-    elif spill_bytes > MAX_SPILL_BYTES:
-        fault = f"spills {spill_bytes} bytes"
-    elif programs < wanted:
-        fault = f"{programs} programs fit at once, the settings want {wanted}"
-    return Report(
-        variant.arch,
-        variant.head_dim,
-        str(variant.kv_dtype).removeprefix("torch."),
-        "window, soft cap" if variant.window else "",
-        registers,
-        spill_bytes,
-        shared,
-        programs,
-        wanted,
-        fault,
-    )
+    return Usage(registers, spill_bytes, shared, programs)
 
 
 def _source(variant: Variant) -> tuple[ASTSource, dict[str, Any]]:
@@ -172,28 +207,33 @@ def _source(variant: Variant) -> tuple[ASTSource, dict[str, Any]]:
     )
     q = "*" + triton_dtype(variant.q_dtype).name
     kv = "*u8" if reading.code != PLAIN else "*" + triton_dtype(variant.kv_dtype).name
-    types = {"q": q, "out": q, "k_cache": kv, "v_cache": kv}
+    types = dict.fromkeys(prefix_attention_kernel.arg_names, "*i32")
+    types |= {"q": q, "out": q, "k_cache": kv, "v_cache": kv}
     types |= {"partial_out": "*fp32", "partial_lse": "*fp32"}
     types |= dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32")
-    names = prefix_attention_kernel.arg_names
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else types.get(name, "i32" if name.startswith("stride") else "*i32")
-        for name in names
-    }
-    at = {name: (idx,) for idx, name in enumerate(names)}
-    aligned = [name for name, kind in signature.items() if kind.startswith("*")]
-    aligned += [name for name in names if name.startswith("stride") and name != "stride_table"]
-    return (
-        ASTSource(
-            prefix_attention_kernel,
-            signature=signature,
-            constexprs={at[name]: value for name, value in constants.items()},
-            attrs={at[name]: [["tt.divisibility", 16]] for name in aligned},
-        ),
-        {"num_warps": variant.launch.num_warps, "num_stages": 1, **variant.launch.options},
+    types |= {name: "i32" for name in types if name.startswith("stride")}
+    types |= dict.fromkeys(constants, "constexpr")
+    source, options = _ast_source(prefix_attention_kernel, types, constants)
+    return source, {**options, "num_warps": variant.launch.num_warps, **variant.launch.options}
+
+
+def _ast_source(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any]
+) -> tuple[ASTSource, dict[str, Any]]:
+    """A kernel as a launch would compile it: pointers and strides are multiples of 16."""
+    at = {name: (idx,) for idx, name in enumerate(kernel.arg_names)}
+    aligned = [
+        name
+        for name, kind in types.items()
+        if kind.startswith("*") or (name.startswith("stride") and name != "stride_table")
+    ]
+    source = ASTSource(
+        kernel,
+        signature=types,
+        constexprs={at[name]: value for name, value in constants.items() if name in at},
+        attrs={at[name]: [["tt.divisibility", 16]] for name in aligned},
     )
+    return source, {"num_stages": 1}
 
 
 def _ptxas_usage(log: str) -> tuple[int, int]:
@@ -218,25 +258,36 @@ def _programs_at_once(chip: Chip, registers: int, shared: int, threads: int) -> 
     return min(by_registers, by_shared, chip.max_threads // threads)
 
 
+def _report(job: Variant | tuple[str, str]) -> Report:
+    return compile_variant(job) if isinstance(job, Variant) else compile_schedule_kernel(*job)
+
+
+def _line(report: Report) -> str:
+    usage = report.usage
+    return (
+        f"{report.arch:<7} {usage.registers:>9} {usage.spill_bytes:>8} {usage.shared_bytes:>7} "
+        f"{usage.programs:>9} ({report.wanted_programs})       {report.kernel}"
+        + (f"  FAULT: {report.fault}" if report.fault else "")
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a table, and say whether everything may ship."""
     parser = argparse.ArgumentParser(prog="python -m batchllm_kernels.compile")
     parser.add_argument("--arch", action="append", choices=sorted(ARCHITECTURES))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")
     parser.add_argument("--json", type=Path, help="write the reports there")
     options = parser.parse_args(arguments)
-    print("arch    head_dim  KV               registers  spilled  shared  programs (wanted)  with")
-    reports = []
+    print("arch    registers  spilled  shared  programs (wanted)  kernel")
+    jobs: list[Variant | tuple[str, str]] = []
     for arch in options.arch or ARCHITECTURES:
-        for variant in shipped_variants(arch):
-            report = compile_variant(variant)
+        jobs += [(arch, name) for name in SCHEDULE_KERNELS]
+        jobs += shipped_variants(arch)
+    reports = []
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for report in pool.map(_report, jobs):
             reports.append(report)
-            print(
-                f"{report.arch:<7} {report.head_dim:>8}  {report.kv_dtype:<15} "
-                f"{report.registers:>10} {report.spill_bytes:>8} {report.shared_bytes:>7} "
-                f"{report.programs:>9} ({report.wanted_programs})       {report.extras}"
-                + (f"  FAULT: {report.fault}" if report.fault else ""),
-                flush=True,
-            )
+            print(_line(report), flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(report) for report in reports], indent=2))
     return 1 if any(report.fault for report in reports) else 0

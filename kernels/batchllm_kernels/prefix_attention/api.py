@@ -10,7 +10,7 @@ refuses with the constraint's name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -111,6 +111,42 @@ class StepPlanner:
             return StepPlan(batch, self.shape, None, self._scheduler.build(batch))
         prefixes = find_shared_prefixes(batch, self.shape.block_size, self.gate)
         return StepPlan(batch, self.shape, prefixes, None)
+
+    def warm_up(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        variants: Iterable[tuple[int | None, float | None]] = ((None, None),),
+    ) -> None:
+        """Compile now what steps will launch, so that none of them waits for a compiler.
+
+        Runs an empty step over each variant, and so leaves every tensor as it was. Compiled kernels
+        are kept in Triton's cache (`TRITON_CACHE_DIR`), which can be shipped in an image.
+
+        Args:
+            q: at least one token, with the strides and the dtype that queries will have.
+            k_cache: the cache of any layer.
+            v_cache: likewise.
+            variants: (window, soft_cap) of the layers.
+
+        Raises:
+            UnsupportedError: a tensor can't be taken.
+        """
+        ints = torch.zeros(2, dtype=torch.int32, device=q.device)
+        plan = self.plan(PagedBatch(ints, ints[:1], ints[:1, None]))
+        for window, soft_cap in variants:
+            prefix_attention(
+                q,
+                k_cache,
+                v_cache,
+                plan,
+                scale=1.0,
+                window=window,
+                soft_cap=soft_cap,
+                out=torch.empty_like(q),
+            )
 
 
 def prefix_attention(

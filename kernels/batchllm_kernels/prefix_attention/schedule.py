@@ -100,12 +100,12 @@ class Scheduler:
         self._shape, self._limits, self._config, self._launch = shape, limits, config, launch
         self._narrow_tokens = tile_tokens(launch.narrow.block_m, shape.heads_per_kv)
         self._wide_tokens = tile_tokens(launch.wide.block_m, shape.heads_per_kv)
-        self._member_tokens = min(config.gate.max_member_tokens, self._wide_tokens)
+        self.max_member_tokens = min(config.gate.max_member_tokens, self._wide_tokens)
         self.max_programs = num_processors(device) * launch.programs_per_processor
         pieces = self.max_programs * config.split.pieces_per_program
         self._target_pieces = max(1, pieces // shape.num_kv_heads)
         self.capacity = Capacity.of(
-            limits, self._wide_tokens, self._member_tokens, self._target_pieces
+            limits, self._wide_tokens, self.max_member_tokens, self._target_pieces
         )
 
         def ints(*size: int) -> Tensor:
@@ -145,7 +145,7 @@ class Scheduler:
             self._depths,
             table_stride,
             num_requests,
-            self._member_tokens,
+            self.max_member_tokens,
             batch.block_table.shape[1].bit_length(),
             BLOCK_SIZE=self._shape.block_size,
             REQUESTS=requests,

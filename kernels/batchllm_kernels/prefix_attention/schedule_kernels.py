@@ -65,7 +65,7 @@ def _query_lens(query_start_loc, requests, num_requests):
     return ends - starts
 
 
-@triton.jit(do_not_specialize=["num_requests", "max_member_tokens", "num_probes"])
+@triton.jit(do_not_specialize=["table_stride", "num_requests", "max_member_tokens", "num_probes"])
 def find_depths(
     query_start_loc,
     seq_lens,
@@ -114,7 +114,7 @@ def find_depths(
         tl.store(depths + request, tl.sum(tl.where(others == best, deepest_first, 0)))
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["table_stride", "num_requests"])
 def find_leaders(
     block_table,
     depths,

@@ -362,7 +362,7 @@ def _merge_unit(
         tl.store(out_rows[:, None] + dims[None, :], output.to(out.dtype.element_ty), mask=element)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])
 def prefix_attention_kernel(
     q,
     k_cache,

@@ -1,0 +1,86 @@
+"""Groups by equal block-table rows, and the gate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchllm_kernels.prefix_attention import Gate, PagedBatch, SharedPrefix, find_shared_prefixes
+from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE, NEVER
+
+OPEN = Gate({2: 1}, max_member_tokens=4)
+SIZE = 16
+
+
+def batch_of(tables: list[list[int]], context_lens: list[int], query_lens: list[int]) -> PagedBatch:
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    width = max(map(len, tables))
+    table = torch.tensor([row + [0] * (width - len(row)) for row in tables])
+    lens = torch.tensor(context_lens) + torch.tensor(query_lens)
+    return PagedBatch(starts.int(), lens.int(), table.int())
+
+
+def test_groups_by_equal_rows() -> None:
+    tables = [[1, 2, 9], [7, 8, 3], [1, 2, 4], [7, 8, 5], [6, 0, 0]]
+    batch = batch_of(tables, [40, 40, 40, 33, 20], [1] * 5)
+    assert find_shared_prefixes(batch, SIZE, OPEN) == [
+        SharedPrefix((0, 2), 32),
+        SharedPrefix((1, 3), 32),
+    ]
+
+
+def test_depth_that_saves_most_is_taken() -> None:
+    """An instruction above the documents is shared by all, the documents by fewer."""
+    tables = [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11], [1, 5, 6, 7, 12], [1, 5, 6, 7, 13]]
+    batch = batch_of(tables, [70] * 4, [1] * 4)
+    assert find_shared_prefixes(batch, SIZE, OPEN) == [
+        SharedPrefix((0, 1), 64),
+        SharedPrefix((2, 3), 64),
+    ]
+    # 2 * (1 - 1/4) = 1.5 blocks for each of four are more than 2.5 * (1 - 1/2) for pairs would be.
+    tables = [[1, 2, 10], [1, 2, 11], [1, 2, 12], [1, 2, 13]]
+    batch = batch_of(tables, [40] * 4, [1] * 4)
+    assert find_shared_prefixes(batch, SIZE, OPEN) == [SharedPrefix((0, 1, 2, 3), 32)]
+
+
+def test_only_whole_blocks_from_before_this_step_count() -> None:
+    tables = [[1, 2, 3], [1, 2, 3]]
+    assert find_shared_prefixes(batch_of(tables, [31, 40], [1, 1]), SIZE, OPEN) == [
+        SharedPrefix((0, 1), 16)
+    ]
+    assert find_shared_prefixes(batch_of(tables, [0, 40], [4, 1]), SIZE, OPEN) == []
+
+
+def test_long_chunks_and_padding_take_no_part() -> None:
+    tables = [[1, 2, 3]] * 4
+    batch = batch_of(tables, [40] * 4, [5, 1, 0, 4])
+    assert find_shared_prefixes(batch, SIZE, OPEN) == [SharedPrefix((1, 3), 32)]
+
+
+def test_placeholders_before_equal_blocks_are_no_prefix() -> None:
+    """Sliding windows let blocks go: the tables agree later on, not in front."""
+    batch = batch_of([[0, 0, 7], [3, 4, 7]], [48, 48], [1, 1])
+    assert find_shared_prefixes(batch, SIZE, OPEN) == []
+
+
+@pytest.mark.parametrize(
+    ("degree", "num_blocks", "passes"),
+    [(2, 63, False), (2, 64, True), (3, 64, True), (4, 15, False), (4, 16, True), (9, 16, True)],
+)
+def test_gate_by_degree_and_length(degree: int, num_blocks: int, passes: bool) -> None:
+    gate = Gate({2: 1024, 4: 256}, max_member_tokens=1)
+    tables = [[*range(num_blocks), 1000 + member] for member in range(degree)]
+    batch = batch_of(tables, [num_blocks * SIZE] * degree, [1] * degree)
+    assert bool(find_shared_prefixes(batch, SIZE, gate)) == passes
+
+
+def test_gate_as_a_table() -> None:
+    table = Gate({3: 100, 5: 10}, 1).min_prefix_by_degree()
+    assert table[:7] == [NEVER, NEVER, NEVER, 100, 100, 10, 10]
+    assert len(table) == MAX_GATED_DEGREE + 1
+
+
+@pytest.mark.parametrize(("lengths", "tokens"), [({1: 10}, 1), ({2: 0}, 1), ({2: 10}, 0)], ids=str)
+def test_gates_that_make_no_sense(lengths: dict[int, int], tokens: int) -> None:
+    with pytest.raises(ValueError, match=r"gate|max_member_tokens"):
+        Gate(lengths, tokens)
