@@ -7,6 +7,7 @@ its block table: FlashAttention multiplies what it masks with zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -121,6 +122,16 @@ def run_gate(
             error_norm = float((out.float() - expected).norm() / expected.norm())
             checks.append(Check(contender.name, setting.name, error_norm, MAX_ERROR[dtype]))
     return checks, raised
+
+
+def worst_errors(checks: Sequence[Check]) -> dict[str, float | str]:
+    """By contender; "nan", which JSON has no number for, if any output had one."""
+    errors: dict[str, list[float]] = {}
+    for check in checks:
+        errors.setdefault(check.contender, []).append(check.error)
+    return {
+        name: max(each) if all(map(math.isfinite, each)) else "nan" for name, each in errors.items()
+    }
 
 
 def reference(step: Step, layer: Layer) -> Tensor:

