@@ -1,0 +1,305 @@
+"""Who is measured on a step: our kernel, and the attention that others ship.
+
+A baseline gets what its engine gives it, and does before the layers what its engine does before
+them. What can't be had on this machine is named with the reason, never left out in silence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from batchllm_kernels.prefix_attention import (
+    AttentionShape,
+    BatchLimits,
+    PagedBatch,
+    StepPlanner,
+    prefix_attention,
+)
+from benchmarks.kernel_workloads import CacheLayout, Layer, Step
+
+_MAX_SPLITS_IN_GRAPHS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
+_MIN_LAUNCH_GRID = 128  # vLLM's MIN_LAUNCH_GRID_SIZE_2D
+_NUM_SEGMENTS = 16  # vLLM's NUM_PAR_SOFTMAX_SEGMENTS
+_WORKSPACE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step's layers, ready to be attended with."""
+
+    calls: list[Callable[[], Tensor]]
+    """One for each layer, nothing in it but that layer's attention. Returns its output."""
+    token_order: Tensor | None = None
+    """[num_tokens]: token of the batch behind each row of an output; None: as in the batch."""
+
+    def output(self, layer: int) -> Tensor:
+        """A layer's output, its rows as in the batch."""
+        out = self.calls[layer]()
+        if self.token_order is None:
+            return out
+        in_order = torch.empty_like(out)
+        in_order[self.token_order] = out
+        return in_order
+
+
+class Contender(Protocol):
+    """One attention. `prepare` is what happens once a step."""
+
+    name: str
+
+    def prepare(self, step: Step, layers: Sequence[Layer]) -> Prepared: ...
+
+
+class Ours:
+    """`prefix_attention`: planned once, attended with in every layer."""
+
+    name = "ours"
+
+    def __init__(self, shape: AttentionShape, limits: BatchLimits, device: torch.device) -> None:
+        self.planner = StepPlanner(shape, limits, impl="triton", device=device)
+
+    def prepare(self, step: Step, layers: Sequence[Layer]) -> Prepared:
+        return self.prepare_batch(step.batch, layers)
+
+    def prepare_batch(self, batch: PagedBatch, layers: Sequence[Layer]) -> Prepared:
+        plan = self.planner.plan(batch)
+        scale = self.planner.shape.head_dim**-0.5
+
+        def call(layer: Layer) -> Callable[[], Tensor]:
+            return lambda: prefix_attention(
+                layer.q, layer.k_cache, layer.v_cache, plan, scale=scale, out=layer.out
+            )
+
+        return Prepared([call(layer) for layer in layers])
+
+
+class FlashAttention3:
+    """As vLLM's FlashAttention backend calls it: its schedule made ahead, once a step.
+
+    Args:
+        max_num_splits: 0: FlashAttention's own choice, as vLLM has it without CUDA graphs; 32: as
+            with full graphs.
+    """
+
+    def __init__(self, max_num_splits: int) -> None:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+        try:
+            from vllm.vllm_flash_attn import is_fa_version_supported
+        except ImportError:  # where vLLM 0.25 has it
+            from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
+        if not is_fa_version_supported(3):
+            raise ImportError("vLLM's FlashAttention 3 doesn't support this device")
+        self.name = f"fa3_{max_num_splits}_splits" if max_num_splits else "fa3"
+        self._attend: Any = flash_attn_varlen_func
+        self._schedule: Any = get_scheduler_metadata
+        self._max_num_splits = max_num_splits
+
+    def prepare(self, step: Step, layers: Sequence[Layer]) -> Prepared:
+        shape, batch = step.shape, step.batch
+        max_query_len, max_seq_len = max(step.query_lens), max(step.seq_lens)
+        metadata = self._schedule(
+            batch_size=batch.num_requests,
+            max_seqlen_q=max_query_len,
+            max_seqlen_k=max_seq_len,
+            num_heads_q=shape.num_q_heads,
+            num_heads_kv=shape.num_kv_heads,
+            headdim=shape.head_dim,
+            cache_seqlens=batch.seq_lens,
+            qkv_dtype=layers[0].q.dtype,
+            cu_seqlens_q=batch.query_start_loc,
+            page_size=shape.block_size,
+            causal=True,
+            window_size=(-1, -1),
+            num_splits=self._max_num_splits,
+        )
+
+        def call(layer: Layer) -> Callable[[], Tensor]:
+            def attend() -> Tensor:
+                self._attend(
+                    q=layer.q,
+                    k=layer.k_cache,
+                    v=layer.v_cache,
+                    out=layer.out,
+                    cu_seqlens_q=batch.query_start_loc,
+                    max_seqlen_q=max_query_len,
+                    seqused_k=batch.seq_lens,
+                    max_seqlen_k=max_seq_len,
+                    softmax_scale=shape.head_dim**-0.5,
+                    causal=True,
+                    window_size=[-1, -1],
+                    block_table=batch.block_table,
+                    softcap=0.0,
+                    scheduler_metadata=metadata,
+                    fa_version=3,
+                    num_splits=self._max_num_splits,
+                )
+                return layer.out
+
+            return attend
+
+        return Prepared([call(layer) for layer in layers])
+
+
+class TritonUnified:
+    """vLLM's `unified_attention`, with the buffers that its Triton backend gives it."""
+
+    name = "triton_unified"
+
+    def __init__(self) -> None:
+        try:
+            from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+        except ImportError:  # until vLLM 0.13
+            from vllm.attention.ops.triton_unified_attention import unified_attention
+        self._attend: Any = unified_attention
+        self._known = set(inspect.signature(unified_attention).parameters)
+
+    def prepare(self, step: Step, layers: Sequence[Layer]) -> Prepared:
+        shape, batch = step.shape, step.batch
+        threshold = _MIN_LAUNCH_GRID // shape.num_kv_heads
+        padded = 1 << (shape.head_dim - 1).bit_length()
+        segments = (threshold, shape.num_q_heads, _NUM_SEGMENTS)
+        device = batch.seq_lens.device
+        common = {
+            "cu_seqlens_q": batch.query_start_loc,
+            "max_seqlen_q": max(step.query_lens),
+            "seqused_k": batch.seq_lens,
+            "max_seqlen_k": max(step.seq_lens),
+            "softmax_scale": shape.head_dim**-0.5,
+            "causal": True,
+            "window_size": (-1, -1),
+            "block_table": batch.block_table,
+            "softcap": 0,
+            "q_descale": None,
+            "k_descale": None,
+            "v_descale": None,
+        }
+        for_short_batches = {
+            "seq_threshold_3D": threshold,
+            "num_par_softmax_segments": _NUM_SEGMENTS,
+            "softmax_segm_output": torch.empty(*segments, padded, device=device),
+            "softmax_segm_max": torch.empty(segments, device=device),
+            "softmax_segm_expsum": torch.empty(segments, device=device),
+        }
+        common |= {name: value for name, value in for_short_batches.items() if name in self._known}
+
+        def call(layer: Layer) -> Callable[[], Tensor]:
+            def attend() -> Tensor:
+                self._attend(q=layer.q, k=layer.k_cache, v=layer.v_cache, out=layer.out, **common)
+                return layer.out
+
+            return attend
+
+        return Prepared([call(layer) for layer in layers])
+
+
+class FlashInferCascade:
+    """FlashInfer's cascade: shared prefixes in one launch, own parts in another, then a merge.
+
+    It wants the queries of a group next to each other. They are given so, and the output is left
+    so: putting them in order isn't part of its time.
+    """
+
+    name = "flashinfer_cascade"
+
+    def __init__(self, device: torch.device) -> None:
+        import flashinfer
+
+        self._wrapper: Any = flashinfer.MultiLevelCascadeAttentionWrapper
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def prepare(self, step: Step, layers: Sequence[Layer]) -> Prepared:
+        shape, device = step.shape, step.batch.seq_lens.device
+        size, table = shape.block_size, step.batch.block_table.cpu()
+        starts = step.batch.query_start_loc.tolist()
+        grouped = {row for prefix in step.prefixes for row in prefix.requests}
+        all_groups = [(prefix.requests, prefix.num_tokens // size) for prefix in step.prefixes]
+        alone = [((row,), 0) for row in range(step.batch.num_requests) if row not in grouped]
+        ends, pages, last = ([0], [0]), ([0], [0]), ([], [])  # of both levels
+        blocks: tuple[list[Tensor], list[Tensor]] = ([], [])
+        tokens: list[Tensor] = []
+
+        def add(level: int, num_queries: int, row: int, first: int, end: int, used: int) -> None:
+            ends[level].append(ends[level][-1] + num_queries)
+            pages[level].append(pages[level][-1] + end - first)
+            blocks[level].append(table[row, first:end])
+            last[level].append(used)
+
+        for rows, num_shared in [*all_groups, *alone]:
+            num_queries = sum(step.query_lens[row] for row in rows)
+            add(0, num_queries, rows[0], 0, num_shared, size if num_shared else 0)
+            for row in rows:
+                tokens.append(torch.arange(starts[row], starts[row + 1]))
+                length = step.seq_lens[row]
+                used = (length - 1) % size + 1
+                add(1, step.query_lens[row], row, num_shared, -(-length // size), used)
+
+        def on_device(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        wrapper = self._wrapper(2, self._workspace, "NHD")
+        wrapper.plan(
+            [on_device(each) for each in ends],
+            [on_device(each) for each in pages],
+            [torch.cat(each).to(device) for each in blocks],
+            [on_device(each) for each in last],
+            shape.num_q_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            size,
+            causal=True,
+            sm_scale=shape.head_dim**-0.5,
+            q_data_type=layers[0].q.dtype,
+        )
+        order = torch.cat(tokens).to(device)
+
+        def call(layer: Layer) -> Callable[[], Tensor]:
+            q, cache = layer.q[order], (layer.k_cache, layer.v_cache)
+            return lambda: wrapper.run(q, cache)
+
+        return Prepared([call(layer) for layer in layers], order)
+
+
+def find_baselines(device: torch.device) -> tuple[list[Contender], dict[str, str]]:
+    """Those that this machine has, and why it doesn't have the others, by name."""
+    if device.type == "cpu":
+        names = ("fa3", "triton_unified", "flashinfer_cascade")
+        return [], dict.fromkeys(names, "there is no GPU")
+    found: list[Contender] = []
+    missing: dict[str, str] = {}
+    makers: dict[str, Callable[[], Contender]] = {
+        "fa3": lambda: FlashAttention3(0),
+        f"fa3_{_MAX_SPLITS_IN_GRAPHS}_splits": lambda: FlashAttention3(_MAX_SPLITS_IN_GRAPHS),
+        "triton_unified": TritonUnified,
+        "flashinfer_cascade": lambda: FlashInferCascade(device),
+    }
+    for name, make in makers.items():
+        try:
+            found.append(make())
+        # Whatever keeps somebody else's library from loading is the reason that is reported.
+        except Exception as error:  # noqa: BLE001
+            missing[name] = f"{type(error).__name__}: {error}"
+    return found, missing
+
+
+def vllm_cache_layout(shape: AttentionShape) -> CacheLayout:
+    """How the installed vLLM's FlashAttention backend lays its cache out.
+
+    Raises:
+        ImportError: there is no vLLM here.
+    """
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    num_blocks = 7  # unlike any other number in the shape
+    found = FlashAttentionBackend.get_kv_cache_shape(
+        num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim
+    )
+    if found[0] == 2:
+        return "separate"
+    return "interleaved" if found[1] == 2 and len(found) == 5 else "packed"

