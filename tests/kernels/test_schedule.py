@@ -84,6 +84,7 @@ def test_every_query_sees_each_of_its_keys_once(
     seen: Counter[tuple[int, int]] = Counter()
     slots: Counter[int] = Counter()
     partials: dict[int, list[int]] = {}
+    firsts: Counter[int] = Counter()
     for tile in schedule.tiles[:num_tiles].tolist():
         start, end = tile[t.TILE_KV_START], tile[t.TILE_KV_END]
         assert end - start <= piece
@@ -98,6 +99,7 @@ def test_every_query_sees_each_of_its_keys_once(
         if tile[t.TILE_SLOT] >= 0:
             num_rows = tile[t.TILE_ROWS_MEMBERS] * tile[t.TILE_ROWS_LEN]
             slots.update(range(tile[t.TILE_SLOT], tile[t.TILE_SLOT] + num_rows))
+            firsts[tile[t.TILE_COUNTER]] += bool(tile[t.TILE_FLAGS] & t.IS_FIRST)
             partials.setdefault(tile[t.TILE_COUNTER], []).append(tile[t.TILE_NUM_PARTIALS])
     wanted = {
         (token, key)
@@ -108,6 +110,7 @@ def test_every_query_sees_each_of_its_keys_once(
     assert seen == Counter(wanted)
     assert all(count == 1 for count in slots.values())
     assert all(slot < schedule.header[t.HEADER_SLOTS] for slot in slots)
+    assert all(firsts[counter] == 1 for counter in partials)
     assert all(counts == [len(counts)] * len(counts) for counts in partials.values())
 
 
