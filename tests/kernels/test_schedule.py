@@ -16,6 +16,7 @@ from batchllm_kernels.prefix_attention import (
     AttentionShape,
     BatchLimits,
     Gate,
+    PagedBatch,
     find_shared_prefixes,
     load_config,
 )
@@ -164,6 +165,23 @@ def test_many_short_requests_are_not_cut() -> None:
     schedule, _ = schedule_of(case, replace(CONFIG, split=SplitRule(64, 1)))
     assert schedule.header[t.HEADER_TILES] == 24
     assert schedule.header[t.HEADER_SLOTS] == 0
+
+
+def test_work_beyond_32_bits() -> None:
+    """Only lengths matter here, so no cache has to be that large."""
+    num_requests, tokens, length = 8, 4096, 2**22
+    starts = torch.arange(num_requests + 1, dtype=torch.int32) * tokens
+    lens = torch.full((num_requests,), length, dtype=torch.int32)
+    table = torch.arange(num_requests, dtype=torch.int32)[:, None].repeat(1, 2)
+    limits = BatchLimits(num_requests, num_requests * tokens)
+    scheduler = Scheduler(SHAPE, limits, CONFIG, CPU)
+    schedule = scheduler.build(PagedBatch(starts, lens, table))
+    row_tiles = num_requests * tokens // 16
+    target = scheduler.capacity.counters - num_requests - 1
+    piece = -(-row_tiles * length // target // PIECE_ALIGN) * PIECE_ALIGN
+    assert row_tiles * length > 2**31
+    assert schedule.header[t.HEADER_PIECE] == piece
+    assert schedule.header[t.HEADER_TILES] == row_tiles * -(-length // piece)
 
 
 @pytest.mark.parametrize("num_requests", [0, 1])

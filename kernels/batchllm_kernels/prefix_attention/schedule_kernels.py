@@ -256,9 +256,9 @@ def lay_out(
     head_prefixes = tl.where(is_head, prefixes, 0)
 
     # Pieces of about equal length, as many as fill the device: few requests are split, many not.
-    work = tl.sum(row_tiles * own_lens) + tl.sum(head_prefixes)
+    work = tl.sum(row_tiles.to(tl.int64) * own_lens) + tl.sum(head_prefixes)
     piece = tl.maximum((work + target_pieces - 1) // target_pieces, min_piece_tokens)
-    piece = (piece + PIECE_ALIGN - 1) // PIECE_ALIGN * PIECE_ALIGN
+    piece = ((piece + PIECE_ALIGN - 1) // PIECE_ALIGN * PIECE_ALIGN).to(tl.int32)
     own_pieces = tl.where(query_lens > 0, (own_lens + piece - 1) // piece, 0)
     prefix_pieces = (head_prefixes + piece - 1) // piece
     is_partial = is_shared | (own_pieces > 1)
