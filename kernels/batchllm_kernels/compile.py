@@ -114,13 +114,17 @@ def fp8_dtype(arch: str) -> torch.dtype:
     return torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
 
 
-def compile_variant(variant: Variant) -> Report:
+def compile_variant(variant: Variant, chip: Chip | None = None) -> Report:
     """Compile for a chip that needn't be there, and read what the compiler says.
+
+    Args:
+        variant: the kernel.
+        chip: what to compile for; None: the variant's architecture, which settings ship for.
 
     Raises:
         triton.CompilationError: the kernel can't be compiled.
     """
-    chip = CHIPS[variant.arch]
+    chip = chip or CHIPS[variant.arch]
     source, options = _source(variant)
     said = io.StringIO()
     # A cached kernel would come without the assembler's word on it.
