@@ -101,7 +101,7 @@ def grid_for(vendor: str, head_dim: int, kv_bits: int) -> Grid:
             4: ({"waves_per_eu": 2}, {"waves_per_eu": 2, "matrix_instr_nonkdim": 16}),
             8: ({"waves_per_eu": 2, "matrix_instr_nonkdim": 16},),
         }
-    rows = {4: (32, 64), 8: (64, 128)}
+    rows = {4: (32, 64, 128) if vendor == "amd" else (32, 64), 8: (64, 128)}
     keys = (16, 32) if head_dim == 256 else (32, 64)
     return Grid(
         tuple(Tiling(16, n, count) for n, count in product(steps, stages)),
