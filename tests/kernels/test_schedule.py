@@ -141,6 +141,17 @@ def test_groups_are_those_of_the_reference(
     )
 
 
+@pytest.mark.parametrize(("least", "is_shared"), [(64, True), (65, False)])
+@pytest.mark.parametrize("max_member_tokens", [1, 2])
+def test_gate_at_its_edges(least: int, is_shared: bool, max_member_tokens: int) -> None:
+    case = make_case(SHAPE, [Group(64, ((3, 2), (5, 2), (9, 1), (4, 1)))], seed=5)
+    config = replace(CONFIG, gate=Gate({2: least}, max_member_tokens))
+    schedule, _ = schedule_of(case, config)
+    tiles = schedule.tiles[: int(schedule.header[t.HEADER_PREFIX_TILES])].tolist()
+    members = sum(tile[t.TILE_ROWS_MEMBERS] for tile in tiles)
+    assert members == (2 * max_member_tokens if is_shared else 0)
+
+
 def test_worst_batch_fits() -> None:
     """As many partials as there can be: pairs with a prefix, cut wherever it is allowed."""
     config = replace(CONFIG, gate=Gate({2: 1}, 8), split=SplitRule(1, 64))
