@@ -2,9 +2,10 @@
 
     python -m batchllm_kernels.compile [--arch sm90 ...] [--jobs N] [--json FILE]
 
-For the kernels that lay out a step, and for each entry of the architectures' settings: registers,
-bytes spilled, shared memory, and how many programs fit a multiprocessor at once. Exits with 1 if a
-kernel spills more than `MAX_SPILL_BYTES` or doesn't fit the chip as often as its settings say.
+For the kernels that lay out a step or merge, and for each entry of the architectures' settings:
+registers, bytes spilled, shared memory, and how many programs fit a multiprocessor at once. Exits
+with 1 if a kernel spills more than `MAX_SPILL_BYTES`, or doesn't fit the chip as often as its
+settings say.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -30,18 +32,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from batchllm_kernels.prefix_attention import load_config, schedule_kernels
+from batchllm_kernels.prefix_attention.batch import HEAD_DIMS
 from batchllm_kernels.prefix_attention.config import ARCHITECTURES, LaunchConfig
 from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE
 from batchllm_kernels.prefix_attention.launch import (
     kernel_constants,
     kv_format,
+    merge_constants,
     triton_dtype,
 )
 from batchllm_kernels.prefix_attention.schedule import PIECE_ALIGN
-from batchllm_kernels.prefix_attention.triton_kernel import PLAIN, prefix_attention_kernel
+from batchllm_kernels.prefix_attention.triton_kernel import merge_kernel, prefix_attention_kernel
 
-MAX_SPILL_BYTES: Final = 0
-"""Bytes of registers that a thread may spill to memory."""
+MAX_SPILL_BYTES: Final = 64
+"""Bytes of registers that a thread may spill to memory: 16 of up to 255. Assemblers spill a few
+around the loops, never many in them, and which few changes from one version to the next."""
 SCHEDULE_KERNELS: Final = ("find_depths", "find_leaders", "measure_groups", "lay_out")
 
 
@@ -176,6 +181,23 @@ def compile_schedule_kernel(arch: str, name: str) -> Report:
     return Report(arch, name, usage, 1, fault)
 
 
+def compile_merge_kernel(arch: str, head_dim: int) -> Report:
+    """Compile the kernel that merges where the attention kernel doesn't.
+
+    Raises:
+        triton.CompilationError: the kernel can't be compiled.
+    """
+    chip = CHIPS[arch]
+    launch = load_config(arch).launch_config(head_dim, 16)
+    variant = Variant(arch, head_dim, torch.bfloat16, launch)
+    constants = merge_constants(_constants(variant))
+    types = _types(variant, merge_kernel.arg_names) | dict.fromkeys(constants, "constexpr")
+    threads = launch.num_warps * chip.target.warp_size
+    usage = _compile(chip, *_ast_source(merge_kernel, types, constants), threads)
+    fault = f"spills {usage.spill_bytes} bytes" if usage.spill_bytes > MAX_SPILL_BYTES else None
+    return Report(arch, f"merge, {head_dim}", usage, 1, fault)
+
+
 def _compile(chip: Chip, source: ASTSource, options: dict[str, Any], threads: int) -> Usage:
     said = io.StringIO()
     # A cached kernel would come without the assembler's word on it.
@@ -193,28 +215,36 @@ def _compile(chip: Chip, source: ASTSource, options: dict[str, Any], threads: in
 
 
 def _source(variant: Variant) -> tuple[ASTSource, dict[str, Any]]:
-    reading = kv_format(variant.kv_dtype, variant.arch)
-    constants = kernel_constants(
+    constants = _constants(variant)
+    types = _types(variant, prefix_attention_kernel.arg_names)
+    types |= dict.fromkeys(constants, "constexpr")
+    source, options = _ast_source(prefix_attention_kernel, types, constants)
+    return source, {**options, "num_warps": variant.launch.num_warps, **variant.launch.options}
+
+
+def _constants(variant: Variant) -> dict[str, Any]:
+    return kernel_constants(
         variant.launch,
         head_dim=variant.head_dim,
         heads_per_kv=variant.heads_per_kv,
         num_kv_heads=variant.num_kv_heads,
         block_size=variant.block_size,
         dot_dtype=triton_dtype(variant.q_dtype),
-        kv_code=reading.code,
+        kv_code=kv_format(variant.kv_dtype, variant.arch).code,
         window=variant.window,
         has_soft_cap=variant.has_soft_cap,
+        merge_here=load_config(variant.arch).merge_in_launch,
     )
+
+
+def _types(variant: Variant, names: Sequence[str]) -> dict[str, str]:
     q = "*" + triton_dtype(variant.q_dtype).name
-    kv = "*u8" if reading.code != PLAIN else "*" + triton_dtype(variant.kv_dtype).name
-    types = dict.fromkeys(prefix_attention_kernel.arg_names, "*i32")
-    types |= {"q": q, "out": q, "k_cache": kv, "v_cache": kv}
-    types |= {"partial_out": "*fp32", "partial_lse": "*fp32"}
-    types |= dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32")
-    types |= {name: "i32" for name in types if name.startswith("stride")}
-    types |= dict.fromkeys(constants, "constexpr")
-    source, options = _ast_source(prefix_attention_kernel, types, constants)
-    return source, {**options, "num_warps": variant.launch.num_warps, **variant.launch.options}
+    is_read_as_bits = kv_format(variant.kv_dtype, variant.arch).as_bits
+    kv = "*u8" if is_read_as_bits else "*" + triton_dtype(variant.kv_dtype).name
+    known = {"q": q, "out": q, "k_cache": kv, "v_cache": kv}
+    known |= {"partial_out": "*fp32", "partial_lse": "*fp32"}
+    known |= dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32")
+    return {name: known.get(name, "i32" if name.startswith("stride") else "*i32") for name in names}
 
 
 def _ast_source(
@@ -254,12 +284,21 @@ def _programs_at_once(chip: Chip, registers: int, shared: int, threads: int) -> 
     granule = 8
     registers = -(-registers // granule) * granule
     by_registers = chip.registers // (registers * threads)
-    by_shared = chip.shared_bytes // (shared + (_RESERVED_SHARED_BYTES if is_cuda else 0))
+    by_shared = chip.shared_bytes // max(1, shared + (_RESERVED_SHARED_BYTES if is_cuda else 0))
     return min(by_registers, by_shared, chip.max_threads // threads)
 
 
-def _report(job: Variant | tuple[str, str]) -> Report:
-    return compile_variant(job) if isinstance(job, Variant) else compile_schedule_kernel(*job)
+def _jobs(arch: str) -> Iterator[partial[Report]]:
+    for name in SCHEDULE_KERNELS:
+        yield partial(compile_schedule_kernel, arch, name)
+    for head_dim in HEAD_DIMS:
+        yield partial(compile_merge_kernel, arch, head_dim)
+    for variant in shipped_variants(arch):
+        yield partial(compile_variant, variant)
+
+
+def _run(job: partial[Report]) -> Report:
+    return job()
 
 
 def _line(report: Report) -> str:
@@ -279,13 +318,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the reports there")
     options = parser.parse_args(arguments)
     print("arch    registers  spilled  shared  programs (wanted)  kernel")
-    jobs: list[Variant | tuple[str, str]] = []
-    for arch in options.arch or ARCHITECTURES:
-        jobs += [(arch, name) for name in SCHEDULE_KERNELS]
-        jobs += shipped_variants(arch)
+    jobs = [job for arch in options.arch or ARCHITECTURES for job in _jobs(arch)]
     reports = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for report in pool.map(_report, jobs):
+        for report in pool.map(_run, jobs):
             reports.append(report)
             print(_line(report), flush=True)
     if options.json:

@@ -246,6 +246,14 @@ def test_merging_waits_for_nobody(seed: int) -> None:
     assert_close(attend(case, plan), case)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_merging_in_a_launch_of_its_own(seed: int) -> None:
+    groups = [Group(1024, ((1, 1), (700, 1), (40, 2))), Group(0, ((1100, 9),)), *MIXED]
+    case = make_case(SHAPE, groups, seed=seed)
+    config = replace(load_config("cpu"), merge_in_launch=False)
+    assert_close(attend(case, planner_for(case, config=config).plan(case.batch)), case)
+
+
 def test_partials_of_an_earlier_step_are_never_read() -> None:
     groups = [Group(1024, ((1, 1), (700, 1), (40, 2))), *MIXED]
     first = make_case(SHAPE, groups, seed=15)

@@ -16,6 +16,7 @@ from batchllm_kernels.prefix_attention import (
     AttentionShape,
     BatchLimits,
     Gate,
+    PagedBatch,
     find_shared_prefixes,
     load_config,
 )
@@ -84,6 +85,7 @@ def test_every_query_sees_each_of_its_keys_once(
     seen: Counter[tuple[int, int]] = Counter()
     slots: Counter[int] = Counter()
     partials: dict[int, list[int]] = {}
+    firsts: Counter[int] = Counter()
     for tile in schedule.tiles[:num_tiles].tolist():
         start, end = tile[t.TILE_KV_START], tile[t.TILE_KV_END]
         assert end - start <= piece
@@ -98,6 +100,7 @@ def test_every_query_sees_each_of_its_keys_once(
         if tile[t.TILE_SLOT] >= 0:
             num_rows = tile[t.TILE_ROWS_MEMBERS] * tile[t.TILE_ROWS_LEN]
             slots.update(range(tile[t.TILE_SLOT], tile[t.TILE_SLOT] + num_rows))
+            firsts[tile[t.TILE_COUNTER]] += bool(tile[t.TILE_FLAGS] & t.IS_FIRST)
             partials.setdefault(tile[t.TILE_COUNTER], []).append(tile[t.TILE_NUM_PARTIALS])
     wanted = {
         (token, key)
@@ -108,6 +111,7 @@ def test_every_query_sees_each_of_its_keys_once(
     assert seen == Counter(wanted)
     assert all(count == 1 for count in slots.values())
     assert all(slot < schedule.header[t.HEADER_SLOTS] for slot in slots)
+    assert all(firsts[counter] == 1 for counter in partials)
     assert all(counts == [len(counts)] * len(counts) for counts in partials.values())
 
 
@@ -161,6 +165,23 @@ def test_many_short_requests_are_not_cut() -> None:
     schedule, _ = schedule_of(case, replace(CONFIG, split=SplitRule(64, 1)))
     assert schedule.header[t.HEADER_TILES] == 24
     assert schedule.header[t.HEADER_SLOTS] == 0
+
+
+def test_work_beyond_32_bits() -> None:
+    """Only lengths matter here, so no cache has to be that large."""
+    num_requests, tokens, length = 8, 4096, 2**22
+    starts = torch.arange(num_requests + 1, dtype=torch.int32) * tokens
+    lens = torch.full((num_requests,), length, dtype=torch.int32)
+    table = torch.arange(num_requests, dtype=torch.int32)[:, None].repeat(1, 2)
+    limits = BatchLimits(num_requests, num_requests * tokens)
+    scheduler = Scheduler(SHAPE, limits, CONFIG, CPU)
+    schedule = scheduler.build(PagedBatch(starts, lens, table))
+    row_tiles = num_requests * tokens // 16
+    target = scheduler.capacity.counters - num_requests - 1
+    piece = -(-row_tiles * length // target // PIECE_ALIGN) * PIECE_ALIGN
+    assert row_tiles * length > 2**31
+    assert schedule.header[t.HEADER_PIECE] == piece
+    assert schedule.header[t.HEADER_TILES] == row_tiles * -(-length // piece)
 
 
 @pytest.mark.parametrize("num_requests", [0, 1])

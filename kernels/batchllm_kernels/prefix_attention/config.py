@@ -73,6 +73,8 @@ class ArchConfig:
     arch: str
     gate: Gate
     split: SplitRule
+    merge_in_launch: bool
+    """Whether the last tile of a unit merges it; else a second launch does."""
     launch: Mapping[tuple[int, int], LaunchConfig]
     """By (head_dim, bits of a KV element)."""
     tuned_on: str | None
@@ -144,7 +146,12 @@ def parse_config(given: Mapping[str, Any]) -> ArchConfig:
             for entry in given["launch"]
         }
         config = ArchConfig(
-            given["arch"], gate, SplitRule(**given["split"]), launch, given["tuned_on"]
+            given["arch"],
+            gate,
+            SplitRule(**given["split"]),
+            given["merge_in_launch"],
+            launch,
+            given["tuned_on"],
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"settings of {given.get('arch')}: {error!r}") from error

@@ -71,6 +71,7 @@ def kernel_constants(
     kv_code: int,
     window: int | None,
     has_soft_cap: bool,
+    merge_here: bool,
 ) -> dict[str, object]:
     """The kernel's compile-time arguments."""
     dims = triton.next_power_of_2(head_dim)
@@ -92,7 +93,14 @@ def kernel_constants(
         "WIDE_N": launch.wide.block_n,
         "WIDE_STAGES": launch.wide.num_stages,
         "MERGE_M": max(16, 4096 // dims),
+        "MERGE_HERE": merge_here,
     }
+
+
+def merge_constants(constants: dict[str, object]) -> dict[str, object]:
+    """Those of the attention kernel's compile-time arguments that `merge_kernel` has too."""
+    names = kernel.merge_kernel.arg_names
+    return {name: value for name, value in constants.items() if name in names}
 
 
 def launch_attention(
@@ -108,7 +116,10 @@ def launch_attention(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Attend in one layer: one launch. Writes `out` and the schedule's partials."""
+    """Attend in one layer: one launch, or two where the first can't merge.
+
+    Writes `out` and the schedule's partials.
+    """
     shape, launch = schedule.shape, schedule.launch
     interpreted = q.device.type == "cpu"
     reading = kv_format(k_cache.dtype, schedule.arch)
@@ -130,6 +141,7 @@ def launch_attention(
         kv_code=reading.code,
         window=window,
         has_soft_cap=soft_cap is not None,
+        merge_here=schedule.merge_in_launch,
     )
     kernel.prefix_attention_kernel[(schedule.max_programs,)](
         q,
@@ -159,3 +171,16 @@ def launch_attention(
         num_stages=1,
         **launch.options,
     )
+    if not schedule.merge_in_launch:
+        kernel.merge_kernel[(schedule.max_programs,)](
+            out,
+            schedule.header,
+            schedule.tiles,
+            schedule.members,
+            schedule.partial_out,
+            schedule.partial_lse,
+            out.stride(0),
+            out.stride(1),
+            **merge_constants(constants),
+            num_warps=launch.num_warps,
+        )

@@ -29,6 +29,7 @@ class Schedule:
     shape: AttentionShape
     arch: str
     launch: LaunchConfig
+    merge_in_launch: bool
     block_table: Tensor
     header: Tensor
     """[HEADER_FIELDS] int32."""
@@ -201,6 +202,7 @@ class Scheduler:
             self._shape,
             self._config.arch,
             self._launch,
+            self._config.merge_in_launch,
             batch.block_table,
             self._header,
             self._tiles,

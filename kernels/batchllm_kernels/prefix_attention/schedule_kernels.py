@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 
 from batchllm_kernels.prefix_attention.tiles import (
+    IS_FIRST,
+    IS_WIDE,
     MEMBER_FIELDS,
     TILE_BLOCK_ROW,
     TILE_COUNTER,
     TILE_FIELDS,
-    TILE_IS_WIDE,
+    TILE_FLAGS,
     TILE_KV_END,
     TILE_KV_START,
     TILE_NUM_PARTIALS,
@@ -38,7 +40,9 @@ from batchllm_kernels.prefix_attention.tiles import (
 
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 _MEMBER_FIELDS = tl.constexpr(MEMBER_FIELDS)
-_IS_WIDE = tl.constexpr(TILE_IS_WIDE)
+_FLAGS = tl.constexpr(TILE_FLAGS)
+_WIDE = tl.constexpr(IS_WIDE)
+_FIRST = tl.constexpr(IS_FIRST)
 _BLOCK_ROW = tl.constexpr(TILE_BLOCK_ROW)
 _KV_START = tl.constexpr(TILE_KV_START)
 _KV_END = tl.constexpr(TILE_KV_END)
@@ -252,9 +256,9 @@ def lay_out(
     head_prefixes = tl.where(is_head, prefixes, 0)
 
     # Pieces of about equal length, as many as fill the device: few requests are split, many not.
-    work = tl.sum(row_tiles * own_lens) + tl.sum(head_prefixes)
+    work = tl.sum(row_tiles.to(tl.int64) * own_lens) + tl.sum(head_prefixes)
     piece = tl.maximum((work + target_pieces - 1) // target_pieces, min_piece_tokens)
-    piece = (piece + PIECE_ALIGN - 1) // PIECE_ALIGN * PIECE_ALIGN
+    piece = ((piece + PIECE_ALIGN - 1) // PIECE_ALIGN * PIECE_ALIGN).to(tl.int32)
     own_pieces = tl.where(query_lens > 0, (own_lens + piece - 1) // piece, 0)
     prefix_pieces = (head_prefixes + piece - 1) // piece
     is_partial = is_shared | (own_pieces > 1)
@@ -313,7 +317,8 @@ def lay_out(
             mask = idx < my_prefix_pieces
             at = first_tile + idx
             rows = my_unit_members * my_unit_len
-            _put(tiles, at, _IS_WIDE, (rows > NARROW_TOKENS).to(tl.int32), mask)
+            flags = (idx == 0).to(tl.int32) * _FIRST + (rows > NARROW_TOKENS).to(tl.int32) * _WIDE
+            _put(tiles, at, _FLAGS, flags, mask)
             _put(tiles, at, _BLOCK_ROW, request, mask)
             _put(tiles, at, _KV_START, idx * piece, mask)
             _put(tiles, at, _KV_END, tl.minimum(idx * piece + piece, my_prefix), mask)
@@ -351,7 +356,9 @@ def lay_out(
         visible_end = my_end - my_query_len + offset + num_tokens
         kv_start = my_prefix + piece_idx * piece
         slot = tl.where(partial, own_slot + piece_idx * my_query_len + offset, -1)
-        _put(tiles, at, _IS_WIDE, wide.to(tl.int32), mask)
+        is_first = (piece_idx == 0) & ~shared
+        flags = is_first.to(tl.int32) * _FIRST + wide.to(tl.int32) * _WIDE
+        _put(tiles, at, _FLAGS, flags, mask)
         _put(tiles, at, _BLOCK_ROW, request, mask)
         _put(tiles, at, _KV_START, kv_start, mask)
         _put(tiles, at, _KV_END, tl.minimum(kv_start + piece, visible_end), mask)

@@ -6,7 +6,8 @@ requests in the order of their groups.
 
 A *unit* is what is merged at once: the members whose queries are stacked in one prefix tile, or,
 without a prefix, the query tokens of a row tile. Each tile of a unit counts up the unit's counter;
-the one that comes last merges all of the unit's partials.
+the one that comes last merges all of the unit's partials. Where that can't be relied on, a second
+launch merges each unit once, at its first tile.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 from typing import Final
 
 TILE_FIELDS: Final = 16
-TILE_IS_WIDE: Final = 0
-"""1: run with the wide tiling."""
+TILE_FLAGS: Final = 0
+IS_WIDE: Final = 1
+"""Flag: run with the wide tiling."""
+IS_FIRST: Final = 2
+"""Flag: the first of its unit's tiles."""
 TILE_BLOCK_ROW: Final = 1
 """The row of the block table."""
 TILE_KV_START: Final = 2

@@ -14,6 +14,8 @@ import triton.language as tl
 
 from batchllm_kernels.prefix_attention.tiles import (
     HEADER_TILES,
+    IS_FIRST,
+    IS_WIDE,
     MEMBER_FIELDS,
     MEMBER_LEN,
     MEMBER_PIECES,
@@ -23,7 +25,7 @@ from batchllm_kernels.prefix_attention.tiles import (
     TILE_BLOCK_ROW,
     TILE_COUNTER,
     TILE_FIELDS,
-    TILE_IS_WIDE,
+    TILE_FLAGS,
     TILE_KV_END,
     TILE_KV_START,
     TILE_NUM_PARTIALS,
@@ -41,7 +43,9 @@ from batchllm_kernels.prefix_attention.tiles import (
 
 _TILES = tl.constexpr(HEADER_TILES)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
-_IS_WIDE = tl.constexpr(TILE_IS_WIDE)
+_FLAGS = tl.constexpr(TILE_FLAGS)
+_WIDE = tl.constexpr(IS_WIDE)
+_FIRST = tl.constexpr(IS_FIRST)
 _BLOCK_ROW = tl.constexpr(TILE_BLOCK_ROW)
 _KV_START = tl.constexpr(TILE_KV_START)
 _KV_END = tl.constexpr(TILE_KV_END)
@@ -402,17 +406,18 @@ def prefix_attention_kernel(
     WIDE_N: tl.constexpr,
     WIDE_STAGES: tl.constexpr,
     MERGE_M: tl.constexpr,
+    MERGE_HERE: tl.constexpr,
 ):
     """A persistent program: every num_programs-th (tile, KV head) of the step.
 
     `scale` is the factor on scores times the keys' scale; it holds log2(e) too, unless the scores
-    are capped first. Counters are zero before and after.
+    are capped first. MERGE_HERE: merge in this launch. Counters are zero before and after.
     """
     num_items = tl.load(header + _TILES) * KV_HEADS
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
         kv_head = item % KV_HEADS
         tile = tiles + item // KV_HEADS * _TILE_FIELDS
-        if tl.load(tile + _IS_WIDE) != 0:
+        if tl.load(tile + _FLAGS) & _WIDE:
             _attend_tile(
                 tile, kv_head, q, k_cache, v_cache, out, block_table, members,
                 partial_out, partial_lse, scale, soft_cap, v_scale,
@@ -432,7 +437,7 @@ def prefix_attention_kernel(
                 False, WINDOW, HAS_SOFT_CAP, KV_FORMAT, DOT_DTYPE, HEADS_PER_KV, KV_HEADS,
                 BLOCK_SIZE, HEAD_DIM, DIMS, NARROW_M, NARROW_N, NARROW_STAGES,
             )  # fmt: skip
-        if tl.load(tile + _SLOT) >= 0:
+        if MERGE_HERE and tl.load(tile + _SLOT) >= 0:
             # All of the program's partials are written before it counts, and everybody's are read
             # after the count was seen: release and acquire, at the scope of the device.
             tl.debug_barrier()
@@ -445,3 +450,31 @@ def prefix_attention_kernel(
                     stride_out_token, stride_out_head,
                     HEADS_PER_KV, KV_HEADS, HEAD_DIM, DIMS, MERGE_M,
                 )  # fmt: skip
+
+
+@triton.jit
+def merge_kernel(
+    out,
+    header,
+    tiles,
+    members,
+    partial_out,
+    partial_lse,
+    stride_out_token,
+    stride_out_head,
+    HEADS_PER_KV: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    MERGE_M: tl.constexpr,
+):
+    """Merge every unit that has partials, after a launch without MERGE_HERE."""
+    num_items = tl.load(header + _TILES) * KV_HEADS
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+        tile = tiles + item // KV_HEADS * _TILE_FIELDS
+        if (tl.load(tile + _FLAGS) & _FIRST) != 0 and tl.load(tile + _SLOT) >= 0:
+            _merge_unit(
+                tile, item % KV_HEADS, out, members, partial_out, partial_lse,
+                stride_out_token, stride_out_head,
+                HEADS_PER_KV, KV_HEADS, HEAD_DIM, DIMS, MERGE_M,
+            )  # fmt: skip
