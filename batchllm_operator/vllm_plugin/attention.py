@@ -72,8 +72,8 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         settings = AttentionSettings.from_additional_config(vllm_config.additional_config)
-        shape = _shape(kv_cache_spec, layer_names, vllm_config)
         try:
+            shape = _shape(kv_cache_spec, layer_names, vllm_config)
             self.planner = StepPlanner(
                 shape, _limits(vllm_config), impl=chosen_impl(settings), device=device
             )

@@ -50,7 +50,7 @@ def main(attention: str, model: str, prompts_path: str, outputs_path: str) -> No
         "attention": attention,
         "max_num_seqs": 64,
     }
-    sampling = {"max_tokens": 16}
+    sampling = {"max_tokens": 10}
     spec = fake_spec("/lake", engine=settings, model={"path": model}, sampling=sampling)
     counter = ReadCounter()
     engine = start_engine(spec, EngineJob(640, num_requests=len(prompts)))
