@@ -2,6 +2,7 @@
 
     python -m support.attention_generate ATTENTION MODEL PROMPTS OUTPUTS
 
+ATTENTION is stock, batchllm, or batchllm/triton: the GPU's kernel in Triton's interpreter.
 PROMPTS is JSON: a list of {"tokens", "group_id", "num_prefix_tokens", "group_size"}. OUTPUTS is
 written as JSON: the texts, the KV tokens that requests asked for and those that were read, over all
 steps, and what was logged of the choice.
@@ -43,12 +44,15 @@ class ReadCounter:
 def main(attention: str, model: str, prompts_path: str, outputs_path: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", filename=outputs_path + ".log")
     prompts = json.loads(Path(prompts_path).read_text())
+    attention, _, impl = attention.partition("/")
+    extra_args = {"additional_config": {"batchllm_attention": {"impl": impl}}} if impl else {}
     settings = {
         "backend": "vllm",
         "dtype": "float32",
         "kv_cache_memory_bytes": 1 << 27,
         "attention": attention,
-        "max_num_seqs": 64,
+        "max_num_seqs": min(64, len(prompts)),
+        "extra_args": extra_args,
     }
     sampling = {"max_tokens": 10}
     spec = fake_spec("/lake", engine=settings, model={"path": model}, sampling=sampling)
