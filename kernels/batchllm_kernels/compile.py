@@ -88,6 +88,7 @@ class Variant:
     block_size: int = 16
     window: int | None = None
     has_soft_cap: bool = False
+    merge_in_launch: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,11 @@ class Report:
 
 def shipped_variants(arch: str) -> Iterator[Variant]:
     """Each entry of an architecture's settings: plain, and with window and soft cap at once."""
-    for (head_dim, kv_bits), launch in load_config(arch).launch.items():
+    config = load_config(arch)
+    for (head_dim, kv_bits), launch in config.launch.items():
         kv_dtype = torch.bfloat16 if kv_bits == 16 else fp8_dtype(arch)
-        plain = Variant(arch, head_dim, kv_dtype, launch)
+        merge = config.merge_in_launch
+        plain = Variant(arch, head_dim, kv_dtype, launch, merge_in_launch=merge)
         yield plain
         yield replace(plain, window=4096, has_soft_cap=True)
 
@@ -130,13 +133,17 @@ def fp8_dtype(arch: str) -> torch.dtype:
     return torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
 
 
-def compile_variant(variant: Variant) -> Report:
+def compile_variant(variant: Variant, chip: Chip | None = None) -> Report:
     """Compile the attention kernel for a chip that needn't be there.
+
+    Args:
+        variant: the kernel.
+        chip: what to compile for; None: the variant's architecture, which settings ship for.
 
     Raises:
         triton.CompilationError: the kernel can't be compiled.
     """
-    chip = CHIPS[variant.arch]
+    chip = chip or CHIPS[variant.arch]
     threads = variant.launch.num_warps * chip.target.warp_size
     usage = _compile(chip, *_source(variant), threads)
     wanted = variant.launch.programs_per_processor
@@ -233,7 +240,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
         kv_code=kv_format(variant.kv_dtype, variant.arch).code,
         window=variant.window,
         has_soft_cap=variant.has_soft_cap,
-        merge_here=load_config(variant.arch).merge_in_launch,
+        merge_here=variant.merge_in_launch,
     )
 
 

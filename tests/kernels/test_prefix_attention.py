@@ -113,6 +113,12 @@ def test_prefill_of_awkward_lengths(num_queries: int, impl: Impl) -> None:
     check(make_case(SHAPE, groups, seed=num_queries), impl)
 
 
+@pytest.mark.parametrize("num_earlier", [29, 30, 31, 32, 62, 63])
+def test_chunk_whose_first_query_ends_a_step_of_keys(num_earlier: int) -> None:
+    """Where the steps that all rows see whole end, and the masked ones begin."""
+    check(make_case(SHAPE, [Group(0, ((num_earlier, 20),))], seed=num_earlier))
+
+
 @pytest.mark.parametrize("own_tokens", [0, 1, 15, 16, 17, 63])
 @pytest.mark.parametrize("num_prefix_tokens", [16, 64, 80])
 def test_group_of_awkward_lengths(num_prefix_tokens: int, own_tokens: int) -> None:

@@ -226,9 +226,7 @@ def _attend_tile(
     stacked = rows // HEADS_PER_KV
     head = kv_head * HEADS_PER_KV + rows % HEADS_PER_KV
     member = stacked // rows_len
-    is_row = (rows < BLOCK_M // HEADS_PER_KV * HEADS_PER_KV) & (
-        member < tl.load(tile + _ROWS_MEMBERS)
-    )
+    is_row = member < tl.load(tile + _ROWS_MEMBERS)
     token_in_member = row_offset + stacked % rows_len
     record = members + (tl.load(tile + _ROWS_FIRST) + member) * _MEMBER_FIELDS
     is_row &= token_in_member < tl.load(record + _MEMBER_LEN, mask=is_row, other=0)

@@ -1,0 +1,189 @@
+"""Checking and timing settings on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchllm_kernels.prefix_attention.api import StepPlanner, prefix_attention
+from batchllm_kernels.prefix_attention.batch import AttentionShape, BatchLimits, PagedBatch
+from batchllm_kernels.prefix_attention.config import ArchConfig
+from batchllm_kernels.prefix_attention.reference import prefix_shared_attention
+from batchllm_kernels.tuning.workloads import (
+    Workload,
+    check_workload,
+    lay_out,
+    table_blocks_for,
+    unwritten,
+)
+
+Timer = Callable[[Callable[[], object], int], float]
+"""(what to run, repetitions) -> median milliseconds."""
+
+
+class Bench(Protocol):
+    """Where settings are tried."""
+
+    def error(self, config: ArchConfig) -> float:
+        """Relative error against attention in float32; NaN where something is badly wrong."""
+
+    def time(self, config: ArchConfig, workload: Workload, repetitions: int) -> float:
+        """Median milliseconds of attention in one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's tensors."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+class DeviceBench:
+    """Runs the kernel on a device, on workloads that were named before.
+
+    One cache, large enough for the largest workload, holds random data; it is made once.
+
+    Args:
+        shape: heads, head size and blocks.
+        workloads: all that will be timed.
+        device: a GPU; the CPU with Triton's interpreter, in tests.
+        timer: times a function.
+        kv_dtype: of the cache.
+        seed: of everything random.
+        check: what `error` runs.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        workloads: Sequence[Workload],
+        device: torch.device,
+        timer: Timer,
+        *,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        check: Workload | None = None,
+    ) -> None:
+        self._shape, self._device, self._timer = shape, device, timer
+        self._kv_dtype = kv_dtype
+        self._check = check or check_workload()
+        self._rng = torch.Generator().manual_seed(seed)
+        self._table_blocks = table_blocks_for([*workloads, self._check])
+        self._num_blocks = max((each.num_blocks for each in workloads), default=0)
+        self._layer: _Layer | None = None
+        self._batches: dict[Workload, PagedBatch] = {}
+
+    def error(self, config: ArchConfig) -> float:
+        """‖out - reference‖ / ‖reference‖ in bfloat16, on data that is new at each call.
+
+        What no request wrote is NaN in the cache, and the output is NaN before.
+        """
+        num_blocks = self._check.num_blocks + 5
+        batch = lay_out(self._check, num_blocks, self._table_blocks, self._rng)
+        layer = self._random_layer(num_blocks, self._check.num_query_tokens)
+        empty = unwritten(batch, num_blocks).to(self._device)
+        for cache in (layer.k_cache, layer.v_cache):
+            values = cache.float().masked_fill(empty[..., None, None], float("nan"))
+            cache.copy_(values.to(cache.dtype))
+        batch = self._on_device(batch)
+        out = torch.full_like(layer.q, float("nan"))
+        scale = self._shape.head_dim**-0.5
+        plan = self._planner(config, self._check).plan(batch)
+        prefix_attention(layer.q, layer.k_cache, layer.v_cache, plan, scale=scale, out=out)
+        want = prefix_shared_attention(
+            layer.q, layer.k_cache, layer.v_cache, batch, [], scale=scale
+        )
+        return float((out.float() - want).norm() / want.norm())
+
+    def time(self, config: ArchConfig, workload: Workload, repetitions: int) -> float:
+        """Median milliseconds of one layer's attention, as the timer finds it."""
+        if self._layer is None:
+            self._layer = self._random_layer(self._num_blocks, 1)
+        if workload not in self._batches:
+            batch = lay_out(workload, self._num_blocks, self._table_blocks, self._rng)
+            self._batches[workload] = self._on_device(batch)
+        layer, shape = self._layer, self._shape
+        q = torch.randn(
+            workload.num_query_tokens,
+            shape.num_q_heads,
+            shape.head_dim,
+            dtype=torch.bfloat16,
+            device=self._device,
+        )
+        out = torch.empty_like(q)
+        plan = self._planner(config, workload).plan(self._batches[workload])
+        scale = shape.head_dim**-0.5
+        return self._timer(
+            lambda: prefix_attention(q, layer.k_cache, layer.v_cache, plan, scale=scale, out=out),
+            repetitions,
+        )
+
+    def _planner(self, config: ArchConfig, workload: Workload) -> StepPlanner:
+        limits = BatchLimits(workload.num_requests, workload.num_query_tokens)
+        return StepPlanner(self._shape, limits, impl="triton", device=self._device, config=config)
+
+    def _random_layer(self, num_blocks: int, num_tokens: int) -> _Layer:
+        shape = self._shape
+        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        rng = torch.Generator(self._device).manual_seed(self._new_seed())
+
+        def values(*size: int) -> Tensor:
+            return torch.randn(size, generator=rng, device=self._device, dtype=torch.bfloat16)
+
+        return _Layer(
+            values(num_tokens, shape.num_q_heads, shape.head_dim),
+            values(*size).to(self._kv_dtype),
+            values(*size).to(self._kv_dtype),
+        )
+
+    def _new_seed(self) -> int:
+        return int(torch.randint(2**31, (1,), generator=self._rng))
+
+    def _on_device(self, batch: PagedBatch) -> PagedBatch:
+        return PagedBatch(
+            batch.query_start_loc.to(self._device),
+            batch.seq_lens.to(self._device),
+            batch.block_table.to(self._device),
+        )
+
+
+class GraphTimer:
+    """Times replays of a captured graph with events, the L2 cache flushed before each."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Twice the largest cache of any chip with settings.
+        self._flush = torch.ones(512 * 2**20 // 4, dtype=torch.int32, device=device)
+
+    def __call__(self, run: Callable[[], object], repetitions: int) -> float:
+        """Median milliseconds of `run`, which is captured once.
+
+        Kernels are compiled by a call before the capture.
+        """
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            run()
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                run()
+            events = []
+            for _ in range(2 + repetitions):
+                begin, end = (
+                    torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                    for _ in range(2)
+                )
+                self._flush.add_(1)
+                begin.record(stream)
+                graph.replay()
+                end.record(stream)
+                events.append((begin, end))
+            stream.synchronize()
+        return float(median(begin.elapsed_time(end) for begin, end in events[2:]))

@@ -1,0 +1,211 @@
+"""Launch settings worth trying for one head size, and what the compiler alone says of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product, zip_longest
+from typing import Final
+
+import torch
+from triton.errors import TritonError
+
+from batchllm_kernels.compile import (
+    CHIPS,
+    Chip,
+    Report,
+    Usage,
+    Variant,
+    compile_variant,
+    fp8_dtype,
+)
+from batchllm_kernels.prefix_attention.config import LaunchConfig, Tiling
+
+_STEP_BYTES: Final = (4096, 16384)
+"""Keys of a narrow step, of one head: less is all overhead, more doesn't fit the registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is combined: `wide` comes with its warps, and with the compiler's options for them."""
+
+    narrow: tuple[Tiling, ...]
+    wide: tuple[tuple[Tiling, int, Mapping[str, int]], ...]
+    """(tiling, num_warps, options)."""
+    programs_per_processor: tuple[int, ...] = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings that compile, with the compiler's word on them."""
+
+    launch: LaunchConfig
+    head_dim: int
+    kv_bits: int
+    report: Report
+    """Of the variant that is hardest on the chip."""
+
+    @property
+    def label(self) -> str:
+        """Names it in tables and files."""
+        return launch_label(self.launch)
+
+    @property
+    def kv_bytes_in_flight(self) -> int:
+        """Keys and values that a multiprocessor has asked for while it computes on others."""
+        step = 2 * self.launch.narrow.block_n * self.head_dim * self.kv_bits // 8
+        ahead = steps_ahead(self.launch.narrow.num_stages, is_amd=self.report.arch.startswith("gf"))
+        return self.launch.programs_per_processor * ahead * step
+
+    @property
+    def rank(self) -> tuple[bool, bool, int, int]:
+        """Better ones are larger: no fault, two programs, a large wide tile, bytes in flight."""
+        two = self.launch.programs_per_processor >= 2
+        return self.report.fault is None, two, self.launch.wide.block_m, self.kv_bytes_in_flight
+
+
+def launch_label(launch: LaunchConfig) -> str:
+    """Settings in one short line, the same for the same settings."""
+    narrow, wide = (
+        f"{tiling.block_m}x{tiling.block_n}/{tiling.num_stages}"
+        for tiling in (launch.narrow, launch.wide)
+    )
+    options = "".join(f" {name}={value}" for name, value in sorted(launch.options.items()))
+    return f"{narrow} {wide} warps={launch.num_warps} x{launch.programs_per_processor}{options}"
+
+
+def steps_ahead(num_stages: int, *, is_amd: bool) -> int:
+    """Steps whose keys and values are on their way while one is computed on.
+
+    They are addressed through the block table, and Triton's pipeliner splits the stages between
+    the two loads. Seen in the shared memory of compiled kernels (Triton 3.9): on NVIDIA a step is
+    added at 5 and at 7 stages, on AMD at every stage from the fourth on.
+    """
+    if num_stages < 2:
+        return 0
+    return max(1, num_stages - 2) if is_amd else max(1, (num_stages - 1) // 2)
+
+
+def grid_for(vendor: str, head_dim: int, kv_bits: int) -> Grid:
+    """What is tried on a vendor's chips. To try more, add to the tuples in here.
+
+    Args:
+        vendor: "nvidia" or "amd".
+        head_dim: elements of a head.
+        kv_bits: of an element of the cache.
+    """
+    row_bytes = 1 << (head_dim * kv_bits // 8 - 1).bit_length()
+    least, most = _STEP_BYTES
+    steps = [n for n in (16, 32, 64, 128) if least <= n * row_bytes <= most]
+    options: dict[int, tuple[Mapping[str, int], ...]]
+    if vendor == "nvidia":
+        stages, wide_stages = [3, 5, 7], [4]
+        # As many registers as let 3 or 4 programs run at once; with 8 warps, 2 would spill.
+        options = {4: ({}, {"maxnreg": 168}, {"maxnreg": 128}), 8: ({},)}
+    else:
+        stages, wide_stages = [2, 4], [2]
+        options = {
+            4: ({"waves_per_eu": 2}, {"waves_per_eu": 2, "matrix_instr_nonkdim": 16}),
+            8: ({"waves_per_eu": 2, "matrix_instr_nonkdim": 16},),
+        }
+    rows = {4: (32, 64, 128) if vendor == "amd" else (32, 64), 8: (64, 128)}
+    keys = (16, 32) if head_dim == 256 else (32, 64)
+    return Grid(
+        tuple(Tiling(16, n, count) for n, count in product(steps, stages)),
+        tuple(
+            (Tiling(m, n, count), warps, extra)
+            for warps, sizes in rows.items()
+            for m, n, count, extra in product(sizes, keys, wide_stages, options[warps])
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """Compiles settings for one chip, head size and width of KV elements; needs no GPU.
+
+    `jobs` processes at once; 1: in this process.
+    """
+
+    arch: str
+    head_dim: int
+    kv_bits: int
+    jobs: int = 1
+    chip: Chip | None = None
+    """None: the one of `compile.CHIPS` that `arch` names."""
+
+    def reports(self, launches: Sequence[LaunchConfig], *, with_extras: bool) -> list[Report]:
+        """The worse of each one's plain kernel and, if asked, the one with window and soft cap."""
+        kv_dtype = torch.bfloat16 if self.kv_bits == 16 else fp8_dtype(self.arch)
+        variants = []
+        for launch in launches:
+            # As the settings that ship have it: by the last tile on NVIDIA, on AMD afterwards.
+            merge = not self.arch.startswith("gf")
+            plain = Variant(self.arch, self.head_dim, kv_dtype, launch, merge_in_launch=merge)
+            variants.append(plain)
+            if with_extras:
+                variants.append(replace(plain, window=4096, has_soft_cap=True))
+        found = self._compile(variants)
+        if not with_extras:
+            return found
+        return [worse(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
+
+    def _compile(self, variants: Sequence[Variant]) -> list[Report]:
+        chips = [self.chip or CHIPS[self.arch]] * len(variants)
+        if self.jobs == 1 or len(variants) < 2:
+            return list(map(report_of, variants, chips))
+        with ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn")) as pool:
+            return list(pool.map(report_of, variants, chips))
+
+    def shortlist(self, grid: Grid, count: int) -> Iterator[Candidate]:
+        """Up to `count` settings that compile without a fault, from each wide tiling some.
+
+        First every wide tiling alone, so that those that spill aren't tried with every narrow one;
+        then the rest with their narrow tilings, most bytes in flight first.
+        """
+        smallest = Tiling(16, 16, 1)
+        alone = [LaunchConfig(smallest, wide, warps, 1, extra) for wide, warps, extra in grid.wide]
+        reports = self.reports(alone, with_extras=False)
+        fits = [one for one, report in zip(alone, reports, strict=True) if report.fault is None]
+        is_amd = self.arch.startswith("gf")
+        narrow = sorted(
+            (each for each in grid.narrow),
+            key=lambda each: -each.block_n * steps_ahead(each.num_stages, is_amd=is_amd),
+        )
+        fits.sort(key=lambda launch: -launch.wide.block_m)
+        by_wide = [[replace(launch, narrow=each) for each in narrow] for launch in fits]
+        waiting = [one for turn in zip_longest(*by_wide) for one in turn if one is not None]
+        found = 0
+        while waiting and found < count:
+            batch, waiting = waiting[: max(count - found, 1)], waiting[max(count - found, 1) :]
+            for launch, report in zip(batch, self.reports(batch, with_extras=True), strict=True):
+                at_once = [n for n in grid.programs_per_processor if n <= report.usage.programs]
+                if report.fault is None and at_once and found < count:
+                    found += 1
+                    most = replace(launch, programs_per_processor=at_once[-1])
+                    wanted = replace(report, wanted_programs=at_once[-1])
+                    yield Candidate(most, self.head_dim, self.kv_bits, wanted)
+
+
+def worse(plain: Report, extras: Report) -> Report:
+    """Of two variants of the same settings: what either of them needs at the most."""
+    one, other = plain.usage, extras.usage
+    usage = Usage(
+        max(one.registers, other.registers),
+        max(one.spill_bytes, other.spill_bytes),
+        max(one.shared_bytes, other.shared_bytes),
+        min(one.programs, other.programs),
+    )
+    return replace(plain, usage=usage, fault=plain.fault or extras.fault)
+
+
+def report_of(variant: Variant, chip: Chip) -> Report:
+    """The compiler's report; a kernel that it refuses is one with a fault."""
+    try:
+        return compile_variant(variant, chip)
+    except (TritonError, RuntimeError) as error:  # LLVM's passes fail with RuntimeError
+        fault = f"doesn't compile: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        wanted = variant.launch.programs_per_processor
+        return Report(variant.arch, "attention", Usage(0, 0, 0, 0), wanted, fault)
