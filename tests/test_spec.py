@@ -489,6 +489,8 @@ def test_a_hub_name_is_not_a_path(tmp_path: Path) -> None:
         ("engine__tensor_parallel_size", 2),
         ("engine__enforce_eager", True),
         ("engine__block_size", 32),
+        ("engine__scheduler", "stock"),
+        ("engine__attention", "batchllm"),
         ("on_empty", "commit"),
         ("max_failed_fraction", 0.1),
     ],

@@ -46,7 +46,9 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
+from batchllm_operator.engine.vllm_attention import attention_args, describe_attention  # noqa: E402
 from batchllm_operator.engine.vllm_profiling import measure_device, profile_subject  # noqa: E402
+from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
 from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler  # noqa: E402
 
 _log = logging.getLogger(__name__)
@@ -64,12 +66,24 @@ class VLLMEngine:
     """vLLM's engine, fed in plan order with prefix caching on, under our scheduler.
 
     Raises:
-        SpecError: vLLM has no argument that `engine.extra_args` names, or refuses a setting.
+        SpecError: vLLM has no argument that `engine.extra_args` names, or refuses a setting, or
+            `engine.attention` doesn't take the model.
         EngineError: vLLM can't start.
     """
 
     def __init__(self, spec: JobSpec, job: EngineJob) -> None:
         args = engine_args(spec, job.max_model_len)
+        with attention_chosen(spec.engine.attention):
+            self._start(spec, args)
+        config = self._engine.vllm_config
+        self._max_in_flight = _LOOK_AHEAD * int(config.scheduler_config.max_num_seqs)
+        self._scheduler = _our_scheduler(self._engine)
+        if self._scheduler is not None:
+            profile = _profile(spec, job, args, self._engine, self._scheduler)
+            wanted = SchedulerSettings.from_additional_config(config.additional_config)
+            self._scheduler.begin(_settings(job, profile, wanted))
+
+    def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
         try:
             self._params = sampling_params(spec.sampling)
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
@@ -81,15 +95,16 @@ class VLLMEngine:
         try:
             with _without_llvmlite():
                 self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        except SpecError:  # our attention's
+            raise
         # Whatever keeps vLLM from starting (memory, driver, weights) ends here as one typed error.
         except Exception as error:
             raise EngineError(f"vLLM can't start: {_one_line(error)}") from error
-        self._max_in_flight = _LOOK_AHEAD * int(config.scheduler_config.max_num_seqs)
-        self._scheduler = _our_scheduler(self._engine)
-        if self._scheduler is not None:
-            profile = _profile(spec, job, args, self._engine, self._scheduler)
-            wanted = SchedulerSettings.from_additional_config(config.additional_config)
-            self._scheduler.begin(_settings(job, profile, wanted))
+        try:
+            _log.info("%s", describe_attention(spec, self._engine))
+        except SpecError:
+            self._engine.engine_core.shutdown()
+            raise
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         in_flight: dict[str, EngineRequest] = {}
@@ -197,6 +212,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
             "engine.extra_args: data_parallel_size must be 1; for more engines, raise"
             " planner.num_shards and run a task for each"
         )
+    args |= attention_args(spec, known)
     return {name: value for name, value in args.items() if value is not None} | dict(
         engine.extra_args
     )
@@ -223,7 +239,7 @@ def _profile(
     wanted = spec.engine.profile
     if wanted is False or (wanted is None and current_platform.is_cpu()):
         return None
-    subject = profile_subject(args)
+    subject = profile_subject(args, spec.engine.attention)
     profile = job.profiles.find(subject) if job.profiles is not None else None
     if profile is None:
         try:

@@ -28,14 +28,15 @@ _PROMPT_TOKENS: Final = 512  # at most, so that attention stays a small part
 _VOLATILE: Final = {"use_tqdm_on_load", "disable_log_stats", "additional_config", "max_model_len"}
 
 
-def profile_subject(args: Mapping[str, Any]) -> dict[str, str]:
-    """What a profile of this device with these engine arguments is a profile of."""
+def profile_subject(args: Mapping[str, Any], attention: str) -> dict[str, str]:
+    """What a profile of this device with these engine arguments and attention is a profile of."""
     chosen = {name: value for name, value in args.items() if name not in _VOLATILE}
     return {
         "device": str(current_platform.get_device_name()),
         "cores": str(os.cpu_count()) if current_platform.is_cpu() else "",
         "vllm": vllm.__version__,
         "torch": torch.__version__,
+        "attention": attention,
         "arguments": json.dumps(chosen, sort_keys=True, default=str),
     }
 

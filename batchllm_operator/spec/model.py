@@ -220,6 +220,10 @@ class EngineSpec(_Section):
     """GPUs that one engine spans."""
     scheduler: Literal["batchllm", "stock"] = "batchllm"
     """Who decides what runs in an engine step: our group scheduler, or vLLM's own, to compare."""
+    attention: Literal["batchllm", "stock"] = "stock"
+    """Who computes attention: our backend, which reads a prefix that running requests share once
+    a step, or vLLM's own. Ours runs on CUDA, ROCm and, slowly, CPU; a model that it doesn't take
+    is refused. It has yet to be timed on a GPU, so vLLM's own is the default."""
     profile: bool | None = None
     """Measure steps of the device once, before the first request, for the chunk size and for
     how prefill is spread; what was measured is kept in the output table's `_batchllm/profiles`.
@@ -371,6 +375,7 @@ class JobSpec(_Section):
                 "enforce_eager",
                 "block_size",
                 "scheduler",
+                "attention",
                 "profile",
             },
             "planner": {"target_gpu", "gpu_table", "memory_budget_bytes"},

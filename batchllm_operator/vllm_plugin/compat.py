@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -47,6 +48,68 @@ def make_model_output(request_ids: list[str], sampled: Sequence[list[int]]) -> M
 def reads_prefix_cache(request: Request) -> bool:
     """Whether a request takes KV that others have computed (not with prompt logprobs)."""
     return not getattr(request, "skip_reading_prefix_cache", False)
+
+
+def kv_cache_shape(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    cache_dtype_str: str = "auto",
+) -> tuple[int, ...]:
+    """Shape of a layer's KV cache, where a backend says it: that of vLLM's Triton backend.
+
+    (num_blocks, 2, block_size, num_kv_heads, head_size) in 0.25, (num_blocks, num_kv_heads,
+    block_size, 2 * head_size) in 0.27. Since 0.30 vLLM has one shape, and doesn't ask.
+    """
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    backend: Any = TritonAttentionBackend
+    shape: tuple[int, ...] = backend.get_kv_cache_shape(
+        num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
+    )
+    return shape
+
+
+def kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+    """Order of the dimensions of `kv_cache_shape` in memory, where a backend says it."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    backend: Any = TritonAttentionBackend
+    order: tuple[int, ...] = backend.get_kv_cache_stride_order(include_num_layers_dimension)
+    return order
+
+
+def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer's cache, whichever way vLLM holds them.
+
+    Args:
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], or before 0.27
+            [num_blocks, 2, block_size, num_kv_heads, head_size]; any strides.
+        head_size: of keys and of values.
+
+    Returns:
+        Two views, [num_blocks, block_size, num_kv_heads, head_size].
+
+    Raises:
+        ValueError: the cache has another shape.
+    """
+    shape = tuple(kv_cache.shape)
+    if len(shape) == 4 and shape[3] == 2 * head_size:
+        packed = kv_cache.transpose(1, 2)
+        keys, values = packed[..., :head_size], packed[..., head_size:]
+    elif len(shape) == 5 and shape[1] == 2 and shape[4] == head_size:
+        keys, values = kv_cache.unbind(1)
+    else:
+        raise ValueError(f"a KV cache of shape {shape} isn't known, with heads of {head_size}")
+    return keys, values
+
+
+def forget_chosen_backends() -> None:
+    """Have vLLM choose attention backends anew: it remembers what it has chosen, by platform."""
+    from vllm.v1.attention import selector
+
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def _call(function: Callable[..., Any], given: dict[str, Any]) -> Any:

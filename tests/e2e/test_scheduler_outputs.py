@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
-from support.demo_job import OFFLINE, Demo
-from tokenizers import Tokenizer
-
-from batchllm_operator.planner import prefix_sharing_groups
+from support.demo_job import OFFLINE, Demo, demo_prompts
 
 TESTS = Path(__file__).parent.parent
 
@@ -44,24 +40,6 @@ def write_lora(model: Path, folder: Path, seed: int, rank: int = 8) -> None:
         "task_type": "CAUSAL_LM",
     }
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
-
-
-def demo_prompts(demo: Demo) -> list[dict[str, Any]]:
-    """All rows of the demo table, with the documents' beginnings, as they are planned."""
-    tokenizer = Tokenizer.from_file(str(demo.model / "tokenizer.json"))
-    rows = pq.read_table(demo.folder / "documents").to_pylist()
-    texts = [f"Document: {row['document'][:700]}\nQuery: {row['query']}\nSnippet:" for row in rows]
-    groups = prefix_sharing_groups([each.ids for each in tokenizer.encode_batch(texts)])
-    return [
-        {
-            "tokens": [*prefix, *distinct],
-            "group_id": group_id,
-            "num_prefix_tokens": len(prefix),
-            "group_size": len(members),
-        }
-        for group_id, (prefix, members) in enumerate(groups)
-        for distinct in members
-    ]
 
 
 @pytest.fixture(scope="module")

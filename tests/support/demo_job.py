@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import yaml
+from tokenizers import Tokenizer
+
+from batchllm_operator.planner import prefix_sharing_groups
 
 DS = "2026-01-31"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -75,6 +79,24 @@ class Demo:
         output, _ = process.communicate(timeout=300)
         assert process.returncode == expect, output
         return dict(json.loads(result.read_text())) if expect == 0 else {"output": output}
+
+
+def demo_prompts(demo: Demo) -> list[dict[str, Any]]:
+    """All rows of the demo table, with the documents' beginnings, as they are planned."""
+    tokenizer = Tokenizer.from_file(str(demo.model / "tokenizer.json"))
+    rows = pq.read_table(demo.folder / "documents").to_pylist()
+    texts = [f"Document: {row['document'][:700]}\nQuery: {row['query']}\nSnippet:" for row in rows]
+    groups = prefix_sharing_groups([each.ids for each in tokenizer.encode_batch(texts)])
+    return [
+        {
+            "tokens": [*prefix, *distinct],
+            "group_id": group_id,
+            "num_prefix_tokens": len(prefix),
+            "group_size": len(members),
+        }
+        for group_id, (prefix, members) in enumerate(groups)
+        for distinct in members
+    ]
 
 
 def live_processes(session_id: int) -> list[int]:

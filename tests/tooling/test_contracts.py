@@ -65,6 +65,7 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
         ("operators", "batchllm_operator.operators", "pyarrow"),
         ("operators", "batchllm_operator.operators", "batchllm_operator.pipeline"),
         ("vllm", "batchllm_operator.engine", "vllm"),
+        ("attention", "batchllm_operator.engine", "batchllm_kernels.api"),
         ("kernels", "batchllm_kernels.api", "batchllm_operator.errors"),
     ],
 )
@@ -88,14 +89,26 @@ def test_forbidden_import_is_reported(
     ],
 )
 def test_contract_names_every_sibling(contract: str, allowed: set[str]) -> None:
+    forbidden = _siblings_in(CONTRACTS[contract]["forbidden_modules"])
+    assert our_siblings() - allowed <= forbidden
+
+
+def test_nobody_but_the_plugins_may_import_kernels() -> None:
+    assert _siblings_in(CONTRACTS["attention"]["source_modules"]) == our_siblings() - {
+        "vllm_plugin"
+    }
+
+
+def our_siblings() -> set[str]:
+    """Packages and modules of batchllm_operator."""
     package = ROOT / "batchllm_operator"
     siblings = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
     siblings |= {path.parent.name for path in package.glob("*/__init__.py")}
-    forbidden = {
-        module.removeprefix("batchllm_operator.")
-        for module in CONTRACTS[contract]["forbidden_modules"]
-    }
-    assert siblings - allowed <= forbidden
+    return siblings
+
+
+def _siblings_in(modules: list[str]) -> set[str]:
+    return {module.removeprefix("batchllm_operator.") for module in modules}
 
 
 @pytest.mark.parametrize(

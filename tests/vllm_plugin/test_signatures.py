@@ -1,4 +1,4 @@
-"""What the scheduler and the simulator rely on in vLLM, item by item.
+"""What the scheduler, the attention backend and the simulator rely on in vLLM, item by item.
 
 Each test is one item, and its failure says what the installed vLLM has instead. Something that has
 changed is bridged in `batchllm_operator/vllm_plugin/compat.py`, then corrected here.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
@@ -44,6 +44,9 @@ QUEUE = f"{CORE}.sched.request_queue:FCFSRequestQueue"
 POOL = f"{CORE}.block_pool:BlockPool"
 CONFIG = "vllm.config"
 KV = "vllm.v1.kv_cache_interface"
+ATTENTION = "vllm.v1.attention.backend"
+BACKENDS = "vllm.v1.attention.backends.registry"
+CACHE_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")
 
 CALLS = (
     # the scheduler's overrides, and what it calls in turn
@@ -134,6 +137,54 @@ CALLS = (
     Call(f"{KV}:KVCacheConfig", keywords=("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     Call(f"{KV}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
     Call("vllm.v1.structured_output:StructuredOutputManager", ("vllm_config",)),
+    # the attention backend's overrides, and what it calls in turn
+    Call(
+        f"{ATTENTION}:AttentionMetadataBuilder",
+        ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+    ),
+    Call(
+        f"{ATTENTION}:AttentionMetadataBuilder.build",
+        ("common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    Call(
+        f"{ATTENTION}:AttentionMetadataBuilder.build_for_cudagraph_capture",
+        ("common_attn_metadata",),
+    ),
+    Call(
+        f"{ATTENTION}:AttentionMetadataBuilder.get_cudagraph_support",
+        ("vllm_config", "kv_cache_spec"),
+    ),
+    Call(
+        f"{ATTENTION}:AttentionImpl.__init__",
+        (
+            *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes"),
+            *("sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type"),
+            "kv_sharing_target_layer_name",
+        ),
+    ),
+    Call(
+        f"{ATTENTION}:AttentionImpl.forward",
+        (
+            *("layer", "query", "key", "value", "kv_cache", "attn_metadata"),
+            *("output", "output_scale", "output_block_scale"),
+        ),
+    ),
+    Call(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
+        ("layer", "key", "value", "kv_cache", "slot_mapping"),
+    ),
+    Call(f"{ATTENTION}:AttentionBackend.supports_compute_capability", ("capability",)),
+    Call(f"{BACKENDS}:register_backend", ("backend", "class_path")),
+    Call(f"{BACKENDS}:AttentionBackendEnum.CUSTOM.is_overridden"),
+    Call(f"{BACKENDS}:AttentionBackendEnum.CUSTOM.clear_override"),
+    Call(f"{BACKENDS}:AttentionBackendEnum.CPU_ATTN.get_path"),
+    Call("vllm._custom_ops:reshape_and_cache_flash", (*CACHE_WRITE, "k_scale", "v_scale")),
+    Call(
+        "vllm.v1.attention.ops.triton_reshape_and_cache_flash:triton_reshape_and_cache_flash",
+        (*CACHE_WRITE, "k_scale", "v_scale"),
+    ),
+    Call("vllm.v1.engine.llm_engine:LLMEngine.collective_rpc", ("method",)),
+    Call("vllm:EngineArgs", keywords=("model", "attention_backend")),
 )
 
 # What objects have, by the name of the object in `Objects`.
@@ -174,6 +225,19 @@ ATTRIBUTES = {
     "sampling_params": ("extra_args", "max_tokens"),
     "scheduler_output": ("num_scheduled_tokens", "total_num_scheduled_tokens"),
 }
+
+FIELDS = {
+    f"{ATTENTION}:CommonAttentionMetadata": (
+        *("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "num_reqs"),
+        *("num_actual_tokens", "max_query_len", "causal"),
+    ),
+    f"{KV}:FullAttentionSpec": ("block_size", "num_kv_heads", "head_size", "dtype"),
+    f"{CONFIG}:SchedulerConfig": ("max_num_seqs", "max_num_batched_tokens"),
+    f"{CONFIG}:CompilationConfig": ("static_forward_context",),
+    f"{CONFIG}:AttentionConfig": ("backend",),
+    f"{CONFIG}:VllmConfig": ("compilation_config", "speculative_config", "attention_config"),
+}
+"""What the attention backend reads, by the dataclass that has it."""
 
 STATUSES = ("RUNNING", "PREEMPTED", "FINISHED_ABORTED")
 
@@ -282,6 +346,20 @@ def test_call(call: Call) -> None:
     signature = inspect.signature(find(call.where))
     found = list(complaints(call, signature))
     assert not found, f"{installed()}: {call.name}{signature}: " + "; ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("where", "field"),
+    [(where, field) for where, names in FIELDS.items() for field in names],
+    ids=lambda value: value.partition(":")[2] or value,
+)
+def test_field(where: str, field: str) -> None:
+    names = [each.name for each in fields(find(where))]
+    assert field in names, missing(where, names, field)
+
+
+def test_chosen_backends_can_be_forgotten() -> None:
+    find("vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear")
 
 
 @pytest.mark.parametrize("status", STATUSES)

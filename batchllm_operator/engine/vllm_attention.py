@@ -1,0 +1,77 @@
+"""Which attention vLLM's engine runs with: chosen by the spec, checked after the start, logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from batchllm_operator.errors import SpecError
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.vllm_plugin.attention_settings import AttentionSettings
+
+
+def attention_args(spec: JobSpec, known: Mapping[str, object]) -> dict[str, Any]:
+    """vLLM's engine arguments that choose the spec's attention.
+
+    On a CPU there are none: vLLM has one backend there, whose place ours takes.
+
+    Args:
+        spec: the job's.
+        known: the arguments that this vLLM has.
+
+    Raises:
+        SpecError: `engine.extra_args` chooses another backend, or isn't understood, or vLLM's
+            platform has no place for ours.
+    """
+    extra_args = spec.engine.extra_args
+    AttentionSettings.from_additional_config(extra_args.get("additional_config"))
+    if spec.engine.attention == "stock":
+        return {}
+    config = extra_args.get("attention_config")
+    in_config = [name for name in ("backend", "backend_per_kind") if _get(config, name)]
+    if in_config or extra_args.get("attention_backend"):
+        raise SpecError(
+            "engine.extra_args: names an attention backend; that goes with engine.attention: stock"
+        )
+    if current_platform.is_cpu():
+        return {}
+    if not current_platform.is_cuda_alike():
+        raise SpecError(
+            "engine.attention: batchllm runs on CUDA, ROCm and CPU; on this platform take stock"
+        )
+    if "attention_backend" in known:
+        return {"attention_backend": "CUSTOM"}
+    raise SpecError("engine.attention: this vLLM has no argument attention_backend; take stock")
+
+
+def describe_attention(spec: JobSpec, engine: Any) -> str:
+    """One line on what runs and why, for the log.
+
+    Args:
+        spec: the job's.
+        engine: vLLM's `LLMEngine`, started with `attention_args`.
+
+    Raises:
+        SpecError: ours was asked for, and some layers have another one.
+    """
+    if spec.engine.attention == "stock":
+        chosen = engine.vllm_config.attention_config.backend
+        name = f", {chosen.name} (engine.extra_args)" if chosen is not None else ""
+        return f"attention: vLLM's own{name} (engine.attention: stock, the default)"
+    from batchllm_operator.vllm_plugin.attention_report import report_attention
+
+    reports = engine.collective_rpc(report_attention)
+    others = [each for report in reports for each in report.others]
+    if others or not all(report.num_ours for report in reports):
+        found = f"it has {others[0]} and {len(others) - 1} more" if others else "it has none"
+        raise SpecError(
+            "engine.attention: batchllm needs a model whose attention layers all take it; "
+            f"{found}; with engine.attention: stock it runs"
+        )
+    return f"attention: batchllm (engine.attention), {reports[0].description}"
+
+
+def _get(config: object, name: str) -> object:
+    return config.get(name) if isinstance(config, Mapping) else None

@@ -1,0 +1,50 @@
+"""How our attention runs, on its way into vLLM's workers: plain JSON in `additional_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final, Literal
+
+from batchllm_operator.errors import SpecError
+
+KEY: Final = "batchllm_attention"
+"""Of `additional_config`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSettings:
+    """What a user may choose of our attention; the defaults suit every device.
+
+    Raises:
+        SpecError: a value isn't one of its kind.
+    """
+
+    decode_graphs: bool = False
+    """Whether steps of decode only are captured as full CUDA graphs, attention included. Off:
+    attention runs between piecewise graphs, until full ones have been checked on a GPU."""
+    impl: Literal["triton", "reference"] | None = None
+    """Unset: Triton's kernel on a GPU, plain torch on a CPU. Tests run the kernel on a CPU, in
+    Triton's interpreter."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.decode_graphs, bool):
+            raise SpecError(f"{KEY}.decode_graphs: must be true or false")
+        if self.impl not in (None, "triton", "reference"):
+            raise SpecError(f"{KEY}.impl: must be triton or reference, not {self.impl!r}")
+
+    @classmethod
+    def from_additional_config(cls, config: object) -> AttentionSettings:
+        """The settings under `KEY`, or the defaults.
+
+        Raises:
+            SpecError: there is something else than settings.
+        """
+        if not isinstance(config, Mapping) or KEY not in config:
+            return cls()
+        given = config[KEY]
+        if not isinstance(given, Mapping):
+            raise SpecError(f"{KEY}: must be an object, not {type(given).__name__}")
+        if unknown := sorted(set(given) - {field.name for field in fields(cls)}):
+            raise SpecError(f"{KEY}: has no {', '.join(map(str, unknown))}")
+        return cls(**given)

@@ -1,0 +1,76 @@
+"""Makes our attention known to vLLM: the entry point `vllm.general_plugins`, and the engine's use.
+
+vLLM loads the entry point in every process of every environment that has this package, so it has
+to be cheap, and to change nothing unless the engine has asked for it. The engine asks through an
+environment variable, which worker processes inherit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+VARIABLE: Final = "BATCHLLM_ATTENTION"
+BACKEND: Final = "batchllm_operator.vllm_plugin.attention.PrefixAttentionBackend"
+Attention = Literal["batchllm", "stock"]
+
+
+def register() -> None:
+    """Name our backend to vLLM, by its path: nothing of it is imported.
+
+    On a GPU it becomes CUSTOM, which a user of vLLM has to choose to get it; another plugin's
+    CUSTOM stays unless ours is asked for. vLLM's CPU platform knows one backend only, so there
+    ours takes the place of CPU_ATTN, and only if it is asked for.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import register_backend
+
+    slot = _slot()
+    is_asked_for = os.environ.get(VARIABLE) == "batchllm"
+    if is_asked_for or (current_platform.is_cuda_alike() and not slot.is_overridden()):
+        register_backend(slot, BACKEND)
+
+
+@contextmanager
+def attention_chosen(attention: Attention) -> Iterator[None]:
+    """Engines that start meanwhile, in this process and in processes that it starts, get this one.
+
+    Afterwards the environment and vLLM's register are as they were; an engine keeps what it has.
+    """
+    from vllm.v1.attention.backends.registry import register_backend
+
+    from batchllm_operator.vllm_plugin.compat import forget_chosen_backends
+
+    slot = _slot()
+    before = os.environ.get(VARIABLE)
+    path_before = slot.get_path() if slot.is_overridden() else None
+    os.environ[VARIABLE] = attention
+    if attention == "batchllm":
+        register_backend(slot, BACKEND)
+    elif path_before == BACKEND:
+        slot.clear_override()
+    forget_chosen_backends()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+        if path_before is None:
+            slot.clear_override()
+        else:
+            register_backend(slot, path_before)
+        forget_chosen_backends()
+
+
+def _slot() -> Any:
+    """The member of vLLM's enumeration that stands for our backend on this platform."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return (
+        AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.CUSTOM
+    )

@@ -1,0 +1,84 @@
+"""Run as a script: generates with one attention through the engine, and counts what it reads.
+
+    python -m support.attention_generate ATTENTION MODEL PROMPTS OUTPUTS
+
+ATTENTION is stock, batchllm, or batchllm/triton: the GPU's kernel in Triton's interpreter.
+PROMPTS is JSON: a list of {"tokens", "group_id", "num_prefix_tokens", "group_size"}. OUTPUTS is
+written as JSON: the texts, the KV tokens that requests asked for and those that were read, over all
+steps, and what was logged of the choice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from support.fake_job import fake_spec
+
+from batchllm_kernels.prefix_attention import StepPlan, StepPlanner
+from batchllm_operator.engine import EngineJob, EngineRequest, start_engine
+
+
+class ReadCounter:
+    """Counts KV tokens of planned steps, as `StepPlanner.plan` hands plans out."""
+
+    def __init__(self) -> None:
+        self.num_asked = self.num_read = self.num_groups = 0
+        plan = StepPlanner.plan
+
+        def counted(planner: StepPlanner, batch: Any) -> StepPlan:
+            planned = plan(planner, batch)
+            self.num_asked += int(batch.seq_lens.sum())
+            self.num_read += int(batch.seq_lens.sum())
+            for prefix in planned.prefixes or ():
+                self.num_groups += 1
+                self.num_read -= (len(prefix.requests) - 1) * prefix.num_tokens
+            return planned
+
+        StepPlanner.plan = counted  # type: ignore[method-assign]
+
+
+def main(attention: str, model: str, prompts_path: str, outputs_path: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", filename=outputs_path + ".log")
+    prompts = json.loads(Path(prompts_path).read_text())
+    attention, _, impl = attention.partition("/")
+    extra_args = {"additional_config": {"batchllm_attention": {"impl": impl}}} if impl else {}
+    settings = {
+        "backend": "vllm",
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 1 << 27,
+        "attention": attention,
+        "max_num_seqs": min(64, len(prompts)),
+        "extra_args": extra_args,
+    }
+    sampling = {"max_tokens": 10}
+    spec = fake_spec("/lake", engine=settings, model={"path": model}, sampling=sampling)
+    counter = ReadCounter()
+    engine = start_engine(spec, EngineJob(640, num_requests=len(prompts)))
+    requests = (
+        EngineRequest(
+            idx,
+            prompt["tokens"],
+            prompt["group_id"],
+            prompt["num_prefix_tokens"],
+            group_size=prompt["group_size"],
+        )
+        for idx, prompt in enumerate(prompts)
+    )
+    outputs = {output.request_idx: output for output in engine.stream(requests)}
+    engine.close()
+    found = {
+        "texts": [(outputs[idx].text, outputs[idx].error) for idx in range(len(prompts))],
+        "num_asked": counter.num_asked,
+        "num_read": counter.num_read,
+        "num_groups": counter.num_groups,
+        "log": Path(outputs_path + ".log").read_text().splitlines(),
+    }
+    Path(outputs_path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
