@@ -46,8 +46,23 @@ def attention_args(spec: JobSpec, known: Mapping[str, object]) -> dict[str, Any]
     raise SpecError("engine.attention: this vLLM has no argument attention_backend; take stock")
 
 
-def describe_attention(spec: JobSpec, engine: Any) -> str:
-    """One line on what runs and why, for the log.
+def check_model(spec: JobSpec, vllm_config: Any) -> None:
+    """Refuse a model or a GPU that our attention doesn't take, before anything is loaded.
+
+    Raises:
+        SpecError: `engine.attention` is batchllm, and something isn't taken.
+    """
+    if spec.engine.attention == "batchllm":
+        from batchllm_operator.vllm_plugin import attention
+
+        attention.check_model(vllm_config)
+
+
+def start_attention(spec: JobSpec, engine: Any) -> str:
+    """Check what an engine's layers have, and warm ours up.
+
+    Returns:
+        One line on what runs and why, for the log.
 
     Args:
         spec: the job's.
@@ -60,7 +75,10 @@ def describe_attention(spec: JobSpec, engine: Any) -> str:
         chosen = engine.vllm_config.attention_config.backend
         name = f", {chosen.name} (engine.extra_args)" if chosen is not None else ""
         return f"attention: vLLM's own{name} (engine.attention: stock, the default)"
-    from batchllm_operator.vllm_plugin.attention_report import report_attention
+    from batchllm_operator.vllm_plugin.attention_report import (
+        report_attention,
+        warm_up_attention,
+    )
 
     reports = engine.collective_rpc(report_attention)
     others = [each for report in reports for each in report.others]
@@ -70,6 +88,7 @@ def describe_attention(spec: JobSpec, engine: Any) -> str:
             "engine.attention: batchllm needs a model whose attention layers all take it; "
             f"{found}; with engine.attention: stock it runs"
         )
+    engine.collective_rpc(warm_up_attention)
     return f"attention: batchllm (engine.attention), {reports[0].description}"
 
 

@@ -46,7 +46,11 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
-from batchllm_operator.engine.vllm_attention import attention_args, describe_attention  # noqa: E402
+from batchllm_operator.engine.vllm_attention import (  # noqa: E402
+    attention_args,
+    check_model,
+    start_attention,
+)
 from batchllm_operator.engine.vllm_profiling import measure_device, profile_subject  # noqa: E402
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
 from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler  # noqa: E402
@@ -90,6 +94,7 @@ class VLLMEngine:
             SchedulerSettings.from_additional_config(config.additional_config)
         except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
             raise SpecError(f"engine: vLLM refuses the settings: {_one_line(error)}") from error
+        check_model(spec, config)
         if spec.model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
         try:
@@ -101,7 +106,7 @@ class VLLMEngine:
         except Exception as error:
             raise EngineError(f"vLLM can't start: {_one_line(error)}") from error
         try:
-            _log.info("%s", describe_attention(spec, self._engine))
+            _log.info("%s", start_attention(spec, self._engine))
         except SpecError:
             self._engine.engine_core.shutdown()
             raise

@@ -79,6 +79,8 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
             )
         except UnsupportedError as error:
             raise refusal(f"this model: {error}") from error
+        for name in layer_names:
+            vllm_config.compilation_config.static_forward_context[name].impl.planner = self.planner
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -177,7 +179,29 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
         self.soft_cap = logits_soft_cap or None
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.planner: StepPlanner | None = None
+        """Set by the builder of the layer's KV cache group."""
         self._fp8 = fp8_dtype(kv_cache_dtype)
+
+    def warm_up(self, kv_cache: Tensor, dtype: torch.dtype) -> None:
+        """Compile what this layer will launch; an empty step, which changes no tensor.
+
+        Args:
+            kv_cache: the layer's.
+            dtype: of queries.
+        """
+        assert self.planner is not None
+        k_cache, v_cache = self._caches(kv_cache)
+        shape = (1, self.num_heads, self.head_size)
+        query = torch.empty(shape, dtype=dtype, device=kv_cache.device)
+        variants = [(self.window, self.soft_cap)]
+        self.planner.warm_up(query, k_cache, v_cache, variants=variants)
+
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        k_cache, v_cache = compat.kv_cache_views(kv_cache, self.head_size)
+        if self._fp8 is not None:
+            k_cache, v_cache = k_cache.view(self._fp8), v_cache.view(self._fp8)
+        return k_cache, v_cache
 
     def forward(
         self,
@@ -215,10 +239,9 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
             raise refusal("outputs that attention is to quantize")
         if attn_metadata is None:
             return output.fill_(0)
-        k_cache, v_cache = compat.kv_cache_views(kv_cache, self.head_size)
+        k_cache, v_cache = self._caches(kv_cache)
         k_scale = v_scale = 1.0
         if self._fp8 is not None:
-            k_cache, v_cache = k_cache.view(self._fp8), v_cache.view(self._fp8)
             k_scale, v_scale = layer._k_scale_float, layer._v_scale_float
         return prefix_attention(
             query,
@@ -300,6 +323,25 @@ class PrefixAttentionBackend(AttentionBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Architectures that settings ship for; on ROCm the builder asks by name."""
         return not current_platform.is_cuda() or f"sm{capability.to_int()}" in ARCHITECTURES
+
+
+def check_model(vllm_config: Any) -> None:
+    """Refuse by name, before anything is loaded, what vLLM would call a failure to start.
+
+    Raises:
+        SpecError: the GPU, the model's head size or its dtype isn't taken.
+    """
+    if current_platform.is_cpu():
+        return
+    model = vllm_config.model_config
+    capability = current_platform.get_device_capability()
+    if capability and not PrefixAttentionBackend.supports_compute_capability(capability):
+        known = ", ".join(ARCHITECTURES)
+        raise refusal(f"GPUs of sm{capability.to_int()} yet; there are settings for {known}")
+    if not PrefixAttentionBackend.supports_head_size(model.get_head_size()):
+        raise refusal(f"heads of {model.get_head_size()} elements, only {HEAD_DIMS}")
+    if not PrefixAttentionBackend.supports_dtype(model.dtype):
+        raise refusal(f"models in {model.dtype}")
 
 
 def chosen_impl(settings: AttentionSettings) -> Impl:

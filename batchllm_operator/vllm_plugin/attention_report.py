@@ -1,4 +1,4 @@
-"""Which attention the layers of a started engine really have: asked of each worker."""
+"""What each worker of a started engine is asked: what its layers have, and to warm up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchllm_kernels.prefix_attention.config import ARCHITECTURES, detect_arch, load_config
-from batchllm_operator.vllm_plugin.attention import PrefixAttentionBackend, chosen_impl
+from batchllm_operator.vllm_plugin import compat
+from batchllm_operator.vllm_plugin.attention import (
+    PrefixAttentionBackend,
+    PrefixAttentionImpl,
+    chosen_impl,
+)
 from batchllm_operator.vllm_plugin.attention_settings import AttentionSettings
 
 
@@ -37,6 +42,18 @@ def report_attention(worker: Any) -> AttentionReport:
             others.append(f"{name}: {backend.get_name()}")
     settings = AttentionSettings.from_additional_config(config.additional_config)
     return AttentionReport(num_ours, others, _describe(settings, worker.device))
+
+
+def warm_up_attention(worker: Any) -> None:
+    """Compile what a worker's layers will launch, so that no step waits for a compiler.
+
+    Runs in the worker, through vLLM's `collective_rpc`, after the KV cache has been made.
+    """
+    config = worker.vllm_config
+    for layer in config.compilation_config.static_forward_context.values():
+        impl = getattr(layer, "impl", None)
+        if isinstance(impl, PrefixAttentionImpl) and impl.planner is not None:
+            impl.warm_up(compat.layer_kv_cache(layer), config.model_config.dtype)
 
 
 def _describe(settings: AttentionSettings, device: Any) -> str:

@@ -105,6 +105,13 @@ def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
+def layer_kv_cache(layer: Any) -> Tensor:
+    """A layer's KV cache; some versions keep a list, of one for each virtual engine."""
+    cache: Any = layer.kv_cache
+    tensor: Tensor = cache[0] if isinstance(cache, list | tuple) else cache
+    return tensor
+
+
 def forget_chosen_backends() -> None:
     """Have vLLM choose attention backends anew: it remembers what it has chosen, by platform."""
     from vllm.v1.attention import selector

@@ -74,23 +74,26 @@ class Engine:
         from batchllm_operator.vllm_plugin.attention_report import AttentionReport
 
         self._reports = [AttentionReport(*report, "Triton on sm90") for report in reports]
+        self.asked: list[str] = []
         chosen = SimpleNamespace(name=backend) if backend else None
         self.vllm_config = SimpleNamespace(attention_config=SimpleNamespace(backend=chosen))
 
     def collective_rpc(self, method: Any) -> list[Any]:
-        assert callable(method)
+        self.asked.append(method.__name__)
         return self._reports
 
 
 def test_the_line_says_what_runs_and_why() -> None:
     ours, stock = make_spec(attention="batchllm"), make_spec()
-    assert vllm_attention.describe_attention(ours, Engine((2, []), (2, []))) == (
+    engine = Engine((2, []), (2, []))
+    assert vllm_attention.start_attention(ours, engine) == (
         "attention: batchllm (engine.attention), Triton on sm90"
     )
-    assert vllm_attention.describe_attention(stock, Engine()) == (
+    assert engine.asked == ["report_attention", "warm_up_attention"]
+    assert vllm_attention.start_attention(stock, Engine()) == (
         "attention: vLLM's own (engine.attention: stock, the default)"
     )
-    assert "own, FLASHINFER (engine.extra_args)" in vllm_attention.describe_attention(
+    assert "own, FLASHINFER (engine.extra_args)" in vllm_attention.start_attention(
         stock, Engine(backend="FLASHINFER")
     )
 
@@ -106,4 +109,4 @@ def test_an_engine_that_runs_something_else_is_refused(
     reports: list[tuple[int, list[str]]], named: str
 ) -> None:
     with pytest.raises(SpecError, match=named):
-        vllm_attention.describe_attention(make_spec(attention="batchllm"), Engine(*reports))
+        vllm_attention.start_attention(make_spec(attention="batchllm"), Engine(*reports))

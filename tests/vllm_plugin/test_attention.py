@@ -20,6 +20,7 @@ from batchllm_operator.vllm_plugin.attention import (
     PrefixAttentionBuilder,
     PrefixAttentionImpl,
 )
+from batchllm_operator.vllm_plugin.attention_report import warm_up_attention
 from batchllm_operator.vllm_plugin.kv_writes import fp8_dtype
 
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_SIZE, NUM_BLOCKS = 16, 4, 2, 64, 12
@@ -30,6 +31,7 @@ LAYER = SimpleNamespace(
     _k_scale_float=0.5,
     _v_scale_float=0.25,
     num_heads=HEADS,
+    impl=SimpleNamespace(planner=None),
 )
 LAYOUTS = ("heads first", "tokens first", "halves apart, tokens first", "halves apart, heads first")
 
@@ -323,6 +325,55 @@ def test_what_vllm_is_told_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [80, 90]
     assert not backend.supports_sink()
     assert not backend.is_mla()
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_size", "dtype", "named"),
+    [
+        (89, 128, torch.bfloat16, "sm89 yet; there are settings for sm80, sm90"),
+        (90, 80, torch.bfloat16, "heads of 80 elements"),
+        (90, 128, torch.float32, "models in torch.float32"),
+        (90, 128, torch.bfloat16, None),
+    ],
+)
+def test_models_are_refused_before_anything_is_loaded(
+    capability: int,
+    head_size: int,
+    dtype: torch.dtype,
+    named: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on(monkeypatch, "cuda")
+    platform: Any = attention.current_platform
+    platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: capability)
+    model = SimpleNamespace(get_head_size=lambda: head_size, dtype=dtype)
+    config = SimpleNamespace(model_config=model)
+    if named is None:
+        attention.check_model(config)
+    else:
+        with pytest.raises(SpecError, match=named):
+            attention.check_model(config)
+
+
+def test_every_layer_is_warmed_up_with_what_it_will_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    impl = make_impl(sliding_window=20, logits_soft_cap=3.0)
+    cache = make_cache("tokens first")
+    ours = SimpleNamespace(num_heads=HEADS, impl=impl, kv_cache=[cache])
+    others = {"mamba": SimpleNamespace(), "mla": SimpleNamespace(impl=object())}
+    layers = SimpleNamespace(static_forward_context={"layer": ours, **others})
+    builder = make_builder("triton", compilation_config=layers)
+    assert impl.planner is builder.planner
+    warmed: list[Any] = []
+    monkeypatch.setattr(
+        type(builder.planner),
+        "warm_up",
+        lambda _, q, k, v, variants: warmed.append((q.shape, k.shape, v.shape, variants)),
+    )
+    model = SimpleNamespace(dtype=torch.float32)
+    config = SimpleNamespace(compilation_config=layers, model_config=model)
+    warm_up_attention(SimpleNamespace(vllm_config=config))
+    rows = torch.Size([NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE])
+    assert warmed == [((1, HEADS, HEAD_SIZE), rows, rows, [(20, 3.0)])]
 
 
 def test_what_vllm_is_told_on_a_cpu() -> None:
