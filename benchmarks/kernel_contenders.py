@@ -296,6 +296,8 @@ def vllm_cache_layout(shape: AttentionShape) -> CacheLayout:
     """
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
+    if not hasattr(FlashAttentionBackend, "get_kv_cache_shape"):
+        return "packed"  # vLLM says it itself since 0.30
     num_blocks = 7  # unlike any other number in the shape
     found = FlashAttentionBackend.get_kv_cache_shape(
         num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim

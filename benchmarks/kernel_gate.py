@@ -33,6 +33,11 @@ from benchmarks.kernel_workloads import (
 
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of ||out - reference|| / ||reference||."""
+ROW_ERROR_FACTOR = 4
+"""The same of one head of one token, where errors don't average: so many times that. A partial
+that was lost or is another step's makes a row wrong by its own size."""
+REPETITIONS = 3
+"""A merge that doesn't wait goes wrong now and then."""
 _LEFTOVER = 3.0  # in slots that nobody wrote
 
 
@@ -43,7 +48,7 @@ class Check:
     contender: str
     setting: str
     error: float
-    """||out - reference|| / ||reference||; NaN where an output wasn't written."""
+    """By `worst_error`; NaN where an output wasn't written."""
     limit: float
 
     @property
@@ -112,16 +117,26 @@ def run_gate(
         for contender in contenders:
             if contender.name in raised:
                 continue
-            poisoned.out.fill_(float("nan"))
-            try:
-                out = _output(contender, step, poisoned)
-            # Its error is the finding; the others are still to be checked.
-            except Exception as error:  # noqa: BLE001
-                raised[contender.name] = f"{setting.name}: {type(error).__name__}: {error}"
-                continue
-            error_norm = float((out.float() - expected).norm() / expected.norm())
-            checks.append(Check(contender.name, setting.name, error_norm, MAX_ERROR[dtype]))
+            for _ in range(REPETITIONS if device.type == "cuda" else 1):
+                poisoned.out.fill_(float("nan"))
+                try:
+                    out = _output(contender, step, poisoned)
+                # Its error is the finding; the others are still to be checked.
+                except Exception as error:  # noqa: BLE001
+                    raised[contender.name] = f"{setting.name}: {type(error).__name__}: {error}"
+                    break
+                error_norm = worst_error(out.float(), expected)
+                checks.append(Check(contender.name, setting.name, error_norm, MAX_ERROR[dtype]))
     return checks, raised
+
+
+def worst_error(out: Tensor, expected: Tensor) -> float:
+    """Relative error of the norm: of all, or of the worst row by `ROW_ERROR_FACTOR`; NaN if any."""
+    difference = out - expected
+    rows = difference.norm(dim=-1) / expected.norm(dim=-1)
+    whole = float(difference.norm() / expected.norm())
+    worst_row = float(rows.max()) / ROW_ERROR_FACTOR
+    return whole if math.isnan(whole) else max(whole, worst_row)
 
 
 def worst_errors(checks: Sequence[Check]) -> dict[str, float | str]:

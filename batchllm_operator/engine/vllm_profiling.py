@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import count
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from vllm.platforms import current_platform
 
 from batchllm_operator.engine.device_profile import DeviceProfile, step_sizes
 from batchllm_operator.progress import Progress
+from batchllm_operator.vllm_plugin.attention_settings import AttentionSettings
 from batchllm_operator.vllm_plugin.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
 
@@ -31,6 +33,9 @@ _VOLATILE: Final = {"use_tqdm_on_load", "disable_log_stats", "additional_config"
 def profile_subject(args: Mapping[str, Any], attention: str) -> dict[str, str]:
     """What a profile of this device with these engine arguments and attention is a profile of."""
     chosen = {name: value for name, value in args.items() if name not in _VOLATILE}
+    if attention == "batchllm":
+        settings = AttentionSettings.from_additional_config(args.get("additional_config"))
+        attention = f"batchllm {json.dumps(asdict(settings), sort_keys=True)}"
     return {
         "device": str(current_platform.get_device_name()),
         "cores": str(os.cpu_count()) if current_platform.is_cpu() else "",

@@ -342,6 +342,9 @@ def check_model(vllm_config: Any) -> None:
         raise refusal(f"heads of {model.get_head_size()} elements, only {HEAD_DIMS}")
     if not PrefixAttentionBackend.supports_dtype(model.dtype):
         raise refusal(f"models in {model.dtype}")
+    if current_platform.is_rocm() and vllm_config.speculative_config is not None:
+        # vLLM's drafters know by name the backends that they take there.
+        raise refusal("speculative decoding on ROCm")
 
 
 def chosen_impl(settings: AttentionSettings) -> Impl:
@@ -354,6 +357,8 @@ def _shape(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> Atte
     num_q_heads = {layers[name].num_heads for name in layer_names}
     if len(num_q_heads) != 1:
         raise refusal(f"layers with {sorted(num_q_heads)} query heads that share a KV cache group")
+    if getattr(kv_cache_spec, "attention_chunk_size", None) is not None:
+        raise refusal("attention in chunks of the context")
     head_dim, dtype = kv_cache_spec.head_size, kv_cache_spec.dtype
     if getattr(kv_cache_spec, "head_size_v", None) not in (None, head_dim):
         raise refusal(f"keys of {head_dim} and values of {kv_cache_spec.head_size_v} elements")

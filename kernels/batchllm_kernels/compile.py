@@ -177,7 +177,7 @@ def compile_schedule_kernel(arch: str, name: str) -> Report:
         "WIDE_TOKENS": 16,
     }
     scalars = {"table_stride", "num_requests", "max_member_tokens", "num_probes"}
-    scalars |= {"min_piece_tokens", "target_pieces", "first_own_counter"}
+    scalars |= {"min_piece_tokens", "target_pieces", "max_pieces", "first_own_counter"}
     kernel = getattr(schedule_kernels, name)
     types = {
         arg: "constexpr" if arg in constants else "i32" if arg in scalars else "*i32"

@@ -110,3 +110,13 @@ def test_an_engine_that_runs_something_else_is_refused(
 ) -> None:
     with pytest.raises(SpecError, match=named):
         vllm_attention.start_attention(make_spec(attention="batchllm"), Engine(*reports))
+
+
+def test_a_profile_is_of_one_attention_and_its_settings() -> None:
+    from batchllm_operator.engine.vllm_profiling import profile_subject
+
+    graphs = {"additional_config": {"batchllm_attention": {"decode_graphs": True}}}
+    given = [({}, "stock"), ({}, "batchllm"), (graphs, "batchllm")]
+    subjects = [profile_subject(*each) for each in given]
+    assert len({subject["attention"] for subject in subjects}) == 3
+    assert profile_subject(graphs, "stock") == subjects[0]

@@ -53,8 +53,37 @@ def test_only_whole_blocks_from_before_this_step_count() -> None:
 
 def test_long_chunks_and_padding_take_no_part() -> None:
     tables = [[1, 2, 3]] * 4
-    batch = batch_of(tables, [40] * 4, [5, 1, 0, 4])
+    batch = batch_of(tables, [40] * 4, [5, 4, 0, 4])
     assert find_shared_prefixes(batch, SIZE, OPEN) == [SharedPrefix((1, 3), 32)]
+
+
+def test_members_have_as_many_query_tokens_as_each_other() -> None:
+    """One with more would take the room of several in each tile."""
+    batch = batch_of([[1, 2, 3]] * 5, [40] * 5, [1, 2, 1, 2, 3])
+    assert find_shared_prefixes(batch, SIZE, OPEN) == [
+        SharedPrefix((0, 2), 32),
+        SharedPrefix((1, 3), 32),
+    ]
+
+
+def test_depths_that_the_gate_closes_are_not_asked_for() -> None:
+    """Pairs share 4 blocks, all eight 2: pairs don't pass, so all of them share the 2."""
+    tables = [[1, 2, 10 + pair, 20 + pair, 30 + member]
+              for pair in range(4) for member in range(2)]  # fmt: skip
+    batch = batch_of(tables, [70] * 8, [1] * 8)
+    assert len(find_shared_prefixes(batch, SIZE, OPEN)) == 4
+    gate = Gate({2: 128, 4: 32}, max_member_tokens=1)
+    assert find_shared_prefixes(batch, SIZE, gate) == [SharedPrefix(tuple(range(8)), 32)]
+
+
+@pytest.mark.parametrize(("tile_tokens", "is_shared"), [(1, False), (3, False), (4, True)])
+def test_degree_counts_as_far_as_a_tile_holds_it(tile_tokens: int, is_shared: bool) -> None:
+    """A prefix that is read again for every tile saves less, and nothing for single members."""
+    gate = Gate({2: 1000, 4: 16}, max_member_tokens=4)
+    batch = batch_of([[1, 2, 3]] * 8, [40] * 8, [1] * 8)
+    assert bool(find_shared_prefixes(batch, SIZE, gate, tile_tokens)) == is_shared
+    pairs = batch_of([[1, 2, 3]] * 8, [40] * 8, [2] * 8)
+    assert not find_shared_prefixes(pairs, SIZE, gate, tile_tokens)
 
 
 def test_placeholders_before_equal_blocks_are_no_prefix() -> None:

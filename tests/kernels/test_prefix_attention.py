@@ -200,14 +200,14 @@ def test_long_context_of_few_requests_is_split() -> None:
 
 
 def test_long_prefix_and_long_prefill_are_split() -> None:
-    groups = [Group(1024, ((1, 1), (700, 1), (40, 2))), Group(0, ((900, 40),))]
+    groups = [Group(2048, ((1, 1), (700, 1), (40, 2))), Group(0, ((900, 40),))]
     plan = check(make_case(SHAPE, groups, seed=11))
     assert plan.schedule is not None
     assert plan.schedule.header[HEADER_PREFIX_TILES] > 1
 
 
 def test_members_that_prefill_in_chunks() -> None:
-    groups = [Group(128, ((0, 8), (30, 3), (5, 1), (64, 8), (2, 5))), Group(64, ((1, 6), (0, 1)))]
+    groups = [Group(128, ((0, 4), (30, 3), (5, 4), (64, 3), (2, 4))), Group(64, ((1, 2), (0, 2)))]
     plan = check(make_case(SHAPE, groups, seed=12))
     assert plan.schedule is not None
     assert plan.schedule.header[HEADER_PREFIX_TILES] >= 2

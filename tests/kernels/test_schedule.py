@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from batchllm_kernels.prefix_attention import (
     BatchLimits,
     Gate,
     PagedBatch,
+    SharedPrefix,
     find_shared_prefixes,
     load_config,
 )
@@ -115,30 +117,60 @@ def test_every_query_sees_each_of_its_keys_once(
     assert all(counts == [len(counts)] * len(counts) for counts in partials.values())
 
 
-@settings(max_examples=25)
-@given(groups, configs, st.integers(0, 1000))
-def test_groups_are_those_of_the_reference(
-    given_groups: list[Group], config: ArchConfig, seed: int
-) -> None:
-    case = make_case(SHAPE, given_groups, seed=seed)
-    schedule, scheduler = schedule_of(case, config)
+def groups_of(schedule: Schedule, batch: PagedBatch) -> list[SharedPrefix]:
+    """The groups that the device found, read off its prefix tiles."""
     tiles = schedule.tiles[: int(schedule.header[t.HEADER_PREFIX_TILES])].tolist()
-    owner = {int(start): row for row, start in enumerate(case.batch.query_start_loc[:-1])}
-    found: dict[int, tuple[set[int], int]] = {}
+    owner = {
+        int(start): row
+        for row, (start, end) in enumerate(itertools.pairwise(batch.query_start_loc.tolist()))
+        if end > start
+    }
+    found: dict[tuple[int, ...], tuple[set[int], int]] = {}
+    ends: Counter[int] = Counter()
     for tile in tiles:
-        requests = {
-            owner[int(schedule.members[tile[t.TILE_ROWS_FIRST] + idx][t.MEMBER_TOKEN])]
-            for idx in range(tile[t.TILE_ROWS_MEMBERS])
-        }
-        first_block = int(case.batch.block_table[min(requests), 0])
-        members, length = found.get(first_block, (set(), 0))
-        found[first_block] = members | requests, max(length, tile[t.TILE_KV_END])
+        ends[tile[t.TILE_COUNTER]] = max(ends[tile[t.TILE_COUNTER]], tile[t.TILE_KV_END])
+    for tile in tiles:
+        num_tokens = ends[tile[t.TILE_COUNTER]]
+        records = schedule.members[tile[t.TILE_ROWS_FIRST] :][: tile[t.TILE_ROWS_MEMBERS]]
+        rows = {owner[int(record[t.MEMBER_TOKEN])] for record in records}
+        blocks = batch.block_table[min(rows), : num_tokens // SHAPE.block_size].tolist()
+        found.setdefault(tuple(blocks), (set(), num_tokens))[0].update(rows)
+    return sorted(
+        (SharedPrefix(tuple(sorted(rows)), length) for rows, length in found.values()),
+        key=lambda group: group.requests,
+    )
+
+
+@st.composite
+def nested_batches(draw: st.DrawFn) -> PagedBatch:
+    """Tables that share blocks as in a prefix cache: an id for each path from the root."""
+    choices = st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=2, max_size=6)
+    paths = draw(st.lists(choices, min_size=4, max_size=12))
+    ids: dict[tuple[int, ...], int] = {}
+    rows = [
+        [ids.setdefault(tuple(path[: depth + 1]), len(ids)) for depth in range(len(path))]
+        for path in paths
+    ]
+    in_last = st.sampled_from([1, 3, SHAPE.block_size])
+    seq_lens = [(len(row) - 1) * SHAPE.block_size + draw(in_last) for row in rows]
+    query_lens = [draw(st.sampled_from([0, 1, 1, 1, 1, 3])) for _ in rows]
+    table = torch.zeros(len(rows), 6, dtype=torch.int32)
+    for row, blocks in enumerate(rows):
+        table[row, : len(blocks)] = torch.tensor(blocks)
+    starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
+    return PagedBatch(starts, torch.tensor(seq_lens, dtype=torch.int32), table)
+
+
+@settings(max_examples=80)
+@given(nested_batches(), st.just(CONFIG) | configs)
+def test_groups_are_those_of_the_reference(batch: PagedBatch, config: ArchConfig) -> None:
+    limits = BatchLimits(batch.num_requests, int(batch.query_start_loc[-1]))
+    scheduler = Scheduler(SHAPE, limits, config, CPU)
+    found = groups_of(scheduler.build(batch), batch)
     # A member's queries have to fit in one wide tile.
     gate = replace(config.gate, max_member_tokens=scheduler.max_member_tokens)
-    wanted = find_shared_prefixes(case.batch, SHAPE.block_size, gate)
-    assert sorted((sorted(members), length) for members, length in found.values()) == sorted(
-        (list(prefix.requests), prefix.num_tokens) for prefix in wanted
-    )
+    tile_tokens = scheduler.wide_tokens
+    assert found == find_shared_prefixes(batch, SHAPE.block_size, gate, tile_tokens)
 
 
 @pytest.mark.parametrize(("least", "is_shared"), [(64, True), (65, False)])
@@ -160,6 +192,38 @@ def test_worst_batch_fits() -> None:
     assert schedule.header[t.HEADER_TILES] > 8 * 8
     assert schedule.header[t.HEADER_TILES] <= scheduler.capacity.tiles
     assert schedule.header[t.HEADER_SLOTS] <= scheduler.capacity.slots
+
+
+def test_a_context_has_no_more_pieces_than_the_device_has_programs() -> None:
+    """One program merges all of them."""
+    lens = torch.tensor([2**20], dtype=torch.int32)
+    batch = PagedBatch(
+        torch.tensor([0, 1], dtype=torch.int32), lens, torch.zeros_like(lens)[:, None]
+    )
+    config = replace(CONFIG, split=SplitRule(1, 1000))
+    scheduler = Scheduler(SHAPE, BatchLimits(1, 1), config, CPU)
+    assert scheduler.build(batch).header[t.HEADER_TILES] == 8
+    assert scheduler.max_programs // SHAPE.num_kv_heads < 8
+
+
+def test_requests_that_do_not_fit_a_tile_together_share_nothing() -> None:
+    shape = replace(SHAPE, num_q_heads=48, num_kv_heads=1)
+    case = make_case(shape, [Group(64, ((1, 1),) * 5)], seed=6)
+    schedule, scheduler = schedule_of(case, CONFIG)
+    assert scheduler.wide_tokens == 1
+    assert schedule.header[t.HEADER_PREFIX_TILES] == 0
+
+
+def test_two_schedulers_share_their_scratch_memory() -> None:
+    shape = replace(SHAPE, head_dim=128)
+    first, second = (Scheduler(shape, BatchLimits(4, 8), CONFIG, CPU) for _ in range(2))
+    batch = make_case(shape, [Group(0, ((5, 1),))], seed=7).batch
+    built, other = first.build(batch), second.build(batch)
+    assert built.partial_out.data_ptr() == other.partial_out.data_ptr()
+    assert built.counters.data_ptr() != other.counters.data_ptr()
+    larger = Scheduler(shape, BatchLimits(64, 80), CONFIG, CPU).build(batch)
+    assert len(larger.partial_out) > len(built.partial_out)
+    assert first.build(batch).partial_out.data_ptr() == built.partial_out.data_ptr()
 
 
 def test_window_placeholders_in_front_of_equal_blocks() -> None:

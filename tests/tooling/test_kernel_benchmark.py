@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from torch import Tensor
 from batchllm_kernels.prefix_attention import (
     AttentionShape,
     Gate,
+    SharedPrefix,
     find_shared_prefixes,
     prefix_shared_attention,
 )
@@ -131,7 +133,15 @@ def test_a_step_shares_what_its_setting_says(setting: Any) -> None:
     step = workloads.make_step(setting, SHAPE, np.random.default_rng(1), CPU)
     assert int(step.batch.query_start_loc[-1]) == step.num_tokens
     found = find_shared_prefixes(step.batch, SHAPE.block_size, Gate({2: 1}, 10**6))
-    assert found == sorted(step.prefixes, key=lambda prefix: prefix.requests)
+    lens = step.batch.query_start_loc.diff().tolist()
+    # Those who decode and those who prefill are stacked apart.
+    wanted = [
+        SharedPrefix(alike, prefix.num_tokens)
+        for prefix in step.prefixes
+        for length in sorted({lens[row] for row in prefix.requests})
+        if len(alike := tuple(row for row in prefix.requests if lens[row] == length)) > 1
+    ]
+    assert found == sorted(wanted, key=lambda prefix: prefix.requests)
     # The slots that are read are as many as the model counts, wherever blocks are shared.
     slots = {
         (int(step.batch.block_table[row, token // 16]), token % 16)
@@ -193,3 +203,19 @@ def test_without_a_gpu_the_gate_runs_and_rows_hold_the_model(tmp_path: Path) -> 
         assert 0 < row["unique_kv_bytes"] <= row["plain_kv_bytes"]
         assert "times" not in row
     assert {target["met"] for target in report["targets"]} == {None}
+
+
+def test_a_lost_row_fails_the_gate_however_large_the_batch() -> None:
+    expected = torch.randn(4096, 8, 64, generator=torch.Generator().manual_seed(0))
+    out = expected + 1e-3 * torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    assert gate.worst_error(out, expected) < 2e-3
+    out[17, 3] = 0
+    assert (out - expected).norm() / expected.norm() < 1e-2
+    assert gate.worst_error(out, expected) > 0.2
+    out[17, 3, 5] = float("nan")
+    assert math.isnan(gate.worst_error(out, expected))
+
+
+def test_the_installed_vllm_has_a_layout() -> None:
+    pytest.importorskip("vllm")
+    assert contenders.vllm_cache_layout(SHAPE) in ("separate", "interleaved", "packed")

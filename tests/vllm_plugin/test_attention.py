@@ -81,10 +81,10 @@ def ints(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-# Two requests that share two blocks, one that decodes alone, one that is padding. A step later,
+# Two requests that share two blocks, one with a chunk of two, one that is padding. A step later,
 # everything but the last tokens has been computed.
 TABLE = [[3, 7, 1, 0], [3, 7, 9, 0], [5, 2, 11, 4], [0, 0, 0, 0]]
-LENGTHS, QUERIES = [40, 37, 50, 0], [2, 1, 1, 0]
+LENGTHS, QUERIES = [40, 37, 50, 0], [1, 1, 2, 0]
 
 
 def make_step(**changes: Any) -> CommonAttentionMetadata:
@@ -271,6 +271,7 @@ def test_layers_that_are_not_taken_are_refused_by_name(given: dict[str, Any], na
         ({"spec": make_spec(num_kv_heads=3)}, "num_q_heads"),
         ({"spec": make_spec(torch.bfloat16)}, "a KV cache of torch.bfloat16 with a model in"),
         ({"spec": make_spec(head_size_v=32)}, "keys of 64 and values of 32"),
+        ({"spec": make_spec(attention_chunk_size=64)}, "attention in chunks"),
     ],
 )
 def test_caches_that_are_not_taken_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -347,12 +348,22 @@ def test_models_are_refused_before_anything_is_loaded(
     platform: Any = attention.current_platform
     platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: capability)
     model = SimpleNamespace(get_head_size=lambda: head_size, dtype=dtype)
-    config = SimpleNamespace(model_config=model)
+    config = SimpleNamespace(model_config=model, speculative_config=None)
     if named is None:
         attention.check_model(config)
     else:
         with pytest.raises(SpecError, match=named):
             attention.check_model(config)
+
+
+def test_drafts_on_rocm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "rocm")
+    platform: Any = attention.current_platform
+    platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: 94)
+    model = SimpleNamespace(get_head_size=lambda: 128, dtype=torch.bfloat16)
+    attention.check_model(SimpleNamespace(model_config=model, speculative_config=None))
+    with pytest.raises(SpecError, match="speculative decoding on ROCm"):
+        attention.check_model(SimpleNamespace(model_config=model, speculative_config=object()))
 
 
 def test_every_layer_is_warmed_up_with_what_it_will_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,18 +51,23 @@ class Gate:
         return table
 
 
-def find_shared_prefixes(batch: PagedBatch, block_size: int, gate: Gate) -> list[SharedPrefix]:
+def find_shared_prefixes(
+    batch: PagedBatch, block_size: int, gate: Gate, tile_tokens: int | None = None
+) -> list[SharedPrefix]:
     """Groups of requests by equal block-table rows: single-level, no request in two of them.
 
     Each request asks for the depth at which most block reads are saved, for a depth of p blocks
-    that c requests have in common p * (1 - 1/c); those that ask for the same block at the same
-    depth are a group. Only whole blocks of context from before this step count, so every query
-    sees all of its group's prefix.
+    that c requests have in common p * (1 - 1/c), among the depths that the gate lets pass; those
+    that ask for the same block at the same depth are a group. Members have as many query tokens as
+    each other. Only whole blocks of context from before this step count, so every query sees all of
+    its group's prefix.
 
     Args:
         batch: read on the host, so a batch on a GPU is waited for.
         block_size: tokens in a block of the KV cache.
         gate: groups that it closes are left out.
+        tile_tokens: query tokens that the kernel stacks in a tile: a prefix is read once for so
+            many, and a degree above is none to the gate. None: all of them.
 
     Returns:
         The groups by their first member.
@@ -71,18 +77,30 @@ def find_shared_prefixes(batch: PagedBatch, block_size: int, gate: Gate) -> list
     context_lens = batch.seq_lens.cpu().numpy() - query_lens
     eligible = (query_lens > 0) & (query_lens <= gate.max_member_tokens)
     num_blocks = np.where(eligible, context_lens // block_size, 0)
-    by_block: dict[tuple[int, int], list[int]] = defaultdict(list)
+    least = np.array(gate.min_prefix_by_degree())
+
+    def passes(depths: NDArray[np.int64], degrees: Any, query_len: int) -> Any:
+        per_tile = tile_tokens // query_len if tile_tokens else MAX_GATED_DEGREE
+        return depths * block_size >= least[np.minimum(degrees, min(per_tile, MAX_GATED_DEGREE))]
+
+    by_block: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for request in np.flatnonzero(num_blocks):
-        common = _common_blocks(table, num_blocks, request)
-        depth = _best_depth(np.delete(common, request))
-        if depth:
-            by_block[depth, int(table[request, depth - 1])].append(int(request))
-    least = gate.min_prefix_by_degree()
+        query_len = int(query_lens[request])
+        alike = np.where(query_lens == query_len, num_blocks, 0)
+        common = np.sort(np.delete(_common_blocks(table, alike, request), request))[::-1]
+        others = np.arange(1, len(common) + 1)
+        share = others.astype(np.float32) / (others + 1).astype(np.float32)
+        savings = np.where(
+            passes(common, others + 1, query_len), common.astype(np.float32) * share, 0
+        )
+        if len(common) and savings.max() > 0:
+            depth = int(common[savings.argmax()])
+            by_block[depth, int(table[request, depth - 1]), query_len].append(int(request))
     groups = []
-    for (depth, _), asking in by_block.items():
+    for (depth, _, query_len), asking in by_block.items():
         first = table[asking[0], :depth]
         members = tuple(one for one in asking if np.array_equal(table[one, :depth], first))
-        if len(members) > 1 and depth * block_size >= least[min(len(members), MAX_GATED_DEGREE)]:
+        if len(members) > 1 and passes(np.array(depth), len(members), query_len):
             groups.append(SharedPrefix(members, depth * block_size))
     return sorted(groups, key=lambda group: group.requests)
 
@@ -95,11 +113,3 @@ def _common_blocks(
     equal = table[:, :depth] == table[request, :depth]
     common = np.where(equal.all(axis=1), depth, equal.argmin(axis=1)) if depth else 0
     return np.minimum(common, num_blocks)
-
-
-def _best_depth(common: NDArray[np.int64]) -> int:
-    """Depth of the most saved reads; the deeper of two that save the same."""
-    depths = np.sort(common)[::-1]
-    others = np.arange(1, len(depths) + 1, dtype=np.float32)
-    savings = depths.astype(np.float32) * (others / (others + np.float32(1)))
-    return int(depths[savings.argmax()]) if len(depths) else 0

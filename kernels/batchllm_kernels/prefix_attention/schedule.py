@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 import triton
@@ -16,6 +17,8 @@ from batchllm_kernels.prefix_attention.tiles import HEADER_FIELDS, MEMBER_FIELDS
 
 PIECE_ALIGN = 128
 """Pieces of a context are cut at multiples of this many tokens."""
+MIN_MOST_PIECES = 8
+"""A context may be cut in so many pieces on any device, else in one for each program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,34 @@ class Schedule:
     """[max_slots, num_q_heads] float32, to the base 2."""
     max_programs: int
     """Persistent programs that have work at the most."""
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Scratch memory of a launch: written and read in it, of no use after it."""
+
+    out: Tensor
+    """[max_slots, num_q_heads, head_dim] float32."""
+    lse: Tensor
+    """[max_slots, num_q_heads] float32, to the base 2."""
+
+
+_partials: WeakValueDictionary[tuple[torch.device, int, int], Partials] = WeakValueDictionary()
+
+
+def partials_for(num_slots: int, shape: AttentionShape, device: torch.device) -> Partials:
+    """Scratch memory, the same for all schedulers of a head count and size on a device.
+
+    Their launches follow each other on one stream, so no two of them are at work at once. Those
+    that have it already keep it when a later one needs more.
+    """
+    key = (device, shape.num_q_heads, shape.head_dim)
+    found = _partials.get(key)
+    if found is None or len(found.out) < num_slots:
+        size = (num_slots, shape.num_q_heads)
+        out = torch.empty(*size, shape.head_dim, device=device)
+        found = _partials[key] = Partials(out, torch.empty(*size, device=device))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +131,14 @@ class Scheduler:
         launch = config.launch_config(shape.head_dim, shape.kv_bits)
         self._shape, self._limits, self._config, self._launch = shape, limits, config, launch
         self._narrow_tokens = tile_tokens(launch.narrow.block_m, shape.heads_per_kv)
-        self._wide_tokens = tile_tokens(launch.wide.block_m, shape.heads_per_kv)
-        self.max_member_tokens = min(config.gate.max_member_tokens, self._wide_tokens)
+        self.wide_tokens = tile_tokens(launch.wide.block_m, shape.heads_per_kv)
+        self.max_member_tokens = min(config.gate.max_member_tokens, self.wide_tokens)
         self.max_programs = num_processors(device) * launch.programs_per_processor
         pieces = self.max_programs * config.split.pieces_per_program
         self._target_pieces = max(1, pieces // shape.num_kv_heads)
+        self._max_pieces = max(MIN_MOST_PIECES, -(-self.max_programs // shape.num_kv_heads))
         self.capacity = Capacity.of(
-            limits, self._wide_tokens, self.max_member_tokens, self._target_pieces
+            limits, self.wide_tokens, self.max_member_tokens, self._target_pieces
         )
 
         def ints(*size: int) -> Tensor:
@@ -116,16 +148,13 @@ class Scheduler:
         self._padded_requests = triton.next_power_of_2(max(requests, 16))
         self._depths, self._leaders, self._final_leaders = (ints(requests) for _ in range(3))
         self._prefix_lens, self._ranks, self._degrees = (ints(requests) for _ in range(3))
-        self._longest = ints(requests)
         self._min_prefix = ints(MAX_GATED_DEGREE + 1)
         self._min_prefix.copy_(torch.tensor(config.gate.min_prefix_by_degree()))
         self._header = ints(HEADER_FIELDS)
         self._tiles = ints(self.capacity.tiles, TILE_FIELDS)
         self._members = ints(requests, MEMBER_FIELDS)
         self._counters = ints(self.capacity.counters, shape.num_kv_heads)
-        slots = (self.capacity.slots, shape.num_q_heads)
-        self._partial_out = torch.empty(*slots, shape.head_dim, device=device)
-        self._partial_lse = torch.empty(*slots, device=device)
+        self._partials = partials_for(self.capacity.slots, shape, device)
 
     def build(self, batch: PagedBatch) -> Schedule:
         """Lay out a step: four small launches, none waited for.
@@ -143,15 +172,19 @@ class Scheduler:
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_table,
+            self._min_prefix,
             self._depths,
             table_stride,
             num_requests,
             self.max_member_tokens,
             batch.block_table.shape[1].bit_length(),
+            MAX_DEGREE=MAX_GATED_DEGREE,
+            WIDE_TOKENS=self.wide_tokens,
             BLOCK_SIZE=self._shape.block_size,
             REQUESTS=requests,
         )
         kernels.find_leaders[grid](
+            batch.query_start_loc,
             batch.block_table,
             self._depths,
             self._leaders,
@@ -169,9 +202,9 @@ class Scheduler:
             self._prefix_lens,
             self._ranks,
             self._degrees,
-            self._longest,
             num_requests,
             MAX_DEGREE=MAX_GATED_DEGREE,
+            WIDE_TOKENS=self.wide_tokens,
             BLOCK_SIZE=self._shape.block_size,
             REQUESTS=requests,
         )
@@ -182,17 +215,17 @@ class Scheduler:
             self._prefix_lens,
             self._ranks,
             self._degrees,
-            self._longest,
             self._header,
             self._tiles,
             self._members,
             num_requests,
             self._config.split.min_tokens,
             self._target_pieces,
+            self._max_pieces,
             self._limits.max_num_requests,
             PIECE_ALIGN=PIECE_ALIGN,
             NARROW_TOKENS=self._narrow_tokens,
-            WIDE_TOKENS=self._wide_tokens,
+            WIDE_TOKENS=self.wide_tokens,
             REQUESTS=requests,
         )
         return self._schedule(batch)
@@ -208,8 +241,8 @@ class Scheduler:
             self._tiles,
             self._members,
             self._counters,
-            self._partial_out,
-            self._partial_lse,
+            self._partials.out,
+            self._partials.lse,
             self.max_programs,
         )
 

@@ -69,31 +69,44 @@ def _query_lens(query_start_loc, requests, num_requests):
     return ends - starts
 
 
+@triton.jit
+def _gated_degree(degree, query_len, WIDE_TOKENS: tl.constexpr, MAX_DEGREE: tl.constexpr):
+    """What the gate is asked with: a prefix is read once for the members that fit in a tile."""
+    per_unit = WIDE_TOKENS // tl.maximum(query_len, 1)
+    return tl.minimum(tl.minimum(degree, per_unit), MAX_DEGREE)
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_requests", "max_member_tokens", "num_probes"])
 def find_depths(
     query_start_loc,
     seq_lens,
     block_table,
+    min_prefix_tokens,
     depths,
     table_stride,
     num_requests,
     max_member_tokens,
     num_probes,
+    MAX_DEGREE: tl.constexpr,
+    WIDE_TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
     """`depths[r]`: leading blocks whose sharing saves r the most reads, 0 for none.
 
-    Blocks in common with each other request by binary search: in a prefix cache, tables that have
-    a block in common have all blocks before it in common. (`find_leaders` checks that.) Then the
-    depth p, held by c requests, at which p * (1 - 1/c) is largest.
+    Only with requests of as many query tokens: they are stacked evenly. Blocks in common with each
+    other request by binary search: in a prefix cache, tables that have a block in common have all
+    blocks before it in common. (`find_leaders` checks that.) Then, of the depths that the gate lets
+    pass, the depth p, held by c requests, at which p * (1 - 1/c) is largest.
     """
     request = tl.program_id(0)
     others = tl.arange(0, REQUESTS)
     exists = others < num_requests
     query_lens = _query_lens(query_start_loc, others, num_requests)
     lens = tl.load(seq_lens + others, mask=exists, other=0)
-    takes_part = exists & (query_lens > 0) & (query_lens <= max_member_tokens)
+    query_len = tl.sum(tl.where(others == request, query_lens, 0))
+    takes_part = exists & (query_len > 0) & (query_len <= max_member_tokens)
+    takes_part &= query_lens == query_len
     num_blocks = tl.where(takes_part, (lens - query_lens) // BLOCK_SIZE, 0)
     own_blocks = tl.sum(tl.where(others == request, num_blocks, 0))
     if own_blocks == 0:
@@ -114,12 +127,17 @@ def find_depths(
         deepest_first = tl.sort(low, descending=True)
         sharers = (others + 1).to(tl.float32)
         savings = deepest_first.to(tl.float32) * (sharers / (sharers + 1.0))
+        degree = _gated_degree(others + 2, query_len, WIDE_TOKENS, MAX_DEGREE)
+        least = tl.load(min_prefix_tokens + degree)
+        savings = tl.where(deepest_first * BLOCK_SIZE >= least, savings, 0.0)
         best = tl.argmax(savings, axis=0)
-        tl.store(depths + request, tl.sum(tl.where(others == best, deepest_first, 0)))
+        is_best = (others == best) & (savings > 0.0)
+        tl.store(depths + request, tl.sum(tl.where(is_best, deepest_first, 0)))
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_requests"])
 def find_leaders(
+    query_start_loc,
     block_table,
     depths,
     leaders,
@@ -140,7 +158,9 @@ def find_leaders(
     if depth > 0:
         own_row = block_table + request.to(tl.int64) * table_stride
         their_depths = tl.load(depths + others, mask=others < num_requests, other=0)
-        same_depth = their_depths == depth
+        query_lens = _query_lens(query_start_loc, others, num_requests)
+        query_len = tl.sum(tl.where(others == request, query_lens, 0))
+        same_depth = (their_depths == depth) & (query_lens == query_len)
         rows = block_table + others.to(tl.int64) * table_stride
         theirs = tl.load(rows + depth - 1, mask=same_depth, other=-1)
         asks_same = same_depth & (theirs == tl.load(own_row + depth - 1))
@@ -166,9 +186,9 @@ def measure_groups(
     prefix_lens,
     ranks,
     degrees,
-    longest,
     num_requests,
     MAX_DEGREE: tl.constexpr,
+    WIDE_TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
@@ -180,19 +200,18 @@ def measure_groups(
     others = tl.arange(0, REQUESTS)
     leader = tl.load(leaders + request)
     their_leaders = tl.load(leaders + others, mask=others < num_requests, other=-1)
-    query_lens = _query_lens(query_start_loc, others, num_requests)
+    query_len = tl.load(query_start_loc + request + 1) - tl.load(query_start_loc + request)
     is_member = their_leaders == leader
     degree = tl.sum(is_member.to(tl.int32))
     rank = tl.sum((is_member & (others < request)).to(tl.int32))
-    most_tokens = tl.max(tl.where(is_member, query_lens, 0))
     prefix_len = tl.load(depths + leader) * BLOCK_SIZE
-    least = tl.load(min_prefix_tokens + tl.minimum(degree, MAX_DEGREE))
+    gated_degree = _gated_degree(degree, query_len, WIDE_TOKENS, MAX_DEGREE)
+    least = tl.load(min_prefix_tokens + gated_degree)
     is_shared = (degree > 1) & (prefix_len >= least)
     tl.store(final_leaders + request, tl.where(is_shared, leader, request))
     tl.store(prefix_lens + request, tl.where(is_shared, prefix_len, 0))
     tl.store(ranks + request, tl.where(is_shared, rank, 0))
     tl.store(degrees + request, tl.where(is_shared, degree, 1))
-    tl.store(longest + request, tl.where(is_shared, most_tokens, 1))
 
 
 @triton.jit
@@ -213,7 +232,13 @@ def _put(tiles, at, field: tl.constexpr, value, mask):
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "min_piece_tokens", "target_pieces", "first_own_counter"]
+    do_not_specialize=[
+        "num_requests",
+        "min_piece_tokens",
+        "target_pieces",
+        "max_pieces",
+        "first_own_counter",
+    ]
 )
 def lay_out(
     query_start_loc,
@@ -222,13 +247,13 @@ def lay_out(
     prefix_lens,
     ranks,
     degrees,
-    longest,
     header,
     tiles,
     members,
     num_requests,
     min_piece_tokens,
     target_pieces,
+    max_pieces,
     first_own_counter,
     PIECE_ALIGN: tl.constexpr,
     NARROW_TOKENS: tl.constexpr,
@@ -243,12 +268,12 @@ def lay_out(
     prefixes = tl.load(prefix_lens + others, mask=exists, other=0)
     rank = tl.load(ranks + others, mask=exists, other=0)
     degree = tl.load(degrees + others, mask=exists, other=1)
-    unit_len = tl.load(longest + others, mask=exists, other=1)
     their_leaders = tl.load(leaders + others, mask=exists, other=-1)
     own_lens = tl.load(seq_lens + others, mask=exists, other=0) - prefixes
 
     is_shared = prefixes > 0
     is_wide = query_lens > NARROW_TOKENS
+    unit_len = tl.where(is_shared, query_lens, 1)
     tile_tokens = tl.where(is_wide, WIDE_TOKENS, NARROW_TOKENS)
     row_tiles = (query_lens + tile_tokens - 1) // tile_tokens
     per_unit = tl.where(is_shared, WIDE_TOKENS // tl.maximum(unit_len, 1), 1)
@@ -256,8 +281,11 @@ def lay_out(
     head_prefixes = tl.where(is_head, prefixes, 0)
 
     # Pieces of about equal length, as many as fill the device: few requests are split, many not.
+    # One program merges all pieces of a unit, so there aren't more of them than programs.
     work = tl.sum(row_tiles.to(tl.int64) * own_lens) + tl.sum(head_prefixes)
+    longest = tl.max(tl.where(query_lens > 0, tl.maximum(own_lens, prefixes), 0))
     piece = tl.maximum((work + target_pieces - 1) // target_pieces, min_piece_tokens)
+    piece = tl.maximum(piece, (longest + max_pieces - 1) // max_pieces)
     piece = ((piece + PIECE_ALIGN - 1) // PIECE_ALIGN * PIECE_ALIGN).to(tl.int32)
     own_pieces = tl.where(query_lens > 0, (own_lens + piece - 1) // piece, 0)
     prefix_pieces = (head_prefixes + piece - 1) // piece

@@ -1,8 +1,9 @@
 """What a step's attention has to read, write and compute: the floor under every measured time.
 
-Counted is what the algorithm needs, not what a kernel does: each key and value once for each tile
-that must read it, no block padding, no repeated reads. Time on a chip is a roofline over the data
-sheet's rates (`chips.toml`), so nothing runs much faster and most runs slower.
+Counted is what the algorithm needs, not what a kernel does: each key and value once, those of a
+shared prefix once for its group. (A kernel reads a prefix once for each tile that the group's
+queries fill; on time, the others find it in the L2 cache.) No block padding. Time on a chip is a
+roofline over the data sheet's rates (`chips.toml`): nothing runs much faster, most runs slower.
 """
 
 from __future__ import annotations
