@@ -19,7 +19,7 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,8 +29,11 @@ from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.pacing import Pace, fill_share
 from batchllm_operator.vllm_plugin.planned_requests import PlannedRequests
-from batchllm_operator.vllm_plugin.trace import StepRow, StepTrace
+from batchllm_operator.vllm_plugin.step_row import StepRow
 from batchllm_operator.vllm_plugin.waiting_queue import GatedQueue
+
+if TYPE_CHECKING:
+    from batchllm_operator.vllm_plugin.trace import StepTrace
 
 _log = logging.getLogger(__name__)
 _RECOUNT_STEPS = 64
@@ -115,6 +118,9 @@ class BatchLLMScheduler(AsyncScheduler):
         self._started_at: float | None = None
         if settings.trace_path is not None:
             try:
+                # Without a trace the scheduler runs where pyarrow isn't installed.
+                from batchllm_operator.vllm_plugin.trace import StepTrace
+
                 self._trace = StepTrace(Path(settings.trace_path))
             except OSError as error:
                 _log.warning("steps aren't traced: %s", error)

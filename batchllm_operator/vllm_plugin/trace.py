@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -11,34 +11,9 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.vllm_plugin.step_row import StepRow
+
 _ROWS_IN_MEMORY: Final = 1 << 14
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One step. Counts are taken when it has been put together, before it runs."""
-
-    step: int
-    start_s: float
-    """Since the first step, when scheduling began."""
-    scheduling_s: float
-    num_decode_tokens: int
-    num_distinct_tokens: int
-    """Prompt tokens behind their group's prefix, and whatever a preempted request had."""
-    num_prefix_tokens: int
-    """Prompt tokens of a group's prefix."""
-    num_cached_tokens: int
-    """Tokens that requests admitted in this step found computed."""
-    num_scheduled: int
-    """Requests with tokens in the step."""
-    num_running: int
-    num_waiting: int
-    num_preempted: int
-    num_used_blocks: int
-    num_held_blocks: int
-    """Of those, held for members to come of groups in which nobody runs."""
-    num_blocks: int
-    """Of the KV cache."""
 
 
 TRACE_SCHEMA: Final = pa.schema(

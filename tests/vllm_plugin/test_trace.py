@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +13,8 @@ from support.engine_steps import EngineSteps
 
 from batchllm_operator.vllm_plugin import trace as trace_module
 from batchllm_operator.vllm_plugin.hints import SchedulerSettings
-from batchllm_operator.vllm_plugin.trace import TRACE_SCHEMA, StepRow, StepTrace
+from batchllm_operator.vllm_plugin.step_row import StepRow
+from batchllm_operator.vllm_plugin.trace import TRACE_SCHEMA, StepTrace
 
 
 def row(step: int) -> StepRow:
@@ -118,3 +121,14 @@ def test_a_trace_that_breaks_off_costs_a_warning(
     engine.run()
     engine.scheduler.shutdown()
     assert caplog.text.count("aren't traced any more") == 1
+
+
+def test_the_scheduler_needs_no_pyarrow() -> None:
+    """On GPU hosts with vLLM alone: a trace needs it, scheduling doesn't."""
+    script = """
+import sys
+sys.modules["pyarrow"] = None
+import batchllm_operator.vllm_plugin.scheduler, batchllm_operator.vllm_plugin.attention
+assert sys.modules["pyarrow"] is None
+"""
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, capture_output=True)

@@ -1,0 +1,32 @@
+"""A step of the scheduler in numbers; what keeps them is in `trace.py`, which needs pyarrow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step. Counts are taken when it has been put together, before it runs."""
+
+    step: int
+    start_s: float
+    """Since the first step, when scheduling began."""
+    scheduling_s: float
+    num_decode_tokens: int
+    num_distinct_tokens: int
+    """Prompt tokens behind their group's prefix, and whatever a preempted request had."""
+    num_prefix_tokens: int
+    """Prompt tokens of a group's prefix."""
+    num_cached_tokens: int
+    """Tokens that requests admitted in this step found computed."""
+    num_scheduled: int
+    """Requests with tokens in the step."""
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    num_used_blocks: int
+    num_held_blocks: int
+    """Of those, held for members to come of groups in which nobody runs."""
+    num_blocks: int
+    """Of the KV cache."""
