@@ -134,7 +134,9 @@ def groups_of(schedule: Schedule, batch: PagedBatch) -> list[SharedPrefix]:
         records = schedule.members[tile[t.TILE_ROWS_FIRST] :][: tile[t.TILE_ROWS_MEMBERS]]
         rows = {owner[int(record[t.MEMBER_TOKEN])] for record in records}
         blocks = batch.block_table[min(rows), : num_tokens // SHAPE.block_size].tolist()
-        found.setdefault(tuple(blocks), (set(), num_tokens))[0].update(rows)
+        # Those with as many query tokens as each other are a group, also of the same blocks.
+        key = (tile[t.TILE_ROWS_LEN], *blocks)
+        found.setdefault(key, (set(), num_tokens))[0].update(rows)
     return sorted(
         (SharedPrefix(tuple(sorted(rows)), length) for rows, length in found.values()),
         key=lambda group: group.requests,
