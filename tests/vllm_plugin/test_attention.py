@@ -372,7 +372,7 @@ def test_every_layer_is_warmed_up_with_what_it_will_launch(monkeypatch: pytest.M
     ours = SimpleNamespace(num_heads=HEADS, impl=impl, kv_cache=[cache])
     others = {"mamba": SimpleNamespace(), "mla": SimpleNamespace(impl=object())}
     layers = SimpleNamespace(static_forward_context={"layer": ours, **others})
-    builder = make_builder("triton", compilation_config=layers)
+    builder = make_builder(compilation_config=layers)
     assert impl.planner is builder.planner
     warmed: list[Any] = []
     monkeypatch.setattr(
