@@ -175,6 +175,14 @@ def test_groups_are_those_of_the_reference(batch: PagedBatch, config: ArchConfig
     assert found == find_shared_prefixes(batch, SHAPE.block_size, gate, tile_tokens)
 
 
+def test_two_blocks_of_five_save_more_than_three_of_two() -> None:
+    """2 * (1 - 1/5) against 3 * (1 - 1/2)."""
+    table = torch.tensor([[1, 2, third, 10 + third] for third in (3, 3, 4, 5, 6)]).int()
+    batch = PagedBatch(torch.arange(6).int(), torch.full((5,), 49).int(), table)
+    scheduler = Scheduler(SHAPE, BatchLimits(5, 5), CONFIG, CPU)
+    assert groups_of(scheduler.build(batch), batch) == [SharedPrefix((0, 1, 2, 3, 4), 32)]
+
+
 @pytest.mark.parametrize(("least", "is_shared"), [(64, True), (65, False)])
 @pytest.mark.parametrize("max_member_tokens", [1, 2])
 def test_gate_at_its_edges(least: int, is_shared: bool, max_member_tokens: int) -> None:
