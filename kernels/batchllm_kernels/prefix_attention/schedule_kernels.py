@@ -15,10 +15,20 @@ not specialised on, so each kernel is compiled once:
 import triton
 import triton.language as tl
 
-from batchllm_kernels.prefix_attention.tiles import (
+from batchllm_kernels.prefix_attention.tile_constants import (
+    HEADER_COUNTERS,
+    HEADER_PIECE,
+    HEADER_PREFIX_TILES,
+    HEADER_SLOTS,
+    HEADER_TILES,
     IS_FIRST,
     IS_WIDE,
     MEMBER_FIELDS,
+    MEMBER_LEN,
+    MEMBER_PIECES,
+    MEMBER_POSITION,
+    MEMBER_SLOT,
+    MEMBER_TOKEN,
     TILE_BLOCK_ROW,
     TILE_COUNTER,
     TILE_FIELDS,
@@ -38,26 +48,6 @@ from batchllm_kernels.prefix_attention.tiles import (
     TILE_UNIT_MEMBERS,
 )
 
-_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
-_MEMBER_FIELDS = tl.constexpr(MEMBER_FIELDS)
-_FLAGS = tl.constexpr(TILE_FLAGS)
-_WIDE = tl.constexpr(IS_WIDE)
-_FIRST = tl.constexpr(IS_FIRST)
-_BLOCK_ROW = tl.constexpr(TILE_BLOCK_ROW)
-_KV_START = tl.constexpr(TILE_KV_START)
-_KV_END = tl.constexpr(TILE_KV_END)
-_ROWS_FIRST = tl.constexpr(TILE_ROWS_FIRST)
-_ROWS_MEMBERS = tl.constexpr(TILE_ROWS_MEMBERS)
-_ROWS_LEN = tl.constexpr(TILE_ROWS_LEN)
-_ROW_OFFSET = tl.constexpr(TILE_ROW_OFFSET)
-_SLOT = tl.constexpr(TILE_SLOT)
-_COUNTER = tl.constexpr(TILE_COUNTER)
-_NUM_PARTIALS = tl.constexpr(TILE_NUM_PARTIALS)
-_UNIT_FIRST = tl.constexpr(TILE_UNIT_FIRST)
-_UNIT_MEMBERS = tl.constexpr(TILE_UNIT_MEMBERS)
-_UNIT_LEN = tl.constexpr(TILE_UNIT_LEN)
-_PREFIX_SLOT = tl.constexpr(TILE_PREFIX_SLOT)
-_PREFIX_PIECES = tl.constexpr(TILE_PREFIX_PIECES)
 _EMIT = tl.constexpr(32)
 """Tiles that a program writes at a time."""
 
@@ -228,7 +218,7 @@ def _before(values, requests, request):
 
 @triton.jit
 def _put(tiles, at, field: tl.constexpr, value, mask):
-    tl.store(tiles + at * _TILE_FIELDS + field, value + tl.zeros_like(at), mask=mask)
+    tl.store(tiles + at * TILE_FIELDS + field, value + tl.zeros_like(at), mask=mask)
 
 
 @triton.jit(
@@ -325,18 +315,18 @@ def lay_out(
     my_unit_len = _of(unit_len, others, request)
 
     query_start = tl.load(query_start_loc + request)
-    record = members + (first_position + my_rank) * _MEMBER_FIELDS
-    tl.store(record + 0, query_start)
-    tl.store(record + 1, my_prefix + my_own_len - my_query_len)
-    tl.store(record + 2, my_query_len)
-    tl.store(record + 3, own_slot)
-    tl.store(record + 4, my_own_pieces)
+    record = members + (first_position + my_rank) * MEMBER_FIELDS
+    tl.store(record + MEMBER_TOKEN, query_start)
+    tl.store(record + MEMBER_POSITION, my_prefix + my_own_len - my_query_len)
+    tl.store(record + MEMBER_LEN, my_query_len)
+    tl.store(record + MEMBER_SLOT, own_slot)
+    tl.store(record + MEMBER_PIECES, my_own_pieces)
     if request == 0:
-        tl.store(header, num_prefix_tiles + num_wide_tiles + tl.sum(narrow_tiles))
-        tl.store(header + 1, num_prefix_tiles)
-        tl.store(header + 2, tl.sum(prefix_slots) + tl.sum(own_slots))
-        tl.store(header + 3, tl.sum(own_counters))
-        tl.store(header + 4, piece)
+        tl.store(header + HEADER_TILES, num_prefix_tiles + num_wide_tiles + tl.sum(narrow_tiles))
+        tl.store(header + HEADER_PREFIX_TILES, num_prefix_tiles)
+        tl.store(header + HEADER_SLOTS, tl.sum(prefix_slots) + tl.sum(own_slots))
+        tl.store(header + HEADER_COUNTERS, tl.sum(own_counters))
+        tl.store(header + HEADER_PIECE, piece)
 
     if shared & (my_rank == unit_rank):
         first_tile = _before(prefix_pieces, others, request)
@@ -345,23 +335,25 @@ def lay_out(
             mask = idx < my_prefix_pieces
             at = first_tile + idx
             rows = my_unit_members * my_unit_len
-            flags = (idx == 0).to(tl.int32) * _FIRST + (rows > NARROW_TOKENS).to(tl.int32) * _WIDE
-            _put(tiles, at, _FLAGS, flags, mask)
-            _put(tiles, at, _BLOCK_ROW, request, mask)
-            _put(tiles, at, _KV_START, idx * piece, mask)
-            _put(tiles, at, _KV_END, tl.minimum(idx * piece + piece, my_prefix), mask)
-            _put(tiles, at, _ROWS_FIRST, unit_first, mask)
-            _put(tiles, at, _ROWS_MEMBERS, my_unit_members, mask)
-            _put(tiles, at, _ROWS_LEN, my_unit_len, mask)
-            _put(tiles, at, _ROW_OFFSET, 0, mask)
-            _put(tiles, at, _SLOT, prefix_slot + idx * rows, mask)
-            _put(tiles, at, _COUNTER, unit_first, mask)
-            _put(tiles, at, _NUM_PARTIALS, num_partials, mask)
-            _put(tiles, at, _UNIT_FIRST, unit_first, mask)
-            _put(tiles, at, _UNIT_MEMBERS, my_unit_members, mask)
-            _put(tiles, at, _UNIT_LEN, my_unit_len, mask)
-            _put(tiles, at, _PREFIX_SLOT, prefix_slot, mask)
-            _put(tiles, at, _PREFIX_PIECES, my_prefix_pieces, mask)
+            flags = (idx == 0).to(tl.int32) * IS_FIRST + (rows > NARROW_TOKENS).to(
+                tl.int32
+            ) * IS_WIDE
+            _put(tiles, at, TILE_FLAGS, flags, mask)
+            _put(tiles, at, TILE_BLOCK_ROW, request, mask)
+            _put(tiles, at, TILE_KV_START, idx * piece, mask)
+            _put(tiles, at, TILE_KV_END, tl.minimum(idx * piece + piece, my_prefix), mask)
+            _put(tiles, at, TILE_ROWS_FIRST, unit_first, mask)
+            _put(tiles, at, TILE_ROWS_MEMBERS, my_unit_members, mask)
+            _put(tiles, at, TILE_ROWS_LEN, my_unit_len, mask)
+            _put(tiles, at, TILE_ROW_OFFSET, 0, mask)
+            _put(tiles, at, TILE_SLOT, prefix_slot + idx * rows, mask)
+            _put(tiles, at, TILE_COUNTER, unit_first, mask)
+            _put(tiles, at, TILE_NUM_PARTIALS, num_partials, mask)
+            _put(tiles, at, TILE_UNIT_FIRST, unit_first, mask)
+            _put(tiles, at, TILE_UNIT_MEMBERS, my_unit_members, mask)
+            _put(tiles, at, TILE_UNIT_LEN, my_unit_len, mask)
+            _put(tiles, at, TILE_PREFIX_SLOT, prefix_slot, mask)
+            _put(tiles, at, TILE_PREFIX_PIECES, my_prefix_pieces, mask)
 
     wide = my_query_len > NARROW_TOKENS
     first_wide = num_prefix_tiles + _before(wide_tiles, others, request)
@@ -385,20 +377,20 @@ def lay_out(
         kv_start = my_prefix + piece_idx * piece
         slot = tl.where(partial, own_slot + piece_idx * my_query_len + offset, -1)
         is_first = (piece_idx == 0) & ~shared
-        flags = is_first.to(tl.int32) * _FIRST + wide.to(tl.int32) * _WIDE
-        _put(tiles, at, _FLAGS, flags, mask)
-        _put(tiles, at, _BLOCK_ROW, request, mask)
-        _put(tiles, at, _KV_START, kv_start, mask)
-        _put(tiles, at, _KV_END, tl.minimum(kv_start + piece, visible_end), mask)
-        _put(tiles, at, _ROWS_FIRST, first_position + my_rank, mask)
-        _put(tiles, at, _ROWS_MEMBERS, 1, mask)
-        _put(tiles, at, _ROWS_LEN, num_tokens, mask)
-        _put(tiles, at, _ROW_OFFSET, offset, mask)
-        _put(tiles, at, _SLOT, slot, mask)
-        _put(tiles, at, _COUNTER, tl.where(shared, unit_first, first_counter + row_tile), mask)
-        _put(tiles, at, _NUM_PARTIALS, tl.where(shared, num_partials, my_own_pieces), mask)
-        _put(tiles, at, _UNIT_FIRST, unit_first, mask)
-        _put(tiles, at, _UNIT_MEMBERS, my_unit_members, mask)
-        _put(tiles, at, _UNIT_LEN, tl.where(shared, my_unit_len, num_tokens), mask)
-        _put(tiles, at, _PREFIX_SLOT, prefix_slot, mask)
-        _put(tiles, at, _PREFIX_PIECES, my_prefix_pieces, mask)
+        flags = is_first.to(tl.int32) * IS_FIRST + wide.to(tl.int32) * IS_WIDE
+        _put(tiles, at, TILE_FLAGS, flags, mask)
+        _put(tiles, at, TILE_BLOCK_ROW, request, mask)
+        _put(tiles, at, TILE_KV_START, kv_start, mask)
+        _put(tiles, at, TILE_KV_END, tl.minimum(kv_start + piece, visible_end), mask)
+        _put(tiles, at, TILE_ROWS_FIRST, first_position + my_rank, mask)
+        _put(tiles, at, TILE_ROWS_MEMBERS, 1, mask)
+        _put(tiles, at, TILE_ROWS_LEN, num_tokens, mask)
+        _put(tiles, at, TILE_ROW_OFFSET, offset, mask)
+        _put(tiles, at, TILE_SLOT, slot, mask)
+        _put(tiles, at, TILE_COUNTER, tl.where(shared, unit_first, first_counter + row_tile), mask)
+        _put(tiles, at, TILE_NUM_PARTIALS, tl.where(shared, num_partials, my_own_pieces), mask)
+        _put(tiles, at, TILE_UNIT_FIRST, unit_first, mask)
+        _put(tiles, at, TILE_UNIT_MEMBERS, my_unit_members, mask)
+        _put(tiles, at, TILE_UNIT_LEN, tl.where(shared, my_unit_len, num_tokens), mask)
+        _put(tiles, at, TILE_PREFIX_SLOT, prefix_slot, mask)
+        _put(tiles, at, TILE_PREFIX_PIECES, my_prefix_pieces, mask)

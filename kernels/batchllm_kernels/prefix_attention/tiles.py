@@ -29,7 +29,7 @@ TILE_ROWS_FIRST: Final = 4
 """The first of the tile's members."""
 TILE_ROWS_MEMBERS: Final = 5
 TILE_ROWS_LEN: Final = 6
-"""Query tokens stacked for each member; members may have fewer."""
+"""Query tokens stacked for each member: all members of a group have as many."""
 TILE_ROW_OFFSET: Final = 7
 """Query tokens of the member before the tile's first."""
 TILE_SLOT: Final = 8

@@ -2,8 +2,9 @@
 
 Paper, section 4.4: the partial attention over shared prefixes (matrix-matrix) and over each
 request's own part run in different programs of one kernel, with tilings of their own. The program
-that finishes a unit's last tile merges the unit's partials by online softmax (Eq. 1), so no second
-launch follows. `tiles.py` describes what it reads; `schedule_kernels.py` writes that.
+that finishes a unit's last tile merges the unit's partials by online softmax (Eq. 1); where a chip
+doesn't order memory well enough for that, `merge_kernel` follows. `tiles.py` describes what it
+reads; `schedule_kernels.py` writes that.
 
 Logarithms in here are to the base 2: scores are multiplied by log2(e) once, and `exp2` is what the
 hardware has.
@@ -12,7 +13,7 @@ hardware has.
 import triton
 import triton.language as tl
 
-from batchllm_kernels.prefix_attention.tiles import (
+from batchllm_kernels.prefix_attention.tile_constants import (
     HEADER_TILES,
     IS_FIRST,
     IS_WIDE,
@@ -40,33 +41,6 @@ from batchllm_kernels.prefix_attention.tiles import (
     TILE_UNIT_LEN,
     TILE_UNIT_MEMBERS,
 )
-
-_TILES = tl.constexpr(HEADER_TILES)
-_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
-_FLAGS = tl.constexpr(TILE_FLAGS)
-_WIDE = tl.constexpr(IS_WIDE)
-_FIRST = tl.constexpr(IS_FIRST)
-_BLOCK_ROW = tl.constexpr(TILE_BLOCK_ROW)
-_KV_START = tl.constexpr(TILE_KV_START)
-_KV_END = tl.constexpr(TILE_KV_END)
-_ROWS_FIRST = tl.constexpr(TILE_ROWS_FIRST)
-_ROWS_MEMBERS = tl.constexpr(TILE_ROWS_MEMBERS)
-_ROWS_LEN = tl.constexpr(TILE_ROWS_LEN)
-_ROW_OFFSET = tl.constexpr(TILE_ROW_OFFSET)
-_SLOT = tl.constexpr(TILE_SLOT)
-_COUNTER = tl.constexpr(TILE_COUNTER)
-_NUM_PARTIALS = tl.constexpr(TILE_NUM_PARTIALS)
-_UNIT_FIRST = tl.constexpr(TILE_UNIT_FIRST)
-_UNIT_MEMBERS = tl.constexpr(TILE_UNIT_MEMBERS)
-_UNIT_LEN = tl.constexpr(TILE_UNIT_LEN)
-_PREFIX_SLOT = tl.constexpr(TILE_PREFIX_SLOT)
-_PREFIX_PIECES = tl.constexpr(TILE_PREFIX_PIECES)
-_MEMBER_FIELDS = tl.constexpr(MEMBER_FIELDS)
-_MEMBER_TOKEN = tl.constexpr(MEMBER_TOKEN)
-_MEMBER_POSITION = tl.constexpr(MEMBER_POSITION)
-_MEMBER_LEN = tl.constexpr(MEMBER_LEN)
-_MEMBER_SLOT = tl.constexpr(MEMBER_SLOT)
-_MEMBER_PIECES = tl.constexpr(MEMBER_PIECES)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FAR = tl.constexpr(2**30)
@@ -215,23 +189,23 @@ def _attend_tile(
 
     SPLIT_MASKED: run the steps that every row sees whole in a loop without masks.
     """
-    kv_start = tl.load(tile + _KV_START)
-    kv_end = tl.load(tile + _KV_END)
-    rows_len = tl.load(tile + _ROWS_LEN)
-    slot = tl.load(tile + _SLOT)
-    row_offset = tl.load(tile + _ROW_OFFSET)
-    block_row = block_table + tl.load(tile + _BLOCK_ROW).to(tl.int64) * stride_table
+    kv_start = tl.load(tile + TILE_KV_START)
+    kv_end = tl.load(tile + TILE_KV_END)
+    rows_len = tl.load(tile + TILE_ROWS_LEN)
+    slot = tl.load(tile + TILE_SLOT)
+    row_offset = tl.load(tile + TILE_ROW_OFFSET)
+    block_row = block_table + tl.load(tile + TILE_BLOCK_ROW).to(tl.int64) * stride_table
 
     rows = tl.arange(0, BLOCK_M)
     stacked = rows // HEADS_PER_KV
     head = kv_head * HEADS_PER_KV + rows % HEADS_PER_KV
     member = stacked // rows_len
-    is_row = member < tl.load(tile + _ROWS_MEMBERS)
+    is_row = member < tl.load(tile + TILE_ROWS_MEMBERS)
     token_in_member = row_offset + stacked % rows_len
-    record = members + (tl.load(tile + _ROWS_FIRST) + member) * _MEMBER_FIELDS
-    is_row &= token_in_member < tl.load(record + _MEMBER_LEN, mask=is_row, other=0)
-    token = tl.load(record + _MEMBER_TOKEN, mask=is_row, other=0) + token_in_member
-    position = tl.load(record + _MEMBER_POSITION, mask=is_row, other=0) + token_in_member
+    record = members + (tl.load(tile + TILE_ROWS_FIRST) + member) * MEMBER_FIELDS
+    is_row &= token_in_member < tl.load(record + MEMBER_LEN, mask=is_row, other=0)
+    token = tl.load(record + MEMBER_TOKEN, mask=is_row, other=0) + token_in_member
+    position = tl.load(record + MEMBER_POSITION, mask=is_row, other=0) + token_in_member
     position = tl.where(is_row, position, _FAR)
 
     dims = tl.arange(0, DIMS)
@@ -323,12 +297,12 @@ def _merge_unit(
     MERGE_M: tl.constexpr,
 ):
     """Merge all partials of a tile's unit for one KV head, and write the output (Eq. 1)."""
-    unit_members = tl.load(tile + _UNIT_MEMBERS)
-    unit_len = tl.load(tile + _UNIT_LEN)
-    first = tl.load(tile + _UNIT_FIRST)
-    row_offset = tl.load(tile + _ROW_OFFSET)
-    prefix_slot = tl.load(tile + _PREFIX_SLOT)
-    prefix_pieces = tl.load(tile + _PREFIX_PIECES)
+    unit_members = tl.load(tile + TILE_UNIT_MEMBERS)
+    unit_len = tl.load(tile + TILE_UNIT_LEN)
+    first = tl.load(tile + TILE_UNIT_FIRST)
+    row_offset = tl.load(tile + TILE_ROW_OFFSET)
+    prefix_slot = tl.load(tile + TILE_PREFIX_SLOT)
+    prefix_pieces = tl.load(tile + TILE_PREFIX_PIECES)
     num_stacked = unit_members * unit_len
     dims = tl.arange(0, DIMS)
     for first_row in range(0, num_stacked * HEADS_PER_KV, MERGE_M):
@@ -337,12 +311,12 @@ def _merge_unit(
         head = kv_head * HEADS_PER_KV + rows % HEADS_PER_KV
         is_row = stacked < num_stacked
         token_in_member = row_offset + stacked % unit_len
-        record = members + (first + stacked // unit_len) * _MEMBER_FIELDS
-        member_len = tl.load(record + _MEMBER_LEN, mask=is_row, other=0)
+        record = members + (first + stacked // unit_len) * MEMBER_FIELDS
+        member_len = tl.load(record + MEMBER_LEN, mask=is_row, other=0)
         is_row &= token_in_member < member_len
-        token = tl.load(record + _MEMBER_TOKEN, mask=is_row, other=0) + token_in_member
-        own_slot = tl.load(record + _MEMBER_SLOT, mask=is_row, other=0) + token_in_member
-        own_pieces = tl.load(record + _MEMBER_PIECES, mask=is_row, other=0)
+        token = tl.load(record + MEMBER_TOKEN, mask=is_row, other=0) + token_in_member
+        own_slot = tl.load(record + MEMBER_SLOT, mask=is_row, other=0) + token_in_member
+        own_pieces = tl.load(record + MEMBER_PIECES, mask=is_row, other=0)
 
         output = tl.zeros([MERGE_M, DIMS], tl.float32)
         row_max = tl.full([MERGE_M], float("-inf"), tl.float32)
@@ -411,11 +385,11 @@ def prefix_attention_kernel(
     `scale` is the factor on scores times the keys' scale; it holds log2(e) too, unless the scores
     are capped first. MERGE_HERE: merge in this launch. Counters are zero before and after.
     """
-    num_items = tl.load(header + _TILES) * KV_HEADS
+    num_items = tl.load(header + HEADER_TILES) * KV_HEADS
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
         kv_head = item % KV_HEADS
-        tile = tiles + item // KV_HEADS * _TILE_FIELDS
-        if tl.load(tile + _FLAGS) & _WIDE:
+        tile = tiles + item // KV_HEADS * TILE_FIELDS
+        if tl.load(tile + TILE_FLAGS) & IS_WIDE:
             _attend_tile(
                 tile, kv_head, q, k_cache, v_cache, out, block_table, members,
                 partial_out, partial_lse, scale, soft_cap, v_scale,
@@ -435,13 +409,13 @@ def prefix_attention_kernel(
                 False, WINDOW, HAS_SOFT_CAP, KV_FORMAT, DOT_DTYPE, HEADS_PER_KV, KV_HEADS,
                 BLOCK_SIZE, HEAD_DIM, DIMS, NARROW_M, NARROW_N, NARROW_STAGES,
             )  # fmt: skip
-        if MERGE_HERE and tl.load(tile + _SLOT) >= 0:
+        if MERGE_HERE and tl.load(tile + TILE_SLOT) >= 0:
             # All of the program's partials are written before it counts, and everybody's are read
             # after the count was seen: release and acquire, at the scope of the device.
             tl.debug_barrier()
-            counter = counters + tl.load(tile + _COUNTER) * KV_HEADS + kv_head
+            counter = counters + tl.load(tile + TILE_COUNTER) * KV_HEADS + kv_head
             num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
-            if num_done == tl.load(tile + _NUM_PARTIALS):
+            if num_done == tl.load(tile + TILE_NUM_PARTIALS):
                 tl.store(counter, 0)
                 _merge_unit(
                     tile, kv_head, out, members, partial_out, partial_lse,
@@ -467,10 +441,10 @@ def merge_kernel(
     MERGE_M: tl.constexpr,
 ):
     """Merge every unit that has partials, after a launch without MERGE_HERE."""
-    num_items = tl.load(header + _TILES) * KV_HEADS
+    num_items = tl.load(header + HEADER_TILES) * KV_HEADS
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
-        tile = tiles + item // KV_HEADS * _TILE_FIELDS
-        if (tl.load(tile + _FLAGS) & _FIRST) != 0 and tl.load(tile + _SLOT) >= 0:
+        tile = tiles + item // KV_HEADS * TILE_FIELDS
+        if (tl.load(tile + TILE_FLAGS) & IS_FIRST) != 0 and tl.load(tile + TILE_SLOT) >= 0:
             _merge_unit(
                 tile, item % KV_HEADS, out, members, partial_out, partial_lse,
                 stride_out_token, stride_out_head,

@@ -1,0 +1,36 @@
+"""The numbers of `tiles.py` under the same names, as Triton's kernels want them."""
+
+import triton.language as tl
+
+from batchllm_kernels.prefix_attention import tiles
+
+TILE_FIELDS = tl.constexpr(tiles.TILE_FIELDS)
+TILE_FLAGS = tl.constexpr(tiles.TILE_FLAGS)
+IS_WIDE = tl.constexpr(tiles.IS_WIDE)
+IS_FIRST = tl.constexpr(tiles.IS_FIRST)
+TILE_BLOCK_ROW = tl.constexpr(tiles.TILE_BLOCK_ROW)
+TILE_KV_START = tl.constexpr(tiles.TILE_KV_START)
+TILE_KV_END = tl.constexpr(tiles.TILE_KV_END)
+TILE_ROWS_FIRST = tl.constexpr(tiles.TILE_ROWS_FIRST)
+TILE_ROWS_MEMBERS = tl.constexpr(tiles.TILE_ROWS_MEMBERS)
+TILE_ROWS_LEN = tl.constexpr(tiles.TILE_ROWS_LEN)
+TILE_ROW_OFFSET = tl.constexpr(tiles.TILE_ROW_OFFSET)
+TILE_SLOT = tl.constexpr(tiles.TILE_SLOT)
+TILE_COUNTER = tl.constexpr(tiles.TILE_COUNTER)
+TILE_NUM_PARTIALS = tl.constexpr(tiles.TILE_NUM_PARTIALS)
+TILE_UNIT_FIRST = tl.constexpr(tiles.TILE_UNIT_FIRST)
+TILE_UNIT_MEMBERS = tl.constexpr(tiles.TILE_UNIT_MEMBERS)
+TILE_UNIT_LEN = tl.constexpr(tiles.TILE_UNIT_LEN)
+TILE_PREFIX_SLOT = tl.constexpr(tiles.TILE_PREFIX_SLOT)
+TILE_PREFIX_PIECES = tl.constexpr(tiles.TILE_PREFIX_PIECES)
+MEMBER_FIELDS = tl.constexpr(tiles.MEMBER_FIELDS)
+MEMBER_TOKEN = tl.constexpr(tiles.MEMBER_TOKEN)
+MEMBER_POSITION = tl.constexpr(tiles.MEMBER_POSITION)
+MEMBER_LEN = tl.constexpr(tiles.MEMBER_LEN)
+MEMBER_SLOT = tl.constexpr(tiles.MEMBER_SLOT)
+MEMBER_PIECES = tl.constexpr(tiles.MEMBER_PIECES)
+HEADER_TILES = tl.constexpr(tiles.HEADER_TILES)
+HEADER_PREFIX_TILES = tl.constexpr(tiles.HEADER_PREFIX_TILES)
+HEADER_SLOTS = tl.constexpr(tiles.HEADER_SLOTS)
+HEADER_COUNTERS = tl.constexpr(tiles.HEADER_COUNTERS)
+HEADER_PIECE = tl.constexpr(tiles.HEADER_PIECE)
