@@ -17,7 +17,7 @@ from batchllm_operator.operators import (
     batchllm_task_group,
 )
 from batchllm_operator.operators.command import CommandRunner
-from batchllm_operator.operators.provider import get_provider_info
+from batchllm_operator.provider import get_provider_info
 
 
 class TaskInstance:
