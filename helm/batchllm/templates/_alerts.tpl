@@ -2,6 +2,11 @@
 {{- define "batchllm.alerts" -}}
 {{- $alerts := .Values.monitoring.alerts -}}
 {{- $url := required "monitoring.alerts.runbookBaseUrl: give the folder of the runbooks" $alerts.runbookBaseUrl -}}
+{{- range $alerts.disabled }}
+{{- if not ($.Files.Get (printf "alerts/%s.yaml" .)) }}
+{{- fail (printf "monitoring.alerts.disabled: there is no alert %s" .) }}
+{{- end }}
+{{- end }}
 {{- range $path, $content := .Files.Glob "alerts/*.yaml" }}
 {{- $alert := trimSuffix ".yaml" (base $path) }}
 {{- if not (has $alert $alerts.disabled) }}
