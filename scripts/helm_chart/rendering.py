@@ -84,8 +84,6 @@ def render(values: Values, *, namespace: str = NAMESPACE) -> list[Rendered]:
         HelmError: a template failed, or the values aren't what values.schema.json asks for.
         yaml.YAMLError: a template's output isn't YAML, or has a key twice.
     """
-    # Its own step, because rendering alone doesn't look at the schema.
-    chart().validate_schema(dict(values))
     texts = chart().render(dict(values), name=RELEASE, namespace=namespace)
     return [
         Rendered(Path(path).name, content)
