@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from helm_chart.check import check
-from helm_chart.rendering import CHART, NAMESPACE, Rendered, examples, pod_templates, render
+from helm_chart.rendering import (
+    CHART,
+    NAMESPACE,
+    Rendered,
+    Values,
+    chart,
+    examples,
+    pod_templates,
+    render,
+)
 from helm_chart.validation import errors_of
+from helm_python import Chart, package
 
 from batchllm_operator import __version__
 
@@ -22,7 +33,7 @@ def one(objects: list[Rendered], kind: str) -> Any:
     return found
 
 
-def pods_of(values: dict[str, Any]) -> dict[str, Any]:
+def pods_of(values: Values) -> dict[str, Any]:
     """Contents of the pod templates, by preset."""
     return {
         each.name.removeprefix("batchllm-"): each.content for each in pod_templates(render(values))
@@ -194,8 +205,7 @@ def test_the_job_downloads_what_is_listed(
 ) -> None:
     import huggingface_hub
 
-    models = [MODEL, {**MODEL, "repo": "org/o'ther", "allow": ["*.json"]}]
-    models[1]["repo"] = "org/other"
+    models: list[dict[str, Any]] = [MODEL, {**MODEL, "repo": "org/other", "allow": ["*.json"]}]
     [container] = one(render(pre_pull(models)), "Job")["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-c"]
     script, argument = container["args"]
@@ -222,6 +232,29 @@ def test_batch_preempts_nobody() -> None:
     assert priority["value"] < 0
     assert priority["preemptionPolicy"] == "Never"
     assert priority["globalDefault"] is False
+
+
+def test_the_packaged_chart_renders_the_same(tmp_path: Path) -> None:
+    archive = package(CHART, destination=tmp_path)
+    values = dict(examples()["monitoring"])
+    with Chart.load(archive) as packaged:
+        assert not any(file["name"].startswith("examples/") for file in packaged.files)
+        assert packaged.render(values) == chart().render(values)
+
+
+def test_names_fit_whatever_the_release_is_called() -> None:
+    values = dict(pre_pull([MODEL], priorityClass={"create": True}))
+    texts = chart().render(values, name="a" * 53, namespace="b" * 63)
+    for text in texts.values():
+        for content in filter(None, yaml.safe_load_all(text)):
+            if isinstance(content, dict):  # NOTES.txt is no object
+                assert len(content["metadata"]["name"]) <= 63
+
+
+def test_null_takes_a_default_away() -> None:
+    selector = {"nvidia.com/gpu.present": None, "cloud.google.com/gke-accelerator": "nvidia-l4"}
+    spec = pods_of({"gpu": {"nvidia": {"nodeSelector": selector}}})["nvidia"]["spec"]
+    assert spec["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-l4"}
 
 
 def test_a_wrong_field_is_found() -> None:
