@@ -19,11 +19,13 @@ LABEL org.opencontainers.image.title="batchllm-airflow" \
       org.opencontainers.image.licenses="Apache-2.0"
 # hadolint ignore=DL3066
 USER airflow
-# Airflow is named again, with the image's own version, so that nothing can move it.
+# Airflow is named again, with the image's own version, so that nothing can move it. Pods have
+# another home than the image: what is installed has to be found from there.
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=docker/airflow-constraints.txt,target=/constraints.txt \
     pip install --no-cache-dir --constraint /constraints.txt \
       "apache-airflow==${AIRFLOW_VERSION}" \
       "batchllm-operator[airflow] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
-    && batchllm schema >/dev/null
+    && HOME=/tmp batchllm schema >/dev/null \
+    && HOME=/tmp python -c "import huggingface_hub"
 HEALTHCHECK NONE
