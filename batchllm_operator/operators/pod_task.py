@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Final, NoReturn
@@ -15,6 +16,7 @@ from airflow.providers.cncf.kubernetes.utils.pod_manager import OnFinishAction
 from airflow.providers.common.compat.sdk import (
     AirflowException,
     AirflowFailException,
+    AirflowTaskTimeout,
     Context,
 )
 from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
@@ -42,6 +44,7 @@ _DEFERRAL_MARGIN: Final = timedelta(minutes=2)
 """After a task's deadline, when Airflow ends a deferral that the triggerer didn't."""
 _LAST_CALL_S: Final = 4.0
 """For removing a pod: Airflow gives a task that it kills five seconds."""
+_KILLED: Final = "the task was killed; finished parts are kept"
 _REFUSED: Final = (400, 403, 404, 422)
 """What the API answers to a pod, or a namespace, that is wrong and will stay so."""
 
@@ -114,28 +117,31 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         if self.runner == "local":
             command, *arguments = self.command()
             return self.finish(context, self._commands().run(command, *arguments))
-        found = self._verify(None)
-        if not isinstance(found, str):
-            self.log.info("The results are in the lake already: no pod is needed")
-            return self.finish(context, found)
-        return self._work(context, num_disruptions=0)
+        with self._released_when_killed(context):
+            found = self._verify(None)
+            if not isinstance(found, str):
+                self.log.info("The results are in the lake already: no pod is needed")
+                return self.finish(context, found)
+            return self._work(context, num_disruptions=0)
 
     def resume(self, context: Context, event: Mapping[str, Any], num_disruptions: int = 0) -> Any:
         """Go on when the triggerer has seen the pod's end; see `execute`."""
-        result = self._conclude(context, PodEnd.from_event(event), num_disruptions)
-        if result is not None:
-            return self.finish(context, result)
-        return self._work(context, num_disruptions + 1)
+        with self._released_when_killed(context):
+            result = self._conclude(context, PodEnd.from_event(event), num_disruptions)
+            if result is not None:
+                return self.finish(context, result)
+            return self._work(context, num_disruptions + 1)
 
     def resume_waiting(
         self, context: Context, event: Any, num_disruptions: int, waiting_since: str
     ) -> Any:
         """Ask again for a pod that a quota had no room for; see `execute`."""
         since = datetime.fromisoformat(waiting_since)
-        return self._work(context, num_disruptions, waiting_since=since)
+        with self._released_when_killed(context):
+            return self._work(context, num_disruptions, waiting_since=since)
 
     def on_kill(self) -> None:
-        """Have whatever `execute` waits for come to an end; `execute` sees to the pod.
+        """Have whatever `execute` waits for come to an end; `execute` sees to the pods.
 
         Nothing is asked of the cluster here: Airflow calls this from a signal handler.
         """
@@ -158,11 +164,11 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
                 self._wait_for_quota(str(full), num_disruptions, waiting_since, defers=defers)
                 continue
             except StoppedError:
-                raise AirflowException("the task was killed while it waited for a pod") from None
+                raise AirflowException(_KILLED) from None
             waiting_since = None
             if defers and not self._is_killed:
                 self._defer(context, pod, num_disruptions)
-            result = self._conclude(context, self._watch_here(context, pod), num_disruptions)
+            result = self._conclude(context, self._watch_here(pod), num_disruptions)
             if result is not None:
                 return self.finish(context, result)
             num_disruptions += 1
@@ -172,19 +178,15 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
     ) -> dict[str, Any] | None:
         """The results, if they are whole; None if another pod shall go on; else the failure.
 
-        The pod is removed, unless nobody knows how it is or the next try is to find it.
+        The pod is removed, unless nobody knows how it is.
         """
+        if end.kind is EndKind.STOPPED:
+            raise AirflowException(_KILLED)
         if end.kind is EndKind.API_LOST:
             raise AirflowException(end.explanation())
-        if end.kind is EndKind.STOPPED and self._next_try_looks_for_it(context):
-            raise AirflowException(
-                f"the worker is shutting down; pod {end.pod_name} goes on, and the next try takes"
-                " it up"
-            )
-        found: dict[str, Any] | str = "it was told to stop"
+        found: dict[str, Any] | str = ""
         try:
-            if end.kind is not EndKind.STOPPED:
-                found = self._verify(end.pod_name)
+            found = self._verify(end.pod_name)
         finally:
             self._remove_pod(context, end, is_success=not isinstance(found, str))
         if not isinstance(found, str):
@@ -215,16 +217,22 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         try:
             pod = pods.find(keep_dead=self.on_finish_action != OnFinishAction.DELETE_POD)
-            if pod is not None:
-                self.log.info("Taking up pod %s, which is at work", pod.metadata.name)
-                return pod
-            pod = pods.create(request, credentials.variables)
+            taken_up = pod is not None
+            if pod is None:
+                pod = pods.create(request)
+            if self.has_secrets:
+                pods.put_secret(pod, credentials.variables)
         except ApiException as error:
             message = f"the cluster refuses the pod: {message_of(error)}"
             if error.status in _REFUSED:
                 raise AirflowFailException(message) from error
             raise AirflowException(message) from error
-        self.log.info("Made pod %s in namespace %s", pod.metadata.name, pod.metadata.namespace)
+        self.log.info(
+            "%s pod %s in namespace %s",
+            "Taking up" if taken_up else "Made",
+            pod.metadata.name,
+            pod.metadata.namespace,
+        )
         return pod
 
     def _request(self, context: Context, attempt: Attempt, ordinal: int) -> k8s.V1Pod:
@@ -270,21 +278,49 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
             return
         patience_s = _LAST_CALL_S if self._is_killed else self.api_timeout.total_seconds()
         pods = self._pods(Attempt.of(context["ti"], self.work()), end.namespace, patience_s)
-        self._is_killed = False  # what is left to do has to be done all the same
-        try:
+        with self._ending():
             pods.delete(end.pod_name, at_once=end.is_unreachable)
+
+    @contextmanager
+    def _released_when_killed(self, context: Context) -> Iterator[None]:
+        """Remove this attempt's pods if the task is killed or times out meanwhile.
+
+        They are left to the next try if there will be one and only this worker is going.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, AirflowTaskTimeout):
+                self.log.warning("The task's execution_timeout is over")
+            elif not self._is_killed:
+                raise
+            elif self._next_try_looks_for_it(context):
+                self.log.warning("The worker is shutting down; the next try takes the pod up")
+                raise
+            request = self.build_pod_request_obj(context)  # knows the namespace
+            attempt = Attempt.of(context["ti"], self.work())
+            pods = self._pods(attempt, request.metadata.namespace, _LAST_CALL_S)
+            with self._ending():
+                pods.delete_all()
+            raise
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Do something in the cluster that has to be done even if the task was killed."""
+        self._is_killed = False
+        try:
+            yield
         except (ApiException, HTTPError) as error:
             self.log.error(
-                "Pod %s couldn't be removed (%s); the next try will, or the cluster after"
+                "A pod couldn't be removed (%s); the next try will do it, or the cluster after"
                 " active_deadline_seconds",
-                end.pod_name,
                 message_of(error),
             )
 
     # Watching
 
-    def _watch_here(self, context: Context, pod: k8s.V1Pod) -> PodEnd:
-        """Watch a pod from this process, and remove it if that is cut off."""
+    def _watch_here(self, pod: k8s.V1Pod) -> PodEnd:
+        """Watch a pod from this process."""
         name = PodName(pod.metadata.name, pod.metadata.namespace, self.base_container_name)
         watch = self._watch = PodWatch(
             lambda: make_hook(
@@ -298,11 +334,6 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
             watch.stop()
         try:
             return asyncio.run(watch.until_end())
-        except BaseException as error:  # the task's timeout among them, which is none of Exception
-            self.log.warning("%s: removing pod %s", type(error).__name__, name.name)
-            end = PodEnd(EndKind.STOPPED, name.name, name.namespace)
-            self._remove_pod(context, end, is_success=False)
-            raise
         finally:
             self._watch = None
 
@@ -361,7 +392,7 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         until = time.monotonic() + pause.total_seconds()
         while time.monotonic() < until:
             if self._is_killed:
-                raise AirflowException("the task was killed while it waited for a pod")
+                raise AirflowException(_KILLED)
             time.sleep(0.5)
 
     def _next_try_looks_for_it(self, context: Context) -> bool:

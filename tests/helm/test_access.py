@@ -8,16 +8,14 @@ import pytest
 from helm_chart.rendering import NAMESPACE, Rendered, examples, pod_templates, render
 
 WORKER = {
-    "pods": {"create", "get", "list", "watch", "patch", "delete"},
+    "pods": {"create", "get", "list", "delete"},
     "pods/log": {"get"},
-    "events": {"list"},
 }
 TRIGGERER = {
-    "pods": {"get", "list", "watch", "delete"},
+    "pods": {"get", "delete"},
     "pods/log": {"get"},
-    "events": {"list"},
 }
-SECRETS = {"secrets": {"create", "get", "patch", "delete"}}
+SECRETS = {"secrets": {"create", "patch", "delete"}}
 EXAMPLES = sorted(examples())
 
 

@@ -139,30 +139,48 @@ class AttemptPods:
                 self._log.info("Waiting until pod %s, which was told to stop, has gone", names)
             self._pause(self._poll_s)
 
-    def create(self, pod: k8s.V1Pod, variables: Mapping[str, str]) -> k8s.V1Pod:
-        """Make a pod; `variables` go into a Secret that is removed with it.
-
-        A pod of that name that is there already is what a lost answer has left, and is taken.
+    def create(self, pod: k8s.V1Pod) -> k8s.V1Pod:
+        """Make a pod; one of that name is what a lost answer has left, and is taken.
 
         Raises:
             QuotaExceededError: a quota has no room for it.
             ApiException: the cluster refuses the pod for another reason.
             StoppedError: the task was killed.
         """
-        name = pod.metadata.name
-        if self._has_secrets:
-            self._put_secret(name, pod.metadata.labels, variables)
         try:
-            made = self._call(self._create_or_read, pod)
+            return self._call(self._create_or_read, pod)
         except ApiException as error:
-            self._delete_secret(name)
             if error.status == _FORBIDDEN and "exceeded quota" in (error.body or ""):
                 # A refusal by policy has the same status and reason; only the text tells.
                 raise QuotaExceededError(message_of(error)) from error
             raise
-        if self._has_secrets:
-            self._give_secret_to(made)
-        return made
+
+    def put_secret(self, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
+        """Make or renew the Secret that a pod of ours refers to, which has the pod's name.
+
+        It belongs to the pod from the beginning, so that the cluster removes it with the pod
+        whatever happens here; until it is there, the pod's container waits for it.
+        """
+        name, owner = pod.metadata.name, pod.metadata
+        secret = V1Secret(
+            metadata=k8s.V1ObjectMeta(
+                name=name,
+                labels=self._attempt.labels,
+                owner_references=[
+                    k8s.V1OwnerReference(
+                        api_version="v1", kind="Pod", name=owner.name, uid=owner.uid
+                    )
+                ],
+            ),
+            string_data=dict(variables),
+            type="Opaque",
+        )
+        try:
+            self._call(self._api_call("create_namespaced_secret"), self._namespace, secret)
+        except ApiException as error:
+            if error.status != _CONFLICT:
+                raise
+            self._call(self._api_call("patch_namespaced_secret"), name, self._namespace, secret)
 
     def delete(self, name: str, *, at_once: bool = False) -> None:
         """Ask a pod to stop, within its grace period or at once; its Secret goes too."""
@@ -173,6 +191,13 @@ class AttemptPods:
             if error.status != _NOT_FOUND:
                 raise
         self._delete_secret(name)
+
+    def delete_all(self) -> None:
+        """Ask every pod of the owner to stop, and remove those that have."""
+        for pod in self._list():
+            if pod.metadata.deletion_timestamp is None:
+                self._log.info("Removing pod %s", pod.metadata.name)
+                self.delete(pod.metadata.name)
 
     def _list(self) -> list[k8s.V1Pod]:
         listed = self._call(
@@ -204,36 +229,6 @@ class AttemptPods:
             if error.status != _CONFLICT:
                 raise
             return self._api.read_namespaced_pod(pod.metadata.name, self._namespace, **options)
-
-    # Secrets
-
-    def _put_secret(
-        self, name: str, labels: Mapping[str, str], variables: Mapping[str, str]
-    ) -> None:
-        secret = V1Secret(
-            metadata=k8s.V1ObjectMeta(name=name, labels=dict(labels)),
-            string_data=dict(variables),
-            type="Opaque",
-        )
-        try:
-            self._call(self._api_call("create_namespaced_secret"), self._namespace, secret)
-        except ApiException as error:
-            if error.status != _CONFLICT:
-                raise
-            self._call(self._api_call("patch_namespaced_secret"), name, self._namespace, secret)
-
-    def _give_secret_to(self, pod: k8s.V1Pod) -> None:
-        """Let the cluster remove the Secret with its pod, should we not come to it."""
-        owner = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "name": pod.metadata.name,
-            "uid": pod.metadata.uid,
-        }
-        body = {"metadata": {"ownerReferences": [owner]}}
-        self._call(
-            self._api_call("patch_namespaced_secret"), pod.metadata.name, self._namespace, body
-        )
 
     def _delete_secret(self, name: str) -> None:
         if not self._has_secrets:

@@ -10,7 +10,8 @@ from kubernetes.client import models as k8s
 
 from batchllm_operator.operators.pods.settings import CPU_IMAGE, PodSettings
 
-_USER: Final = 10001
+_GPU_USER: Final = 10001
+_AIRFLOW_USER: Final = 50000
 _Item = TypeVar("_Item")
 
 # Where a pod may write; its root file system is read-only.
@@ -46,9 +47,9 @@ def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
             tolerations=_tolerations(settings),
             security_context=k8s.V1PodSecurityContext(
                 run_as_non_root=True,
-                run_as_user=_USER,
-                run_as_group=_USER,
-                fs_group=_USER,
+                run_as_user=_GPU_USER if preset else _AIRFLOW_USER,
+                run_as_group=_GPU_USER if preset else 0,  # as Airflow's image has it
+                fs_group=_GPU_USER,
                 fs_group_change_policy="OnRootMismatch",
                 seccomp_profile=k8s.V1SeccompProfile(type="RuntimeDefault"),
             ),
@@ -146,7 +147,7 @@ def _environment(settings: PodSettings) -> list[k8s.V1EnvVar]:
 
 def _volumes(settings: PodSettings) -> list[k8s.V1Volume]:
     volumes = [
-        k8s.V1Volume(name="tmp", empty_dir=k8s.V1EmptyDirVolumeSource()),
+        k8s.V1Volume(name="scratch", empty_dir=k8s.V1EmptyDirVolumeSource()),
         _claim_or_own("cache", settings.cache_claim),
         k8s.V1Volume(
             name="shm",
@@ -167,7 +168,7 @@ def _claim_or_own(name: str, claim: str | None, *, read_only: bool = False) -> k
 
 def _mounts(settings: PodSettings) -> list[k8s.V1VolumeMount]:
     mounts = [
-        k8s.V1VolumeMount(name="tmp", mount_path="/tmp"),
+        k8s.V1VolumeMount(name="scratch", mount_path="/tmp"),
         k8s.V1VolumeMount(name="cache", mount_path="/cache"),
         k8s.V1VolumeMount(name="shm", mount_path="/dev/shm"),
     ]

@@ -3,28 +3,22 @@
 {{- define "batchllm.rules.worker" -}}
 - apiGroups: [""]
   resources: [pods]
-  verbs: [create, get, list, watch, patch, delete]
+  verbs: [create, get, list, delete]
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]
-- apiGroups: [""]
-  resources: [events]
-  verbs: [list]
 {{- if .Values.connections.createSecrets }}
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [create, get, patch, delete]
+  verbs: [create, patch, delete]
 {{- end }}
 {{- end -}}
 
 {{- define "batchllm.rules.triggerer" -}}
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, delete]
+  verbs: [get, delete]
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]
-- apiGroups: [""]
-  resources: [events]
-  verbs: [list]
 {{- end -}}

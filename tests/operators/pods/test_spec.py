@@ -87,7 +87,7 @@ def test_the_default_pod_may_do_as_little_as_it_needs() -> None:
     }
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
     mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {"/tmp": "tmp", "/cache": "cache", "/dev/shm": "shm"}
+    assert mounted == {"/tmp": "scratch", "/cache": "cache", "/dev/shm": "shm"}
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
     writable = ("/tmp", "/cache")
