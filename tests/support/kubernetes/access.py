@@ -21,7 +21,7 @@ class Failure:
 
 @dataclass(slots=True)
 class AccessRules:
-    """Bearer tokens, and what the user's token is good for. An administrator's is good for everything."""
+    """Bearer tokens, and what the user's is good for; the administrator's is for everything."""
 
     user: str = "system:serviceaccount:airflow:worker"
     admin_token: str = field(default_factory=lambda: secrets.token_urlsafe(16))

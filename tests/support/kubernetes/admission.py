@@ -10,7 +10,14 @@ from support.kubernetes.quantities import Amounts, container_amounts, pod_amount
 from support.kubernetes.status import Object, forbidden
 from support.kubernetes.store import RESOURCES, Store
 
-_MUST_BE_STATED = {"cpu", "memory", "requests.cpu", "requests.memory", "limits.cpu", "limits.memory"}
+_MUST_BE_STATED = {
+    "cpu",
+    "memory",
+    "requests.cpu",
+    "requests.memory",
+    "limits.cpu",
+    "limits.memory",
+}
 
 
 def admit_pod(store: Store, pod: Object) -> None:
@@ -52,7 +59,9 @@ def check_quotas(store: Store, pod: Object) -> None:
         title = quota["metadata"]["name"]
         if missing := _unstated(pod["spec"], hard):
             raise forbidden("pods", name, f"failed quota: {title}: must specify {missing}")
-        requested = {key: amount for key, amount in pod_usage(pod).items() if key in hard and amount}
+        requested = {
+            key: amount for key, amount in pod_usage(pod).items() if key in hard and amount
+        }
         used = usage(store.items(RESOURCES["pods"], namespace), hard)
         over = sorted(key for key, amount in requested.items() if used[key] + amount > hard[key])
         if over:

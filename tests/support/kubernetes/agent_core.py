@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import aiohttp
-
-from support.kubernetes.api_client import ApiClient, RequestFailed
+from support.kubernetes.api_client import ApiClient, RequestFailedError
 from support.kubernetes.certificates import make_identity
 from support.kubernetes.images import Image, PullFailure, pull_failure
-from support.kubernetes.loop_thread import LoopThread
 from support.kubernetes.node import Node, NodeSettings
 from support.kubernetes.pod_worker import POLL_S, PodWorker
 from support.kubernetes.scheduler import place
 from support.kubernetes.status import Object
 from support.kubernetes.store import now_text
 
+T = TypeVar("T")
 _HEARTBEAT_S = 10.0
 
 
@@ -71,7 +70,7 @@ class AgentCore:
             if not node.lost:
                 await node.close()
             self.failures += node.failures
-            with contextlib.suppress(aiohttp.ClientError, RequestFailed, OSError):
+            with contextlib.suppress(aiohttp.ClientError, RequestFailedError, OSError):
                 await self.api.delete(f"/api/v1/nodes/{node.settings.name}")
         await self.api.close()
 
@@ -98,7 +97,7 @@ class AgentCore:
             await asyncio.sleep(_HEARTBEAT_S)
             for node in self.nodes.values():
                 if not node.lost:
-                    with contextlib.suppress(aiohttp.ClientError, RequestFailed, OSError):
+                    with contextlib.suppress(aiohttp.ClientError, RequestFailedError, OSError):
                         path = f"/api/v1/nodes/{node.settings.name}/status"
                         await self.api.patch(path, node.status())
 
@@ -159,7 +158,7 @@ class AgentCore:
         body = {"apiVersion": "v1", "kind": "Binding", "metadata": metadata, "target": target}
         try:
             await self.api.request("POST", f"{self.pod_path(name)}/binding", body)
-        except RequestFailed as error:
+        except RequestFailedError as error:
             if error.code not in (404, 409):
                 raise
             return
@@ -171,7 +170,7 @@ class AgentCore:
 
     async def _tell_unschedulable(self, pod: Object, message: str) -> None:
         conditions = pod["status"].get("conditions", [])
-        told = next((each for each in conditions if each["type"] == "PodScheduled"), {})
+        told: Object = next((each for each in conditions if each["type"] == "PodScheduled"), {})
         if told.get("message") == message:
             return
         unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
@@ -184,7 +183,7 @@ class AgentCore:
         """Merge into a pod's status, if it still is this pod."""
         metadata = pod["metadata"]
         body = {"metadata": {"uid": metadata["uid"]}, "status": status}
-        with contextlib.suppress(RequestFailed):  # 409: another pod of that name
+        with contextlib.suppress(RequestFailedError):  # 409: another pod of that name
             await self.api.patch(f"{self.pod_path(metadata['name'])}/status", body)
 
     async def record_event(
@@ -222,7 +221,7 @@ class AgentCore:
             "lastTimestamp": now,
             "count": 1,
         }
-        with contextlib.suppress(RequestFailed, aiohttp.ClientError, OSError):
+        with contextlib.suppress(RequestFailedError, aiohttp.ClientError, OSError):
             await self.api.request("POST", f"/api/v1/namespaces/{self.namespace}/events", body)
 
     # What pods ask of their node (pod_worker.Host).
@@ -233,9 +232,8 @@ class AgentCore:
         return self.images.get(name) or pull_failure(name, policy)
 
     async def read(self, plural: str, name: str) -> Object | None:
-        return await self._until_answered(
-            lambda: self.api.get(f"/api/v1/namespaces/{self.namespace}/{plural}/{name}")
-        )
+        path = f"/api/v1/namespaces/{self.namespace}/{plural}/{name}"
+        return await self._until_answered(lambda: self.api.get(path))
 
     async def report(self, pod: Object, patch: Object) -> None:
         await self._until_answered(lambda: self.patch_status(pod, patch["status"]))
@@ -245,7 +243,9 @@ class AgentCore:
         path, uid = self.pod_path(metadata["name"]), metadata["uid"]
         await self._until_answered(lambda: self.api.delete(path, uid, grace_s=0))
 
-    async def record(self, pod: Object, kind: str, reason: str, message: str, container: str) -> None:
+    async def record(
+        self, pod: Object, kind: str, reason: str, message: str, container: str
+    ) -> None:
         group = "containers"
         if container in [each["name"] for each in pod["spec"].get("initContainers", [])]:
             group = "initContainers"
@@ -262,7 +262,7 @@ class AgentCore:
     def start_delay(self) -> float:
         return self.start_delay_s
 
-    async def _until_answered(self, send: Any) -> Any:
+    async def _until_answered(self, send: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
                 return await send()

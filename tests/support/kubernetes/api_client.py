@@ -11,13 +11,12 @@ from typing import Any
 
 import aiohttp
 from kubernetes import config as kube_config
-
 from support.kubernetes.status import Object
 
 MERGE_PATCH = "application/merge-patch+json"
 
 
-class RequestFailed(Exception):
+class RequestFailedError(Exception):
     """An answer that isn't a success; `code` is its HTTP status."""
 
     def __init__(self, code: int, text: str) -> None:
@@ -47,6 +46,7 @@ class ApiClient:
 
     async def close(self) -> None:
         await self._session.close()
+        await asyncio.sleep(0)
 
     async def request(
         self, method: str, path: str, body: Any = None, content_type: str = "application/json"
@@ -54,7 +54,7 @@ class ApiClient:
         """Send a request and return the object that is answered.
 
         Raises:
-            RequestFailed: The answer is an error.
+            RequestFailedError: The answer is an error.
             aiohttp.ClientError: There is no answer.
         """
         data = None if body is None else json.dumps(body)
@@ -64,14 +64,14 @@ class ApiClient:
         ) as answer:
             text = await answer.text()
             if answer.status >= 300:
-                raise RequestFailed(answer.status, text)
+                raise RequestFailedError(answer.status, text)
             return dict(json.loads(text))
 
     async def get(self, path: str) -> Object | None:
         """The object, or None if there is none."""
         try:
             return await self.request("GET", path)
-        except RequestFailed as error:
+        except RequestFailedError as error:
             if error.code == 404:
                 return None
             raise
@@ -80,7 +80,7 @@ class ApiClient:
         """Merge-patch an object; None if it is gone."""
         try:
             return await self.request("PATCH", path, body, MERGE_PATCH)
-        except RequestFailed as error:
+        except RequestFailedError as error:
             if error.code == 404:
                 return None
             raise
@@ -94,15 +94,17 @@ class ApiClient:
             options["preconditions"] = {"uid": uid}
         try:
             await self.request("DELETE", path, options)
-        except RequestFailed as error:
+        except RequestFailedError as error:
             if error.code not in (404, 409):
                 raise
 
     async def follow(self, path: str) -> AsyncIterator[tuple[str, Object]]:
-        """All objects of a list, then their changes, for ever: (ADDED|MODIFIED|DELETED|LISTED, object).
+        """All objects of a list, then their changes, for ever.
 
-        LISTED comes after each list, with the list: whatever isn't in it is gone. Outages are waited
-        out.
+        Yields (type, object); the type is ADDED, MODIFIED, DELETED or LISTED.
+
+        LISTED comes after each list, with the list: whatever isn't in it is gone. Outages are
+        waited out.
         """
         revision = ""
         while True:
@@ -120,7 +122,7 @@ class ApiClient:
                     revision = body["metadata"]["resourceVersion"]
                     if kind != "BOOKMARK":
                         yield kind, body
-            except (aiohttp.ClientError, RequestFailed, TimeoutError, OSError):
+            except (aiohttp.ClientError, RequestFailedError, TimeoutError, OSError):
                 revision = ""
                 await asyncio.sleep(0.1)
 
@@ -130,7 +132,7 @@ class ApiClient:
             f"{self.host}{path}?{query}&allowWatchBookmarks=true", read_bufsize=2**22
         ) as answer:
             if answer.status != 200:
-                raise RequestFailed(answer.status, await answer.text())
+                raise RequestFailedError(answer.status, await answer.text())
             async for line in answer.content:
                 event = json.loads(line)
                 yield event["type"], event["object"]

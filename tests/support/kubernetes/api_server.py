@@ -1,7 +1,7 @@
 """An API server in memory, for tests: the part of the Kubernetes API that running pods takes.
 
-It has no scheduler, no kubelets and no controllers: those are in `node_agent` and `controllers`, and reach
-it through the API only.
+It has no scheduler, no kubelets and no controllers: those are in `node_agent` and `controllers`,
+and reach it through the API only.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 from aiohttp import web
-
 from support.kubernetes import discovery
 from support.kubernetes.access import AccessRules, Failure
 from support.kubernetes.certificates import make_identity
+from support.kubernetes.https_server import HttpsServer
 from support.kubernetes.loop_thread import LoopThread
 from support.kubernetes.operations import Operations, Target, matcher
 from support.kubernetes.patches import JSON
@@ -49,8 +49,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class ApiServer:
     """The server, in a thread of its own from construction until `close`.
 
-    `folder` receives its certificates. What tests change from outside (`access`) is read at the next
-    request.
+    `folder` receives its certificates. What tests change from outside (`access`) is read at the
+    next request.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,20 +71,19 @@ class ApiServer:
     async def _serve(self) -> str:
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_route("*", "/{path:.*}", self._dispatch)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        context = self.identity.server_context()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=context)
-        await site.start()
-        return f"https://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._server = HttpsServer(app)
+        await self._server.start(self.identity.server_context())
+        return f"https://127.0.0.1:{self._server.port}"
 
     def close(self) -> None:
         """End all requests and the thread."""
         self._closing = True
-        self._thread.run(self._runner.cleanup())
+        self._thread.run(self._server.close())
         self._thread.close()
 
-    def write_kubeconfig(self, path: Path, token: str, server: str = "", ca: Path | None = None) -> Path:
+    def write_kubeconfig(
+        self, path: Path, token: str, server: str = "", ca: Path | None = None
+    ) -> Path:
         """Write a kubeconfig for `token`; `server` and `ca` stand in for the server's own."""
         cluster = {
             "server": server or self.url,

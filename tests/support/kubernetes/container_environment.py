@@ -20,7 +20,7 @@ _SUBSCRIPT = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
 
 
 class MissingReferenceError(Exception):
-    """A Secret, a ConfigMap or a key of one that a container needs isn't there; the kubelet's words."""
+    """A Secret, a ConfigMap or a key isn't there; the message is the kubelet's."""
 
 
 async def contents(read: Read, plural: str, name: str, optional: bool) -> dict[str, bytes]:
@@ -59,9 +59,9 @@ async def resolve_environment(container: Object, pod: Object, read: Read) -> dic
                     resolved[source.get("prefix", "") + key] = value.decode()
     for variable in container.get("env", []):
         if "valueFrom" in variable:
-            value = await _value_from(variable["valueFrom"], container, pod, read)
-            if value is not None:
-                resolved[variable["name"]] = value
+            text = await _value_from(variable["valueFrom"], container, pod, read)
+            if text is not None:
+                resolved[variable["name"]] = text
         else:
             resolved[variable["name"]] = expand(variable.get("value", ""), resolved)
     return resolved

@@ -1,9 +1,9 @@
 """Containers as processes of this machine.
 
-Each runs in a session of its own, with the environment that it is given and two variables that container
-runtimes set: HOSTNAME, and `container`, by which even processes that left the session are found. There is
-no pid namespace: a program that handles no SIGTERM ends by it here, where as process 1 of a real container
-it would go on until SIGKILL.
+Each runs in a session of its own, with the environment that it is given and two variables that
+container runtimes set: HOSTNAME, and `container`, by which even processes that left the session are
+found. There is no pid namespace: a program that handles no SIGTERM ends by it here, where as
+process 1 of a real container it would go on until SIGKILL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StartError(Exception):
 
 
 class Container:
-    """A running process and its log. `exited` ends when nothing of it is left and the log is whole."""
+    """A process and its log. `exited` ends when nothing of it is left and the log is whole."""
 
     def __init__(self, process: asyncio.subprocess.Process, identity: str, log: ContainerLog):
         self._process = process
@@ -141,8 +141,8 @@ def _program(command: Command) -> str:
 
 def _start_message(command: Command, why: str) -> str:
     return (
-        "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc "
-        "create failed: unable to start container process: error during container init: "
+        "failed to create containerd task: failed to create shim task: OCI runtime create failed: "
+        "runc create failed: unable to start container process: error during container init: "
         f"{why}: unknown"
     )
 

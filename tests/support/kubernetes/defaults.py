@@ -1,4 +1,4 @@
-"""What an API server adds to new objects: defaults of their fields, and its admission plugins' part."""
+"""What an API server adds to new objects: default values, and its admission plugins' part."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def set_defaults(kind: str, body: Object) -> None:
         _pod_defaults(body.setdefault("spec", {}))
         body["status"] = {"phase": "Pending", "qosClass": _quality_of_service(body["spec"])}
     elif kind == "Secret":
-        data = body.setdefault("data", {}) if "stringData" in body else body.get("data")
         for key, value in (body.pop("stringData", None) or {}).items():
-            data[key] = base64.b64encode(value.encode()).decode()
+            body.setdefault("data", {})[key] = base64.b64encode(value.encode()).decode()
         body.setdefault("type", "Opaque")
     elif kind == "Namespace":
         body.setdefault("spec", {}).setdefault("finalizers", ["kubernetes"])
@@ -125,7 +124,10 @@ def add_service_account(spec: Object, automount: bool) -> None:
     for each in without:
         mount = {"name": volume, "mountPath": _TOKEN_FOLDER, "readOnly": True}
         each.setdefault("volumeMounts", []).append(mount)
-    namespace = {"path": "namespace", "fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}
+    namespace = {
+        "path": "namespace",
+        "fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"},
+    }
     sources = [
         {"serviceAccountToken": {"expirationSeconds": 3607, "path": "token"}},
         {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},

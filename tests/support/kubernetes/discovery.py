@@ -15,7 +15,12 @@ def answer(path: str) -> Object | None:
     path = path.rstrip("/")
     if path == "/version":
         major, minor, _ = VERSION.split(".")
-        return {"major": major, "minor": minor, "gitVersion": f"v{VERSION}", "platform": "linux/amd64"}
+        return {
+            "major": major,
+            "minor": minor,
+            "gitVersion": f"v{VERSION}",
+            "platform": "linux/amd64",
+        }
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []}
     if path == "/apis":

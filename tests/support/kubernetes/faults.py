@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from support.kubernetes.agent_core import AgentCore, PodNotHereError
@@ -20,7 +21,8 @@ async def evict(core: AgentCore, name: str) -> None:
     container = worker.pod["spec"]["containers"][0]["name"]
     message = (
         "The node was low on resource: memory. Threshold quantity: 100Mi, available: 52840Ki. "
-        f"Container {container} was using 3145728Ki, request is 0, has larger consumption of memory. "
+        f"Container {container} was using 3145728Ki, request is 0, has larger consumption of "
+        "memory. "
     )
     worker.status.disrupted("TerminationByKubelet", message)
     uid = worker.pod["metadata"]["uid"]
@@ -32,10 +34,8 @@ async def evict(core: AgentCore, name: str) -> None:
 async def preempt(core: AgentCore, name: str) -> None:
     pod = core.find(name)
     message = "default-scheduler: preempting to accommodate a higher priority pod"
-    try:
+    with contextlib.suppress(PodNotHereError):  # it has no node yet
         core.worker(name).status.disrupted("PreemptionByScheduler", message)
-    except PodNotHereError:  # it has no node yet
-        pass
     await _disrupt(core, pod, "PreemptionByScheduler", message)
     node = pod["spec"].get("nodeName", "")
     told = f"Preempted by pod 00000000-0000-0000-0000-000000000000 on node {node}"
@@ -69,7 +69,9 @@ async def mark_node_unreachable(core: AgentCore, node: Node) -> None:
     await core.api.patch(path, {"spec": {"taints": taints}})
     for pod in _pods_of(core, node):
         conditions = [
-            {**each, "status": "False", "lastTransitionTime": now} if each["type"] == "Ready" else each
+            {**each, "status": "False", "lastTransitionTime": now}
+            if each["type"] == "Ready"
+            else each
             for each in pod["status"].get("conditions", [])
         ]
         await core.patch_status(pod, {"conditions": conditions})
@@ -83,7 +85,9 @@ async def delete_pods_of_lost_node(core: AgentCore, node: Node) -> None:
         message = "Taint manager: deleting due to NoExecute taint"
         await _disrupt(core, pod, "DeletionByTaintManager", message)
         told = f"Marking for deletion Pod {core.namespace}/{metadata['name']}"
-        await core.record_event(pod, "Normal", "TaintManagerEviction", told, "taint-eviction-controller")
+        await core.record_event(
+            pod, "Normal", "TaintManagerEviction", told, "taint-eviction-controller"
+        )
         await core.api.delete(core.pod_path(metadata["name"]), metadata["uid"])
 
 

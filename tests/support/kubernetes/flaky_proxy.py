@@ -1,7 +1,8 @@
 """A proxy in front of any API server that can be away, be slow, or lose an answer.
 
-It ends TLS, with a certificate of its own, and begins it again: only so does it know which answer belongs
-to which request. Client certificates of the kubeconfig are presented to the API server by the proxy.
+It ends TLS, with a certificate of its own, and begins it again: only so does it know which answer
+belongs to which request. Client certificates of the kubeconfig are presented to the API server by
+the proxy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from urllib.parse import urlsplit
 
 import yaml
 from kubernetes import config as kube_config
-
 from support.kubernetes.certificates import make_identity
 from support.kubernetes.loop_thread import LoopThread
 
@@ -63,7 +63,7 @@ class FlakyProxy:
         return f"https://127.0.0.1:{self._port}"
 
     def write_kubeconfig(self, path: Path, token: str = "") -> Path:
-        """Write a kubeconfig like the API server's, but for the proxy; `token` replaces its user."""
+        """Write the API server's kubeconfig, but for the proxy; `token` replaces its user."""
         config = yaml.safe_load(self._source.read_text("utf-8"))
         authority = str(self._identity.authority)
         for each in config["clusters"]:
@@ -146,9 +146,9 @@ class FlakyProxy:
         self, reader: asyncio.StreamReader, back: asyncio.StreamWriter, loses: asyncio.Event
     ) -> None:
         while data := await reader.read(65536):
-            if found := _REQUEST.match(data):
-                if self._takes_loss(found[1].decode(), found[2].decode()):
-                    loses.set()
+            found = _REQUEST.match(data)
+            if found and self._takes_loss(found[1].decode(), found[2].decode()):
+                loses.set()
             back.write(data)
             await back.drain()
 

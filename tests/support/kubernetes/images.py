@@ -17,8 +17,8 @@ _REFERENCE = re.compile(
 class Image:
     """What an image brings: its environment and its command.
 
-    A pod's `command` takes the place of `entrypoint`, its `args` that of `cmd`. `replaced_command` runs
-    whatever the pod says, for containers that don't do what they were asked to.
+    A pod's `command` takes the place of `entrypoint`, its `args` that of `cmd`. `replaced_command`
+    runs whatever the pod says, for containers that don't do what they were asked to.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from datetime import datetime
 
 from aiohttp import web
-
 from support.kubernetes.container_log import ContainerLog, LogQuery
+from support.kubernetes.https_server import HttpsServer
 
 # (namespace, pod, container) -> its log, or the status and text of a refusal.
 FindLog = Callable[[str, str, str], ContainerLog | tuple[int, str]]
@@ -24,20 +24,21 @@ class KubeletServer:
 
     def __init__(self, find_log: FindLog) -> None:
         self._find_log = find_log
-        self.port = 0
-
-    async def start(self, context: ssl.SSLContext) -> None:
         app = web.Application()
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._answer)
         app.router.add_get("/healthz", self._healthy)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=context).start()
-        self.port = self._runner.addresses[0][1]
+        self._server = HttpsServer(app)
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    async def start(self, context: ssl.SSLContext) -> None:
+        await self._server.start(context)
 
     async def close(self) -> None:
         """Stop listening, and cut those who follow a log."""
-        await self._runner.cleanup()
+        await self._server.close()
 
     async def _healthy(self, request: web.Request) -> web.Response:
         return web.Response(text="ok")
@@ -49,7 +50,8 @@ class KubeletServer:
             code, text = found
             return web.Response(status=code, text=text)
         if request.query.get("previous") in ("true", "1"):
-            text = f'previous terminated container "{where["container"]}" in pod "{where["pod"]}" not found'
+            container, pod = where["container"], where["pod"]
+            text = f'previous terminated container "{container}" in pod "{pod}" not found'
             return web.Response(status=400, text=text)
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await response.prepare(request)

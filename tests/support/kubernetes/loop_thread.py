@@ -40,3 +40,5 @@ class LoopThread:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*others, return_exceptions=True)
+        for _ in range(5):  # transports that were aborted say so in the next rounds
+            await asyncio.sleep(0)

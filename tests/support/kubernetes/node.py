@@ -64,7 +64,11 @@ class Node:
     def as_object(self) -> Object:
         """The Node object, with its status."""
         name = self.settings.name
-        labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", **self.settings.labels}
+        labels = {
+            "kubernetes.io/hostname": name,
+            "kubernetes.io/os": "linux",
+            **self.settings.labels,
+        }
         return {
             "apiVersion": "v1",
             "kind": "Node",

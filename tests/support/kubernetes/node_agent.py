@@ -1,7 +1,8 @@
 """A node agent: plays kube-scheduler and the kubelets for any API server, through its API only.
 
-Containers are processes of this machine (see `containers` and `volumes` for what that can't be). The pods
-of one namespace are its own: it schedules them onto the nodes that it brings, and leaves all others alone.
+Containers are processes of this machine (see `containers` and `volumes` for what that can't be).
+The pods of one namespace are its own: it schedules them onto the nodes that it brings, and leaves
+all others alone.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from support.kubernetes.node import Node, NodeSettings
 class NodeAgent:
     """Schedules and runs the pods of `namespace` from construction until `close`.
 
-    All methods are for the test's thread. Those that inject a fault return when the API knows of it, or
-    would if it were told. After `close` no process, thread or folder of it is left.
+    All methods are for the test's thread. Those that inject a fault return when the API knows of
+    it, or would if it were told. After `close` no process, thread or folder of it is left.
 
     Raises:
-        RequestFailed: The API server refuses the node.
+        RequestFailedError: The API server refuses the node.
     """
 
     def __init__(self, kubeconfig: Path, namespace: str, node: NodeSettings) -> None:
@@ -121,7 +122,7 @@ class NodeAgent:
         self._thread.run(faults.evict(self._core, pod))
 
     def preempt(self, pod: str) -> None:
-        """Delete a pod as the scheduler does for a more important one, whether it has a node or not."""
+        """Delete a pod as the scheduler does for a more important one, with or without a node."""
         self._thread.run(faults.preempt(self._core, pod))
 
     def oom_kill(self, pod: str, container: str = "") -> None:
@@ -129,7 +130,7 @@ class NodeAgent:
         self._thread.run(faults.oom_kill(self._core, pod, container))
 
     def vanish_after_finish(self, pod: str = "*") -> None:
-        """Force-delete a pod (`*`: the next one) when it has exited 0, before its status says so."""
+        """Force-delete a pod (`*`: the next one) once it has exited 0, before anybody is told."""
         self._core.vanishing.add(pod)
 
     def lose_node(self, node: str = "") -> None:

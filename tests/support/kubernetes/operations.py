@@ -116,7 +116,8 @@ class Operations:
         self.store.get(RESOURCES["namespaces"], "", target.namespace)
         if metadata.get("namespace", target.namespace) != target.namespace:
             raise bad_request(
-                "the namespace of the provided object does not match the namespace sent on the request"
+                "the namespace of the provided object does not match the namespace sent on the "
+                "request"
             )
         metadata["namespace"] = target.namespace
 
@@ -132,7 +133,9 @@ class Operations:
 
     def listed(self, target: Target, match: Match, limit: int, token: str) -> Object:
         """A list object; `limit` 0 means all."""
-        found = [each for each in self.store.items(target.resource, target.namespace) if match(each)]
+        found = [
+            each for each in self.store.items(target.resource, target.namespace) if match(each)
+        ]
         metadata: Object = {"resourceVersion": str(self.store.revision)}
         start = self._continued(token)
         page = found[start : start + limit] if limit else found[start:]
@@ -170,7 +173,8 @@ class Operations:
         name = body.setdefault("metadata", {}).get("name", target.name)
         if name != target.name:
             raise bad_request(
-                f"the name of the object ({name}) does not match the name on the URL ({target.name})"
+                f"the name of the object ({name}) does not match the name on the URL "
+                f"({target.name})"
             )
         return self._update(target, before, body)
 
@@ -226,7 +230,9 @@ class Operations:
                 after["metadata"]["generation"] += 1
         if before.get("immutable") and after.get("data") != before.get("data"):
             message = "Forbidden: field is immutable when `immutable` is set"
-            raise invalid(resource.kind, target.name, [Cause("data", "FieldValueForbidden", message)])
+            raise invalid(
+                resource.kind, target.name, [Cause("data", "FieldValueForbidden", message)]
+            )
         return after
 
     def delete(self, target: Target, options: Object) -> tuple[Object, bool]:
@@ -291,4 +297,10 @@ class Operations:
         spec = {**pod["spec"], "nodeName": node}
         status = {**pod["status"], "conditions": conditions}
         self.store.replace(target.resource, {**pod, "spec": spec, "status": status})
-        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
+        return {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Success",
+            "code": 201,
+        }

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import aiohttp
 from aiohttp import web
-
 from support.kubernetes.status import ApiError, Object, bad_request, not_found
 from support.kubernetes.store import RESOURCES, Store
 

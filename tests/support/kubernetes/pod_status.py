@@ -11,7 +11,13 @@ from support.kubernetes.images import full_name
 from support.kubernetes.status import Object
 from support.kubernetes.store import now_text
 
-_CONDITIONS = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady", "PodScheduled")
+_CONDITIONS = (
+    "PodReadyToStartContainers",
+    "Initialized",
+    "Ready",
+    "ContainersReady",
+    "PodScheduled",
+)
 
 
 @dataclass(slots=True)
@@ -99,7 +105,12 @@ class PodStatus:
 
     def disrupted(self, reason: str, message: str) -> None:
         """Note that it is the cluster that ends the pod."""
-        target = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
+        target = {
+            "type": "DisruptionTarget",
+            "status": "True",
+            "reason": reason,
+            "message": message,
+        }
         self.added_conditions = [{**target, "lastTransitionTime": now_text()}]
 
     def as_patch(self) -> Object:
@@ -129,7 +140,10 @@ class PodStatus:
         unready = over if self.is_over() else {"reason": "ContainersNotReady"}
         truths: dict[str, tuple[bool, Mapping[str, str]]] = {
             "PodReadyToStartContainers": (not self.is_over(), {}),
-            "Initialized": (initialized, {} if initialized else {"reason": "ContainersNotInitialized"}),
+            "Initialized": (
+                initialized,
+                {} if initialized else {"reason": "ContainersNotInitialized"},
+            ),
             "Ready": (ready, {} if ready else unready),
             "ContainersReady": (ready, {} if ready else unready),
             "PodScheduled": (True, {}),

@@ -25,6 +25,7 @@ POLL_S = 0.03  # how often something that is awaited is looked for
 _MESSAGE_BYTES = 4096
 _LOG_MESSAGE_LINES, _LOG_MESSAGE_BYTES = 80, 2048
 
+
 class Host(Protocol):
     """What a pod needs of its node."""
 
@@ -43,7 +44,9 @@ class Host(Protocol):
     async def remove(self, pod: Object) -> None:
         """Delete the pod's object at once."""
 
-    async def record(self, pod: Object, kind: str, reason: str, message: str, container: str) -> None:
+    async def record(
+        self, pod: Object, kind: str, reason: str, message: str, container: str
+    ) -> None:
         """Create an Event."""
 
     def takes_before_saying(self, pod: Object) -> bool:
@@ -63,10 +66,12 @@ class End:
 
 
 class PodWorker:
-    """Runs a pod that is bound to this node, restartPolicy Never: a container that ends isn't run again.
+    """Runs a pod that is bound to this node.
 
-    `run` ends when the pod's object is gone or the node forgets it; then no process of it and no folder
-    is left.
+    As with restartPolicy Never, whatever it is, a container that has ended isn't run again.
+
+    `run` ends when the pod's object is gone or the node forgets it; then no process of it and no
+    folder is left.
     """
 
     def __init__(self, pod: Object, host: Host, folder: Path, claims: Path, pod_ip: str) -> None:
@@ -263,7 +268,7 @@ class PodWorker:
     def _message_file(self, spec: Object) -> Path:
         folder = self._folder / "messages"
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / spec["name"]
+        file: Path = folder / spec["name"]
         file.touch()
         return file
 
@@ -310,7 +315,10 @@ class PodWorker:
         was_over = self.status.is_over()
         await self._end_containers(end)
         if not end.silent:
-            for spec in [*self.pod["spec"].get("initContainers", []), *self.pod["spec"]["containers"]]:
+            for spec in [
+                *self.pod["spec"].get("initContainers", []),
+                *self.pod["spec"]["containers"],
+            ]:
                 if spec["name"] in self.containers:
                     self._note_end(spec)
             if not was_over:

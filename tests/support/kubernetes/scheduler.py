@@ -93,7 +93,7 @@ def tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
     if toleration.get("operator", "Equal") == "Exists":
         return toleration.get("key") in (None, "", taint["key"])
     same_key = toleration.get("key") == taint["key"]
-    return same_key and toleration.get("value", "") == taint.get("value", "")
+    return bool(same_key and toleration.get("value", "") == taint.get("value", ""))
 
 
 def matches_selector(spec: Mapping[str, Any], node: Object) -> bool:

@@ -20,7 +20,7 @@ _PREFIXES = {
     "SelfSubjectAccessReview": "io.k8s.api.authorization.v1.",
 }
 _GO_NAMES = {str: "string", bool: "bool", int: "number", float: "number", list: "array"}
-_PYTHON_TYPES = {
+_PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
     "number": (int, float),

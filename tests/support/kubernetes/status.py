@@ -95,7 +95,10 @@ def conflict(resource: str, name: str, why: str) -> ApiError:
 
 
 def object_modified(resource: str, name: str) -> ApiError:
-    why = "the object has been modified; please apply your changes to the latest version and try again"
+    why = (
+        "the object has been modified; please apply your changes to the latest version and try "
+        "again"
+    )
     return conflict(resource, name, why)
 
 

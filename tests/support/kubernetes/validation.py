@@ -16,13 +16,13 @@ _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
 _VALUE = r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?"
 _QUALIFIED = r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]"
 _SUBDOMAIN_RULE = (
-    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', "
-    "and must start and end with an alphanumeric character (e.g. 'example.com', regex used for "
+    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or "
+    "'.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for "
     f"validation is '{_SUBDOMAIN}')"
 )
 _LABEL_RULE = (
-    "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must "
-    "start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for "
+    "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and "
+    "must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for "
     f"validation is '{_LABEL}')"
 )
 _VALUE_RULE = (
@@ -31,20 +31,19 @@ _VALUE_RULE = (
     f"'12345', regex used for validation is '{_VALUE}')"
 )
 _KEY_RULE = (
-    "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with "
-    "an alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for "
+    "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end "
+    "with an alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for "
     f"validation is '{_QUALIFIED}')"
 )
 _STANDARD_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 _IMMUTABLE = (
     "pod updates may not change fields other than `spec.containers[*].image`,"
-    "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions "
-    "to existing tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it "
+    "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only "
+    "additions to existing tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it "
     "was previously negative)"
 )
 _QUANTITY_RULE = (
-    "quantities must match the regular expression "
-    "'^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
+    "quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
 )
 
 
@@ -168,8 +167,9 @@ def _container_causes(
         policy = container["imagePullPolicy"]
         yield _unsupported(f"{field}.imagePullPolicy", policy, *supported)
     if container["terminationMessagePolicy"] not in ("File", "FallbackToLogsOnError"):
-        policy, supported = container["terminationMessagePolicy"], ("FallbackToLogsOnError", "File")
-        yield _unsupported(f"{field}.terminationMessagePolicy", policy, *supported)
+        policy = container["terminationMessagePolicy"]
+        where = f"{field}.terminationMessagePolicy"
+        yield _unsupported(where, policy, "FallbackToLogsOnError", "File")
     yield from _env_causes(field, container)
     yield from _resource_causes(f"{field}.resources", container["resources"])
     paths: set[str] = set()
@@ -240,7 +240,9 @@ def normalise_quantities(kind: str, body: Object) -> None:
                     raise bad_request(
                         f'{kind} in version "v1" cannot be handled as a {kind}: {_QUANTITY_RULE}'
                     )
-                amounts[name] = str(amount) if isinstance(amount, str) else text_of(quantity(amount))
+                amounts[name] = (
+                    str(amount) if isinstance(amount, str) else text_of(quantity(amount))
+                )
 
 
 def check_pod_update(before: Object, after: Object) -> None:

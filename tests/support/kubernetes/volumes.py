@@ -1,8 +1,8 @@
 """A pod's volumes as folders of this machine.
 
-There is no mount namespace, so a container sees them where they really are: mount paths in its command,
-arguments and environment are replaced by the folders' paths. A program that has a mount path built in
-doesn't find it.
+There is no mount namespace, so a container sees them where they really are: mount paths in its
+command, arguments and environment are replaced by the folders' paths. A program that has a mount
+path built in doesn't find it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Volumes:
         if "hostPath" in volume:
             return Path(volume["hostPath"]["path"])
         if "persistentVolumeClaim" in volume:
-            folder = self._claims / volume["persistentVolumeClaim"]["claimName"]
+            folder: Path = self._claims / volume["persistentVolumeClaim"]["claimName"]
         else:
             folder = self._folder / volume["name"]
         folder.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 
 
 def _type_seen(change: Change, request: WatchRequest) -> str:
-    """The change as this watch sees it: what begins to match is new, what stops matching is gone."""
+    """The change as this watch sees it: what stops matching is gone, what begins to is new."""
     target = request.target
     if change.resource != target.resource.plural:
         return ""
