@@ -28,6 +28,13 @@ os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # as it has been; Triton 3.9 warns
 os.environ["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), f"batchllm-matplotlib-{os.getuid()}"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which API server tests of pods use: by default a double of one, with a node agent."""
+    group = parser.getgroup("kubernetes")
+    group.addoption("--kubeconfig", metavar="FILE", help="use this API server, not the double")
+    group.addoption("--kube-nodes", action="store_true", help="that cluster has nodes of its own")
+
+
 @dataclass(frozen=True)
 class CommandOutcome:
     """What a `batchllm` command left behind."""

@@ -1,0 +1,162 @@
+"""Containers as processes of this machine.
+
+Each runs in a session of its own, with the environment that it is given and two variables that
+container runtimes set: HOSTNAME, and `container`, by which even processes that left the session are
+found. There is no pid namespace: a program that handles no SIGTERM ends by it here, where as
+process 1 of a real container it would go on until SIGKILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.kubernetes.container_log import ContainerLog
+
+START_ERROR = 128  # the exit code of a container whose command couldn't be started
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run: arguments, the whole environment, and a folder that exists."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    folder: Path
+    identity: str  # of the container, unique on this machine
+
+
+class StartError(Exception):
+    """The command can't be run; the message is the runtime's."""
+
+
+class Container:
+    """A process and its log. `exited` ends when nothing of it is left and the log is whole."""
+
+    def __init__(self, process: asyncio.subprocess.Process, identity: str, log: ContainerLog):
+        self._process = process
+        self._identity = identity
+        self.log = log
+        self.out_of_memory = False
+        self.exited: asyncio.Task[int]
+
+    @classmethod
+    async def start(cls, command: Command, log: ContainerLog) -> Container:
+        """Start the process.
+
+        Raises:
+            StartError: There is no such program, or it can't be run.
+        """
+        program = _program(command)
+        environment = {**command.environment, "container": command.identity}
+        reading, writing = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                program,
+                *command.arguments[1:],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                env=environment,
+                cwd=command.folder,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(reading)
+            raise StartError(_start_message(command, str(error))) from error
+        finally:
+            os.close(writing)
+        container = cls(process, command.identity, log)
+        container.exited = asyncio.create_task(container._run(reading))
+        return container
+
+    async def _run(self, reading: int) -> int:
+        """Write the log until the process has ended; return the exit code."""
+        output = asyncio.create_task(self._copy_output(reading))
+        try:
+            code = await self._process.wait()
+        finally:
+            await self._sweep()  # a container ends with its first process
+        await output
+        await self.log.close()
+        return code if code >= 0 else 128 - code
+
+    async def _sweep(self) -> None:
+        while self.processes():
+            self.kill()
+            await asyncio.sleep(0.01)
+
+    async def _copy_output(self, reading: int) -> None:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", 0)
+        )
+        try:
+            while data := await reader.read(65536):
+                await self.log.write(data)
+        finally:
+            transport.close()
+
+    def terminate(self) -> None:
+        """Ask the first process to end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill every process of the container."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill_for_memory(self) -> None:
+        """What the kernel does when the container's memory is used up."""
+        self.out_of_memory = True
+        self.kill()
+
+    def processes(self) -> list[int]:
+        """Its processes that haven't ended."""
+        marker = f"container={self._identity}".encode()
+        return [pid for pid in _live() if _belongs(pid, self._process.pid, marker)]
+
+
+def _program(command: Command) -> str:
+    if not command.arguments:
+        raise StartError("no command specified")
+    name = command.arguments[0]
+    if "/" in name:
+        return str(command.folder / name)
+    found = shutil.which(name, path=command.environment.get("PATH", ""))
+    if found is None:
+        raise StartError(
+            _start_message(command, f'exec: "{name}": executable file not found in $PATH')
+        )
+    return found
+
+
+def _start_message(command: Command, why: str) -> str:
+    return (
+        "failed to create containerd task: failed to create shim task: OCI runtime create failed: "
+        "runc create failed: unable to start container process: error during container init: "
+        f"{why}: unknown"
+    )
+
+
+def _live() -> list[int]:
+    return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+
+
+def _belongs(pid: int, session: int, marker: bytes) -> bool:
+    folder = Path("/proc", str(pid))
+    try:
+        state, _, _, found, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+        if state in "ZX":
+            return False
+        return int(found) == session or marker in (folder / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is somebody else's
+        return False

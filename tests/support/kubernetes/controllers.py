@@ -1,0 +1,112 @@
+"""Two of kube-controller-manager's controllers, for API servers that run without it.
+
+Both work through the API, in one namespace: objects whose owners are gone go too, and the status of
+quotas follows the pods (a real API server refuses pods while it isn't there).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+from support.kubernetes.admission import usage
+from support.kubernetes.api_client import ApiClient, RequestFailedError
+from support.kubernetes.loop_thread import LoopThread
+from support.kubernetes.quantities import quantity, text_of
+from support.kubernetes.status import Object
+from support.kubernetes.store import RESOURCES
+
+_WATCHED = ("pods", "secrets", "configmaps", "resourcequotas")
+_PLURALS = {each.kind: each for each in RESOURCES.values()}
+
+
+class Controllers:
+    """Runs from construction until `close`."""
+
+    def __init__(self, kubeconfig: Path, namespace: str) -> None:
+        self._namespace = namespace
+        self._objects: dict[str, dict[str, Object]] = {plural: {} for plural in _WATCHED}
+        self._failures: list[BaseException] = []
+        self._thread = LoopThread("controllers")
+        self._thread.run(self._start(kubeconfig))
+
+    def close(self) -> None:
+        """End; raise what went wrong inside."""
+        self._thread.run(self._stop())
+        self._thread.close()
+        if self._failures:
+            raise self._failures[0]
+
+    async def _start(self, kubeconfig: Path) -> None:
+        self._api = ApiClient(kubeconfig)
+        self._changed = asyncio.Event()
+        work = [*map(self._follow, _WATCHED), self._reconcile()]
+        self._tasks = [asyncio.create_task(each) for each in work]
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._failures += [
+            each
+            for each in ended
+            if isinstance(each, BaseException) and not isinstance(each, asyncio.CancelledError)
+        ]
+        await self._api.close()
+
+    async def _follow(self, plural: str) -> None:
+        path, known = f"/api/v1/namespaces/{self._namespace}/{plural}", self._objects[plural]
+        changes: AsyncIterator[tuple[str, Object]] = self._api.follow(path)
+        async for kind, body in changes:
+            if kind == "LISTED":
+                listed = {each["metadata"]["uid"] for each in body["items"]}
+                for uid in known.keys() - listed:
+                    del known[uid]
+            elif kind == "DELETED":
+                known.pop(body["metadata"]["uid"], None)
+            else:
+                known[body["metadata"]["uid"]] = body
+            self._changed.set()
+
+    async def _reconcile(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            with contextlib.suppress(aiohttp.ClientError, RequestFailedError, OSError):
+                await self._collect_garbage()
+                await self._update_quotas()
+
+    async def _collect_garbage(self) -> None:
+        for plural, objects in self._objects.items():
+            for each in list(objects.values()):
+                metadata = each["metadata"]
+                owners = metadata.get("ownerReferences", [])
+                if owners and not [owner for owner in owners if await self._exists(owner)]:
+                    path = f"/api/v1/namespaces/{self._namespace}/{plural}/{metadata['name']}"
+                    await self._api.delete(path, metadata["uid"])
+
+    async def _exists(self, owner: Object) -> bool:
+        """Whether an owner is there; kinds that aren't known here are taken to be."""
+        resource = _PLURALS.get(owner["kind"])
+        if resource is None or owner["apiVersion"] != resource.api_version:
+            return True
+        if owner["uid"] in self._objects.get(resource.plural, {}):
+            return True
+        where = f"/namespaces/{self._namespace}" if resource.namespaced else ""
+        found = await self._api.get(f"/api/v1{where}/{resource.plural}/{owner['name']}")
+        return found is not None and found["metadata"]["uid"] == owner["uid"]
+
+    async def _update_quotas(self) -> None:
+        pods = list(self._objects["pods"].values())
+        for quota in list(self._objects["resourcequotas"].values()):
+            hard = quota["spec"].get("hard", {})
+            amounts = {name: quantity(value) for name, value in hard.items()}
+            used = {name: text_of(amount) for name, amount in usage(pods, amounts).items()}
+            status = {"hard": hard, "used": used}
+            if quota.get("status", {}) != status:
+                name = quota["metadata"]["name"]
+                path = f"/api/v1/namespaces/{self._namespace}/resourcequotas/{name}/status"
+                await self._api.patch(path, {"status": status})

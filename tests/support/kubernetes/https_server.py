@@ -1,0 +1,34 @@
+"""An HTTPS server on 127.0.0.1 that is really closed when it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+
+from aiohttp import web
+
+# How long a connection may take to say goodbye: clients that keep theirs don't answer.
+_FAREWELL_S = 0.005
+
+
+class HttpsServer:
+    """Serves an application. `port` is chosen at the first start, and kept."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
+        self.port = 0
+
+    async def start(self, context: ssl.SSLContext) -> None:
+        await self._runner.setup()
+        factory = self._runner.server
+        assert factory is not None
+        self._server = await asyncio.get_running_loop().create_server(
+            factory, "127.0.0.1", self.port, ssl=context, ssl_shutdown_timeout=_FAREWELL_S
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Stop listening, and end all connections."""
+        self._server.close()
+        await self._runner.cleanup()
+        await asyncio.sleep(4 * _FAREWELL_S)
