@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TextIO
+from typing import Final, TextIO
 
 from tqdm import tqdm
 
-LINE_INTERVAL_S = 10.0
+LINE_INTERVAL_S: Final = 10.0
+INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_INTERVAL_S"
+"""Environment variable that gives another interval."""
 
 
 class Progress:
@@ -27,7 +30,8 @@ class Progress:
         announce: whether a plain line says that it begins; leave it out where it is likely to end
             soon, for it says so then.
         stream: where to show it; stderr by default.
-        line_interval_s: seconds between plain lines.
+        line_interval_s: seconds between plain lines; None for `BATCHLLM_PROGRESS_INTERVAL_S` of
+            the environment, or ten.
         clock: seconds that never go back.
     """
 
@@ -40,7 +44,7 @@ class Progress:
         initial: int = 0,
         announce: bool = True,
         stream: TextIO | None = None,
-        line_interval_s: float = LINE_INTERVAL_S,
+        line_interval_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._label, self._total, self._unit = label, total, unit
@@ -50,7 +54,7 @@ class Progress:
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._started_at = self._last_line_at = clock()
-        self._line_interval_s = line_interval_s
+        self._line_interval_s = _interval_s() if line_interval_s is None else line_interval_s
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():
             self._bar = tqdm(
@@ -111,6 +115,14 @@ class Progress:
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+
+def _interval_s() -> float:
+    """What the environment wants, if that is a number."""
+    try:
+        return float(os.environ.get(INTERVAL_VARIABLE, LINE_INTERVAL_S))
+    except ValueError:
+        return LINE_INTERVAL_S
 
 
 def _duration(seconds: float) -> str:

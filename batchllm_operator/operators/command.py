@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final, NoReturn
@@ -62,19 +62,23 @@ class CommandRunner:
                 failed, or the command speaks another result version; a retry won't help.
             AirflowException: the command failed in any other way, or was stopped.
         """
-        result, outcome = self._run(command, arguments)
+        self._log.info("Running batchllm %s", _shown(command, arguments))
+        result, outcome = self._run(command, arguments, self._log.info)
         if result is None:
             _raise_failure(command, outcome)
         return result
 
-    def run_unless_incomplete(self, command: str, *arguments: str) -> dict[str, Any] | str:
-        """As `run`, but the command's message where it found that something is missing."""
-        result, outcome = self._run(command, arguments)
-        if result is None:
-            if outcome.exit_code == ExitCode.INCOMPLETE and outcome.stop_reason is None:
-                return outcome.error
-            _raise_failure(command, outcome)
-        return result
+    def verify(self, *arguments: str) -> dict[str, Any] | str:
+        """Run `batchllm verify`: the result, or what it says is missing. Logs only trouble."""
+        lines: list[str] = []
+        result, outcome = self._run("verify", arguments, lines.append)
+        if result is not None:
+            return result
+        if outcome.exit_code == ExitCode.INCOMPLETE and outcome.stop_reason is None:
+            return outcome.error
+        for line in lines:
+            self._log.info(line)
+        _raise_failure("verify", outcome)
 
     def stop(self, reason: str) -> None:
         """Ask the command that runs to stop; whoever waits for it sees to its end."""
@@ -82,20 +86,19 @@ class CommandRunner:
             self._child.stop(reason)
 
     def _run(
-        self, command: str, arguments: Sequence[str]
+        self, command: str, arguments: Sequence[str], log: Callable[[str], None]
     ) -> tuple[dict[str, Any] | None, ChildOutcome]:
         """Run the command; its result is None unless it ended well."""
         with TemporaryDirectory(prefix="batchllm-") as folder:
             result_path = Path(folder) / "result.json"
             argv = (*_COMMAND, command, *arguments)
-            self._log.info("Running batchllm %s", _shown(command, arguments))
             child = self._child = ChildProcess(
                 (*argv, "--result", str(result_path), "--die-with-parent", str(os.getpid())),
                 env=self._env,
                 secrets=self._secrets,
                 kill_grace_s=self._kill_grace_s,
             )
-            outcome = child.run(self._log.info)
+            outcome = child.run(log)
             if outcome.exit_code != ExitCode.OK:
                 return None, outcome
             return read_result(result_path, command), outcome

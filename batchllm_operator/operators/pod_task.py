@@ -426,6 +426,4 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
     def _verify(self, pod_name: str | None) -> dict[str, Any] | str:
         """The results in the lake, or what is missing of them."""
         arguments = self.verify_command(pod_name)
-        if arguments is None:
-            return "nothing was looked for"
-        return self._commands().run_unless_incomplete("verify", *arguments)
+        return "" if arguments is None else self._commands().verify(*arguments)

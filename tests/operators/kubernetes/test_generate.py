@@ -1,0 +1,444 @@
+"""Shards generated in pods: the real operator and provider, against a cluster's API."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.kubernetes.cluster import Cluster, python_image
+from support.kubernetes.images import Image
+from support.kubernetes.node import NodeSettings
+from support.task_runs import Mode, TaskInstance, TaskRun
+
+from batchllm_operator.operators import BatchLLMGenerateOperator
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.verify import verify_shard
+
+MODES: tuple[Mode, ...] = ("sync", "deferred")
+NUM_ROWS = 30
+
+
+@dataclass
+class Shards:
+    """A plan in a lake on disk, tasks that generate its shards, and what the tests look at."""
+
+    cluster: Cluster
+    lake: Path
+    mode: Mode
+    plan_uri: str = ""
+    runs: list[TaskRun] = field(default_factory=list)
+
+    def plan(self, *, delay_s: float = 0.0, num_shards: int = 1, **changes: Any) -> None:
+        """Make a plan; each request takes `delay_s`."""
+        write_table(self.lake / "documents", document_rows())
+        engine = {"extra_args": {"delay_s": delay_s}}
+        planner = {"num_shards": num_shards}
+        spec = fake_spec(self.lake, engine=engine, planner=planner, **changes)
+        self.plan_uri = plan_job(spec, DS).folder.uri
+
+    def task(self, **arguments: Any) -> BatchLLMGenerateOperator:
+        defaults: dict[str, Any] = {
+            "task_id": "generate",
+            "plan_uri": self.plan_uri,
+            "shard_idx": 0,
+            "runner": "kubernetes",
+            "image": "job:1",
+            "namespace": self.cluster.namespace,
+            "config_file": str(self.cluster.kubeconfig),
+            "kubernetes_conn_id": None,
+            "poll_interval": 0.05,
+            "cpu": "10m",
+            "memory": "64Mi",
+            "termination_grace_period": 40,
+            "deferrable": True,
+            "pod_template_dict": {
+                "spec": {
+                    "containers": [
+                        {
+                            "name": "base",
+                            "volumeMounts": [{"name": "lake", "mountPath": str(self.lake)}],
+                        }
+                    ],
+                    "volumes": [{"name": "lake", "hostPath": {"path": str(self.lake)}}],
+                }
+            },
+        }
+        return BatchLLMGenerateOperator(**{**defaults, **arguments})
+
+    def start(self, ti: TaskInstance | None = None, **arguments: Any) -> TaskRun:
+        """Start a try of the task; `arguments` are the operator's."""
+        run = TaskRun(lambda: self.task(**arguments), ti or TaskInstance(), self.mode)
+        self.runs.append(run)
+        return run
+
+    def pod(self) -> str:
+        """The name of the pod that is there, once it runs."""
+        self.wait(lambda: [pod for pod in self.live() if pod.status.phase == "Running"], "a pod")
+        (name,) = [pod.metadata.name for pod in self.live()]
+        return str(name)
+
+    def live(self) -> list[Any]:
+        return [pod for pod in self.cluster.pods() if pod.metadata.deletion_timestamp is None]
+
+    def parts(self) -> dict[str, int]:
+        """Ledger entries of the finished parts, with the time of their last change."""
+        found = Path(self.plan_uri).glob("runs/shard-00000/part-?????.json")
+        return {entry.name: entry.stat().st_mtime_ns for entry in found}
+
+    def wait(self, predicate: Callable[[], Any], what: str) -> Any:
+        return self.cluster.wait_for(predicate, what)
+
+    def wait_for_parts(self, count: int) -> dict[str, int]:
+        self.wait(lambda: len(self.parts()) >= count, f"{count} parts")
+        return self.parts()
+
+    def check_whole(self) -> None:
+        """Every row is there, once, and nothing is left in the cluster."""
+        assert verify_shard(self.plan_uri, 0).num_rows == NUM_ROWS
+        self.check_nothing_left()
+
+    def check_nothing_left(self) -> None:
+        self.wait(lambda: not self.cluster.pods(), "no pod to be left")
+        secrets = self.cluster.api.list_namespaced_secret(self.cluster.namespace).items
+        assert [s.metadata.name for s in secrets if s.metadata.name.startswith("batchllm")] == []
+
+    def report(self) -> dict[str, Any]:
+        path = Path(self.plan_uri) / "runs/shard-00000/report.json"
+        return dict(json.loads(path.read_bytes()))
+
+
+@pytest.fixture(params=MODES)
+def shards(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> Iterator[Shards]:
+    made = Shards(cluster, tmp_path / "lake", request.param)
+    yield made
+    for run in made.runs:
+        run._thread.join(60)
+
+
+def test_a_shard_is_generated_in_a_pod(shards: Shards, capfd: pytest.CaptureFixture[str]) -> None:
+    shards.plan()
+    result = shards.start().wait()
+    assert result["num_rows"] == NUM_ROWS
+    assert result["plan_uri"] == shards.plan_uri
+    assert all(isinstance(value, str | int | float) for value in result.values())
+    shards.check_whole()
+    log = "".join(capfd.readouterr())
+    assert "shard 0: 30 rows" in log  # the pod's own lines
+    assert re.search(r"shard 0: 30/30 rows \(100 %\), .* rows/s, .* tokens/s, took", log)
+    assert "being deleted" not in log
+
+
+def test_progress_is_in_the_log_while_the_pod_runs(
+    shards: Shards, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shards.plan(delay_s=0.05)
+    shards.cluster.agent.add_image("job:1", python_image(BATCHLLM_PROGRESS_INTERVAL_S="0.1"))
+    run = shards.start()
+    seen = ""
+
+    def has_eta() -> bool:
+        nonlocal seen
+        seen += "".join(capfd.readouterr())
+        return re.search(r"shard 0: \d+/30 rows .* tokens/s, ETA", seen) is not None
+
+    shards.wait(has_eta, "a line with an ETA")
+    assert run.error is None and run.result is None  # it still runs
+    run.wait()
+    lines = (seen + "".join(capfd.readouterr())).splitlines()
+    told = [line for line in lines if "rows (" in line]
+    progress = [re.search(r"shard 0: (\d+)/30", line) for line in told]
+    counts = [int(match[1]) for match in progress if match]
+    assert counts == sorted(set(counts)), "a line was passed on twice, or out of order"
+
+
+def test_a_finished_shard_needs_no_pod(shards: Shards) -> None:
+    shards.plan()
+    first = shards.start().wait()
+    shards.cluster.agent.hold_scheduling()  # a pod would wait for ever
+    assert shards.start(TaskInstance(try_number=2)).wait() == first
+
+
+def test_a_pod_that_vanished_after_finishing_is_a_success(shards: Shards) -> None:
+    shards.plan()
+    shards.cluster.agent.vanish_after_finish()
+    assert shards.start().wait()["num_rows"] == NUM_ROWS
+    shards.check_whole()
+
+
+@pytest.mark.parametrize("command", [["true"], ["sh", "-c", "echo all is well; exit 0"]])
+def test_a_pod_that_ended_well_without_a_report_is_a_failure(
+    shards: Shards, command: list[str]
+) -> None:
+    shards.plan()
+    shards.cluster.agent.add_image("job:1", Image(replaced_command=command))
+    error = shards.start().failure()
+    assert isinstance(error, AirflowException) and not isinstance(error, AirflowFailException)
+    assert "ended well, but its results aren't in the lake" in str(error)
+    assert "there is no report" in str(error)
+    shards.check_nothing_left()
+
+
+def test_a_failure_tells_what_the_command_said(shards: Shards) -> None:
+    shards.plan(model={"path": "no-model"})
+    (Path(shards.plan_uri) / "shard-00000.parquet").unlink()
+    error = shards.start().failure()
+    assert isinstance(error, AirflowFailException)  # the plan is broken: no retry
+    assert "failed with exit code 2; it said: plan " in str(error)
+    assert "shard-00000.parquet is missing" in str(error)
+    shards.check_nothing_left()
+
+
+def test_a_pod_is_evicted_and_another_goes_on(shards: Shards) -> None:
+    shards.plan(delay_s=0.05)
+    run = shards.start()
+    name = shards.pod()
+    before = shards.wait_for_parts(2)
+    shards.cluster.agent.evict(name)
+    run.wait()
+    assert before.items() <= shards.parts().items()  # not generated again
+    assert shards.report()["num_resumed_parts"] >= 2
+    shards.check_whole()
+
+
+def test_preemption_while_running(shards: Shards) -> None:
+    shards.plan(delay_s=0.05)
+    run = shards.start()
+    name = shards.pod()
+    shards.wait_for_parts(1)
+    shards.cluster.agent.preempt(name)
+    run.wait()
+    shards.check_whole()
+
+
+def test_preemption_before_the_start(shards: Shards) -> None:
+    shards.plan()
+    shards.cluster.agent.hold_images("job:1")
+    run = shards.start()
+    shards.wait(shards.live, "a pod")
+    (pod,) = shards.live()
+    shards.cluster.agent.preempt(pod.metadata.name)  # it is simply gone: 404
+    shards.cluster.wait_for_phase(pod.metadata.name, "Gone")
+    shards.cluster.agent.release_images("job:1")
+    run.wait()
+    shards.check_whole()
+
+
+def test_a_cluster_that_never_lets_it_finish_fails_the_try(shards: Shards) -> None:
+    shards.plan(delay_s=0.2)
+    run = shards.start(max_disruptions=1)
+    shards.cluster.agent.evict(shards.pod())
+    names = {pod.metadata.name for pod in shards.cluster.pods()}
+    shards.wait(lambda: {p.metadata.name for p in shards.live()} - names, "another pod")
+    shards.cluster.agent.evict(shards.pod())
+    error = run.failure()
+    assert "ended by the cluster (Evicted)" in str(error)
+    assert not isinstance(error, AirflowFailException)
+    shards.check_nothing_left()
+
+
+def test_a_lost_node(shards: Shards) -> None:
+    """The pod stays `Running` until the cluster gives it up, 404 then."""
+    shards.plan(delay_s=0.05)
+    agent = shards.cluster.agent
+    run = shards.start()
+    name = shards.pod()
+    shards.wait_for_parts(1)
+    agent.lose_node()
+    agent.add_node(NodeSettings("spare"))
+    agent.mark_node_unreachable()
+    assert shards.cluster.phase(name) == "Running"
+    agent.delete_pods_of_lost_node()
+    agent.collect_lost_pods()
+    run.wait()
+    shards.check_whole()
+
+
+def test_running_out_of_memory_says_so_and_a_retry_goes_on(shards: Shards) -> None:
+    shards.plan(delay_s=0.05)
+    run = shards.start()
+    name = shards.pod()
+    before = shards.wait_for_parts(1)
+    shards.cluster.agent.oom_kill(name)
+    error = run.failure()
+    assert "OOMKilled" in str(error) and "raise the operator's memory" in str(error)
+    assert not isinstance(error, AirflowFailException)
+    shards.check_nothing_left()
+    shards.start(TaskInstance(try_number=2)).wait()
+    assert before.items() <= shards.parts().items()
+    shards.check_whole()
+
+
+@pytest.mark.parametrize("image", ["no-such:1", "job:2"])
+def test_an_image_that_cannot_be_pulled(shards: Shards, image: str) -> None:
+    shards.plan()
+    error = shards.start(image=image, stuck_timeout=timedelta(seconds=0.3)).failure()
+    assert "can't start (" in str(error) and image in str(error)
+    assert not isinstance(error, AirflowFailException)  # a registry may come back
+    shards.check_nothing_left()
+
+
+def test_an_image_that_is_pushed_in_time(shards: Shards) -> None:
+    shards.plan()
+    run = shards.start(image="late:1")
+    shards.wait(shards.live, "a pod")
+    (pod,) = shards.live()
+    shards.wait(lambda: shards.cluster.waiting_reason(pod.metadata.name), "it to fail")
+    shards.cluster.agent.add_image("late:1", python_image())
+    run.wait()
+    shards.check_whole()
+
+
+def test_an_image_name_that_is_none_is_not_tried_again(shards: Shards) -> None:
+    shards.plan()
+    error = shards.start(image="Not An Image").failure()
+    assert isinstance(error, AirflowFailException) and "InvalidImageName" in str(error)
+    shards.check_nothing_left()
+
+
+def test_a_secret_that_is_not_there(shards: Shards) -> None:
+    shards.plan()
+    task = shards.start(secret_names=["absent"], stuck_timeout=timedelta(seconds=0.3))
+    assert 'CreateContainerConfigError): secret "absent" not found' in str(task.failure())
+    shards.check_nothing_left()
+
+
+def test_a_container_that_does_not_come_up(shards: Shards) -> None:
+    shards.plan()
+    shards.cluster.agent.hold_images("job:1")
+    error = shards.start(start_timeout=timedelta(seconds=0.3)).failure()
+    assert "didn't start in time (start_timeout)" in str(error)
+    shards.check_nothing_left()
+
+
+def test_it_waits_for_a_gpu(shards: Shards, capfd: pytest.CaptureFixture[str]) -> None:
+    shards.plan()
+    run = shards.start(gpu="nvidia", gpu_count=2, node_selector={"kubernetes.io/os": "linux"})
+    seen = ""
+
+    def is_told() -> bool:
+        nonlocal seen
+        seen += "".join(capfd.readouterr())
+        return "Insufficient nvidia.com/gpu" in seen
+
+    shards.wait(is_told, "the reason")
+    assert run.error is None and run.result is None
+    shards.cluster.agent.set_capacity({"nvidia.com/gpu": "2"})
+    run.wait()
+    shards.check_whole()
+
+
+def test_it_waits_for_a_gpu_no_longer_than_allowed(shards: Shards) -> None:
+    shards.plan()
+    error = shards.start(
+        gpu="nvidia",
+        node_selector={"kubernetes.io/os": "linux"},
+        queue_timeout=timedelta(seconds=0.5),
+    ).failure()
+    assert "found no node in time (queue_timeout)" in str(error)
+    assert "Insufficient nvidia.com/gpu" in str(error)
+    shards.check_nothing_left()
+
+
+def test_it_waits_for_room_in_a_quota(shards: Shards, capfd: pytest.CaptureFixture[str]) -> None:
+    shards.plan()
+    shards.cluster.set_quota({"pods": "0"})
+    run = shards.start()
+    seen = ""
+
+    def is_told() -> bool:
+        nonlocal seen
+        seen += "".join(capfd.readouterr())
+        return "Waiting for room in the namespace's quota" in seen and "exceeded quota" in seen
+
+    shards.wait(is_told, "the reason")
+    shards.cluster.api.delete_namespaced_resource_quota("quota", shards.cluster.namespace)
+    run.wait()
+    shards.check_whole()
+
+
+def test_a_quota_that_stays_full(shards: Shards) -> None:
+    shards.plan()
+    shards.cluster.set_quota({"pods": "0"})
+    error = shards.start(queue_timeout=timedelta(seconds=0.3)).failure()
+    assert "no room for a pod in time (queue_timeout)" in str(error)
+    assert "exceeded quota: quota" in str(error)
+
+
+def test_a_pod_that_the_cluster_refuses_is_not_tried_again(shards: Shards) -> None:
+    shards.plan()
+    error = shards.start(memory="much").failure()
+    assert isinstance(error, AirflowFailException)
+    assert "the cluster refuses the pod: 4" in str(error)
+    missing = shards.start(namespace="no-such-namespace").failure()
+    assert isinstance(missing, AirflowFailException)
+    assert 'namespaces "no-such-namespace" not found' in str(missing)
+
+
+def test_a_deadline_ends_what_nobody_ends(shards: Shards) -> None:
+    shards.plan(delay_s=1.0)
+    error = shards.start(active_deadline_seconds=1).failure()
+    assert "ran longer than active_deadline_seconds" in str(error)
+    shards.check_nothing_left()
+
+
+def test_restarts_of_the_api_server_go_unnoticed(shards: Shards) -> None:
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    name = shards.pod()
+    for _ in range(2):
+        shards.cluster.proxy.down()
+        before = len(shards.parts())
+        shards.wait_for_parts(before + 1)  # the pod doesn't care
+        shards.cluster.proxy.up()
+    run.wait()
+    assert shards.report()["num_resumed_parts"] == 0  # it was one pod
+    assert name
+    shards.check_whole()
+
+
+def test_an_api_server_that_stays_away_fails_the_try_and_the_next_takes_the_pod_up(
+    shards: Shards,
+) -> None:
+    shards.plan(delay_s=0.2)
+    run = shards.start(api_timeout=timedelta(seconds=0.5))
+    name = shards.pod()
+    if shards.mode == "deferred":
+        shards.wait(lambda: run.is_deferred, "the trigger")
+    shards.cluster.proxy.down()
+    error = run.failure()
+    assert "the next try looks for it" in str(error)
+    shards.cluster.proxy.up()
+    assert shards.pod() == name
+    shards.start(TaskInstance(try_number=2)).wait()
+    assert shards.report()["num_resumed_parts"] == 0
+    shards.check_whole()
+
+
+def test_a_create_whose_answer_was_lost_makes_one_pod(shards: Shards) -> None:
+    shards.plan()
+    shards.cluster.proxy.lose_next_response("POST")
+    run = shards.start()
+    run.wait()
+    assert shards.report()["num_resumed_parts"] == 0
+    shards.check_whole()
+
+
+def test_a_token_that_expired_is_read_again(shards: Shards) -> None:
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    shards.pod()
+    token = shards.cluster.double.access.user_token = "a-new-token"
+    before = len(shards.parts())
+    shards.wait_for_parts(before + 1)
+    path = shards.cluster.kubeconfig
+    path.write_text(re.sub(r"token: .*", f"token: {token}", path.read_text()))
+    run.wait()
+    shards.check_whole()
