@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from airflow.sdk import DAG
-from airflow.timetables.interval import CronDataIntervalTimetable
+from airflow.timetables.interval import CronDataIntervalTimetable  # airflow.sdk: from 3.2 on
 
 from batchllm_operator.operators import batchllm_task_group
 
