@@ -5,16 +5,18 @@ BIN := .venv/bin
 PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
 COMPAT_TESTS := tests/engine tests/simulate tests/vllm_plugin \
   tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py tests/e2e/test_attention_outputs.py
+AIRFLOW_TESTS := tests/operators tests/dags
+AIRFLOWS := airflow31 airflow32
 # Airflow's scheduler parses these files over and over: no heavy import may run at module level.
 DAG_CODE := batchllm_operator/operators dags
 DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compat lint helm helm-readme format bench lock clean
+.PHONY: help setup demo test test-compat test-airflow lint helm helm-readme format bench lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Make .venv with the CPU builds of torch and vLLM, Airflow and this package
 	@scripts/setup.sh
@@ -28,6 +30,9 @@ test: setup ## Run all tests
 test-compat: ## Run what touches vLLM with the oldest version that is tested, in .venv-compat
 	@scripts/setup.sh compat
 	.venv-compat/bin/pytest $(COMPAT_TESTS)
+
+test-airflow: ## Run what touches Airflow with older versions, in .venv-airflow31 and .venv-airflow32
+	for name in $(AIRFLOWS); do scripts/setup.sh $$name && .venv-$$name/bin/pytest $(AIRFLOW_TESTS) || exit; done
 
 lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check
@@ -56,8 +61,9 @@ bench: setup ## Measure planner, plan stage, scheduler, demo job and kernel; eac
 
 lock: ## Pin the newest versions that pyproject.toml allows (KEEP=1: only what must change)
 	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv .venv
-	$(BIN)/python scripts/environment.py lock cpu $(if $(KEEP),--keep)
-	$(BIN)/python scripts/environment.py lock compat $(if $(KEEP),--keep)
+	for name in cpu compat $(AIRFLOWS); do \
+	  $(BIN)/python scripts/environment.py lock $$name $(if $(KEEP),--keep) || exit; \
+	done
 
 clean: ## Remove caches, demo output and build products, but no environment
 	rm -rf .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

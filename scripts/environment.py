@@ -3,8 +3,10 @@
     python scripts/environment.py lock NAME    resolve pyproject.toml and write the lock
     python scripts/environment.py repair       forget what an interrupted install left half done
     python scripts/environment.py check NAME   exit 1 and say why, unless everything is as locked
+    python scripts/environment.py torch NAME   print `yes` or `no`: whether torch belongs to it
 
-NAME is `cpu` (.venv) or `compat` (.venv-compat, with the oldest vLLM that is tested).
+NAME is `cpu` (.venv), `compat` (.venv-compat, with the oldest vLLM that is tested), `airflow31` or
+`airflow32` (.venv-airflow31 and .venv-airflow32, with an older Airflow and no engine).
 
 A lock leaves out torch, which is installed first as a CPU build, and torch's companions,
 which nothing here uses and whose default builds want CUDA. It is installed with --no-deps, so no
@@ -48,17 +50,30 @@ class Environment:
     left_out: frozenset[str] = COMPANIONS
     """Canonical names of what is asked for, and not needed."""
 
+    @property
+    def has_torch(self) -> bool:
+        return "torch" in self.modules
+
 
 def _lock(name: str) -> Path:
     return ROOT / "requirements" / f"{name}-py311-linux-x86_64.lock"
 
 
-_OURS = frozenset({"torch", "vllm", "batchllm_operator", "batchllm_kernels"})
+def _airflow(name: str) -> Environment:
+    """One minor version of Airflow, which the group `name` chooses, without an engine."""
+    modules = _PACKAGES | {"airflow"}
+    return Environment(_lock(name), modules, extras=("airflow",), groups=("airflow-tests", name))
+
+
+_PACKAGES = frozenset({"batchllm_operator", "batchllm_kernels"})
+_OURS = _PACKAGES | {"torch", "vllm"}
 ENVIRONMENTS = {
     "cpu": Environment(_lock("cpu"), _OURS | {"airflow"}, extras=("cpu", "airflow", "dev")),
     "compat": Environment(
         _lock("compat"), _OURS, groups=("compat",), left_out=COMPANIONS | {"triton"}
     ),
+    "airflow31": _airflow("airflow31"),
+    "airflow32": _airflow("airflow32"),
 }
 
 
@@ -179,7 +194,7 @@ def torch_cuda_version(site: Path) -> str | None:
 def check(environment: Environment, site: Path) -> None:
     installed = {canonical(d.metadata["Name"]): d.version for d in distributions(path=[str(site)])}
     found = list(faults(read_lock(environment.lock), installed, environment.modules))
-    if cuda := torch_cuda_version(site):
+    if environment.has_torch and (cuda := torch_cuda_version(site)):
         found.append(f"torch: built for CUDA {cuda}, but the CPU environment needs a CPU build")
     if found:
         raise SystemExit("\n".join(["the environment is not as locked:", *found]))
@@ -194,12 +209,16 @@ def main() -> None:
     commands.add_parser("repair", help="forget what an interrupted install left half done")
     check_it = commands.add_parser("check", help="compare with the lock")
     check_it.add_argument("name", choices=ENVIRONMENTS)
+    torch = commands.add_parser("torch", help="print yes or no: whether torch belongs to it")
+    torch.add_argument("name", choices=ENVIRONMENTS)
     arguments = parser.parse_args()
     site = Path(sysconfig.get_path("purelib"))
     if arguments.command == "lock":
         write_lock(ENVIRONMENTS[arguments.name], keep=arguments.keep)
     elif arguments.command == "repair":
         repair(site)
+    elif arguments.command == "torch":
+        print("yes" if ENVIRONMENTS[arguments.name].has_torch else "no")
     else:
         check(ENVIRONMENTS[arguments.name], site)
 

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Make an environment, or bring it up to date: torch's CPU build, the locked distributions, this
-# package. Does nothing when nothing changed; takes up an interrupted run where it stopped.
+# Make an environment, or bring it up to date: torch's CPU build where the environment has torch, the
+# locked distributions, this package. Does nothing when nothing changed; takes up an interrupted run
+# where it stopped.
 #
-#   scripts/setup.sh [cpu]     .venv: everything
-#   scripts/setup.sh compat    .venv-compat: the oldest vLLM that is tested, without Airflow
+#   scripts/setup.sh [cpu]       .venv: everything
+#   scripts/setup.sh compat      .venv-compat: the oldest vLLM that is tested, without Airflow
+#   scripts/setup.sh airflow31   .venv-airflow31: Airflow 3.1, without torch and vLLM
+#   scripts/setup.sh airflow32   .venv-airflow32: Airflow 3.2, without torch and vLLM
 #
 #   PYTHON       interpreter to make it with           python3.11
 #   TORCH_SPEC   what to install as torch              torch==<version in pyproject.toml>+cpu
@@ -89,9 +92,12 @@ check_machine
 make_venv
 rm -f "$stamp"
 "$venv/bin/python" scripts/environment.py repair
-echo "setup: $TORCH_SPEC"
-install_torch
-echo "setup: $(grep -c == "$lock") distributions of $lock (gigabytes on disk, takes minutes)"
+has_torch=$("$venv/bin/python" scripts/environment.py torch "$name")
+if [[ $has_torch == yes ]]; then
+  echo "setup: $TORCH_SPEC"
+  install_torch
+fi
+echo "setup: $(grep -c == "$lock") distributions of $lock (takes minutes)"
 pip_install --require-hashes -r "$lock"
 echo "setup: this package"
 pip_install --no-build-isolation -e .

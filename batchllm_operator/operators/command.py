@@ -11,11 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final, NoReturn
 
-from airflow.providers.common.compat.sdk import (
-    AirflowException,
-    AirflowFailException,
-    BaseOperator,
-)
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from airflow.sdk import BaseOperator
 
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.operators.child import ChildOutcome, ChildProcess

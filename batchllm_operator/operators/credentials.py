@@ -7,11 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from airflow.providers.common.compat.sdk import (
-    AirflowFailException,
-    AirflowNotFoundException,
-    Connection,
-)
+from airflow.providers.common.compat.sdk import AirflowFailException, AirflowNotFoundException
+from airflow.sdk import Connection
 from airflow.sdk.log import mask_secret
 
 _KEY_PAIR: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")

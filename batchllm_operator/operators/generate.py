@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from airflow.providers.common.compat.sdk import Context, XComArg
+from airflow.sdk import Context, XComArg
 
 from batchllm_operator.operators.command import uris_and_counts
 from batchllm_operator.operators.pod_task import BatchLLMStageOperator

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
-from airflow.providers.common.compat.sdk import AirflowFailException, Context
+from airflow.providers.common.compat.sdk import AirflowFailException
+from airflow.sdk import Context
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.operators.command import uris_and_counts

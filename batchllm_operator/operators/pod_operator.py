@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
 from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
-from airflow.providers.common.compat.sdk import Context
+from airflow.sdk import Context
 from kubernetes.client import CoreV1Api
 from kubernetes.client import models as k8s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -17,9 +18,9 @@ from airflow.providers.common.compat.sdk import (
     AirflowException,
     AirflowFailException,
     AirflowTaskTimeout,
-    Context,
 )
 from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
+from airflow.sdk import Context
 from kubernetes.client import models as k8s
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
@@ -44,6 +45,8 @@ _DEFERRAL_MARGIN: Final = timedelta(minutes=2)
 """After a task's deadline, when Airflow ends a deferral that the triggerer didn't."""
 _LAST_CALL_S: Final = 4.0
 """For removing a pod: Airflow gives a task that it kills five seconds."""
+_DEFERRAL_FAILED: Final = "__fail__"
+"""What Airflow calls then, in place of our method."""
 _KILLED: Final = "the task was killed; finished parts are kept"
 _REFUSED: Final = (400, 403, 404, 422)
 """What the API answers to a pod, or a namespace, that is wrong and will stay so."""
@@ -70,6 +73,7 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         self._command_runner: CommandRunner | None = None
         self._watch: PodWatch | None = None
         self._is_killed = False
+        self._supervisor_pid: int | None = None
 
     # What a stage is
 
@@ -139,6 +143,17 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         since = datetime.fromisoformat(waiting_since)
         with self._released_when_killed(context):
             return self._work(context, num_disruptions, waiting_since=since)
+
+    def resume_execution(
+        self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context
+    ) -> Any:
+        """Remove the pod when Airflow ends the deferral itself, without asking us.
+
+        It does so when the trigger raised, and when the triggerer didn't end it in time.
+        """
+        if next_method == _DEFERRAL_FAILED:
+            self._release(context)
+        return super().resume_execution(next_method, next_kwargs, context)
 
     def on_kill(self) -> None:
         """Have whatever `execute` waits for come to an end; `execute` sees to the pods.
@@ -287,22 +302,31 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
 
         They are left to the next try if there will be one and only this worker is going.
         """
+        self._supervisor_pid = os.getppid()
         try:
             yield
         except BaseException as error:
             if isinstance(error, AirflowTaskTimeout):
                 self.log.warning("The task's execution_timeout is over")
-            elif not self._is_killed:
+            elif not self._is_killed and not self._is_orphan():
                 raise
             elif self._next_try_looks_for_it(context):
-                self.log.warning("The worker is shutting down; the next try takes the pod up")
+                self.log.warning("The worker is going; the next try takes the pod up")
                 raise
-            request = self.build_pod_request_obj(context)  # knows the namespace
-            attempt = Attempt.of(context["ti"], self.work())
-            pods = self._pods(attempt, request.metadata.namespace, _LAST_CALL_S)
-            with self._ending():
-                pods.delete_all()
+            self._release(context)
             raise
+
+    def _release(self, context: Context) -> None:
+        """Ask all pods of this attempt to stop."""
+        request = self.build_pod_request_obj(context)  # knows the namespace
+        attempt = Attempt.of(context["ti"], self.work())
+        pods = self._pods(attempt, request.metadata.namespace, _LAST_CALL_S)
+        with self._ending():
+            pods.delete_all()
+
+    def _is_orphan(self) -> bool:
+        """Whether Airflow's supervisor of this process has died: nobody waits for the result."""
+        return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -329,6 +353,7 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
             name,
             self._limits(),
             lambda line: self.log.info("%s", line),
+            is_abandoned=self._is_orphan,
         )
         if self._is_killed:
             watch.stop()
@@ -403,6 +428,8 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         ti = context["ti"]
         if ti.try_number > ti.max_tries:
             return False
+        if self._is_orphan():  # Airflow will find out by the heartbeats that it misses
+            return True
         try:
             states = ti.get_task_states(
                 dag_id=ti.dag_id,

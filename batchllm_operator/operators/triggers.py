@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from airflow.providers.cncf.kubernetes.hooks.kubernetes import AsyncKubernetesHook
@@ -14,6 +15,9 @@ from airflow.providers.cncf.kubernetes.triggers.pod import KubernetesPodTrigger
 from airflow.triggers.base import TriggerEvent
 
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
+
+_STATE_LIMIT_S: Final = 10.0
+"""For asking Airflow for the task's state; it gives a cancelled trigger thirty seconds."""
 
 
 def make_hook(
@@ -114,6 +118,21 @@ class PodWatchTrigger(KubernetesPodTrigger):
     def hook(self) -> AsyncKubernetesHook:
         """A new one, for `on_kill` and `cleanup`."""
         return self._make_hook()
+
+    async def on_kill(self) -> None:
+        """Delete the pod when a user has killed the task (Airflow 3.3 and later).
+
+        A triggerer that was cut off for a while has lost its triggers to another one, and takes
+        that for a user's doing; then the task is still deferred, and the pod is left alone.
+        """
+        try:
+            is_killed = await asyncio.wait_for(self.safe_to_cancel(), _STATE_LIMIT_S)
+        # Whatever it is: a pod that nobody watches costs more than one that is made again.
+        except Exception as error:  # noqa: BLE001
+            self.log.warning("Can't tell why the trigger was cancelled: %r", error)
+            is_killed = True
+        if is_killed:
+            await super().on_kill()
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Fire once, when the pod has ended in whatever way."""

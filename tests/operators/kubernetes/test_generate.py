@@ -153,10 +153,10 @@ def test_progress_is_in_the_log_while_the_pod_runs(
     assert run.error is None and run.result is None  # it still runs
     run.wait()
     lines = (seen + "".join(capfd.readouterr())).splitlines()
-    told = [line for line in lines if "rows (" in line]
-    progress = [re.search(r"shard 0: (\d+)/30", line) for line in told]
-    counts = [int(match[1]) for match in progress if match]
-    assert counts == sorted(set(counts)), "a line was passed on twice, or out of order"
+    progress = [re.search(r"shard 0: (\d+)/30 rows .*? (ETA|took)", line) for line in lines]
+    told = [(int(match[1]), match[2]) for match in progress if match]
+    assert told == sorted(set(told)), "a line was passed on twice, or out of order"
+    assert told[-1] == (30, "took")
 
 
 def test_a_finished_shard_needs_no_pod(shards: Shards) -> None:
