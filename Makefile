@@ -11,7 +11,7 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compat lint format bench lock clean
+.PHONY: help setup demo test test-compat lint helm helm-readme format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,13 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff format --check
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports
+
+helm: setup ## Lint, render and validate the Helm chart; lint the Dockerfiles
+	PYTHONPATH=scripts $(BIN)/python -m helm_chart check
+	$(BIN)/hadolint --failure-threshold info docker/*.Dockerfile
+
+helm-readme: setup ## Write the table of values in the chart's README
+	PYTHONPATH=scripts $(BIN)/python -m helm_chart readme
 
 format: setup ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix

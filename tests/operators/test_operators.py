@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from airflow.sdk import DAG, TriggerRule
+from airflow.sdk import DAG, BaseOperator, TriggerRule
 from jsonschema import Draft7Validator
 
 from batchllm_operator import __version__
@@ -16,8 +16,8 @@ from batchllm_operator.operators import (
     BatchLLMPlanOperator,
     batchllm_task_group,
 )
-from batchllm_operator.operators.command import BatchLLMCommandOperator
-from batchllm_operator.operators.provider import get_provider_info
+from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.provider import get_provider_info
 
 
 class TaskInstance:
@@ -28,7 +28,7 @@ class TaskInstance:
         self.pushed[key] = value
 
 
-def execute(task: BatchLLMCommandOperator, context: dict[str, Any]) -> Any:
+def execute(task: BaseOperator, context: dict[str, Any]) -> Any:
     """Call execute itself, without the guard that wants a task runner around it."""
     return type(task).execute.__wrapped__(task, context)  # type: ignore[attr-defined]
 
@@ -38,7 +38,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Commands that were run; each answers with the counts of a plan of two shards."""
     calls: list[tuple[str, ...]] = []
 
-    def run_command(self: BatchLLMCommandOperator, *arguments: str) -> dict[str, Any]:
+    def run(self: CommandRunner, *arguments: str) -> dict[str, Any]:
         calls.append(arguments)
         return {
             "result_version": 1,
@@ -48,7 +48,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
             "texts": ["not for XCom"],
         }
 
-    monkeypatch.setattr(BatchLLMCommandOperator, "run_command", run_command)
+    monkeypatch.setattr(CommandRunner, "run", run)
     return calls
 
 

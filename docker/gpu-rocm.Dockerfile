@@ -1,0 +1,36 @@
+# The command batchllm on vLLM's own image for AMD GPUs. Build it from the repository's root:
+#   docker build -f docker/gpu-rocm.Dockerfile -t batchllm-rocm:0.1.0 .
+# To pin a base by digest: --build-arg VLLM_IMAGE=vllm/vllm-openai-rocm@sha256:...
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+ARG VLLM_IMAGE=vllm/vllm-openai-rocm:v0.31.0
+
+FROM ${PYTHON_IMAGE} AS wheel
+WORKDIR /src
+RUN python -m pip install --no-cache-dir hatchling==1.33.0 editables==0.6
+COPY LICENSE README.md pyproject.toml ./
+COPY batchllm_operator batchllm_operator
+COPY kernels kernels
+RUN python -m pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /dist .
+
+FROM ${VLLM_IMAGE}
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="batchllm-rocm" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENV PYTHONDONTWRITEBYTECODE=1
+USER 0
+# Without a resolver: torch, vLLM and what they need stay as the image has them.
+RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
+    --mount=type=bind,source=docker/gpu-requirements.txt,target=/requirements.txt \
+    uv pip install --system --no-cache --no-deps --require-hashes -r /requirements.txt \
+    && uv pip install --system --no-cache --no-deps "/dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
+    && groupadd --gid 10001 batchllm \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin batchllm
+USER 10001:10001
+WORKDIR /tmp
+# As the user who is to run it: whatever is missing or can't be read shows here.
+RUN python3 -c "import fsspec, jinja2, numba, pyarrow, s3fs, tokenizers" && batchllm schema >/dev/null
+HEALTHCHECK NONE
+# The pod says what to run.
+ENTRYPOINT []
+CMD ["batchllm", "--help"]

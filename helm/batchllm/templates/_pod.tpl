@@ -1,0 +1,77 @@
+{{/*
+A pod template for Airflow's pod_template_file. The operator adds name, command and its own labels.
+Arguments: root, kind (gpu or cpu), image, preset (gpu.nvidia, gpu.amd or cpu), user, group,
+gpuResource (such as nvidia.com/gpu, empty for none).
+*/}}
+{{- define "batchllm.pod" -}}
+{{- $values := .root.Values -}}
+apiVersion: v1
+kind: Pod
+metadata:
+  namespace: {{ .root.Release.Namespace | quote }}
+  labels:
+    {{- toYaml (merge (dict "app.kubernetes.io/name" "batchllm") $values.pods.labels) | nindent 4 }}
+  {{- with $values.pods.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  restartPolicy: Never
+  activeDeadlineSeconds: {{ int64 $values.pods.activeDeadlineSeconds }}
+  terminationGracePeriodSeconds: {{ int64 $values.pods.terminationGracePeriodSeconds }}
+  serviceAccountName: {{ include "batchllm.serviceAccountName" . | quote }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  {{- with include "batchllm.priorityClassName" .root }}
+  priorityClassName: {{ . | quote }}
+  {{- end }}
+  {{- with include "batchllm.imagePullSecrets" .root }}
+  imagePullSecrets:
+    {{- trim . | nindent 4 }}
+  {{- end }}
+  {{- with .preset.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .preset.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext:
+    {{- include "batchllm.podSecurityContext" (merge (dict "supplementalGroups" (default list .preset.supplementalGroups)) .) | nindent 4 }}
+  containers:
+    - name: base
+      image: {{ include "batchllm.image" . | quote }}
+      imagePullPolicy: {{ $values.images.pullPolicy }}
+      env:
+        {{- include "batchllm.env" .root | trim | nindent 8 }}
+      {{- with include "batchllm.envFrom" . }}
+      envFrom:
+        {{- trim . | nindent 8 }}
+      {{- end }}
+      {{- if and (eq .kind "gpu") $values.monitoring.podMonitor.enabled }}
+      ports:
+        - name: metrics
+          containerPort: {{ int64 $values.monitoring.podMonitor.port }}
+      {{- end }}
+      resources:
+        {{- include "batchllm.resources" . | nindent 8 }}
+      securityContext:
+        {{- include "batchllm.containerSecurityContext" .root | nindent 8 }}
+      volumeMounts:
+        {{- include "batchllm.volumeMounts" .root | nindent 8 }}
+  volumes:
+    {{- include "batchllm.volumes" .root | nindent 4 }}
+{{- end -}}
+
+{{/* Requests and limits, with the GPUs as strings: some servers refuse numbers. */}}
+{{- define "batchllm.resources" -}}
+{{- $resources := deepCopy .preset.resources -}}
+{{- if .gpuResource -}}
+{{- range $part := list "requests" "limits" -}}
+{{- $gpus := dict $.gpuResource (toString (int64 $.preset.count)) -}}
+{{- $_ := set $resources $part (merge $gpus (default dict (index $resources $part))) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}

@@ -1,0 +1,24 @@
+{{/* What Airflow may do in the namespace of the pods: nothing but this. */}}
+
+{{- define "batchllm.rules.worker" -}}
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [create, get, list, delete]
+- apiGroups: [""]
+  resources: [pods/log]
+  verbs: [get]
+{{- if .Values.connections.createSecrets }}
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create, patch, delete]
+{{- end }}
+{{- end -}}
+
+{{- define "batchllm.rules.triggerer" -}}
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, delete]
+- apiGroups: [""]
+  resources: [pods/log]
+  verbs: [get]
+{{- end -}}

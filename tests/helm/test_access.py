@@ -1,0 +1,157 @@
+"""Nobody may do more than the design says: Roles, accounts, secrets, and the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helm_chart.rendering import NAMESPACE, Rendered, examples, pod_templates, render
+
+WORKER = {
+    "pods": {"create", "get", "list", "delete"},
+    "pods/log": {"get"},
+}
+TRIGGERER = {
+    "pods": {"get", "delete"},
+    "pods/log": {"get"},
+}
+SECRETS = {"secrets": {"create", "patch", "delete"}}
+EXAMPLES = sorted(examples())
+
+
+def of_kind(objects: list[Rendered], kind: str) -> dict[str, Any]:
+    """Contents by name."""
+    return {each.name: each.content for each in objects if each.kind == kind}
+
+
+def verbs(role: dict[str, Any]) -> dict[str, set[str]]:
+    """Verbs by resource; every rule is about the core API and names no single object."""
+    found: dict[str, set[str]] = {}
+    for rule in role["rules"]:
+        assert set(rule) == {"apiGroups", "resources", "verbs"}
+        assert rule["apiGroups"] == [""]
+        for resource in rule["resources"]:
+            found.setdefault(resource, set()).update(rule["verbs"])
+    return found
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_roles_hold_exactly_the_verbs_that_airflow_needs(example: str) -> None:
+    values = examples()[example]
+    objects = render(values)
+    roles = of_kind(objects, "Role")
+    creates_secrets = values.get("connections", {}).get("createSecrets", False)
+    assert verbs(roles["batchllm-worker"]) == (WORKER | SECRETS if creates_secrets else WORKER)
+    if example == "hardened":  # its triggerer has no accounts
+        assert set(roles) == {"batchllm-worker"}
+    else:
+        assert verbs(roles["batchllm-triggerer"]) == TRIGGERER
+    assert not {each.kind for each in objects} & {"ClusterRole", "ClusterRoleBinding", "Secret"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_only_accounts_of_airflow_are_bound(example: str) -> None:
+    values = examples()[example]
+    airflow = {"namespace": "airflow"} | dict(values.get("airflow", {}))
+    for name, binding in of_kind(render(values), "RoleBinding").items():
+        assert binding["metadata"]["namespace"] == NAMESPACE
+        assert binding["roleRef"]["name"] == name
+        assert binding["subjects"]
+        for subject in binding["subjects"]:
+            assert subject["kind"] == "ServiceAccount"
+            assert subject["namespace"] == airflow["namespace"] != NAMESPACE
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_no_pod_of_ours_gets_a_token(example: str) -> None:
+    objects = render(examples()[example])
+    accounts = of_kind(objects, "ServiceAccount")
+    assert "batchllm-gpu" in accounts
+    assert all(each["automountServiceAccountToken"] is False for each in accounts.values())
+    specs = [each.content["spec"] for each in pod_templates(objects)]
+    specs += [each["spec"]["template"]["spec"] for each in of_kind(objects, "Job").values()]
+    assert specs
+    assert all(spec["automountServiceAccountToken"] is False for spec in specs)
+
+
+def test_bindings_name_the_accounts_that_were_given() -> None:
+    bindings = of_kind(render(examples()["connections"]), "RoleBinding")
+    names = [subject["name"] for subject in bindings["batchllm-worker"]["subjects"]]
+    assert names == ["airflow-worker", "airflow-scheduler"]
+
+
+def test_workload_identity_is_an_annotation_of_the_account() -> None:
+    accounts = of_kind(render(examples()["workload-identity"]), "ServiceAccount")
+    [annotation] = accounts["batchllm-gpu"]["metadata"]["annotations"].items()
+    assert annotation == (
+        "eks.amazonaws.com/role-arn",
+        "arn:aws:iam::123456789012:role/batchllm-run",
+    )
+
+
+def secrets_of(pod: Rendered) -> list[str]:
+    [container] = pod.content["spec"]["containers"]
+    return [source["secretRef"]["name"] for source in container.get("envFrom", [])]
+
+
+@pytest.mark.parametrize(
+    ("cache", "gpu", "cpu"),
+    [
+        ({"enabled": False}, ["lake", "hub"], ["lake", "catalog", "hub"]),
+        ({"enabled": True}, ["lake"], ["lake", "catalog"]),
+        ({"enabled": True, "readOnly": False}, ["lake", "hub"], ["lake", "catalog", "hub"]),
+    ],
+)
+def test_pods_get_the_secrets_that_they_need(
+    cache: dict[str, bool], gpu: list[str], cpu: list[str]
+) -> None:
+    values = {
+        "cpu": {"enabled": True},
+        "modelCache": cache,
+        "secrets": {"s3": "lake", "catalog": "catalog", "huggingFace": "hub"},
+    }
+    pods = {each.name: secrets_of(each) for each in pod_templates(render(values))}
+    assert pods == {"batchllm-nvidia": gpu, "batchllm-cpu": cpu}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_nobody_connects_to_pods(example: str) -> None:
+    policies = of_kind(render(examples()[example]), "NetworkPolicy")
+    tasks = policies["batchllm-tasks"]["spec"]
+    assert set(tasks["policyTypes"]) == {"Ingress", "Egress"}
+    if example == "monitoring":
+        [rule] = tasks["ingress"]
+        assert rule["ports"] == [{"protocol": "TCP", "port": 9400}]
+        [source] = rule["from"]
+        assert source["namespaceSelector"]["matchLabels"] == {
+            "kubernetes.io/metadata.name": "monitoring"
+        }
+    else:
+        assert tasks["ingress"] == []
+    assert all(each["spec"]["ingress"] == [] for name, each in policies.items() if "pull" in name)
+
+
+def test_pods_connect_to_dns_and_the_given_addresses() -> None:
+    policies = of_kind(render(examples()["hardened"]), "NetworkPolicy")
+    dns, storage = policies["batchllm-tasks"]["spec"]["egress"]
+    assert {(port["protocol"], port["port"]) for port in dns["ports"]} == {("UDP", 53), ("TCP", 53)}
+    assert storage == {
+        "to": [{"ipBlock": {"cidr": "10.20.0.0/24"}}],
+        "ports": [{"protocol": "TCP", "port": 9000}],
+    }
+
+
+def test_every_pod_is_under_exactly_one_policy() -> None:
+    objects = render(examples()["monitoring"])
+    selectors = [each["spec"]["podSelector"] for each in of_kind(objects, "NetworkPolicy").values()]
+    [job] = of_kind(objects, "Job").values()
+    labels = [each.content["metadata"]["labels"] for each in pod_templates(objects)]
+    for pod in [*labels, job["spec"]["template"]["metadata"]["labels"]]:
+        assert sum(_selects(selector, pod) for selector in selectors) == 1
+
+
+def _selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    return selector["matchLabels"].items() <= labels.items() and all(
+        labels.get(each["key"]) not in each["values"]
+        for each in selector.get("matchExpressions", [])
+    )

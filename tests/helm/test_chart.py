@@ -1,0 +1,265 @@
+"""What the chart renders, as objects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_chart.check import check
+from helm_chart.rendering import (
+    CHART,
+    NAMESPACE,
+    Rendered,
+    Values,
+    chart,
+    examples,
+    pod_templates,
+    render,
+)
+from helm_chart.validation import errors_of
+from helm_python import Chart, package
+
+from batchllm_operator import __version__
+
+EXAMPLES = sorted(examples())
+MODEL = {"repo": "org/model", "revision": "0" * 40}
+
+
+def one(objects: list[Rendered], kind: str) -> Any:
+    """The content of the only object of a kind."""
+    [found] = [each.content for each in objects if each.kind == kind]
+    return found
+
+
+def pods_of(values: Values) -> dict[str, Any]:
+    """Contents of the pod templates, by preset."""
+    return {
+        each.name.removeprefix("batchllm-"): each.content for each in pod_templates(render(values))
+    }
+
+
+def pre_pull(models: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
+    return {
+        "modelCache": {"enabled": True, "prePull": {"enabled": True, "models": models}}
+    } | others
+
+
+def test_all_checks_hold() -> None:
+    assert check().problems == ()
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_objects_are_valid_in_both_versions(example: str) -> None:
+    objects = render(examples()[example])
+    assert [error for each in objects for error in errors_of(each)] == []
+    assert [error for each in pod_templates(objects) for error in errors_of(each)] == []
+
+
+def test_the_chart_is_of_the_packages_version() -> None:
+    metadata = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert metadata["appVersion"] == __version__
+    [container] = pods_of({})["nvidia"]["spec"]["containers"]
+    assert container["image"] == f"batchllm-cuda:{__version__}"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_pod_is_confined(example: str) -> None:
+    objects = render(examples()[example])
+    specs = [each.content["spec"] for each in pod_templates(objects)]
+    specs += [each.content["spec"]["template"]["spec"] for each in objects if each.kind == "Job"]
+    for spec in specs:
+        pod = spec["securityContext"]
+        assert pod["runAsNonRoot"] is True
+        assert pod["runAsUser"] > 0
+        assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["fsGroupChangePolicy"] == "OnRootMismatch"
+        assert spec["restartPolicy"] == "Never"
+        assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC", "initContainers"}
+        assert all("hostPath" not in volume for volume in spec["volumes"])
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["limits"]["memory"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_image_is_pinned(example: str) -> None:
+    objects = render(examples()[example])
+    specs = [each.content["spec"] for each in pod_templates(objects)]
+    specs += [each.content["spec"]["template"]["spec"] for each in objects if each.kind == "Job"]
+    images = [container["image"] for spec in specs for container in spec["containers"]]
+    assert images
+    for image in images:
+        tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+        assert tag == __version__
+        assert ("@sha256:" in image) is (example == "hardened")
+
+
+@pytest.mark.parametrize(
+    ("preset", "resource", "image", "label"),
+    [
+        ("nvidia", "nvidia.com/gpu", "batchllm-cuda", "nvidia.com/gpu.present"),
+        ("amd", "amd.com/gpu", "batchllm-rocm", "feature.node.kubernetes.io/amd-gpu"),
+    ],
+)
+def test_a_preset_asks_for_its_gpus_and_nodes(
+    preset: str, resource: str, image: str, label: str
+) -> None:
+    values = {"nvidia": {"enabled": False}, "amd": {"enabled": False}}
+    pods = pods_of({"gpu": {**values, preset: {"enabled": True, "count": 4}}})
+    assert set(pods) == {preset}
+    spec = pods[preset]["spec"]
+    [container] = spec["containers"]
+    assert container["name"] == "base"
+    assert container["image"].startswith(f"{image}:")
+    assert container["resources"]["limits"][resource] == "4"
+    assert container["resources"]["requests"][resource] == "4"
+    assert set(container["resources"]["limits"]) == {resource, "memory"}
+    assert spec["nodeSelector"] == {label: "true"}
+    assert spec["tolerations"] == [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
+    assert spec["serviceAccountName"] == "batchllm-gpu"
+    assert spec["activeDeadlineSeconds"] == 86400
+    assert spec["terminationGracePeriodSeconds"] == 330
+    groups = spec["securityContext"].get("supplementalGroups")
+    assert groups == ([44, 109] if preset == "amd" else None)
+
+
+def test_both_presets_stand_side_by_side() -> None:
+    pods = pods_of(examples()["both"])
+    assert set(pods) == {"nvidia", "amd"}
+    assert {pod["spec"]["priorityClassName"] for pod in pods.values()} == {"batchllm-batch"}
+
+
+def test_pods_need_no_writable_root() -> None:
+    [container] = pods_of({"modelCache": {"enabled": True}})["nvidia"]["spec"]["containers"]
+    env = {each["name"]: each["value"] for each in container["env"]}
+    mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+    assert set(mounts) == {"/dev/shm", "/tmp", "/cache", "/models"}
+    assert mounts["/models"]["readOnly"] is True
+    assert env["HOME"] == "/tmp"
+    assert env["HF_HOME"] == "/models"
+    assert env["HF_HUB_OFFLINE"] == "1"
+    caches = {name: env[name] for name in env if "CACHE" in name}
+    assert caches == {
+        "NUMBA_CACHE_DIR": "/cache/numba",
+        "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
+        "TRITON_CACHE_DIR": "/cache/triton",
+        "VLLM_CACHE_ROOT": "/cache/vllm",
+        "XDG_CACHE_HOME": "/cache",
+    }
+
+
+def test_without_a_model_cache_pods_download() -> None:
+    pod = pods_of({})["nvidia"]
+    env = {each["name"]: each["value"] for each in pod["spec"]["containers"][0]["env"]}
+    assert env["HF_HOME"] == "/cache/huggingface"
+    assert "HF_HUB_OFFLINE" not in env
+    assert {volume["name"] for volume in pod["spec"]["volumes"]} == {"shm", "scratch", "cache"}
+
+
+def test_own_variables_replace_the_charts() -> None:
+    pod = pods_of({"pods": {"env": {"TMPDIR": "/cache/tmp", "NCCL_DEBUG": "WARN"}}})["nvidia"]
+    env = [(each["name"], each["value"]) for each in pod["spec"]["containers"][0]["env"]]
+    assert ("TMPDIR", "/cache/tmp") in env
+    assert ("NCCL_DEBUG", "WARN") in env
+    assert len(env) == len({name for name, _ in env})
+
+
+def test_labels_that_the_policies_select_by_stay() -> None:
+    labels = {"app.kubernetes.io/name": "other", "azure.workload.identity/use": "true"}
+    pod = pods_of({"pods": {"labels": labels}})["nvidia"]
+    assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == "batchllm"
+    assert pod["metadata"]["labels"]["azure.workload.identity/use"] == "true"
+
+
+def test_templates_lie_where_airflow_can_mount_them() -> None:
+    objects = render(examples()["connections"])
+    config = one(objects, "ConfigMap")
+    assert config["metadata"]["namespace"] == "data-airflow"
+    assert yaml.safe_load(config["data"]["nvidia.yaml"])["metadata"]["namespace"] == NAMESPACE
+
+
+def test_the_model_cache_outlives_the_release() -> None:
+    claim = one(render({"modelCache": {"enabled": True}}), "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert "storageClassName" not in claim["spec"]
+    kinds = {each.kind for each in render(examples()["hardened"])}
+    assert "PersistentVolumeClaim" not in kinds
+
+
+def test_other_models_are_another_job() -> None:
+    other = {**MODEL, "revision": "1" * 40}
+    jobs = [one(render(pre_pull(models)), "Job") for models in ([MODEL], [other], [MODEL])]
+    names = [job["metadata"]["name"] for job in jobs]
+    assert names[0] == names[2] != names[1]
+    assert all(len(name) <= 63 for name in names)
+
+
+def test_the_job_downloads_what_is_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    models: list[dict[str, Any]] = [MODEL, {**MODEL, "repo": "org/other", "allow": ["*.json"]}]
+    [container] = one(render(pre_pull(models)), "Job")["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-c"]
+    script, argument = container["args"]
+    calls: list[tuple[str, str, Any]] = []
+
+    def download(repo: str, *, revision: str, allow_patterns: list[str] | None) -> str:
+        calls.append((repo, revision, allow_patterns))
+        return "/models"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("sys.argv", ["-c", argument])
+    exec(compile(script, "pre_pull.py", "exec"), {})
+    assert calls == [("org/model", "0" * 40, None), ("org/other", "0" * 40, ["*.json"])]
+    assert "org/other" in capsys.readouterr().out
+
+
+def test_quantities_of_the_quota_are_strings() -> None:
+    quota = one(render(examples()["amd"]), "ResourceQuota")
+    assert quota["spec"]["hard"] == {"pods": "40", "requests.amd.com/gpu": "8"}
+
+
+def test_batch_preempts_nobody() -> None:
+    priority = one(render(examples()["both"]), "PriorityClass")
+    assert priority["value"] < 0
+    assert priority["preemptionPolicy"] == "Never"
+    assert priority["globalDefault"] is False
+
+
+def test_the_packaged_chart_renders_the_same(tmp_path: Path) -> None:
+    archive = package(CHART, destination=tmp_path)
+    values = dict(examples()["monitoring"])
+    with Chart.load(archive) as packaged:
+        assert not any(file["name"].startswith("examples/") for file in packaged.files)
+        assert packaged.render(values) == chart().render(values)
+
+
+def test_names_fit_whatever_the_release_is_called() -> None:
+    values = dict(pre_pull([MODEL], priorityClass={"create": True}))
+    texts = chart().render(values, name="a" * 53, namespace="b" * 63)
+    for path, text in texts.items():
+        if path.endswith(".yaml"):
+            names = [each["metadata"]["name"] for each in yaml.safe_load_all(text) if each]
+            assert all(len(name) <= 63 for name in names)
+
+
+def test_null_takes_a_default_away() -> None:
+    selector = {"nvidia.com/gpu.present": None, "cloud.google.com/gke-accelerator": "nvidia-l4"}
+    spec = pods_of({"gpu": {"nvidia": {"nodeSelector": selector}}})["nvidia"]["spec"]
+    assert spec["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-l4"}
+
+
+def test_a_wrong_field_is_found() -> None:
+    objects = render(examples()["monitoring"])
+    for each in objects:
+        part = "data" if each.kind == "ConfigMap" else "metadata"
+        broken = {**each.content, part: {**each.content[part], "bogus": {"a": 1}}}
+        assert any("bogus" in error for error in errors_of(Rendered("x", broken))), each.kind

@@ -1,0 +1,144 @@
+"""The images: pinned, built in stages, not run by root. Nothing is built here."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from batchllm_operator import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+DOCKERFILES = sorted(path.name for path in DOCKER.glob("*.Dockerfile"))
+LOCK = (ROOT / "requirements" / "cpu-py311-linux-x86_64.lock").read_text(encoding="utf-8")
+PINNED = re.compile(r"^[a-z0-9./-]+(:v?\d+\.\d+\.\d+[a-z0-9.-]*|@sha256:[0-9a-f]{64})$")
+
+
+@dataclass
+class Stage:
+    """What a FROM begins."""
+
+    image: str
+    name: str = ""
+    steps: list[tuple[str, str]] = field(default_factory=list)
+
+    def arguments(self, instruction: str) -> list[str]:
+        return [rest for name, rest in self.steps if name == instruction]
+
+
+def parse(name: str) -> tuple[dict[str, str], list[Stage]]:
+    """ARGs before the first FROM, and the stages."""
+    text = (DOCKER / name).read_text(encoding="utf-8")
+    text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    arguments: dict[str, str] = {}
+    stages: list[Stage] = []
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            image, _, stage = rest.partition(" AS ")
+            stages.append(Stage(re.sub(r"\$\{(\w+)\}", lambda m: arguments[m[1]], image), stage))
+        elif stages:
+            stages[-1].steps.append((instruction, rest))
+        elif instruction == "ARG":
+            key, _, value = rest.partition("=")
+            arguments[key] = value
+    return arguments, stages
+
+
+def locked(path: Path) -> dict[str, str]:
+    """Versions by name, of lines `name==version`."""
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return dict(pins)
+
+
+def test_there_are_three() -> None:
+    assert DOCKERFILES == ["airflow.Dockerfile", "gpu-cuda.Dockerfile", "gpu-rocm.Dockerfile"]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_bases_are_pinned_and_replaceable(name: str) -> None:
+    arguments, stages = parse(name)
+    assert len(stages) == 2
+    for stage in stages:
+        assert PINNED.match(stage.image), stage.image
+        assert stage.image in arguments.values()
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_last_stage_isnt_roots(name: str) -> None:
+    user = parse(name)[1][-1].arguments("USER")[-1]
+    assert user == ("airflow" if name == "airflow.Dockerfile" else "10001:10001")
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_wheel_comes_from_a_stage_of_its_own(name: str) -> None:
+    wheel, last = parse(name)[1]
+    assert wheel.name == "wheel"
+    assert not last.arguments("COPY")
+    assert any("from=wheel" in command for command in last.arguments("RUN"))
+    assert last.arguments("HEALTHCHECK") == ["NONE"]
+    assert f"VERSION={__version__}" in last.arguments("ARG")
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_what_is_installed_is_pinned(name: str) -> None:
+    for stage in parse(name)[1]:
+        for command in stage.arguments("RUN"):
+            if "pip install" not in command:
+                continue
+            assert "--no-cache" in command
+            pinned = ("==", "--require-hashes", "--constraint")
+            assert any(each in command for each in pinned), command
+
+
+@pytest.mark.parametrize("name", ["gpu-cuda.Dockerfile", "gpu-rocm.Dockerfile"])
+def test_gpu_images_leave_the_command_to_the_pod(name: str) -> None:
+    last = parse(name)[1][-1]
+    assert last.arguments("ENTRYPOINT") == ["[]"]
+    assert json.loads(last.arguments("CMD")[0]) == ["batchllm", "--help"]
+
+
+def test_gpu_images_differ_in_their_base_only() -> None:
+    cuda, rocm = parse("gpu-cuda.Dockerfile")[1], parse("gpu-rocm.Dockerfile")[1]
+    assert cuda[0] == rocm[0]
+    as_rocm = [
+        (name, rest.replace("batchllm-cuda", "batchllm-rocm")) for name, rest in cuda[1].steps
+    ]
+    assert as_rocm == rocm[1].steps
+
+
+def test_vllm_is_of_the_tested_range() -> None:
+    for name in ("gpu-cuda.Dockerfile", "gpu-rocm.Dockerfile"):
+        major, minor, _ = parse(name)[0]["VLLM_IMAGE"].rpartition(":v")[2].split(".")
+        assert major == "0"
+        assert 25 <= int(minor) < 34
+
+
+def test_the_user_is_the_charts() -> None:
+    values = yaml.safe_load((ROOT / "helm/batchllm/values.yaml").read_text(encoding="utf-8"))
+    pods = values["pods"]
+    assert f"{pods['runAsUser']}:{pods['runAsGroup']}" == "10001:10001"
+
+
+@pytest.mark.parametrize("name", ["gpu-requirements.txt", "airflow-constraints.txt"])
+def test_versions_are_those_that_are_tested(name: str) -> None:
+    pins = locked(DOCKER / name)
+    tested = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", LOCK, re.MULTILINE))
+    assert {each: tested.get(each) for each in pins} == pins
+
+
+def test_airflows_image_has_the_tested_airflow() -> None:
+    version = parse("airflow.Dockerfile")[0]["AIRFLOW_IMAGE"].partition(":")[2].partition("-")[0]
+    assert f"\napache-airflow=={version} " in LOCK
+
+
+def test_every_requirement_has_a_hash() -> None:
+    text = (DOCKER / "gpu-requirements.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert lines
+    assert all(re.fullmatch(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)

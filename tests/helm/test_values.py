@@ -1,0 +1,110 @@
+"""What may be given as values, and what the refusals say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helm_chart.check import REFUSED
+from helm_chart.readme import read_values
+from helm_chart.rendering import CHART, render
+from helm_python import HelmError, HelmValuesError
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("place", "values"), REFUSED)
+def test_wrong_values_are_refused_by_name(place: str, values: dict[str, Any]) -> None:
+    with pytest.raises(HelmValuesError) as refusal:
+        render(values)
+    assert place in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"secrets": {"s3": {"AWS_ACCESS_KEY_ID": "AKIA"}}}, "got object"),
+        ({"secrets": {"s3": "AKIA/secret+value"}}, "/secrets/s3"),
+        ({"secrets": {"password": "x"}}, "'password' not allowed"),
+        ({"pods": {"env": {"AWS_SECRET_ACCESS_KEY": "x"}}}, "AWS_SECRET_ACCESS_KEY"),
+        ({"pods": {"env": {"db_password": "x"}}}, "db_password"),
+        ({"pods": {"env": {"HF_HOME": {"valueFrom": "x"}}}}, "/pods/env/HF_HOME"),
+    ],
+)
+def test_no_secret_can_be_given(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(HelmValuesError) as refusal:
+        render(values)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"modelCache": {"prePull": {"enabled": True, "models": []}}},
+            "/modelCache/prePull/models",
+        ),
+        (
+            {
+                "modelCache": {
+                    "prePull": {
+                        "enabled": True,
+                        "models": [{"repo": "org/model", "revision": "0" * 40}],
+                    }
+                }
+            },
+            "set modelCache.enabled",
+        ),
+        (
+            {"modelCache": {"prePull": {"models": [{"repo": "org/model"}]}}},
+            "missing property 'revision'",
+        ),
+        ({"monitoring": {"alerts": {"enabled": True}}}, "runbookBaseUrl"),
+        (
+            {
+                "monitoring": {
+                    "alerts": {
+                        "enabled": True,
+                        "runbookBaseUrl": "https://example.com",
+                        "disabled": ["BatchLLMTypo"],
+                    }
+                }
+            },
+            "there is no alert BatchLLMTypo",
+        ),
+        ({"gpu": {"serviceAccount": {"create": False}}}, "gpu.serviceAccount"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(HelmError) as refusal:
+        render(values)
+    assert message in str(refusal.value)
+
+
+def objects_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every schema of an object within a schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "object":
+            yield schema
+        for part in schema.values():
+            yield from objects_in(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from objects_in(part)
+
+
+def test_the_schema_leaves_nothing_open() -> None:
+    parts = [part for part in objects_in(SCHEMA) if part is not SCHEMA["properties"]["global"]]
+    assert len(parts) > 30
+    for part in parts:
+        extra = part["additionalProperties"]
+        assert extra is False or "$ref" in extra or extra == {"type": "string"}
+
+
+def test_every_value_is_in_the_table() -> None:
+    paths = [value.path for value in read_values()]
+    assert len(paths) == len(set(paths)) > 80
+    assert "gpu.nvidia.resources" in paths
+    assert "monitoring.alerts.runbookBaseUrl" in paths
