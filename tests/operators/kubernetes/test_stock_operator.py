@@ -15,9 +15,8 @@ from support.kubernetes.cluster import Cluster
 def context() -> dict[str, Any]:
     """As little as the operator gets by with."""
     instance = MagicMock(task_id="job", dag_id="dag", run_id="run", try_number=1, map_index=-1)
-    instance.get_template_context = MagicMock(return_value={})
-    dag_run = MagicMock(run_id="run", logical_date=datetime(2026, 1, 31, tzinfo=UTC))
-    return {"ti": instance, "task_instance": instance, "dag_run": dag_run, "run_id": "run"}
+    instance.start_date = datetime(2026, 1, 31, tzinfo=UTC)
+    return {"ti": instance, "task_instance": instance, "run_id": "run", "dag": object()}
 
 
 def operator(cluster: Cluster, command: str, **options: Any) -> KubernetesPodOperator:
@@ -36,15 +35,15 @@ def operator(cluster: Cluster, command: str, **options: Any) -> KubernetesPodOpe
     )
 
 
-def test_success(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_success(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     operator(cluster, "echo from the pod").execute(context())
-    assert "from the pod" in caplog.text
+    assert "[base] from the pod" in capsys.readouterr().out
     assert cluster.pods() == []
 
 
 def test_failure(cluster: Cluster) -> None:
     task = operator(cluster, "echo oh no; exit 3", on_finish_action="keep_pod")
-    with pytest.raises(AirflowException, match="failed"):
+    with pytest.raises(AirflowException, match="returned a failure"):
         task.execute(context())
     (pod,) = cluster.pods()
     assert pod.status.phase == "Failed"
