@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -82,15 +83,17 @@ def test_nothing_survives_the_agent(
     cluster.agent.close()
     threads = set(threading.enumerate())
     node = NodeSettings(f"other-{cluster.namespace}")
-    agent = NodeAgent(kubernetes_backend.admin_kubeconfig, cluster.namespace, node)
-    agent.add_image("job:1")
-    daemon = f"setsid sh -c 'exec >/dev/null 2>&1; echo $$$$ > {tmp_path}/pid; sleep 60' & wait"
-    cluster.run_pod("job", ["sh", "-c", daemon])
-    pid_file = tmp_path / "pid"
-    pid = cluster.wait_for(lambda: pid_file.exists() and pid_file.read_text().strip(), "its pid")
-    folder = agent.folder
-    assert is_alive(int(pid)) and folder.exists()
-    agent.close()
+    admin = kubernetes_backend.admin_kubeconfig
+    with contextlib.closing(NodeAgent(admin, cluster.namespace, node)) as agent:
+        agent.add_image("job:1")
+        daemon = f"setsid sh -c 'exec >/dev/null 2>&1; echo $$$$ > {tmp_path}/pid; sleep 60' & wait"
+        cluster.run_pod("job", ["sh", "-c", daemon])
+        pid_file = tmp_path / "pid"
+        pid = cluster.wait_for(
+            lambda: pid_file.exists() and pid_file.read_text().strip(), "its pid"
+        )
+        folder = agent.folder
+        assert is_alive(int(pid)) and folder.exists()
     assert not is_alive(int(pid)) and not folder.exists()
     left = set(threading.enumerate()) - threads
     assert not [each for each in left if not each.name.startswith("waitpid")]
