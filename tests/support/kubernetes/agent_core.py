@@ -12,9 +12,10 @@ from typing import TypeVar
 import aiohttp
 from support.kubernetes.api_client import ApiClient, RequestFailedError
 from support.kubernetes.certificates import make_identity
+from support.kubernetes.image_pull import POLL_S
 from support.kubernetes.images import Image, PullFailure, pull_failure
 from support.kubernetes.node import Node, NodeSettings
-from support.kubernetes.pod_worker import POLL_S, PodWorker
+from support.kubernetes.pod_worker import PodWorker
 from support.kubernetes.scheduler import place
 from support.kubernetes.status import Object
 from support.kubernetes.store import now_text

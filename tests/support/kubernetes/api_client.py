@@ -13,6 +13,7 @@ import aiohttp
 from kubernetes import config as kube_config
 from support.kubernetes.status import Object
 
+_LAST_ANSWER_S = 2.0
 MERGE_PATCH = "application/merge-patch+json"
 
 
@@ -59,13 +60,24 @@ class ApiClient:
         """
         data = None if body is None else json.dumps(body)
         headers = {"Content-Type": content_type}
-        async with self._session.request(
-            method, self.host + path, data=data, headers=headers
-        ) as answer:
+        async with await self._send(method, self.host + path, data=data, headers=headers) as answer:
             text = await answer.text()
             if answer.status >= 300:
                 raise RequestFailedError(answer.status, text)
             return dict(json.loads(text))
+
+    async def _send(self, method: str, url: str, **options: Any) -> aiohttp.ClientResponse:
+        """Send a request; one that is cancelled meanwhile leaves no half-open connection."""
+        sending = asyncio.ensure_future(self._session.request(method, url, **options))
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            await asyncio.wait({sending}, timeout=_LAST_ANSWER_S)
+            if not sending.done():
+                sending.cancel()
+            elif not sending.exception():
+                abort(sending.result())
+            raise
 
     async def get(self, path: str) -> Object | None:
         """The object, or None if there is none."""
@@ -128,11 +140,21 @@ class ApiClient:
 
     async def _watch(self, path: str, revision: str) -> AsyncIterator[tuple[str, Object]]:
         query = f"watch=true&resourceVersion={revision}&timeoutSeconds=300"
-        async with self._session.get(
-            f"{self.host}{path}?{query}&allowWatchBookmarks=true", read_bufsize=2**22
-        ) as answer:
+        url = f"{self.host}{path}?{query}&allowWatchBookmarks=true"
+        answer = await self._send("GET", url, read_bufsize=2**22)
+        try:
             if answer.status != 200:
                 raise RequestFailedError(answer.status, await answer.text())
             async for line in answer.content:
                 event = json.loads(line)
                 yield event["type"], event["object"]
+        finally:
+            abort(answer)
+
+
+def abort(answer: aiohttp.ClientResponse) -> None:
+    """Drop an answer's connection at once: closing it would wait for the server's farewell."""
+    connection = answer.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+    answer.close()

@@ -19,6 +19,11 @@ def answer(path: str) -> Object | None:
             "major": major,
             "minor": minor,
             "gitVersion": f"v{VERSION}",
+            "gitCommit": "0" * 40,
+            "gitTreeState": "clean",
+            "buildDate": "2026-01-01T00:00:00Z",
+            "goVersion": "go1.25",
+            "compiler": "gc",
             "platform": "linux/amd64",
         }
     if path == "/api":

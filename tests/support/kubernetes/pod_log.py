@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import aiohttp
 from aiohttp import web
+from support.kubernetes.api_client import abort
 from support.kubernetes.status import ApiError, Object, bad_request, not_found
 from support.kubernetes.store import RESOURCES, Store
 
@@ -80,10 +81,13 @@ async def answer_log(
     async with aiohttp.ClientSession(timeout=timeout) as session:
         url = f"https://{address}{path}"
         try:
-            async with session.get(url, params=params, ssl=trusting) as answer:
+            answer = await session.get(url, params=params, ssl=trusting)
+            try:
                 if answer.status != 200:
                     raise _refused(answer.status, await answer.text(), metadata["name"])
                 return await _stream(answer, request)
+            finally:
+                abort(answer)
         except aiohttp.ClientConnectorError as error:
             message = f'Get "{url}": dial tcp {address}: connect: connection refused'
             raise ApiError(500, "InternalError", message) from error

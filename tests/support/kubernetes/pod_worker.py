@@ -16,12 +16,12 @@ from support.kubernetes.container_environment import (
 )
 from support.kubernetes.container_log import ContainerLog
 from support.kubernetes.containers import START_ERROR, Command, Container, StartError
+from support.kubernetes.image_pull import POLL_S, ImagePull
 from support.kubernetes.images import DEFAULT_PATH, Image, PullFailure
 from support.kubernetes.pod_status import PodStatus
 from support.kubernetes.status import Object
 from support.kubernetes.volumes import PathMap, Volumes
 
-POLL_S = 0.03  # how often something that is awaited is looked for
 _MESSAGE_BYTES = 4096
 _LOG_MESSAGE_LINES, _LOG_MESSAGE_BYTES = 80, 2048
 
@@ -165,7 +165,7 @@ class PodWorker:
     async def _start(self, spec: Object) -> None:
         """Start a container, once there is everything that it takes."""
         name, state = spec["name"], self.status.of(spec["name"])
-        image = await self._pull(spec)
+        image = await ImagePull(spec, state, self._host, self._record, self._report).run()
         while True:
             try:
                 environment = await resolve_environment(spec, self.pod, self._host.read)
@@ -202,49 +202,6 @@ class PodWorker:
             if starting.exception() is None:
                 self.containers[name] = starting.result()
         starting.result()
-
-    async def _pull(self, spec: Object) -> Image:
-        """The image, once the node has it."""
-        name, state, policy = spec["name"], self.status.of(spec["name"]), spec["imagePullPolicy"]
-        image, pulling, failed = spec["image"], False, False
-        while True:
-            found = self._host.image(image, policy)
-            if isinstance(found, Image):
-                if pulling or policy == "Always":
-                    message = f'Successfully pulled image "{image}" in 1ms (1ms including waiting).'
-                else:
-                    message = f'Container image "{image}" already present on machine'
-                await self._record("Normal", "Pulled", message, name)
-                return found
-            if not pulling and policy != "Never":
-                pulling = True
-                await self._record("Normal", "Pulling", f'Pulling image "{image}"', name)
-            if isinstance(found, PullFailure):
-                await self._tell_pull_failure(spec, found, again=failed)
-                failed = True
-            elif not failed and state.waits("ContainerCreating"):
-                await self._report()
-            await asyncio.sleep(POLL_S)
-
-    async def _tell_pull_failure(self, spec: Object, failure: PullFailure, again: bool) -> None:
-        name, state = spec["name"], self.status.of(spec["name"])
-        backs_off = again and bool(failure.later_reason)
-        reason = failure.later_reason if backs_off else failure.reason
-        message = failure.later_message if backs_off else failure.message
-        if not state.waits(reason, message):
-            return
-        await self._report()
-        if backs_off:
-            back_off = f'Back-off pulling image "{spec["image"]}"'
-            await self._record("Normal", "BackOff", back_off, name)
-        elif reason == "ErrImagePull":
-            told = f'Failed to pull image "{spec["image"]}": {message}'
-            await self._record("Warning", "Failed", told, name)
-        elif reason == "InvalidImageName":
-            await self._record("Warning", "InspectFailed", message, name)
-        else:
-            await self._record("Warning", reason, message, name)
-        await self._record("Warning", "Failed", f"Error: {reason}", name)
 
     def _command(self, spec: Object, image: Image, variables: dict[str, str]) -> Command:
         mounts = self._volumes.mounts(spec, variables)

@@ -11,7 +11,7 @@ from support.kubernetes.status import ApiError, Object, bad_request
 LabelMatch = Callable[[Mapping[str, str]], bool]
 
 _SET_TERM = re.compile(r"^(?P<key>\S+)\s+(?P<operator>in|notin)\s*\((?P<values>[^)]*)\)$")
-_EQUALITY_TERM = re.compile(r"^(?P<key>[^=!\s]+)\s*(?P<operator>==|=|!=)\s*(?P<value>[^=!\s]*)$")
+_EQUALITY_TERM = re.compile(r"^(?P<key>[^=!\s]+)\s*(?P<operator>==|=|!=)\s*(?P<value>[\w./-]*)$")
 _EXISTS_TERM = re.compile(r"^(?P<negated>!?)\s*(?P<key>[A-Za-z0-9][\w./-]*)$")
 _COMMA_OUTSIDE_PARENTHESES = re.compile(r",(?![^(]*\))")
 
