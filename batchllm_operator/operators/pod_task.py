@@ -23,6 +23,7 @@ from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
 from airflow.sdk import Context
 from kubernetes.client import models as k8s
 from kubernetes.client.exceptions import ApiException
+from kubernetes.config import ConfigException
 from urllib3.exceptions import HTTPError
 
 from batchllm_operator.operators.command import CommandRunner
@@ -125,6 +126,7 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
             found = self._verify(None)
             if not isinstance(found, str):
                 self.log.info("The results are in the lake already: no pod is needed")
+                self._release(context)  # one that an earlier try left behind
                 return self.finish(context, found)
             return self._work(context, num_disruptions=0)
 
@@ -318,11 +320,10 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
 
     def _release(self, context: Context) -> None:
         """Ask all pods of this attempt to stop."""
-        request = self.build_pod_request_obj(context)  # knows the namespace
-        attempt = Attempt.of(context["ti"], self.work())
-        pods = self._pods(attempt, request.metadata.namespace, _LAST_CALL_S)
         with self._ending():
-            pods.delete_all()
+            request = self.build_pod_request_obj(context)  # knows the namespace
+            attempt = Attempt.of(context["ti"], self.work())
+            self._pods(attempt, request.metadata.namespace, _LAST_CALL_S).delete_all()
 
     def _is_orphan(self) -> bool:
         """Whether Airflow's supervisor of this process has died: nobody waits for the result."""
@@ -334,7 +335,7 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         self._is_killed = False
         try:
             yield
-        except (ApiException, HTTPError) as error:
+        except (ApiException, ConfigException, HTTPError) as error:
             self.log.error(
                 "A pod couldn't be removed (%s); the next try will do it, or the cluster after"
                 " active_deadline_seconds",

@@ -188,7 +188,7 @@ def test_a_connection_with_a_broken_extra_is_named_and_not_shown(
     lake = Connection(conn_id="lake", conn_type="aws", login=KEY_ID, password=KEY, extra=extra)
     monkeypatch.setattr(Connection, "get", lambda conn_id: lake)
     with pytest.raises(AirflowFailException, match="'lake': extra isn't") as caught:
-        AwsCredentials.from_connection("lake")
+        Credentials.from_aws("lake")
     shown = "".join(traceback.format_exception(caught.value)) + "".join(capfd.readouterr())
     assert not any(canary in shown for canary in CANARIES)
 

@@ -61,6 +61,10 @@ class TaskRun:
         return {"ti": self.ti, "run_id": self.ti.run_id, "dag": None, "dag_run": run}
 
     @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
     def is_deferred(self) -> bool:
         return self._waiting is not None
 
@@ -78,6 +82,10 @@ class TaskRun:
         assert not self._thread.is_alive(), "the task doesn't end"
         assert self.error is not None, f"the task succeeded: {self.result}"
         return self.error
+
+    def join(self) -> None:
+        """Let it come to its end."""
+        self._thread.join(60)
 
     def kill(self, state: str | None) -> None:
         """What a user who marks or clears the task does (`state`), or the end of its worker."""
@@ -97,7 +105,7 @@ class TaskRun:
     def _run(self) -> None:
         try:
             self.result = self._attempt()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self.error = error
 
     def _attempt(self) -> Any:
@@ -121,6 +129,7 @@ class TaskRun:
             path, arguments = trigger.serialize()
             module, _, name = path.rpartition(".")
             trigger = getattr(__import__(module, fromlist=[name]), name)(**arguments)
+            trigger.get_task_state = self._state
             try:
                 return asyncio.run(self._first(trigger))
             except asyncio.CancelledError:
@@ -128,6 +137,9 @@ class TaskRun:
                 if not self._restarting:
                     raise
                 self._restarting = False
+
+    async def _state(self) -> str | None:
+        return "deferred" if self.ti.state == "running" else self.ti.state
 
     async def _first(self, trigger: Any) -> Any:
         async def first() -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.kubernetes.api_server import ApiServer
 from support.kubernetes.cluster import Backend, Cluster, python_image
+from support.pod_shards import MODES, Shards
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,11 @@ def cluster(kubernetes_backend: Backend, tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.close()
+
+
+@pytest.fixture(params=MODES)
+def shards(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> Iterator[Shards]:
+    """Tasks that wait in the worker, and tasks that wait in the triggerer."""
+    made = Shards(cluster, tmp_path / "lake", request.param)
+    yield made
+    made.close()
