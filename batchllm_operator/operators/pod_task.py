@@ -257,8 +257,8 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         name = attempt.pod_name(f"batchllm-{self.stem()}", ordinal)
         self.name, self._own_secret = name, name if self.has_secrets else None
         self.cmds = ["batchllm"]
-        # Kubernetes takes $(NAME) in arguments for a variable's place.
-        self.arguments = [each.replace("$(", "$$(") for each in self.pod_command(name)]
+        # Kubernetes puts variables for $(NAME) in arguments, and $ for $$.
+        self.arguments = [each.replace("$", "$$") for each in self.pod_command(name)]
         self.labels = {
             **self.labels,
             "app.kubernetes.io/name": "batchllm",

@@ -43,11 +43,10 @@ class Shards:
         spec = fake_spec(self.lake, engine=engine, planner=planner, **changes)
         self.plan_uri = plan_job(spec, DS).folder.uri
 
-    def task(self, **arguments: Any) -> BatchLLMGenerateOperator:
-        defaults: dict[str, Any] = {
-            "task_id": "generate",
-            "plan_uri": self.plan_uri,
-            "shard_idx": 0,
+    def pod_arguments(self) -> dict[str, Any]:
+        """An operator's, for pods of the test cluster that see the lake."""
+        mount = {"name": "lake", "mountPath": str(self.lake)}
+        return {
             "runner": "kubernetes",
             "image": "job:1",
             "namespace": self.cluster.namespace,
@@ -60,17 +59,19 @@ class Shards:
             "deferrable": True,
             "pod_template_dict": {
                 "spec": {
-                    "containers": [
-                        {
-                            "name": "base",
-                            "volumeMounts": [{"name": "lake", "mountPath": str(self.lake)}],
-                        }
-                    ],
+                    "containers": [{"name": "base", "volumeMounts": [mount]}],
                     "volumes": [{"name": "lake", "hostPath": {"path": str(self.lake)}}],
                 }
             },
         }
-        return BatchLLMGenerateOperator(**{**defaults, **arguments})
+
+    def task(self, **arguments: Any) -> BatchLLMGenerateOperator:
+        return BatchLLMGenerateOperator(
+            task_id="generate",
+            plan_uri=self.plan_uri,
+            shard_idx=0,
+            **(self.pod_arguments() | arguments),
+        )
 
     def start(self, ti: TaskInstance | None = None, **arguments: Any) -> TaskRun:
         """Start a try of the task; `arguments` are the operator's."""

@@ -49,6 +49,7 @@ class TaskRun:
         self.result: Any = None
         self.error: BaseException | None = None
         self.num_deferrals = 0
+        self.trigger: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: asyncio.Task[Any] | None = None
         self._restarting = False
@@ -130,6 +131,7 @@ class TaskRun:
             module, _, name = path.rpartition(".")
             trigger = getattr(__import__(module, fromlist=[name]), name)(**arguments)
             trigger.get_task_state = self._state
+            self.trigger = trigger
             try:
                 return asyncio.run(self._first(trigger))
             except asyncio.CancelledError:

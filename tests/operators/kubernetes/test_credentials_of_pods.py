@@ -1,0 +1,141 @@
+"""Credentials go into Secrets that belong to pods, and are seen nowhere else."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helm_chart.rendering import render
+from kubernetes.client import ApiClient
+from support.pod_shards import Shards, in_triggerer
+from support.task_runs import TaskInstance
+
+KEY_ID, KEY = "AKIACANARY0KEYID", "canary/secret+key"
+TOKEN = "canary-catalog-token"
+CANARIES = (KEY_ID, KEY, TOKEN)
+ARGUMENTS: dict[str, Any] = {
+    "aws_conn_id": "lake",
+    "connection_env": {"PYICEBERG_CATALOG__LAKE__TOKEN": "catalog.password"},
+}
+
+
+@pytest.fixture(autouse=True)
+def connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    lake = {"conn_type": "aws", "login": KEY_ID, "password": KEY}
+    monkeypatch.setenv("AIRFLOW_CONN_LAKE", json.dumps(lake))
+    catalog = {"conn_type": "generic", "password": TOKEN}
+    monkeypatch.setenv("AIRFLOW_CONN_CATALOG", json.dumps(catalog))
+
+
+@in_triggerer
+def test_no_credential_is_seen(shards: Shards, capfd: pytest.CaptureFixture[str]) -> None:
+    shards.plan(delay_s=0.05)
+    ti = TaskInstance()
+    run = shards.start(ti, **ARGUMENTS)
+    name = shards.pod()
+    namespace = shards.cluster.namespace
+    secret = shards.cluster.api.read_namespaced_secret(name, namespace)
+    held = {key: base64.b64decode(value).decode() for key, value in secret.data.items()}
+    assert held == {
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": KEY,
+        "PYICEBERG_CATALOG__LAKE__TOKEN": TOKEN,
+    }
+    pod = shards.cluster.pod(name)
+    (owner,) = secret.metadata.owner_references
+    assert (owner.kind, owner.name, owner.uid) == ("Pod", name, pod.metadata.uid)
+    (pid,) = shards.cluster.agent.processes(name)[:1]
+    environment = Path(f"/proc/{pid}/environ").read_bytes().decode()
+    assert all(canary in environment for canary in CANARIES)  # the pod has them
+
+    spec = json.dumps(ApiClient().sanitize_for_serialization(pod))
+    events = "".join(shards.cluster.events(name))
+    result = run.wait()
+    log = "".join(capfd.readouterr())
+    lake = b"".join(path.read_bytes() for path in shards.lake.rglob("*") if path.is_file())
+    for canary in CANARIES:
+        assert canary not in spec
+        assert canary not in events
+        assert canary not in log
+        assert canary not in json.dumps([result, ti.pushed])
+        assert canary.encode() not in lake
+    shards.check_whole()  # and the Secret went with the pod
+
+
+@in_triggerer
+def test_a_trigger_carries_no_credential(shards: Shards) -> None:
+    shards.plan(delay_s=0.1)
+    run = shards.start(**ARGUMENTS)
+    shards.pod()
+    shards.wait(lambda: run.is_deferred, "the trigger")
+    stored = json.dumps(run.trigger.serialize())
+    token = json.dumps(shards.cluster.kubeconfig.read_text())
+    assert not any(canary in stored for canary in CANARIES)
+    assert "token" not in stored and "token" in token  # of the cluster's API neither
+    run.wait()
+
+
+@in_triggerer
+def test_a_pod_that_is_taken_up_gets_its_secret_if_it_lacks_it(shards: Shards) -> None:
+    """As when the worker died between making the pod and making its Secret."""
+    shards.plan(delay_s=0.05)
+    shards.cluster.agent.hold_images("job:1")
+    run = shards.start(**ARGUMENTS)
+    shards.wait(shards.live, "a pod")
+    (pod,) = shards.live()
+    shards.wait(lambda: run.is_deferred, "the trigger")
+    run.kill("running")
+    run.join()
+    name, namespace = pod.metadata.name, shards.cluster.namespace
+    shards.cluster.api.delete_namespaced_secret(name, namespace)
+    shards.cluster.agent.release_images("job:1")
+    shards.wait(
+        lambda: shards.cluster.waiting_reason(name) == "CreateContainerConfigError", "it to miss it"
+    )
+    shards.start(TaskInstance(try_number=2), **ARGUMENTS).wait()
+    assert shards.report()["num_resumed_parts"] == 0
+    shards.check_whole()
+
+
+@in_triggerer
+def test_existing_secrets_are_only_referred_to(shards: Shards) -> None:
+    shards.plan(delay_s=0.05)
+    shards.cluster.create_secret("s3-lake", {"AWS_SECRET_ACCESS_KEY": KEY})
+    run = shards.start(secret_names=["s3-lake"])
+    name = shards.pod()
+    environment = Path(f"/proc/{shards.cluster.agent.processes(name)[0]}/environ").read_text()
+    assert KEY in environment
+    pod = shards.cluster.pod(name)
+    assert KEY not in json.dumps(ApiClient().sanitize_for_serialization(pod))
+    run.wait()
+    assert shards.cluster.api.read_namespaced_secret("s3-lake", shards.cluster.namespace)
+
+
+VERBS = ("create", "get", "list", "watch", "patch", "update", "delete", "deletecollection")
+RESOURCES = ("pods", "pods/log", "pods/status", "pods/exec", "secrets", "events", "configmaps")
+
+
+@pytest.mark.parametrize("shards", ["sync"], indirect=True)
+@pytest.mark.parametrize("with_secrets", [False, True])
+def test_the_charts_role_is_enough(shards: Shards, with_secrets: bool) -> None:
+    """Everything is denied that the chart's Role for workers doesn't grant."""
+    rendered = render({"connections": {"createSecrets": with_secrets}})
+    (role,) = [
+        each.content for each in rendered if (each.kind, each.name) == ("Role", "batchllm-worker")
+    ]
+    granted = {
+        (verb, resource)
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    for resource in RESOURCES:
+        for verb in VERBS:
+            if (verb, resource) not in granted:
+                shards.cluster.double.deny(verb, resource)
+    shards.plan()
+    shards.start(**(ARGUMENTS if with_secrets else {})).wait()
+    shards.check_whole()
