@@ -8,6 +8,7 @@
 #   POOL_SLOTS             generate tasks at a time: slots of the pool batchllm_gpu        2
 #   BATCHLLM_AIRFLOW_HOME  where everything is kept                                 .airflow
 #   BATCHLLM_SPEC_DIR      the DAGs' job specs     dags/specs; their table and model are made
+#   BATCHLLM_VENV          the environment to run                                     .venv
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -69,7 +70,7 @@ export AIRFLOW__CORE__EXECUTOR=LocalExecutor AIRFLOW__CORE__PARALLELISM=4
 # Tasks' logs are files on this machine: nobody asks these two servers for them.
 export AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT=$((port < 65000 ? port + 1 : port - 1))
 export AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT=$((port < 65000 ? port + 2 : port - 2))
-export PATH="$root/.venv/bin:$PATH" # `airflow standalone` starts `airflow ...`
+export PATH="$venv/bin:$PATH" # `airflow standalone` starts `airflow ...`
 
 if (($#)); then
   [[ -f "$home/airflow.db" ]] || fail "there is no Airflow in $home yet; start it with 'make airflow'"
@@ -81,7 +82,7 @@ exec 9>"$home/lock"
 if ! flock -n 9; then
   fail "an Airflow is running in $home already, as process group $(cat "$home/pid" 2>/dev/null || echo '?')"
 fi
-"$root/.venv/bin/python" - "$port" <<'PY' || fail "port $port is in use; choose another one with PORT="
+"$venv/bin/python" - "$port" <<'PY' || fail "port $port is in use; choose another one with PORT="
 import socket
 import sys
 
@@ -114,7 +115,7 @@ trap end_airflow EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-"$root/.venv/bin/python" -P "$root/scripts/airflow_ready.py" --url "http://127.0.0.1:$port" \
+"$venv/bin/python" -P "$root/scripts/airflow_ready.py" --url "http://127.0.0.1:$port" \
   --home "$home" --pid "$airflow_pid" --limit-s "$ready_s" --pool "batchllm_gpu" "$pool_slots" \
   --dags "${dag_ids[@]}" "${new[@]}" 9>&- &
 ready_pid=$!

@@ -3,14 +3,15 @@
 # to do with the caller's, and the demo's table and model in .demo/.
 
 demo="$root/.demo"
-airflow="$root/.venv/bin/airflow"
+venv="${BATCHLLM_VENV:-$root/.venv}"
+airflow="$venv/bin/airflow"
 
 if [[ ! -x "$airflow" ]]; then
-  echo "there is no Airflow in $root/.venv; run 'make setup' first" >&2
+  echo "there is no Airflow in $venv; run 'make setup' first" >&2
   exit 1
 fi
 
-batchllm() { "$root/.venv/bin/python" -P -m batchllm_operator.cli "$@"; }
+batchllm() { "$venv/bin/python" -P -m batchllm_operator.cli "$@"; }
 
 # Nothing of an Airflow that the caller may have is read or changed, nobody is told about this
 # one, and nothing is downloaded.
