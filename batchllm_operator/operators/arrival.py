@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from airflow.providers.common.compat.sdk import AirflowFailException
+from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
 from airflow.sdk import Asset, BaseOperator, Context, TaskGroup, XComArg
 
 DS_KEY: Final = "ds"
@@ -28,9 +29,6 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     Returns:
         The partition of the run, as `batchllm_task_group(..., ds=...)` takes it.
     """
-    # Not above: Airflow reads this package's provider info before its own models can be imported.
-    from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
-
     with TaskGroup(group_id=group_id):
         partition = BatchLLMArrivalOperator(task_id="partition", assets=assets)
         TriggerDagRunOperator.partial(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,11 +151,23 @@ class Job:
         return folder
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    """A lake table, and the specs of both DAGs of this repository."""
-    new = Job(tmp_path)
+def new_job(folder: Path) -> Job:
+    """A lake table, and the specs of the DAGs of this repository."""
+    folder.mkdir(exist_ok=True)
+    new = Job(folder)
     new.write_table()
     for name in ("daily_snippets", "offline_ranking"):
         new.write_spec(name)
     return new
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A job folder of the test's own."""
+    return new_job(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def make_job() -> Callable[[Path], Job]:
+    """For fixtures that need a job folder for longer than a test."""
+    return new_job

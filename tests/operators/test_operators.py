@@ -20,7 +20,7 @@ from batchllm_operator.operators import (
     one_run_per_partition,
 )
 from batchllm_operator.operators.command import BatchLLMCommandOperator
-from batchllm_operator.operators.provider import get_provider_info
+from batchllm_operator.provider import get_provider_info
 
 
 class TaskInstance:
@@ -177,6 +177,17 @@ def test_provider_info_fits_airflows_schema() -> None:
     Draft7Validator(schema).validate(info)
     assert info["package-name"] == "batchllm-operator"
     assert info["versions"] == [__version__]
+
+
+def test_the_provider_info_loads_no_operator() -> None:
+    """Every Airflow process reads it before the modules that operators need can be imported."""
+    code = (
+        "import sys; from batchllm_operator import provider;"
+        "provider.get_provider_info();"
+        "print('airflow' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
 
 
 def test_importing_the_operators_loads_nothing_heavy() -> None:

@@ -1,4 +1,7 @@
-"""What Airflow shows about this package; the entry point `apache_airflow_provider`."""
+"""What Airflow shows about this package; the entry point `apache_airflow_provider`.
+
+Airflow loads it while it is starting, so nothing of Airflow may be imported here.
+"""
 
 from __future__ import annotations
 
