@@ -11,14 +11,18 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator import __version__
 from batchllm_operator.errors import BatchLLMError, ExitCode, Interrupted
 from batchllm_operator.pipeline import simulate_command
+
+if TYPE_CHECKING:
+    from batchllm_operator.spec import JobSpec
 
 # Each command imports its stage when it runs, so that --help and schema answer at once.
 
@@ -35,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.name == "report" and args.job is not None and args.ds is None:
         parser.error("report: --job needs --ds")
+    if args.name == "verify":
+        _check_verify(parser, args)
     if args.name == "simulate":
         simulate_command.check_arguments(parser, args)
     if getattr(args, "result", None) is not None and not args.result.parent.is_dir():
@@ -70,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.plan import plan_job
     from batchllm_operator.report import format_plan
-    from batchllm_operator.spec import load_spec
 
     if args.advise:
         return _advise(args)
-    plan = plan_job(load_spec(args.job), args.ds)
+    spec = _load_job(args)
+    plan = plan_job(spec, args.ds)
     counts, estimate = plan.manifest.counts, plan.manifest.estimate
     print(format_plan(plan.manifest, plan.folder.uri))
-    return {
+    result = {
         "plan_uri": plan.folder.uri,
         "num_shards": len(plan.manifest.shards),
         "planned_saving_ratio": counts.planned_saving_ratio,
@@ -87,25 +93,52 @@ def _plan(args: argparse.Namespace) -> Result:
         "predicted_cost_usd": estimate.cost_usd if estimate else None,
         **counts.model_dump(),
     }
+    if args.record is not None:
+        from batchllm_operator.pipeline.verify import record_plan
+
+        record_plan(spec, args.ds, args.record, result)
+    return result
+
+
+def _load_job(args: argparse.Namespace) -> JobSpec:
+    from batchllm_operator.spec import load_spec, parse_spec_json
+
+    if args.job_json is not None:
+        return parse_spec_json(args.job_json, source="--job-json")
+    return load_spec(args.job)
 
 
 def _advise(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.advise import advise
     from batchllm_operator.report import format_advice
-    from batchllm_operator.spec import load_spec
 
-    advice = advise(load_spec(args.job), args.ds)
+    advice = advise(_load_job(args), args.ds)
     print(format_advice(advice))
     return asdict(advice)
 
 
 def _run(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.draining import Drain
     from batchllm_operator.pipeline.run import run_shard
 
-    report = run_shard(args.plan, args.shard)
+    drain = Drain()
+    with drain.on_sigterm(args.drain_s) if args.drain_s else nullcontext():
+        report = run_shard(args.plan, args.shard, num_gpus=args.num_gpus, drain=drain)
     print(
         f"shard {report.shard_idx}: {report.num_rows:,} rows, {report.num_failed_rows:,} failed;"
         f" {report.num_parts} parts, {report.num_resumed_parts} of them done before"
+    )
+    return {"plan_uri": args.plan, **report.model_dump()}
+
+
+def _verify(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.verify import verify_plan, verify_shard
+
+    if args.record is not None:
+        return verify_plan(_load_job(args), args.ds, args.record)
+    report = verify_shard(args.plan, args.shard)
+    print(
+        f"shard {report.shard_idx}: complete, {report.num_rows:,} rows in {report.num_parts} parts"
     )
     return {"plan_uri": args.plan, **report.model_dump()}
 
@@ -190,8 +223,11 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     plan = add_stage("plan", _plan, "Plan a job for one partition of its input table.")
-    plan.add_argument("--job", required=True, type=Path, metavar="FILE", help="job spec (YAML)")
+    _add_job(plan)
     plan.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
+    plan.add_argument(
+        "--record", metavar="NAME", help="keep the result in the output table too, for `verify`"
+    )
     plan.add_argument(
         "--advise",
         action="store_true",
@@ -201,6 +237,28 @@ def _parser() -> argparse.ArgumentParser:
     run = add_stage("run", _run, "Generate for one shard of a plan; resumes where it was stopped.")
     run.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")
     run.add_argument("--shard", required=True, type=int, metavar="I", help="shard, from 0")
+    run.add_argument(
+        "--num-gpus",
+        type=int,
+        metavar="N",
+        help="GPUs of this process, for engine.tensor_parallel_size where the spec leaves it out",
+    )
+    run.add_argument(
+        "--drain-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="at SIGTERM, finish open parts for at most S seconds (default 0: drop them)",
+    )
+
+    verify = add_stage(
+        "verify", _verify, "Check that what a stage was to leave in the lake is there, whole."
+    )
+    verify.add_argument("--plan", metavar="URI", help="what `plan` printed; needs --shard")
+    verify.add_argument("--shard", type=int, metavar="I", help="shard, from 0; with --plan")
+    verify.add_argument("--record", metavar="NAME", help="as for `plan`; needs the job and --ds")
+    _add_job(verify, required=False)
+    verify.add_argument("--ds", help="the partition; with --record")
 
     commit = add_stage("commit", _commit, "Check that every row is answered, and publish.")
     commit.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")
@@ -228,6 +286,27 @@ def _parser() -> argparse.ArgumentParser:
     model = add("demo-model", _demo_model, "Make a tiny model with random weights.")
     model.add_argument("folder", type=Path, metavar="DIR")
     return parser
+
+
+def _add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    which = parser.add_mutually_exclusive_group(required=required)
+    which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML)")
+    which.add_argument("--job-json", metavar="JSON", help="the job spec itself, paths absolute")
+
+
+def _check_verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Either a shard of a plan is verified, or a record of a job and partition."""
+    of_shard = args.plan is not None and args.shard is not None
+    of_plan = args.record is not None and args.ds is not None and (args.job or args.job_json)
+    given = [
+        name
+        for name in ("plan", "shard", "record", "ds", "job", "job_json")
+        if getattr(args, name) is not None
+    ]
+    if not (of_shard and len(given) == 2) and not (of_plan and len(given) == 3):
+        parser.error(
+            "verify: give --plan and --shard, or --record with --job or --job-json and --ds"
+        )
 
 
 def _write_result(path: Path, command: str, result: Result) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final, NoReturn
 
-from airflow.sdk import BaseOperator
-from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from airflow.providers.common.compat.sdk import (
+    AirflowException,
+    AirflowFailException,
+    BaseOperator,
+)
 
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.operators.child import ChildOutcome, ChildProcess
-from batchllm_operator.operators.credentials import AwsCredentials
+from batchllm_operator.operators.credentials import Credentials
 
 RESULT_VERSION: Final = 1
 
@@ -27,8 +31,78 @@ _FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS)
 """Failures that a retry can't mend. An empty partition isn't one: data may come late."""
 
 
+class CommandRunner:
+    """Runs `batchllm` commands, one at a time, as child processes of the task.
+
+    Args:
+        log: takes the commands' lines.
+        env: environment variables on top of the task's own.
+        credentials: further ones, of which some are secret; they win over those of `env`.
+        kill_grace_s: seconds that a command may take to stop.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger | Any,
+        env: Mapping[str, str] | None,
+        credentials: Credentials,
+        kill_grace_s: float,
+    ) -> None:
+        self._log = log
+        self._env = credentials.added_to({**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})})
+        self._secrets = credentials.secrets
+        self._kill_grace_s = kill_grace_s
+        self._child: ChildProcess | None = None
+
+    def run(self, command: str, *arguments: str) -> dict[str, Any]:
+        """Run `batchllm <command> <arguments>` and return its result.
+
+        Raises:
+            AirflowFailException: the spec, the table or the plan is wrong, too many rows
+                failed, or the command speaks another result version; a retry won't help.
+            AirflowException: the command failed in any other way, or was stopped.
+        """
+        result, outcome = self._run(command, arguments)
+        if result is None:
+            _raise_failure(command, outcome)
+        return result
+
+    def run_unless_incomplete(self, command: str, *arguments: str) -> dict[str, Any] | str:
+        """As `run`, but the command's message where it found that something is missing."""
+        result, outcome = self._run(command, arguments)
+        if result is None:
+            if outcome.exit_code == ExitCode.INCOMPLETE and outcome.stop_reason is None:
+                return outcome.error
+            _raise_failure(command, outcome)
+        return result
+
+    def stop(self, reason: str) -> None:
+        """Ask the command that runs to stop; whoever waits for it sees to its end."""
+        if self._child is not None:
+            self._child.stop(reason)
+
+    def _run(
+        self, command: str, arguments: Sequence[str]
+    ) -> tuple[dict[str, Any] | None, ChildOutcome]:
+        """Run the command; its result is None unless it ended well."""
+        with TemporaryDirectory(prefix="batchllm-") as folder:
+            result_path = Path(folder) / "result.json"
+            argv = (*_COMMAND, command, *arguments)
+            self._log.info("Running batchllm %s", _shown(command, arguments))
+            child = self._child = ChildProcess(
+                (*argv, "--result", str(result_path), "--die-with-parent", str(os.getpid())),
+                env=self._env,
+                secrets=self._secrets,
+                kill_grace_s=self._kill_grace_s,
+            )
+            outcome = child.run(self._log.info)
+            if outcome.exit_code != ExitCode.OK:
+                return None, outcome
+            return read_result(result_path, command), outcome
+
+
 class BatchLLMCommandOperator(BaseOperator):
-    """Base of the operators: runs one `batchllm` command as a child process of the task.
+    """Base of the operators that run one `batchllm` command in the worker.
 
     The command's lines go into the task's log. When the task is killed, times out or
     loses its supervisor, the command is asked to stop by SIGTERM and killed after
@@ -41,11 +115,14 @@ class BatchLLMCommandOperator(BaseOperator):
             the command gets as `AWS_*` variables, before those of `env` and of the worker
             (templated). Read when the task runs, passed on in the command's environment
             only. By default the command uses what the worker has.
+        connection_env: environment variables that are fields of Airflow connections, such as
+            `{"PYICEBERG_CATALOG__LAKE__TOKEN": "lake_catalog.password"}`; see
+            `credentials.Credentials` (templated).
         kill_grace_s: seconds that the command may take to stop.
     """
 
-    template_fields: Sequence[str] = ("env", "aws_conn_id")
-    template_fields_renderers: ClassVar[dict[str, str]] = {"env": "json"}
+    template_fields: Sequence[str] = ("env", "aws_conn_id", "connection_env")
+    template_fields_renderers: ClassVar[dict[str, str]] = {"env": "json", "connection_env": "json"}
     ui_color = "#d7e8f4"
 
     def __init__(
@@ -53,49 +130,32 @@ class BatchLLMCommandOperator(BaseOperator):
         *,
         env: Mapping[str, str] | None = None,
         aws_conn_id: str | None = None,
+        connection_env: Mapping[str, str] | None = None,
         kill_grace_s: float = 30.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.env = env
         self.aws_conn_id = aws_conn_id
+        self.connection_env = connection_env
         self.kill_grace_s = kill_grace_s
-        self._child: ChildProcess | None = None
+        self._runner: CommandRunner | None = None
 
     def run_command(self, command: str, *arguments: str) -> dict[str, Any]:
-        """Run `batchllm <command> <arguments>` and return its result.
+        """Run `batchllm <command> <arguments>` and return its result; see `CommandRunner.run`.
 
         Raises:
-            AirflowFailException: the spec, the table, the plan or the AWS connection is wrong,
-                too many rows failed, or the command speaks another result version; a retry
-                won't help.
-            AirflowException: the command failed in any other way, or was stopped.
+            AirflowFailException: besides, a connection is wrong or absent.
         """
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", **(self.env or {})}
-        secrets: tuple[str, ...] = ()
-        if self.aws_conn_id is not None:
-            credentials = AwsCredentials.from_connection(self.aws_conn_id)
-            env, secrets = credentials.added_to(env), credentials.secrets
-        with TemporaryDirectory(prefix="batchllm-") as folder:
-            result_path = Path(folder) / "result.json"
-            argv = (*_COMMAND, command, *arguments)
-            self.log.info("Running batchllm %s", " ".join((command, *arguments)))
-            child = self._child = ChildProcess(
-                (*argv, "--result", str(result_path), "--die-with-parent", str(os.getpid())),
-                env=env,
-                secrets=secrets,
-                kill_grace_s=self.kill_grace_s,
-            )
-            outcome = child.run(self.log.info)
-            if outcome.exit_code != ExitCode.OK:
-                _raise_failure(command, outcome)
-            return read_result(result_path, command)
+        credentials = Credentials.of(self.aws_conn_id, self.connection_env)
+        self._runner = CommandRunner(self.log, self.env, credentials, self.kill_grace_s)
+        return self._runner.run(command, *arguments)
 
     def on_kill(self) -> None:
         """Ask the command to stop; whoever waits for it in `execute` sees to its end."""
-        if self._child is not None:
+        if self._runner is not None:
             self.log.warning("The task is being killed; stopping the command")
-            self._child.stop("the task was killed")
+            self._runner.stop("the task was killed")
 
 
 def read_result(path: Path, command: str) -> dict[str, Any]:
@@ -135,6 +195,13 @@ def uris_and_counts(result: Mapping[str, Any]) -> dict[str, str | int | float]:
         if (isinstance(value, int | float) and name != "result_version")
         or (isinstance(value, str) and name.endswith("_uri"))
     }
+
+
+def _shown(command: str, arguments: Sequence[str]) -> str:
+    """The command for the log; a whole spec among the arguments is left out."""
+    after_json = {index + 1 for index, each in enumerate(arguments) if each == "--job-json"}
+    shown = ("..." if index in after_json else each for index, each in enumerate(arguments))
+    return " ".join((command, *shown))
 
 
 def _raise_failure(command: str, outcome: ChildOutcome) -> NoReturn:

@@ -1,4 +1,4 @@
-"""AWS credentials for a command, read from an Airflow connection when the task runs."""
+"""Credentials for a command, read from Airflow connections when the task runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from airflow.sdk import Connection
-from airflow.sdk.exceptions import AirflowFailException, AirflowNotFoundException
+from airflow.providers.common.compat.sdk import (
+    AirflowFailException,
+    AirflowNotFoundException,
+    Connection,
+)
 from airflow.sdk.log import mask_secret
 
 _KEY_PAIR: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -25,17 +28,44 @@ _CONTRADICTED: Final[Mapping[str, tuple[str, ...]]] = {
 # the connection means if it were passed over.
 _UNSUPPORTED_EXTRAS: Final = ("profile_name", "role_arn", "service_config", "session_kwargs")
 
+_FIELDS: Final = ("login", "password", "host", "schema", "port")
+_OPEN_FIELDS: Final = (".login", ".host", ".schema", ".port")
+
 _MIN_SECRET_LEN: Final = 5  # as for Airflow: hiding a shorter one would spoil every line
 
 
 @dataclass(frozen=True, slots=True)
-class AwsCredentials:
-    """Environment variables that give a child process a connection's credentials."""
+class Credentials:
+    """Environment variables that give a command the credentials of connections."""
 
-    variables: Mapping[str, str] = field(repr=False)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """Values that must not be shown, those that contain others first."""
 
     @classmethod
-    def from_connection(cls, conn_id: str) -> AwsCredentials:
+    def of(cls, aws_conn_id: str | None, connection_env: Mapping[str, str] | None) -> Credentials:
+        """Read all connections that an operator names.
+
+        Args:
+            aws_conn_id: see `from_aws`.
+            connection_env: for each environment variable, the field of a connection, as
+                `<conn_id>.<field>`: login, password, host, schema, port, `extra.<name>`. Values
+                of password and of extra are taken for secrets.
+
+        Raises:
+            AirflowFailException: a connection or field is absent, or wrong.
+        """
+        aws = cls.from_aws(aws_conn_id) if aws_conn_id is not None else cls()
+        variables, secrets = dict(aws.variables), set(aws.secrets)
+        for name, reference in (connection_env or {}).items():
+            value = variables[name] = _read_field(name, reference)
+            if len(value) >= _MIN_SECRET_LEN and not reference.endswith(_OPEN_FIELDS):
+                secrets.add(value)
+        mask_secret(list(secrets))
+        return cls(variables, tuple(sorted(secrets, key=len, reverse=True)))
+
+    @classmethod
+    def from_aws(cls, conn_id: str) -> Credentials:
         """Read an Airflow connection of type `aws`; the Amazon provider isn't needed.
 
         Its fields are those of the Amazon provider: login and password (or
@@ -55,7 +85,7 @@ class AwsCredentials:
                 f"Airflow connection {conn_id!r} is of type {connection.conn_type!r}; aws_conn_id"
                 " takes one of type 'aws'"
             )
-        extra = _parse_extra(conn_id, connection.extra)
+        extra = _aws_extra(conn_id, connection.extra)
         key_id, key = connection.login, connection.password
         if not key_id and not key:
             key_id, key = extra.get("aws_access_key_id"), extra.get("aws_secret_access_key")
@@ -66,19 +96,12 @@ class AwsCredentials:
             "AWS_DEFAULT_REGION": extra.get("region_name"),
             "AWS_ENDPOINT_URL": extra.get("endpoint_url"),
         }
-        credentials = cls({name: value for name, value in values.items() if value})
-        credentials._check(conn_id)
-        mask_secret(list(credentials.secrets))
-        return credentials
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        """Values that must not be shown, those that contain others first."""
-        names = (*_KEY_PAIR, _TOKEN)
-        values = {self.variables[name] for name in names if name in self.variables}
-        return tuple(
-            sorted((v for v in values if len(v) >= _MIN_SECRET_LEN), key=len, reverse=True)
-        )
+        variables = {name: value for name, value in values.items() if value}
+        _check_aws(conn_id, variables)
+        hidden = {variables[name] for name in (*_KEY_PAIR, _TOKEN) if name in variables}
+        secrets = sorted((v for v in hidden if len(v) >= _MIN_SECRET_LEN), key=len, reverse=True)
+        mask_secret(secrets)
+        return cls(variables, tuple(secrets))
 
     def added_to(self, env: Mapping[str, str]) -> dict[str, str]:
         """A copy of `env` with these variables, and without those that contradict them."""
@@ -86,33 +109,64 @@ class AwsCredentials:
         kept = {name: value for name, value in env.items() if name not in contradicted}
         return kept | dict(self.variables)
 
-    def _check(self, conn_id: str) -> None:
-        for name, value in self.variables.items():
-            if not isinstance(value, str):
-                raise AirflowFailException(
-                    f"Airflow connection {conn_id!r}: the value for {name} isn't a string"
-                )
-        given = [name for name in _KEY_PAIR if name in self.variables]
-        if len(given) == 1 or (not given and _TOKEN in self.variables):
+
+def _check_aws(conn_id: str, variables: Mapping[str, Any]) -> None:
+    for name, value in variables.items():
+        if not isinstance(value, str):
             raise AirflowFailException(
-                f"Airflow connection {conn_id!r}: an access key id (login), its secret key"
-                " (password) and a session token are no use without each other; give both keys,"
-                " or none of the three to use the worker's own credentials"
+                f"Airflow connection {conn_id!r}: the value for {name} isn't a string"
             )
+    given = [name for name in _KEY_PAIR if name in variables]
+    if len(given) == 1 or (not given and _TOKEN in variables):
+        raise AirflowFailException(
+            f"Airflow connection {conn_id!r}: an access key id (login), its secret key"
+            " (password) and a session token are no use without each other; give both keys,"
+            " or none of the three to use the worker's own credentials"
+        )
 
 
-def _get_connection(conn_id: str) -> Any:
+def _read_field(name: str, reference: str) -> str:
+    """The field of a connection that `connection_env` wants as variable `name`."""
+    conn_id, _, field_name = reference.partition(".")
+    connection = _get_connection(conn_id, "connection_env")
+    where = f"connection_env[{name!r}]: {reference!r}"
+    if field_name.startswith("extra."):
+        value = _parse_extra(conn_id, connection.extra).get(field_name.removeprefix("extra."))
+    elif field_name in _FIELDS:
+        value = getattr(connection, field_name)
+    else:
+        raise AirflowFailException(
+            f"{where}: must be <conn_id>.<field>; fields are {', '.join(_FIELDS)} and extra.<name>"
+        )
+    if value is None or value == "":
+        raise AirflowFailException(f"{where}: the connection has no such field, or an empty one")
+    return str(value)
+
+
+def _get_connection(conn_id: str, wanted_by: str = "aws_conn_id") -> Any:
     """The connection, as a task gets it: from secrets backends, the environment or the API."""
     try:
         return Connection.get(conn_id)
     except AirflowNotFoundException:
         raise AirflowFailException(
-            f"there is no Airflow connection {conn_id!r} (aws_conn_id)"
+            f"there is no Airflow connection {conn_id!r} ({wanted_by})"
         ) from None
     except PermissionError:
         raise AirflowFailException(
-            f"this task may not read the Airflow connection {conn_id!r} (aws_conn_id)"
+            f"this task may not read the Airflow connection {conn_id!r} ({wanted_by})"
         ) from None
+
+
+def _aws_extra(conn_id: str, text: str | None) -> dict[str, Any]:
+    """An AWS connection's extra fields, if nothing in them would have to be passed over."""
+    extra = _parse_extra(conn_id, text)
+    for name in _UNSUPPORTED_EXTRAS:
+        if extra.get(name):
+            raise AirflowFailException(
+                f"Airflow connection {conn_id!r}: {name} in extra isn't supported; give keys, or"
+                " let the worker's own environment choose the role, profile or endpoint"
+            )
+    return extra
 
 
 def _parse_extra(conn_id: str, text: str | None) -> dict[str, Any]:
@@ -123,10 +177,4 @@ def _parse_extra(conn_id: str, text: str | None) -> dict[str, Any]:
         extra = None
     if not isinstance(extra, dict):
         raise AirflowFailException(f"Airflow connection {conn_id!r}: extra isn't a JSON object")
-    for name in _UNSUPPORTED_EXTRAS:
-        if extra.get(name):
-            raise AirflowFailException(
-                f"Airflow connection {conn_id!r}: {name} in extra isn't supported; give keys, or"
-                " let the worker's own environment choose the role, profile or endpoint"
-            )
     return extra

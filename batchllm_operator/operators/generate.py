@@ -2,36 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from airflow.sdk import Context, XComArg
+from airflow.providers.common.compat.sdk import Context, XComArg
 
-from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_and_counts
+from batchllm_operator.operators.command import uris_and_counts
+from batchllm_operator.operators.pod_task import BatchLLMStageOperator
+from batchllm_operator.operators.pods.attempt import LABEL
+from batchllm_operator.operators.pods.settings import DRAIN_MARGIN_S
 
 
-class BatchLLMGenerateOperator(BatchLLMCommandOperator):
+class BatchLLMGenerateOperator(BatchLLMStageOperator):
     """Generates the outputs of one shard of a plan; what was finished before is skipped.
 
-    Runs `batchllm run`. The return value holds the plan's URI and the shard's counts.
+    Runs `batchllm run` in the worker or in a pod with GPUs. The task succeeds when the
+    shard's report and all its parts are in the lake. The return value holds the plan's URI
+    and the shard's counts.
 
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.
         shard_idx: which shard of it, from 0 (templated).
-        kwargs: see `BatchLLMCommandOperator`.
+        kwargs: see `BatchLLMPodOperator`.
     """
 
-    template_fields: Sequence[str] = ("plan_uri", "shard_idx", "env", "aws_conn_id")
+    template_fields: Sequence[str] = (
+        "plan_uri",
+        "shard_idx",
+        *BatchLLMStageOperator.template_fields,
+    )
     ui_color = "#f4dfc8"
+    component: ClassVar[str] = "run"
 
     def __init__(self, *, plan_uri: str | XComArg, shard_idx: int | str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.plan_uri = plan_uri
         self.shard_idx = shard_idx
 
-    def execute(self, context: Context) -> dict[str, str | int | float]:
-        """Generate; see `run_command` for the errors."""
-        result = self.run_command(
-            "run", "--plan", str(self.plan_uri), "--shard", str(self.shard_idx)
-        )
+    def command(self) -> list[str]:
+        """`batchllm run`, for as many GPUs as were asked for."""
+        gpus = ["--num-gpus", str(self.gpu_count)] if self.gpu is not None else []
+        return ["run", *self._shard(), *gpus]
+
+    def pod_command(self, pod_name: str) -> list[str]:
+        """Besides, to use the pod's grace period for the parts that are open."""
+        drain_s = self.grace_s - DRAIN_MARGIN_S
+        return [*self.command(), "--drain-s", str(drain_s)]
+
+    def verify_command(self, pod_name: str | None) -> list[str]:
+        """For the shard, whoever generated it."""
+        return self._shard()
+
+    def work(self) -> str:
+        """Plan and shard."""
+        return " ".join(self._shard())
+
+    def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
+        """URIs and counts of the shard's report."""
         return uris_and_counts(result)
+
+    def stem(self) -> str:
+        """Job and shard."""
+        return f"{self._job}-{self.shard_idx}"
+
+    def stage_labels(self) -> dict[str, str]:
+        """Job, plan and shard."""
+        return {
+            f"{LABEL}/job": self._job,
+            f"{LABEL}/plan": str(self.plan_uri).rstrip("/").rsplit("/", 1)[-1],
+            f"{LABEL}/shard": str(self.shard_idx),
+        }
+
+    @property
+    def _job(self) -> str:
+        """A plan lies at .../<job>/<ds>/plan-<id>."""
+        return ("", "", *str(self.plan_uri).rstrip("/").split("/"))[-3] or "job"
+
+    def _shard(self) -> list[str]:
+        return ["--plan", str(self.plan_uri), "--shard", str(self.shard_idx)]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Final
 
-from airflow.sdk import Context
+from airflow.providers.common.compat.sdk import AirflowFailException, Context
 
-from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_and_counts
+from batchllm_operator.errors import SpecError
+from batchllm_operator.operators.command import uris_and_counts
+from batchllm_operator.operators.pod_task import BatchLLMStageOperator
+from batchllm_operator.operators.pods.attempt import LABEL
+from batchllm_operator.spec import JobSpec, load_spec
 
 PLAN_URI_KEY: Final = "plan_uri"
 SUMMARY_KEY: Final = "plan"
 
 
-class BatchLLMPlanOperator(BatchLLMCommandOperator):
-    """Reads a partition, plans what its prompts share, and cuts the work into shards.
+class BatchLLMPlanOperator(BatchLLMStageOperator):
+    """Builds the prefix plan of a job for one partition of its input table.
 
-    Runs `batchllm plan`. Planning the same partition again gives the same plan.
+    Runs `batchllm plan`, in the worker or, with `runner="kubernetes"`, in a pod of its own
+    that needs no GPU. Planning the same partition again gives the same plan.
 
     XComs: the return value is one `{"plan_uri": ..., "shard_idx": ...}` per shard, for
     `BatchLLMGenerateOperator.partial(...).expand_kwargs(plan.output)` (Airflow maps over
@@ -24,22 +30,39 @@ class BatchLLMPlanOperator(BatchLLMCommandOperator):
     plan's URI, `plan` the URI and all counts.
 
     Args:
-        spec_path: the job spec, a YAML file that the worker can read (templated).
+        spec_path: the job spec, a YAML file that the worker can read (templated). A pod gets
+            what is in it, with local paths made absolute: they have to mean the same there.
         ds: the partition (templated); by default the run's logical date.
-        kwargs: see `BatchLLMCommandOperator`.
+        kwargs: see `BatchLLMPodOperator`.
     """
 
-    template_fields: Sequence[str] = ("spec_path", "ds", "env", "aws_conn_id")
+    template_fields: Sequence[str] = ("spec_path", "ds", *BatchLLMStageOperator.template_fields)
     ui_color = "#cde6d0"
+    component: ClassVar[str] = "plan"
 
     def __init__(self, *, spec_path: str, ds: str = "{{ ds }}", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.spec_path = spec_path
         self.ds = ds
 
-    def execute(self, context: Context) -> list[dict[str, str | int]]:
-        """Plan; see the class for the XComs and `run_command` for the errors."""
-        result = self.run_command("plan", "--job", self.spec_path, "--ds", self.ds)
+    def command(self) -> list[str]:
+        """`batchllm plan` over the spec's file."""
+        return ["plan", "--job", self.spec_path, "--ds", self.ds]
+
+    def pod_command(self, pod_name: str) -> list[str]:
+        """The same, with the spec itself, and a record for `verify` in the lake."""
+        return ["plan", *self._job, "--record", pod_name]
+
+    def verify_command(self, pod_name: str | None) -> list[str] | None:
+        """For the record that the pod has left."""
+        return None if pod_name is None else [*self._job, "--record", pod_name]
+
+    def work(self) -> str:
+        """Spec and partition."""
+        return " ".join(self._job)
+
+    def finish(self, context: Context, result: Mapping[str, Any]) -> list[dict[str, str | int]]:
+        """Push the plan's URI and counts; see the class."""
         plan_uri = str(result["plan_uri"])
         context["ti"].xcom_push(key=PLAN_URI_KEY, value=plan_uri)
         context["ti"].xcom_push(key=SUMMARY_KEY, value=uris_and_counts(result))
@@ -47,3 +70,22 @@ class BatchLLMPlanOperator(BatchLLMCommandOperator):
             {"plan_uri": plan_uri, "shard_idx": shard_idx}
             for shard_idx in range(int(result["num_shards"]))
         ]
+
+    def stem(self) -> str:
+        """Job and stage."""
+        return f"{self._spec.name}-plan"
+
+    def stage_labels(self) -> dict[str, str]:
+        """The job."""
+        return {f"{LABEL}/job": self._spec.name}
+
+    @cached_property
+    def _spec(self) -> JobSpec:
+        try:
+            return load_spec(self.spec_path)
+        except SpecError as error:
+            raise AirflowFailException(str(error)) from error
+
+    @property
+    def _job(self) -> list[str]:
+        return ["--job-json", self._spec.model_dump_json(), "--ds", self.ds]

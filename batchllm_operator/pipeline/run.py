@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -21,8 +21,9 @@ from batchllm_operator.engine import (
     EngineRequest,
     start_engine,
 )
-from batchllm_operator.errors import PlanError
+from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.lake import Folder
+from batchllm_operator.pipeline.draining import Drain
 from batchllm_operator.pipeline.parts import PartEntry, read_ledger, write_part
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_folder
@@ -96,6 +97,8 @@ def run_shard(
     shard_idx: int,
     *,
     start: Callable[[JobSpec, EngineJob], Engine] = start_engine,
+    num_gpus: int | None = None,
+    drain: Drain | None = None,
 ) -> ShardReport:
     """Generate for every request of a shard that has no finished part yet.
 
@@ -104,15 +107,25 @@ def run_shard(
     engine is started; a shard below `planner.num_shards` that a small partition didn't need
     has nothing to do either.
 
+    Args:
+        plan_uri: where the plan lies.
+        shard_idx: which of its shards, from 0.
+        start: makes the engine.
+        num_gpus: GPUs that this process has been given, for `engine.tensor_parallel_size`; None
+            for what the spec says.
+        drain: when it has begun, no further part is opened and the open ones are finished.
+
     Raises:
         PlanError: the plan or the shard is absent, corrupted or of another version, or the
             model isn't the one that the plan was made with.
         ModelError: the model's tokenizer can't be loaded.
-        SpecError: the engine doesn't know a setting.
+        SpecError: the engine doesn't know a setting, or the spec wants another number of GPUs.
         EngineError: the engine can't start, or keeps dying.
+        Interrupted: `drain` has begun, and parts are left to do.
     """
-    plan = StoredPlan.open(plan_uri)
+    plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
     spec = plan.manifest.spec
+    drain = drain or Drain()
     if len(plan.manifest.shards) <= shard_idx < spec.planner.num_shards:
         _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
         return ShardReport.of(plan.manifest.plan_id, shard_idx, [], 0)
@@ -125,7 +138,7 @@ def run_shard(
         with plan.open_file(shard.file) as file:
             _check_model(plan)
             work = _ShardWork(pq.ParquetFile(file), missing, has_estimates=_has_estimates(spec))
-            run = _ShardRun(folder, plan.manifest.plan_id, work)
+            run = _ShardRun(folder, plan.manifest.plan_id, work, drain)
             with traced(folder) as trace_folder:
                 engine = start(_pin_revision(plan.manifest), _job(plan, work, trace_folder))
                 try:
@@ -137,6 +150,7 @@ def run_shard(
                             entries[entry.part_idx] = entry
                 finally:
                     engine.close()
+    drain.check(num_left=shard.num_parts - len(entries))
     report = ShardReport.of(
         plan.manifest.plan_id, shard_idx, [entries[i] for i in sorted(entries)], resumed
     )
@@ -157,6 +171,21 @@ def _check_model(plan: StoredPlan) -> None:
                 f"plan {plan.folder.uri}: the {what} of model {manifest.spec.model.path} isn't"
                 " the one that the plan was made with; make the plan again"
             )
+
+
+def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
+    """The plan for `num_gpus`, which its spec may say too, or leave open."""
+    engine = plan.manifest.spec.engine
+    if num_gpus is None or engine.tensor_parallel_size == num_gpus:
+        return plan
+    if engine.tensor_parallel_size != 1:
+        raise SpecError(
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}, but the task has"
+            f" {num_gpus} GPUs; give it as many, or leave the setting out"
+        )
+    engine = engine.model_copy(update={"tensor_parallel_size": num_gpus})
+    spec = plan.manifest.spec.model_copy(update={"engine": engine})
+    return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
 
 
 def _pin_revision(manifest: PlanManifest) -> JobSpec:
@@ -223,8 +252,9 @@ class _ShardWork:
 class _ShardRun:
     """Feeds parts to the engine and collects what comes back."""
 
-    def __init__(self, folder: Folder, plan_id: str, work: _ShardWork) -> None:
+    def __init__(self, folder: Folder, plan_id: str, work: _ShardWork, drain: Drain) -> None:
         self._folder = folder
+        self._drain = drain
         self._plan_id = plan_id
         self._parts = work.parts()
         self._open_parts: dict[int, _OpenPart] = {}
@@ -245,6 +275,7 @@ class _ShardRun:
             )
             if part.is_finished:
                 del self._open_parts[part_idx]
+                self._drain.num_open_parts = len(self._open_parts)
                 now = time.monotonic()
                 yield write_part(
                     self._folder,
@@ -259,9 +290,12 @@ class _ShardRun:
 
     def _requests(self) -> Iterator[EngineRequest]:
         for part_idx, table in self._parts:
+            if self._drain.has_begun:
+                return
             request_idxs = table["request_idx"].to_pylist()
             row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
             self._open_parts[part_idx] = _OpenPart(row_idxs)
+            self._drain.num_open_parts = len(self._open_parts)
             known = table.drop_columns(["request_idx", "row_idxs", "prompt_token_ids"]).to_pylist()
             for request_idx, hints, token_ids in zip(
                 request_idxs, known, table["prompt_token_ids"], strict=True

@@ -1,6 +1,6 @@
 """The job spec: what a job reads, asks, runs and writes. Untrusted input enters here."""
 
-from batchllm_operator.spec.loading import load_spec, parse_spec
+from batchllm_operator.spec.loading import load_spec, parse_spec, parse_spec_json
 from batchllm_operator.spec.model import (
     OUTPUT_COLUMNS,
     SPEC_VERSION,
@@ -32,5 +32,6 @@ __all__ = [
     "SamplingSpec",
     "load_spec",
     "parse_spec",
+    "parse_spec_json",
     "template_columns",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,21 @@ def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
         raise SpecError(f"{source}: {_describe(error)}") from error
     except RecursionError as error:  # a YAML alias that holds itself
         raise SpecError(f"{source}: a field holds itself") from error
+
+
+def parse_spec_json(text: str, *, source: str) -> JobSpec:
+    """Check a spec that is given as JSON, such as `JobSpec.model_dump_json` writes it.
+
+    Raises:
+        SpecError: it isn't a JSON object, or not a valid spec.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise SpecError(f"{source}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise SpecError(f"{source}: must be an object of fields")
+    return parse_spec(data, source=source)
 
 
 def _describe(error: ValidationError) -> str:

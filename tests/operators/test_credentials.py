@@ -11,7 +11,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.operators import BatchLLMPlanOperator, command
 from batchllm_operator.operators.command import BatchLLMCommandOperator
-from batchllm_operator.operators.credentials import AwsCredentials
+from batchllm_operator.operators.credentials import Credentials
 
 KEY_ID, KEY, TOKEN = "AKIACANARY0KEYID", "canary/secret+key", "canary-session-token"
 CANARIES = (KEY_ID, KEY, TOKEN)
@@ -88,7 +88,7 @@ def test_fields_become_variables(
         "AWS_ENDPOINT_URL",
     )
     lake(**fields)
-    credentials = AwsCredentials.from_connection("lake")
+    credentials = Credentials.from_aws("lake")
     given = {name: v for name, v in zip(names, variables, strict=True) if v is not None}
     assert credentials.added_to({}) == given
     assert sorted(credentials.secrets) == sorted(v for v in variables[:3] if v is not None)
@@ -104,7 +104,7 @@ def test_variables_of_the_worker_that_contradict_the_connection_are_left_out(lak
         "AWS_ENDPOINT_URL_S3": "http://another",
         "AWS_MAX_ATTEMPTS": "3",
     }
-    assert AwsCredentials.from_connection("lake").added_to(worker) == {
+    assert Credentials.from_aws("lake").added_to(worker) == {
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": KEY,
         "AWS_DEFAULT_REGION": "r",
@@ -112,16 +112,48 @@ def test_variables_of_the_worker_that_contradict_the_connection_are_left_out(lak
         "AWS_MAX_ATTEMPTS": "3",
     }
     lake()
-    assert AwsCredentials.from_connection("lake").added_to(worker) == worker
+    assert Credentials.from_aws("lake").added_to(worker) == worker
 
 
-def test_longer_secrets_are_hidden_first_and_words_are_not_secrets() -> None:
-    credentials = AwsCredentials(
-        {"AWS_ACCESS_KEY_ID": "minioadmin", "AWS_SECRET_ACCESS_KEY": "minioadmin-2"}
-    )
-    assert credentials.secrets == ("minioadmin-2", "minioadmin")
-    words = AwsCredentials({"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"})
-    assert words.secrets == ()
+def test_longer_secrets_are_hidden_first_and_words_are_not_secrets(lake: Any) -> None:
+    lake(login="minioadmin", password="minioadmin-2")
+    assert Credentials.from_aws("lake").secrets == ("minioadmin-2", "minioadmin")
+    lake(login="test", password="test")
+    assert Credentials.from_aws("lake").secrets == ()
+
+
+def test_fields_of_other_connections_become_variables(
+    lake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake(login=KEY_ID, password=KEY)
+    catalog = {"conn_type": "generic", "host": "https://catalog", "extra": {"token": TOKEN}}
+    monkeypatch.setenv("AIRFLOW_CONN_CATALOG", json.dumps(catalog))
+    wanted = {"CATALOG_URI": "catalog.host", "CATALOG_TOKEN": "catalog.extra.token"}
+    credentials = Credentials.of("lake", wanted)
+    assert credentials.variables == {
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": KEY,
+        "CATALOG_URI": "https://catalog",
+        "CATALOG_TOKEN": TOKEN,
+    }
+    assert set(credentials.secrets) == {KEY_ID, KEY, TOKEN}  # an address is none
+    assert Credentials.of(None, None) == Credentials()
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("nowhere.password", r"no Airflow connection 'nowhere' \(connection_env\)"),
+        ("lake", "must be <conn_id>.<field>"),
+        ("lake.uri", "must be <conn_id>.<field>"),
+        ("lake.host", "no such field, or an empty one"),
+        ("lake.extra.token", "no such field, or an empty one"),
+    ],
+)
+def test_a_field_that_is_not_there_fails_the_task(lake: Any, reference: str, reason: str) -> None:
+    lake(login=KEY_ID, password=KEY)
+    with pytest.raises(AirflowFailException, match=reason):
+        Credentials.of(None, {"VARIABLE": reference})
 
 
 @pytest.mark.parametrize(
@@ -144,14 +176,14 @@ def test_a_connection_that_cannot_be_used_is_named_and_not_shown(
 ) -> None:
     lake(**fields)
     with pytest.raises(AirflowFailException, match=reason) as caught:
-        AwsCredentials.from_connection("lake")
+        Credentials.from_aws("lake")
     shown = "".join(traceback.format_exception(caught.value)) + "".join(capfd.readouterr())
     assert not any(canary in shown for canary in CANARIES)
 
 
 def test_an_unknown_connection_is_named() -> None:
     with pytest.raises(AirflowFailException, match="no Airflow connection 'nowhere'"):
-        AwsCredentials.from_connection("nowhere")
+        Credentials.from_aws("nowhere")
 
 
 def test_a_forbidden_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +195,7 @@ def test_a_forbidden_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Connection, "get", get)
     with pytest.raises(AirflowFailException, match="may not read the Airflow connection 'lake'"):
-        AwsCredentials.from_connection("lake")
+        Credentials.from_aws("lake")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from airflow.sdk import DAG, Asset, AssetAlias, TriggerRule
+from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
 from airflow.sdk.execution_time.context import OutletEventAccessors
 from jsonschema import Draft7Validator
 
@@ -19,7 +19,7 @@ from batchllm_operator.operators import (
     batchllm_task_group,
     one_run_per_partition,
 )
-from batchllm_operator.operators.command import BatchLLMCommandOperator
+from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.provider import get_provider_info
 
 
@@ -31,7 +31,7 @@ class TaskInstance:
         self.pushed[key] = value
 
 
-def execute(task: BatchLLMCommandOperator, context: dict[str, Any]) -> Any:
+def execute(task: BaseOperator, context: dict[str, Any]) -> Any:
     """Call execute itself, without the guard that wants a task runner around it."""
     return type(task).execute.__wrapped__(task, context)  # type: ignore[attr-defined]
 
@@ -41,7 +41,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Commands that were run; each answers with the counts of a plan of two shards."""
     calls: list[tuple[str, ...]] = []
 
-    def run_command(self: BatchLLMCommandOperator, *arguments: str) -> dict[str, Any]:
+    def run(self: CommandRunner, *arguments: str) -> dict[str, Any]:
         calls.append(arguments)
         return {
             "result_version": 1,
@@ -52,7 +52,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
             "texts": ["not for XCom"],
         }
 
-    monkeypatch.setattr(BatchLLMCommandOperator, "run_command", run_command)
+    monkeypatch.setattr(CommandRunner, "run", run)
     return calls
 
 
@@ -97,10 +97,10 @@ def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.Monk
         "table_uri": "s3://b",
     }
 
-    def run_command(self: BatchLLMCommandOperator, *arguments: str) -> dict[str, Any]:
+    def run(self: CommandRunner, *arguments: str) -> dict[str, Any]:
         return {**event, "result_version": 1, "command": "commit", "model": "m", "errors": {}}
 
-    monkeypatch.setattr(BatchLLMCommandOperator, "run_command", run_command)
+    monkeypatch.setattr(CommandRunner, "run", run)
     outlets = [Asset("snippets"), Asset("s3://b/snippets"), AssetAlias("any")]
     task = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1", outlets=outlets)
     outlet_events = OutletEventAccessors()

@@ -1,0 +1,210 @@
+"""The base of operators that may run in a pod: their arguments, and what their pod looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
+from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
+from airflow.providers.common.compat.sdk import Context
+from kubernetes.client import CoreV1Api
+from kubernetes.client import models as k8s
+
+from batchllm_operator.operators.pods.settings import DRAIN_MARGIN_S, GpuVendor, PodSettings
+from batchllm_operator.operators.pods.spec import (
+    check_gpus,
+    default_pod,
+    merged_pod,
+    without_repetitions,
+)
+
+Runner = Literal["local", "kubernetes"]
+
+
+class BatchLLMPodOperator(KubernetesPodOperator):
+    """A `KubernetesPodOperator` with what our pods need as its defaults.
+
+    How it runs, and when it succeeds, is in `pod_task.BatchLLMStageOperator`.
+
+    Args:
+        runner: `local` runs the command as a child process of the task, `kubernetes` in a pod.
+            None: in a pod if a `gpu` is named, else as a child process.
+        gpu: `nvidia` or `amd`: which resource, node labels, taints, image and environment the
+            pod gets. None for none.
+        gpu_count: GPUs of the pod, and vLLM's tensor parallel size.
+        image: container image (templated); by default `batchllm-gpu-cuda`, `batchllm-gpu-rocm`
+            or `batchllm-airflow` with this release as its tag.
+        cpu: processors that the pod asks for, in Kubernetes' notation.
+        memory: memory that it asks for, and may use at most.
+        shm_size: size of its /dev/shm.
+        model_claim: PersistentVolumeClaim that holds models, mounted at /models (`HF_HOME`).
+        cache_claim: PersistentVolumeClaim for compiled kernels, mounted at /cache.
+        env: environment variables for the command (templated). Airflow stores and shows them:
+            no place for secrets.
+        aws_conn_id: Airflow connection of type `aws` (templated). The worker passes it on to
+            its child process, or to a Secret that belongs to the pod.
+        connection_env: environment variables that are fields of Airflow connections, in the
+            same way; see `credentials.Credentials.of` (templated).
+        secret_names: Secrets of the namespace whose keys become variables in the pod.
+        max_disruptions: pods that one try may lose to the cluster and replace.
+        queue_timeout: how long a pod may wait for a node, or for room in a quota.
+        start_timeout: how long it may take from having a node to running, images included.
+        stuck_timeout: the same, once pulling fails or a Secret is missing.
+        api_timeout: how long the cluster's API may leave us without an answer.
+        poll_interval: seconds between two looks at the pod.
+        deferrable: whether the triggerer watches the pod, and the worker's slot is free
+            meanwhile. None: if a triggerer runs.
+        active_deadline_seconds: after how long the cluster ends a pod, whatever happens here.
+        termination_grace_period: seconds that a pod gets to finish its open parts in when it is
+            asked to stop.
+        kill_grace_s: seconds that a command in the worker gets.
+        kwargs: those of `KubernetesPodOperator`. `pod_template_file`, `pod_template_dict` and
+            `full_pod_spec` win over the defaults given here, and single arguments over those.
+    """
+
+    template_fields: Sequence[str] = (
+        *KubernetesPodOperator.template_fields,
+        "env",
+        "aws_conn_id",
+        "connection_env",
+    )
+    template_fields_renderers: ClassVar[dict[str, str]] = {
+        "env_vars": "py",
+        "env": "json",
+        "connection_env": "json",
+    }
+
+    def __init__(
+        self,
+        *,
+        runner: Runner | None = None,
+        gpu: GpuVendor | None = None,
+        gpu_count: int = 1,
+        cpu: str = "4",
+        memory: str = "32Gi",
+        shm_size: str = "8Gi",
+        model_claim: str | None = None,
+        cache_claim: str | None = None,
+        env: Mapping[str, str] | None = None,
+        aws_conn_id: str | None = None,
+        connection_env: Mapping[str, str] | None = None,
+        secret_names: Sequence[str] = (),
+        max_disruptions: int = 3,
+        queue_timeout: timedelta = timedelta(hours=6),
+        start_timeout: timedelta = timedelta(minutes=30),
+        stuck_timeout: timedelta = timedelta(minutes=10),
+        api_timeout: timedelta = timedelta(minutes=15),
+        poll_interval: float = 5.0,
+        deferrable: bool | None = None,
+        active_deadline_seconds: int = 24 * 3600,
+        termination_grace_period: int = 300 + DRAIN_MARGIN_S,
+        kill_grace_s: float = 30.0,
+        **kwargs: Any,
+    ) -> None:
+        for name in ("cmds", "arguments", "do_xcom_push", "name"):
+            if name in kwargs:
+                raise ValueError(f"{name} isn't yours to give: the operator sees to it")
+        if runner not in (None, "local", "kubernetes"):
+            raise ValueError(f"runner is {runner!r}; it must be 'local' or 'kubernetes'")
+        if termination_grace_period <= DRAIN_MARGIN_S:
+            raise ValueError(f"termination_grace_period must be above {DRAIN_MARGIN_S} seconds")
+        kwargs.setdefault("termination_message_policy", "FallbackToLogsOnError")
+        super().__init__(
+            deferrable=False,
+            poll_interval=poll_interval,
+            active_deadline_seconds=active_deadline_seconds,
+            termination_grace_period=termination_grace_period,
+            do_xcom_push=False,
+            random_name_suffix=False,
+            **kwargs,
+        )
+        self.do_xcom_push = True  # for Airflow: the return value. There is no sidecar.
+        self.wants_deferral = deferrable
+        self.runner: Runner = runner or ("kubernetes" if gpu else "local")
+        self.gpu, self.gpu_count = gpu, gpu_count
+        self.cpu, self.memory, self.shm_size = cpu, memory, shm_size
+        self.model_claim, self.cache_claim = model_claim, cache_claim
+        self.env, self.secret_names = env, secret_names
+        self.aws_conn_id, self.connection_env = aws_conn_id, connection_env
+        self.max_disruptions = max_disruptions
+        self.queue_timeout, self.start_timeout = queue_timeout, start_timeout
+        self.stuck_timeout, self.api_timeout = stuck_timeout, api_timeout
+        self.kill_grace_s = kill_grace_s
+        self.grace_s = termination_grace_period
+        self._own_secret: str | None = None
+        self._settings()  # refuses wrong values when the DAG is parsed
+
+    def build_pod_request_obj(self, context: Context | None = None, **kwargs: Any) -> k8s.V1Pod:
+        """The pod: our defaults, the user's template over them, single arguments over both.
+
+        Raises:
+            ValueError: the template and the operator want different numbers of GPUs.
+        """
+        settings = self._settings()
+        default = default_pod(settings, self.base_container_name)
+        template = merged_pod(default, self._user_template(), self.base_container_name)
+        with self._given(
+            full_pod_spec=template,
+            pod_template_file=None,
+            pod_template_dict=None,
+            do_xcom_push=False,  # no sidecar
+            env_vars=[*_variables(self.env), *_variables(self.env_vars)],
+        ):
+            pod = super().build_pod_request_obj(context, **kwargs)
+        check_gpus(pod, settings)
+        return without_repetitions(pod)
+
+    @contextmanager
+    def _given(self, **arguments: Any) -> Iterator[None]:
+        """Have other arguments for a while."""
+        before = {name: getattr(self, name) for name in arguments}
+        vars(self).update(arguments)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def _user_template(self) -> k8s.V1Pod | None:
+        template: k8s.V1Pod | None = None
+        if self.pod_template_file:
+            template = PodGenerator.deserialize_model_file(self.pod_template_file)
+        elif self.pod_template_dict:
+            template = PodGenerator.deserialize_model_dict(self.pod_template_dict)
+        if self.full_pod_spec and template is not None:
+            return PodGenerator.reconcile_pods(template, self.full_pod_spec)
+        return self.full_pod_spec or template
+
+    def _settings(self) -> PodSettings:
+        if isinstance(self.secret_names, str):
+            raise ValueError("secret_names must be a list of names")
+        return PodSettings(
+            gpu=self.gpu,
+            gpu_count=self.gpu_count,
+            cpu=self.cpu,
+            memory=self.memory,
+            shm_size=self.shm_size,
+            model_claim=self.model_claim,
+            cache_claim=self.cache_claim,
+            secret_names=(*self.secret_names, *((self._own_secret,) if self._own_secret else ())),
+        )
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether pods get a Secret of their own, filled from Airflow connections."""
+        return self.aws_conn_id is not None or bool(self.connection_env)
+
+    def _connect(self) -> CoreV1Api:
+        """A client that has read its configuration anew."""
+        for name in ("hook", "client"):
+            vars(self).pop(name, None)
+        return self.client
+
+
+def _variables(given: Any) -> list[k8s.V1EnvVar]:
+    """Environment variables as a list, whichever way they were given."""
+    if isinstance(given, Mapping):
+        return [k8s.V1EnvVar(name=name, value=str(value)) for name, value in given.items()]
+    return list(given or ())

@@ -1,0 +1,126 @@
+"""How watching a pod ended, and what to tell the user of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from batchllm_operator.errors import ExitCode
+
+_SIGKILL_CODE: Final = 137
+_ERROR_MARK: Final = "batchllm: error: "
+# Failures of the command that a retry can't mend, as in `operators.command`.
+_FINAL_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS)
+
+
+class EndKind(StrEnum):
+    """Why there is nothing left to watch."""
+
+    EXITED = "exited"
+    DISRUPTED = "disrupted"
+    """By the cluster: eviction, preemption, loss of the node."""
+    GONE = "gone"
+    """Somebody deleted it."""
+    QUEUE_LIMIT = "queue_limit"
+    START_LIMIT = "start_limit"
+    STUCK = "stuck"
+    """It can't start: image, Secret, volume."""
+    TIMEOUT = "timeout"
+    """The task's `execution_timeout`."""
+    API_LOST = "api_lost"
+    """The cluster's API didn't answer for too long; the pod may be well."""
+    STOPPED = "stopped"
+    """Whoever watched was asked to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodEnd:
+    """How a pod ended; goes through a trigger's event as a dictionary."""
+
+    kind: EndKind
+    pod_name: str
+    namespace: str
+    reason: str = ""
+    message: str = ""
+    exit_code: int | None = None
+    is_unreachable: bool = False
+    """Its node doesn't answer: it can only be removed by force."""
+
+    @property
+    def is_disruption(self) -> bool:
+        """Whether the cluster, not the job, was the cause: another pod may be made."""
+        return self.kind in (EndKind.DISRUPTED, EndKind.GONE)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a retry can't help."""
+        if self.kind is EndKind.STUCK:
+            return self.reason in ("InvalidImageName", "ErrImageNeverPull")
+        return self.kind is EndKind.EXITED and self.exit_code in _FINAL_CODES
+
+    def as_event(self) -> dict[str, Any]:
+        """For `from_event`, through JSON."""
+        return asdict(self) | {"kind": str(self.kind)}
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any]) -> PodEnd:
+        """The end that a trigger told of."""
+        return cls(**{**event, "kind": EndKind(event["kind"])})
+
+    def explanation(self) -> str:
+        """One sentence for the task's log: what happened, and what can be done about it."""
+        pod, said = f"pod {self.pod_name}", _clipped(self.message)
+        match self.kind:
+            case EndKind.EXITED:
+                return f"{pod} {_exit_words(self)}" + (f"; it said: {said}" if said else "")
+            case EndKind.DISRUPTED:
+                return (
+                    f"{pod} was ended by the cluster ({self.reason or 'no reason given'}): {said}"
+                )
+            case EndKind.GONE:
+                return f"{pod} was deleted from outside before its results were whole"
+            case EndKind.QUEUE_LIMIT:
+                return (
+                    f"{pod} found no node in time (queue_timeout): {said or self.reason}; finished"
+                    " parts are kept"
+                )
+            case EndKind.START_LIMIT:
+                return f"{pod} didn't start in time (start_timeout): {self.reason} {said}".rstrip()
+            case EndKind.STUCK:
+                return f"{pod} can't start ({self.reason}): {said}"
+            case EndKind.TIMEOUT:
+                return f"{pod} reached the task's execution_timeout; finished parts are kept"
+            case EndKind.API_LOST:
+                return (
+                    f"the cluster's API didn't answer for too long ({said}); {pod} was left alone,"
+                    " the next try looks for it"
+                )
+            case EndKind.STOPPED:
+                return f"{pod} is no longer watched"
+
+
+def _exit_words(end: PodEnd) -> str:
+    if end.reason == "DeadlineExceeded":
+        return "ran longer than active_deadline_seconds; finished parts are kept"
+    if end.reason == "OOMKilled":
+        return "ran out of memory (OOMKilled): raise the operator's memory"
+    if end.exit_code is None:
+        return f"failed ({end.reason or 'no reason given'})"
+    if end.exit_code == 0:
+        return (
+            "ended well, but its results aren't in the lake: does it run the right image, and"
+            " does it write where this worker reads?"
+        )
+    if end.exit_code == _SIGKILL_CODE:
+        return (
+            "was killed (exit code 137): by its node for lack of memory, or after its grace period"
+        )
+    return f"failed with exit code {end.exit_code}"
+
+
+def _clipped(text: str, limit: int = 600) -> str:
+    """The command's own error if there is one, else the end of what was said; on one line."""
+    line = " ".join(text.rpartition(_ERROR_MARK)[2].split())
+    return line if len(line) <= limit else "..." + line[-limit:]

@@ -1,0 +1,89 @@
+"""What a pod of ours needs of a cluster, by the make of its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal, get_args
+
+from batchllm_operator import __version__
+
+GpuVendor = Literal["nvidia", "amd"]
+
+DRAIN_MARGIN_S: Final = 30
+"""Of a pod's grace period, what is left for closing the engine once open parts are finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPreset:
+    """What a vendor's GPUs are called in a cluster, and what their software wants."""
+
+    resource: str
+    """The extended resource that the vendor's device plugin offers."""
+    image: str
+    node_selector: Mapping[str, str]
+    """Labels that GPU feature discovery or node feature discovery put on such nodes."""
+    env: Mapping[str, str]
+
+
+def _image(variant: str) -> str:
+    return f"batchllm-{variant}:{__version__}"
+
+
+CPU_IMAGE: Final = _image("airflow")
+
+PRESETS: Final[Mapping[GpuVendor, GpuPreset]] = MappingProxyType(
+    {
+        "nvidia": GpuPreset(
+            resource="nvidia.com/gpu",
+            image=_image("gpu-cuda"),
+            node_selector={"nvidia.com/gpu.present": "true"},
+            env={"CUDA_CACHE_PATH": "/cache/cuda"},
+        ),
+        "amd": GpuPreset(
+            resource="amd.com/gpu",
+            image=_image("gpu-rocm"),
+            node_selector={"feature.node.kubernetes.io/amd-gpu": "true"},
+            env={
+                "MIOPEN_USER_DB_PATH": "/cache/miopen",
+                "MIOPEN_CUSTOM_CACHE_DIR": "/cache/miopen",
+            },
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PodSettings:
+    """What an operator's arguments say of its pods.
+
+    Raises:
+        ValueError: a value is out of its range, or GPUs are counted but not named.
+    """
+
+    gpu: GpuVendor | None
+    gpu_count: int = 1
+    cpu: str = "4"
+    memory: str = "32Gi"
+    shm_size: str = "8Gi"
+    """Shared memory: vLLM's processes of one engine exchange tensors there."""
+    model_claim: str | None = None
+    """PersistentVolumeClaim with models, mounted read-only; None where images or the hub have
+    them."""
+    cache_claim: str | None = None
+    """PersistentVolumeClaim for compiled kernels and graphs; None for a volume of the pod's own."""
+    secret_names: tuple[str, ...] = ()
+    """Secrets whose keys become environment variables."""
+
+    def __post_init__(self) -> None:
+        if self.gpu is not None and self.gpu not in PRESETS:
+            known = " or ".join(repr(name) for name in get_args(GpuVendor))
+            raise ValueError(f"gpu is {self.gpu!r}; it must be {known}, or None for no GPU")
+        if self.gpu_count < 1:
+            raise ValueError(f"gpu_count is {self.gpu_count}; a pod with a GPU has at least one")
+
+    @property
+    def preset(self) -> GpuPreset | None:
+        """The GPU's; None for a pod without one."""
+        return PRESETS[self.gpu] if self.gpu is not None else None

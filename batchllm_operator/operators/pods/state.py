@@ -1,0 +1,160 @@
+"""What a pod's status says, in the words that decisions are made with. No calls, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Final
+
+
+class Stage(StrEnum):
+    """How far a pod has come."""
+
+    QUEUED = "queued"
+    """No node has room for it yet."""
+    STARTING = "starting"
+    """It has a node; its image is fetched, its volumes are mounted."""
+    RUNNING = "running"
+    ENDED = "ended"
+    """The main container won't run any more."""
+
+
+# Reasons that kubelet, scheduler and node life-cycle controllers give when a pod ends for the
+# cluster's sake: eviction, preemption, shutdown of the node, or a node that admitted the pod
+# and then had nothing left for it (a device plugin that restarts, say).
+_DISRUPTIONS: Final = frozenset(
+    {
+        "Evicted",
+        "NodeAffinity",
+        "NodeLost",
+        "NodeShutdown",
+        "OutOfcpu",
+        "OutOfmemory",
+        "OutOfpods",
+        "Preempted",
+        "Preempting",
+        "Shutdown",
+        "Terminated",
+        "UnexpectedAdmissionError",
+    }
+)
+_HOPELESS: Final = frozenset({"ErrImageNeverPull", "InvalidImageName"})
+_STUCK: Final = _HOPELESS | {
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "ErrImagePull",
+    "ImageInspectError",
+    "ImagePullBackOff",
+    "RegistryUnavailable",
+    "RunContainerError",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PodState:
+    """A pod at one moment."""
+
+    stage: Stage
+    reason: str = ""
+    """The cluster's word for it, such as `Unschedulable`, `ImagePullBackOff`, `OOMKilled`."""
+    message: str = ""
+    exit_code: int | None = None
+    """Of the main container, once it has ended."""
+    is_being_deleted: bool = False
+    is_disrupted: bool = False
+    """It ended, or is about to, for the cluster's sake."""
+    has_started: bool = False
+    """There is a log to read."""
+    since: datetime | None = None
+    """When it entered this stage, as far as its status tells."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Starting, and failing at it: wrong image, unreachable registry, missing Secret."""
+        return self.stage is Stage.STARTING and self.reason in _STUCK
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Starting, and waiting won't help."""
+        return self.stage is Stage.STARTING and self.reason in _HOPELESS
+
+    @property
+    def is_live(self) -> bool:
+        """It runs or will, and nobody has asked it to go."""
+        return self.stage is not Stage.ENDED and not self.is_being_deleted
+
+    @classmethod
+    def of(cls, pod: Any, container_name: str) -> PodState:
+        """Read a `V1Pod` of either client (kubernetes or kubernetes_asyncio)."""
+        status, metadata = pod.status, pod.metadata
+        container = _status_of(status, container_name)
+        terminated = container.state.terminated if container and container.state else None
+        started = container is not None and (
+            terminated is not None or container.state.running is not None
+        )
+        conditions = {c.type: c for c in (status.conditions or [])} if status else {}
+        shared: dict[str, Any] = {
+            "is_being_deleted": metadata.deletion_timestamp is not None,
+            "is_disrupted": _is_disrupted(status, conditions),
+            "has_started": started,
+        }
+        phase = status.phase if status else None
+        if terminated is not None or phase in ("Succeeded", "Failed"):
+            return cls(
+                Stage.ENDED,
+                reason=(status.reason or (terminated.reason if terminated else "")) or "",
+                message=(status.message or (terminated.message if terminated else "")) or "",
+                exit_code=terminated.exit_code if terminated else None,
+                since=terminated.finished_at if terminated else None,
+                **shared,
+            )
+        if container is not None and container.state and container.state.running is not None:
+            return cls(Stage.RUNNING, since=container.state.running.started_at, **shared)
+        scheduled = conditions.get("PodScheduled")
+        if scheduled is None or scheduled.status != "True":
+            return cls(
+                Stage.QUEUED,
+                reason=(scheduled.reason if scheduled else "") or "",
+                message=(scheduled.message if scheduled else "") or "",
+                since=metadata.creation_timestamp,
+                **shared,
+            )
+        waiting = _waiting(status, container)
+        return cls(
+            Stage.STARTING,
+            reason=(waiting.reason if waiting else "") or "",
+            message=(waiting.message if waiting else "") or "",
+            since=scheduled.last_transition_time,
+            **shared,
+        )
+
+    def __str__(self) -> str:
+        """For a log: stage, reason, message."""
+        words: list[str] = [self.stage]
+        if self.reason:
+            words.append(f"({self.reason})")
+        text = " ".join(words)
+        return f"{text}: {' '.join(self.message.split())}" if self.message else text
+
+
+def _status_of(status: Any, container_name: str) -> Any:
+    """The status of the main container; None before there is one."""
+    statuses = (status.container_statuses if status else None) or []
+    return next((each for each in statuses if each.name == container_name), None)
+
+
+def _waiting(status: Any, container: Any) -> Any:
+    """What a starting pod waits for: of its init containers, else of its main one."""
+    for each in [*(status.init_container_statuses or []), container]:
+        waiting = each.state.waiting if each is not None and each.state is not None else None
+        if waiting is not None and (each is container or waiting.reason != "PodInitializing"):
+            return waiting
+    return None
+
+
+def _is_disrupted(status: Any, conditions: dict[str, Any]) -> bool:
+    target = conditions.get("DisruptionTarget")
+    if target is not None and target.status == "True":
+        return True
+    return status is not None and status.reason in _DISRUPTIONS

@@ -1,0 +1,63 @@
+"""Stopping in an orderly way: what was begun is finished, nothing new is begun."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from batchllm_operator.errors import Interrupted
+
+_log = logging.getLogger(__name__)
+
+
+class Drain:
+    """Whether a shard's run has been asked to finish its open parts and stop."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self.num_open_parts = 0
+        """Parts that the engine works on; kept up to date by the run."""
+
+    def check(self, *, num_left: int) -> None:
+        """Say that the run was stopped, unless it came to its end all the same.
+
+        Raises:
+            Interrupted: draining has begun, and `num_left` parts haven't been generated.
+        """
+        if self.has_begun and num_left:
+            raise Interrupted(signal.SIGTERM)
+
+    @contextmanager
+    def on_sigterm(self, limit_s: float) -> Iterator[Drain]:
+        """Begin draining at the first SIGTERM; for the main thread.
+
+        `Interrupted` is raised where the main thread is at that moment if no part is open, at
+        a second SIGTERM, or when the open parts take longer than `limit_s`. The timer of
+        SIGALRM is used for that.
+        """
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            raise Interrupted(signal.SIGTERM)
+
+        def begin(number: int, frame: FrameType | None) -> None:
+            if self.has_begun or not self.num_open_parts:
+                stop(number, frame)
+            self.has_begun = True
+            _log.info(
+                "asked to stop: finishing %d open parts, for at most %.0f s",
+                self.num_open_parts,
+                limit_s,
+            )
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
+
+        handlers = {signal.SIGTERM: begin, signal.SIGALRM: stop}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield self
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,221 @@
+"""What a pod looks like: defaults by GPU, and what a user's template and arguments change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes.client import ApiClient
+from kubernetes.client import models as k8s
+
+from batchllm_operator import __version__
+from batchllm_operator.operators import BatchLLMGenerateOperator
+
+PLAN_URI = "s3://lake/out/_batchllm/snippets/2026-01-31/plan-0123abcd"
+
+
+def operator(**arguments: Any) -> BatchLLMGenerateOperator:
+    arguments = {"gpu": "nvidia", "in_cluster": False, **arguments}
+    return BatchLLMGenerateOperator(
+        task_id="generate", plan_uri=PLAN_URI, shard_idx=3, namespace="jobs", **arguments
+    )
+
+
+def pod_of(task: BatchLLMGenerateOperator) -> dict[str, Any]:
+    """The pod as the API gets it, valid for a real one."""
+    pod = ApiClient().sanitize_for_serialization(task.build_pod_request_obj(dry_run=True))
+    pod["metadata"]["name"] = "a-name"
+    kubernetes_validate.validate(pod, "1.36", strict=True)
+    return dict(json.loads(json.dumps(pod)))
+
+
+def container_of(pod: dict[str, Any]) -> dict[str, Any]:
+    return dict(pod["spec"]["containers"][0])
+
+
+def env_of(pod: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in container_of(pod)["env"]}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "resource", "label", "image"),
+    [
+        ("nvidia", "nvidia.com/gpu", "nvidia.com/gpu.present", "batchllm-gpu-cuda"),
+        ("amd", "amd.com/gpu", "feature.node.kubernetes.io/amd-gpu", "batchllm-gpu-rocm"),
+    ],
+)
+def test_gpu_presets(gpu: str, resource: str, label: str, image: str) -> None:
+    pod = pod_of(operator(gpu=gpu, gpu_count=2))
+    container = container_of(pod)
+    assert container["resources"]["limits"][resource] == "2"
+    assert container["image"] == f"{image}:{__version__}"
+    assert pod["spec"]["nodeSelector"] == {label: "true"}
+    assert pod["spec"]["tolerations"] == [
+        {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
+    ]
+    other = {"nvidia": "MIOPEN_USER_DB_PATH", "amd": "CUDA_CACHE_PATH"}[gpu]
+    assert other not in env_of(pod)
+
+
+def test_a_pod_without_a_gpu_asks_for_none() -> None:
+    pod = pod_of(operator(gpu=None, runner="kubernetes", cpu="2", memory="4Gi"))
+    assert container_of(pod)["resources"] == {
+        "requests": {"cpu": "2", "memory": "4Gi"},
+        "limits": {"memory": "4Gi"},
+    }
+    assert "nodeSelector" not in pod["spec"] or pod["spec"]["nodeSelector"] == {}
+    assert container_of(pod)["image"] == f"batchllm-airflow:{__version__}"
+
+
+def test_the_default_pod_may_do_as_little_as_it_needs() -> None:
+    pod = pod_of(operator(active_deadline_seconds=7200, termination_grace_period=600))
+    spec, container = pod["spec"], container_of(pod)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["restartPolicy"] == "Never"
+    assert spec["activeDeadlineSeconds"] == 7200
+    assert spec["terminationGracePeriodSeconds"] == 600
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {"/tmp": "tmp", "/cache": "cache", "/dev/shm": "shm"}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    writable = ("/tmp", "/cache")
+    for name in ("HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"):
+        assert env_of(pod)[name].startswith(writable)
+
+
+def test_claims_and_secrets_are_references() -> None:
+    task = operator(model_claim="models", cache_claim="caches", secret_names=["s3", "catalog"])
+    pod = pod_of(task)
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    assert volumes["models"]["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == "caches"
+    assert container_of(pod)["envFrom"] == [
+        {"secretRef": {"name": "s3"}},
+        {"secretRef": {"name": "catalog"}},
+    ]
+    assert env_of(pod)["HF_HOME"] == "/models"
+
+
+TEMPLATE = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"labels": {"team": "search"}},
+    "spec": {
+        "serviceAccountName": "batchllm-gpu",
+        "nodeSelector": {"pool": "h100"},
+        "priorityClassName": "batch",
+        "containers": [
+            {"name": "sidecar", "image": "sidecar:1"},
+            {
+                "name": "base",
+                "image": "registry/ours:1.2",
+                "env": [{"name": "HOME", "value": "/scratch"}],
+                "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
+            },
+        ],
+        "volumes": [
+            {"name": "scratch", "emptyDir": {"sizeLimit": "50Gi"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["file", "dict", "full"])
+def test_a_template_wins_over_defaults_and_arguments_over_it(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "pod.yaml"
+    path.write_text(yaml.safe_dump(TEMPLATE))
+    given: dict[str, Any] = {
+        "file": {"pod_template_file": str(path)},
+        "dict": {"pod_template_dict": TEMPLATE},
+        "full": {"full_pod_spec": _deserialized(TEMPLATE)},
+    }[kind]
+    task = operator(
+        **given, env={"LEVEL": "2"}, priority_class_name="urgent", image="registry/mine:3"
+    )
+    pod = pod_of(task)
+    spec = pod["spec"]
+    base, sidecar = spec["containers"]
+    assert (base["name"], sidecar["name"]) == ("base", "sidecar")
+    assert base["image"] == "registry/mine:3"
+    assert spec["priorityClassName"] == "urgent"
+    assert spec["serviceAccountName"] == "batchllm-gpu"
+    assert spec["nodeSelector"] == {"pool": "h100"}
+    assert pod["metadata"]["labels"]["team"] == "search"
+    env = env_of(pod)
+    assert (env["HOME"], env["LEVEL"]) == ("/scratch", "2")
+    assert env["TRITON_CACHE_DIR"] == "/cache/triton"
+    assert len(base["env"]) == len(env)
+    mounts = {mount["mountPath"]: mount["name"] for mount in base["volumeMounts"]}
+    assert mounts == {"/tmp": "scratch", "/cache": "cache", "/dev/shm": "shm"}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert len(volumes) == len(spec["volumes"])
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "64Gi"
+    assert base["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert pod_of(task) == pod  # building it again gives the same
+
+
+def _deserialized(template: dict[str, Any]) -> k8s.V1Pod:
+    from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
+
+    return PodGenerator.deserialize_model_dict(template)
+
+
+def test_resources_of_a_template_keep_the_gpus() -> None:
+    base = {"name": "base", "resources": {"limits": {"memory": "1Ti"}, "requests": {"cpu": "64"}}}
+    template = {"spec": {"containers": [base]}}
+    resources = container_of(pod_of(operator(gpu_count=8, pod_template_dict=template)))["resources"]
+    assert resources["limits"] == {"memory": "1Ti", "nvidia.com/gpu": "8"}
+    assert resources["requests"]["cpu"] == "64"
+
+
+def test_a_template_with_other_gpus_is_refused() -> None:
+    base = {"name": "base", "resources": {"limits": {"nvidia.com/gpu": 4}}}
+    task = operator(gpu_count=2, pod_template_dict={"spec": {"containers": [base]}})
+    with pytest.raises(ValueError, match=r"4 x nvidia.com/gpu, the operator's gpu_count is 2"):
+        task.build_pod_request_obj(dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"gpu": "intel"}, "'nvidia' or 'amd'"),
+        ({"gpu_count": 0}, "at least one"),
+        ({"runner": "docker"}, "'local' or 'kubernetes'"),
+        ({"secret_names": "s3"}, "list of names"),
+        ({"termination_grace_period": 30}, "above 30 seconds"),
+        ({"cmds": ["sh"]}, "cmds isn't yours"),
+        ({"do_xcom_push": True}, "do_xcom_push isn't yours"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_the_dag_is_parsed(
+    arguments: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        operator(**arguments)
+
+
+def test_a_gpu_means_a_pod_and_the_runner_can_be_named() -> None:
+    assert operator().runner == "kubernetes"
+    assert operator(gpu=None).runner == "local"
+    assert operator(runner="local").runner == "local"
+    assert operator(gpu=None, runner="kubernetes").runner == "kubernetes"
+
+
+def test_worker_and_pod_get_the_same_command() -> None:
+    task = operator(gpu_count=2, termination_grace_period=330)
+    command = ["run", "--plan", PLAN_URI, "--shard", "3", "--num-gpus", "2"]
+    assert task.command() == command
+    assert task.pod_command("a-name") == [*command, "--drain-s", "300"]

@@ -1,0 +1,178 @@
+"""What is read from a pod's status, for statuses as clusters write them."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kubernetes.client import ApiClient
+
+from batchllm_operator.operators.pods.end import EndKind, PodEnd
+from batchllm_operator.operators.pods.state import PodState, Stage
+
+CREATED = "2026-01-31T00:00:00Z"
+SCHEDULED = {"type": "PodScheduled", "status": "True", "lastTransitionTime": CREATED}
+
+
+def state_of(status: dict[str, Any], **metadata: Any) -> PodState:
+    pod = {
+        "metadata": {"name": "p", "creationTimestamp": CREATED, **metadata},
+        "spec": {"containers": [{"name": "base"}, {"name": "sidecar"}]},
+        "status": status,
+    }
+    response = SimpleNamespace(data=json.dumps(pod))
+    return PodState.of(ApiClient().deserialize(response, "V1Pod"), "base")
+
+
+def container(state: dict[str, Any], name: str = "base") -> dict[str, Any]:
+    return {
+        "name": name,
+        "state": state,
+        "ready": False,
+        "restartCount": 0,
+        "image": "",
+        "imageID": "",
+    }
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+def terminated(exit_code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+    return {"terminated": {"exitCode": exit_code, "reason": reason, "message": message}}
+
+
+def test_a_pod_without_a_node_is_queued() -> None:
+    unschedulable = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "0/3 nodes are available:\n3 Insufficient nvidia.com/gpu.",
+    }
+    state = state_of({"phase": "Pending", "conditions": [unschedulable]})
+    assert (state.stage, state.reason, state.is_live) == (Stage.QUEUED, "Unschedulable", True)
+    assert state.since is not None and state.since.isoformat().startswith("2026-01-31")
+    text = "queued (Unschedulable): 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    assert str(state) == text
+    assert state_of({"phase": "Pending"}).stage is Stage.QUEUED  # nobody has looked at it yet
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_stuck", "is_hopeless"),
+    [
+        ("ContainerCreating", False, False),
+        ("PodInitializing", False, False),
+        ("ErrImagePull", True, False),
+        ("ImagePullBackOff", True, False),
+        ("CreateContainerConfigError", True, False),
+        ("InvalidImageName", True, True),
+        ("ErrImageNeverPull", True, True),
+    ],
+)
+def test_a_pod_with_a_node_is_starting(reason: str, is_stuck: bool, is_hopeless: bool) -> None:
+    status = {"phase": "Pending", "conditions": [SCHEDULED]}
+    status["containerStatuses"] = [
+        container({"running": {}}, "sidecar"),
+        container(waiting(reason)),
+    ]
+    state = state_of(status)
+    assert (state.stage, state.reason) == (Stage.STARTING, reason)
+    assert (state.is_stuck, state.is_hopeless, state.has_started) == (is_stuck, is_hopeless, False)
+
+
+def test_an_init_container_that_cannot_start_is_told() -> None:
+    status = {
+        "phase": "Pending",
+        "conditions": [SCHEDULED],
+        "initContainerStatuses": [container(waiting("ErrImagePull", "no such image"), "first")],
+        "containerStatuses": [container(waiting("PodInitializing"))],
+    }
+    assert (state_of(status).reason, state_of(status).is_stuck) == ("ErrImagePull", True)
+
+
+def test_the_main_container_decides() -> None:
+    sidecar_ended = [container({"running": {}}), container(terminated(1), "sidecar")]
+    running = state_of({"phase": "Running", "containerStatuses": sidecar_ended})
+    assert (running.stage, running.has_started) == (Stage.RUNNING, True)
+    base_ended = [container(terminated(2, "Error", "said")), container({"running": {}}, "sidecar")]
+    ended = state_of({"phase": "Running", "containerStatuses": base_ended})
+    assert (ended.stage, ended.exit_code, ended.message) == (Stage.ENDED, 2, "said")
+    assert not ended.is_live
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory."},
+        {"phase": "Failed", "reason": "Preempting"},
+        {"phase": "Failed", "reason": "NodeLost"},
+        {"phase": "Failed", "reason": "UnexpectedAdmissionError"},
+        {"phase": "Failed", "reason": "Terminated"},
+        {
+            "phase": "Failed",
+            "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "Preemption"}],
+            "containerStatuses": [container(terminated(143))],
+        },
+    ],
+)
+def test_what_the_cluster_ends_is_a_disruption(status: dict[str, Any]) -> None:
+    state = state_of(status)
+    assert (state.stage, state.is_disrupted, state.is_live) == (Stage.ENDED, True, False)
+
+
+def test_what_the_job_ends_is_none() -> None:
+    killed = [container(terminated(137, "OOMKilled"))]
+    state = state_of({"phase": "Failed", "containerStatuses": killed})
+    assert (state.reason, state.exit_code, state.is_disrupted) == ("OOMKilled", 137, False)
+    late = state_of({"phase": "Failed", "reason": "DeadlineExceeded", "containerStatuses": killed})
+    assert (late.reason, late.is_disrupted) == ("DeadlineExceeded", False)
+
+
+def test_a_pod_that_is_being_deleted_is_not_live() -> None:
+    status = {"phase": "Running", "containerStatuses": [container({"running": {}})]}
+    state = state_of(status, deletionTimestamp=CREATED)
+    assert (state.stage, state.is_being_deleted, state.is_live) == (Stage.RUNNING, True, False)
+
+
+@pytest.mark.parametrize("kind", list(EndKind))
+def test_an_end_survives_an_event_and_explains_itself(kind: EndKind) -> None:
+    end = PodEnd(kind, "pod-1", "jobs", reason="Reason", message="it said so", exit_code=3)
+    assert PodEnd.from_event(json.loads(json.dumps(end.as_event()))) == end
+    assert "pod-1" in end.explanation() and "\n" not in end.explanation()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"exit_code": 0}, "its results aren't in the lake"),
+        ({"exit_code": 137, "reason": "OOMKilled"}, "raise the operator's memory"),
+        ({"exit_code": 137, "reason": "Error"}, "was killed"),
+        ({"exit_code": None, "reason": "DeadlineExceeded"}, "active_deadline_seconds"),
+        ({"exit_code": 1, "message": "a\nbatchllm: error: no GPU"}, "exit code 1; it said: no GPU"),
+    ],
+)
+def test_the_ways_to_exit_are_told_apart(fields: dict[str, Any], words: str) -> None:
+    assert words in PodEnd(EndKind.EXITED, "pod-1", "jobs", **fields).explanation()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "is_final", "is_disruption"),
+    [
+        (EndKind.EXITED, {"exit_code": 1}, False, False),
+        (EndKind.EXITED, {"exit_code": 2}, True, False),
+        (EndKind.EXITED, {"exit_code": 137}, False, False),
+        (EndKind.STUCK, {"reason": "InvalidImageName"}, True, False),
+        (EndKind.STUCK, {"reason": "ImagePullBackOff"}, False, False),
+        (EndKind.DISRUPTED, {"reason": "Evicted"}, False, True),
+        (EndKind.GONE, {}, False, True),
+        (EndKind.QUEUE_LIMIT, {}, False, False),
+    ],
+)
+def test_what_a_retry_or_another_pod_can_mend(
+    kind: EndKind, fields: dict[str, Any], is_final: bool, is_disruption: bool
+) -> None:
+    end = PodEnd(kind, "pod-1", "jobs", **fields)
+    assert (end.is_final, end.is_disruption) == (is_final, is_disruption)

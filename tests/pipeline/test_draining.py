@@ -1,0 +1,149 @@
+"""SIGTERM to a run that has been told to finish its open parts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+
+from batchllm_operator.engine import EngineOutput, EngineRequest
+from batchllm_operator.engine.fake import FakeEngine
+from batchllm_operator.errors import Interrupted, SpecError
+from batchllm_operator.pipeline.draining import Drain
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.run import run_shard
+
+
+class CallingEngine(FakeEngine):
+    """Calls `act` before it answers request number `at`; one request at a time."""
+
+    def __init__(self, spec: Any, at: int, act: Callable[[], None]) -> None:
+        super().__init__(spec)
+        self._max_in_flight, self._at, self._act = 1, at, act
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        for number, output in enumerate(super().stream(requests)):
+            if number == self._at:
+                self._act()
+            yield output
+
+
+@pytest.fixture
+def plan_uri(tmp_path: Path) -> str:
+    """One shard of several parts of five requests."""
+    write_table(tmp_path / "documents", document_rows())
+    return plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DS).folder.uri
+
+
+def parts(plan_uri: str) -> list[str]:
+    return sorted(p.name for p in Path(plan_uri).glob("runs/shard-00000/part-?????.json"))
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run(plan_uri: str, at: int, act: Callable[[], None] = terminate, limit_s: float = 60.0) -> Any:
+    with Drain().on_sigterm(limit_s) as drain:
+        return run_shard(
+            plan_uri, 0, start=lambda spec, job: CallingEngine(spec, at, act), drain=drain
+        )
+
+
+def test_the_open_part_is_finished_and_no_other_begun(plan_uri: str) -> None:
+    with pytest.raises(Interrupted):
+        run(plan_uri, at=6)
+    assert parts(plan_uri) == ["part-00000.json", "part-00001.json"]
+    assert not (Path(plan_uri) / "runs/shard-00000/report.json").exists()
+    report = run_shard(plan_uri, 0)
+    assert report.num_resumed_parts == 2
+
+
+def test_a_shard_that_is_finished_while_it_stops_is_finished(plan_uri: str) -> None:
+    num_parts = json.loads((Path(plan_uri) / "manifest.json").read_text())["shards"][0]["num_parts"]
+    report = run(plan_uri, at=29)  # the last of thirty
+    assert report.num_parts == num_parts == len(parts(plan_uri))
+
+
+def test_a_second_signal_ends_it_at_once(plan_uri: str) -> None:
+    def twice() -> None:
+        terminate()
+        terminate()
+
+    with pytest.raises(Interrupted):
+        run(plan_uri, at=6, act=twice)
+    assert parts(plan_uri) == ["part-00000.json"]
+
+
+def test_parts_that_take_longer_than_allowed_are_dropped(plan_uri: str) -> None:
+    def stay() -> None:
+        terminate()
+        threading.Event().wait(60)  # ended by the limit's signal
+
+    with pytest.raises(Interrupted):
+        run(plan_uri, at=6, act=stay, limit_s=0.05)
+    assert parts(plan_uri) == ["part-00000.json"]
+
+
+def test_without_an_open_part_it_ends_at_once(plan_uri: str) -> None:
+    def start(spec: Any, job: Any) -> FakeEngine:
+        terminate()  # while the model is loaded
+        raise AssertionError("went on")
+
+    with pytest.raises(Interrupted), Drain().on_sigterm(60.0) as drain:
+        run_shard(plan_uri, 0, start=start, drain=drain)
+    assert parts(plan_uri) == []
+
+
+def test_signals_are_handled_as_before_afterwards(plan_uri: str) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)]
+    with pytest.raises(Interrupted):
+        run(plan_uri, at=6)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)] == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_the_number_of_gpus_is_the_tasks_unless_the_spec_has_its_own(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    seen: list[int] = []
+
+    def start(spec: Any, job: Any) -> FakeEngine:
+        seen.append(spec.engine.tensor_parallel_size)
+        return FakeEngine(spec)
+
+    spec = fake_spec(tmp_path, engine={"tensor_parallel_size": 4})
+    plan_uri = plan_job(fake_spec(tmp_path), DS).folder.uri
+    run_shard(plan_uri, 0, start=start, num_gpus=2)
+    run_shard(plan_uri, 1, start=start)
+    assert seen == [2, 1]
+    fixed_uri = plan_job(spec.model_copy(update={"name": "fixed"}), DS).folder.uri
+    run_shard(fixed_uri, 0, start=start, num_gpus=4)
+    with pytest.raises(SpecError, match="tensor_parallel_size is 4, but the task has 2 GPUs"):
+        run_shard(fixed_uri, 1, start=start, num_gpus=2)
+
+
+def test_the_command_drains_and_says_how_it_ended(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    fields = job_fields(str(tmp_path), engine={"extra_args": {"delay_s": 0.1}})
+    fields["planner"]["num_shards"] = 1
+    changes = {name: fields[name] for name in ("engine", "planner")}
+    plan_uri = plan_job(fake_spec(tmp_path, **changes), DS).folder.uri
+    command = [sys.executable, "-m", "batchllm_operator.cli", "run", "--plan", plan_uri]
+    command += ["--shard", "0", "--drain-s", "60"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while not parts(plan_uri):  # the fake engine has requests of three parts by then
+            assert process.poll() is None
+        process.terminate()
+        lines = process.stderr.read().splitlines()
+    assert process.returncode == 143
+    assert any("asked to stop: finishing" in line for line in lines), lines
+    assert any("what was finished is kept" in line for line in lines)
+    assert 1 < len(parts(plan_uri)) < 6
