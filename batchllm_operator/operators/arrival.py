@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from airflow.providers.common.compat.sdk import AirflowFailException
-from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
 from airflow.sdk import Asset, BaseOperator, Context, TaskGroup, XComArg
 
 DS_KEY: Final = "ds"
@@ -29,6 +28,9 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     Returns:
         The partition of the run, as `batchllm_task_group(..., ds=...)` takes it.
     """
+    # Not above: it loads Airflow's database models, for DAGs that need none of this too.
+    from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
+
     with TaskGroup(group_id=group_id):
         partition = BatchLLMArrivalOperator(task_id="partition", assets=assets)
         TriggerDagRunOperator.partial(
