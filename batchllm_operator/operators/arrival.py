@@ -87,7 +87,7 @@ class BatchLLMArrivalOperator(BaseOperator):
         An event that comes between another one and the run which that one triggers may be
         given to no run (apache/airflow#54659, #56050). So all later events are read too.
         """
-        triggering = context.get("triggering_asset_events") or {}
+        triggering = context["triggering_asset_events"]
         arrived: dict[str, str] = {}
         later: dict[str, str] = {}
         for asset in self.assets:

@@ -109,8 +109,9 @@ class Standalone:
 
     def events(self, asset: str) -> list[dict[str, Any]]:
         """The events of an asset, the oldest first."""
-        arguments = {"name_pattern": asset, "order_by": "timestamp", "limit": 500}
-        return list(self.api("GET", "/api/v2/assets/events", params=arguments)["asset_events"])
+        arguments = {"order_by": "timestamp", "limit": 500}
+        events = self.api("GET", "/api/v2/assets/events", params=arguments)["asset_events"]
+        return [event for event in events if event["name"] == asset]
 
     def keys(self, ds: str) -> list[str]:
         """The keys of a published partition, whose rows all have a text."""
