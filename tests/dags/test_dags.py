@@ -18,7 +18,10 @@ Airflow = Job = Any  # the fixtures in conftest.py
 PARSE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
-from airflow.dag_processing.dagbag import DagBag
+try:
+    from airflow.dag_processing.dagbag import DagBag
+except ImportError:  # Airflow 3.1
+    from airflow.models.dagbag import DagBag
 bag = DagBag(sys.argv[1])
 heavy = {"vllm", "torch", "pyarrow", "transformers", "tokenizers", "numba", "numpy", "pandas"}
 dags = {
