@@ -105,6 +105,8 @@ new=()
 if [[ ! -f "$home/first-day" ]]; then # once: later on it's up to the user what is paused
   new=(--unpause daily_snippets documents_arrive snippets_on_arrival)
 fi
+mkdir -p "$home/config"
+cp "$root/scripts/airflow_local_settings.py" "$home/config/"
 log="$home/airflow.log"
 echo "airflow: starting; log: $log"
 setsid "$airflow" standalone >"$log" 2>&1 &
