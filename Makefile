@@ -13,7 +13,7 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-compat test-airflow lint helm helm-readme format bench lock clean
+.PHONY: help setup demo airflow test test-compat test-airflow lint helm helm-readme format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ setup: ## Make .venv with the CPU builds of torch and vLLM, Airflow and this pac
 
 demo: setup ## Run the DAG daily_snippets for one date on a small lake table
 	@bash scripts/demo.sh
+
+airflow: setup ## Run Airflow with the example DAGs here until Ctrl-C (PORT=8080)
+	@bash scripts/airflow.sh
 
 test: setup ## Run all tests
 	$(BIN)/pytest
@@ -66,5 +69,5 @@ lock: ## Pin the newest versions that pyproject.toml allows (KEEP=1: only what m
 	done
 
 clean: ## Remove caches, demo output and build products, but no environment
-	rm -rf .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	rm -rf .demo .airflow .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
 	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -25,6 +25,8 @@ def get_provider_info() -> dict[str, Any]:
                     "batchllm_operator.operators.plan",
                     "batchllm_operator.operators.generate",
                     "batchllm_operator.operators.commit",
+                    "batchllm_operator.operators.report",
+                    "batchllm_operator.operators.arrival",
                 ],
             }
         ],

@@ -4,7 +4,7 @@ import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from airflow.sdk import DAG
+from airflow.sdk import DAG, Asset
 from airflow.timetables.interval import CronDataIntervalTimetable  # airflow.sdk: from 3.2 on
 
 from batchllm_operator.operators import batchllm_task_group
@@ -17,9 +17,19 @@ with DAG(
     # By data interval, so that {{ ds }} is the day that has just ended.
     schedule=CronDataIntervalTimetable("@daily", timezone="UTC"),
     start_date=datetime(2026, 1, 1, tzinfo=UTC),
+    # Days before the DAG was unpaused are left to `airflow backfill create`.
     catchup=False,
-    max_active_runs=1,
+    # Dates at a time, each with a job folder and a commit of its own; a backfill has its own limit.
+    max_active_runs=3,
     default_args={"retries": 2, "retry_delay": timedelta(minutes=1)},
     tags=["batchllm"],
 ):
-    batchllm_task_group(SPEC_DIR / "daily_snippets.yaml", group_id="snippets")
+    batchllm_task_group(
+        SPEC_DIR / "daily_snippets.yaml",
+        group_id="snippets",
+        # A slot for each GPU keeps dates that run in parallel from sharing one. Airflow lets tasks
+        # of a pool that nobody made wait for ever, so without the variable it's the one that
+        # every Airflow has.
+        pool=os.environ.get("BATCHLLM_POOL") or "default_pool",
+        output_asset=Asset("snippets"),
+    )

@@ -4,22 +4,29 @@ import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from airflow.sdk import DAG
+from airflow.sdk import DAG, Asset
 from airflow.timetables.interval import CronDataIntervalTimetable  # airflow.sdk: from 3.2 on
 
 from batchllm_operator.operators import batchllm_task_group
 
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
+FIRST_DAY = os.environ.get("BATCHLLM_FIRST_DAY") or "2026-01-01"
 
 with DAG(
     "offline_ranking",
     description="Relevance of documents to queries; instruction and query are the prefix",
     # By data interval, so that {{ ds }} is the day that has just ended.
     schedule=CronDataIntervalTimetable("@daily", timezone="UTC"),
-    start_date=datetime(2026, 1, 1, tzinfo=UTC),
-    catchup=False,
-    max_active_runs=1,
+    start_date=datetime.fromisoformat(FIRST_DAY).replace(tzinfo=UTC),
+    # Every day from the first one on is ranked, also those that passed while the DAG was paused.
+    catchup=True,
+    max_active_runs=2,  # days at a time while it catches up
     default_args={"retries": 2, "retry_delay": timedelta(minutes=1)},
     tags=["batchllm"],
 ):
-    batchllm_task_group(SPEC_DIR / "offline_ranking.yaml", group_id="ranking")
+    batchllm_task_group(
+        SPEC_DIR / "offline_ranking.yaml",
+        group_id="ranking",
+        pool=os.environ.get("BATCHLLM_POOL") or "default_pool",  # see daily_snippets.py
+        output_asset=Asset("ranking"),
+    )

@@ -10,32 +10,16 @@ log="$demo/airflow.log"
 ds="${DS:-2026-01-31}"
 spec="$root/dags/specs/daily_snippets.yaml"
 
-if [[ ! -x "$root/.venv/bin/airflow" ]]; then
-  echo "demo: there is no Airflow in $root/.venv; run 'make setup' first" >&2
-  exit 1
-fi
 if [[ ! "$ds" =~ ^[0-9]{4}-[0-9]{2}-[0-9]{2}$ ]]; then
   echo "demo: DS='$ds' is not a date such as 2026-01-31" >&2
   exit 2
 fi
 mkdir -p "$demo"
 
-# An Airflow of its own: nothing of one that the caller may have is read or changed.
-for name in $(compgen -e AIRFLOW__ || true); do unset "$name"; done
-export AIRFLOW_HOME="$demo/airflow"
-export AIRFLOW__CORE__DAGS_FOLDER="$root/dags"
-export AIRFLOW__CORE__LOAD_EXAMPLES=False
+# shellcheck source=scripts/demo_env.sh
+source "$root/scripts/demo_env.sh"
+use_airflow_home "$demo/airflow"
 export BATCHLLM_SPEC_DIR="$root/dags/specs"
-# Nobody is told about this run, and nothing is downloaded.
-export DO_NOT_TRACK=1 SCARF_ANALYTICS=false VLLM_NO_USAGE_STATS=1 VLLM_DO_NOT_TRACK=1
-export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
-if [[ -z "${HOME:-}" ]]; then
-  export HOME="$demo/home"
-  mkdir -p "$HOME"
-fi
-
-airflow="$root/.venv/bin/airflow"
-batchllm() { "$root/.venv/bin/python" -P -m batchllm_operator.cli "$@"; }
 
 fail() {
   echo "demo: $1; the end of $log:" >&2
@@ -75,12 +59,8 @@ show_progress() {
 }
 
 : >"$log"
-if [[ ! -f "$demo/lake/documents/ds=$ds/part-0.parquet" ]]; then
-  batchllm demo-table "$demo/lake/documents" --ds "$ds"
-fi
-if [[ ! -f "$demo/model/config.json" ]]; then
-  batchllm demo-model "$demo/model"
-fi
+make_demo_table "$ds"
+make_demo_model
 "$airflow" db migrate >>"$log" 2>&1 || fail "Airflow's database can't be made"
 
 exec 3> >(show_progress)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from airflow.sdk import Context, XComArg
+from airflow.sdk import Asset, Context, XComArg
 
 from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_and_counts
+
+_EVENT_FIELDS: Final = (
+    "ds",
+    "num_rows_in",
+    "num_rows_out",
+    "num_rows_failed",
+    "achieved_saving_ratio",
+    "plan_uri",
+    "report_uri",
+    "table_uri",
+)
 
 
 class BatchLLMCommitOperator(BatchLLMCommandOperator):
@@ -16,9 +27,16 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
     Runs `batchllm commit`; doing so twice is harmless. The return value holds the URIs of
     the table and of the report, and the report's counts.
 
+    Each `Asset` among the task's `outlets` gets an event with the partition (`ds`), the rows
+    in, out and failed, the saving ratio and the URIs of plan, report and table. Airflow stores
+    it in the transaction that makes the task a success, so a task that dies after publishing
+    has sent none: its retry, which finds everything published, must. That is why every
+    success sends one, also when nothing had to be done. An event with the `plan_uri` of the one
+    before it for the same `ds` says that the rows are still the same.
+
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.
-        kwargs: see `BatchLLMCommandOperator`.
+        kwargs: see `BatchLLMCommandOperator`; `outlets` is Airflow's.
     """
 
     template_fields: Sequence[str] = ("plan_uri", "env", "aws_conn_id")
@@ -30,4 +48,12 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
 
     def execute(self, context: Context) -> dict[str, str | int | float]:
         """Publish; see `run_command` for the errors."""
-        return uris_and_counts(self.run_command("commit", "--plan", str(self.plan_uri)))
+        result = self.run_command("commit", "--plan", str(self.plan_uri))
+        for outlet in self.outlets:
+            if isinstance(outlet, Asset):
+                context["outlet_events"][outlet].extra = _event_extra(result)
+        return uris_and_counts(result)
+
+
+def _event_extra(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name in _EVENT_FIELDS}

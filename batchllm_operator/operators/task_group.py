@@ -1,4 +1,4 @@
-"""A whole job as one group of tasks: plan, generate every shard, commit."""
+"""A whole job as one group of tasks: plan, generate every shard, commit, report."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from airflow.sdk import TaskGroup, TriggerRule, XComArg
+from airflow.sdk import Asset, TaskGroup, TriggerRule, XComArg
 
 from batchllm_operator.operators.commit import BatchLLMCommitOperator
 from batchllm_operator.operators.generate import BatchLLMGenerateOperator
 from batchllm_operator.operators.plan import PLAN_URI_KEY, BatchLLMPlanOperator
+from batchllm_operator.operators.report import BatchLLMReportOperator
 
 
 def batchllm_task_group(
     spec_path: str | Path,
     *,
     group_id: str = "batchllm",
-    ds: str = "{{ ds }}",
+    ds: str | XComArg = "{{ ds }}",
     env: Mapping[str, str] | None = None,
     aws_conn_id: str | None = None,
+    pool: str | None = None,
     max_parallel_shards: int | None = None,
+    output_asset: Asset | str | None = None,
     generate_args: Mapping[str, Any] | None = None,
 ) -> TaskGroup:
-    """Wire plan -> generate, mapped over the shards -> commit; call it inside a DAG.
+    """Wire plan -> generate, mapped over the shards -> commit -> report; call it inside a DAG.
 
     A plan without shards (an empty partition under `on_empty: commit`) skips generate and
     commits all the same.
@@ -31,30 +34,45 @@ def batchllm_task_group(
     Args:
         spec_path: the job spec; read by the tasks, not when the DAG is parsed.
         group_id: prefix of the tasks' ids.
-        ds: the partition, a template.
-        env: extra environment of all three commands.
-        aws_conn_id: Airflow connection that all three take their AWS credentials from; see
+        ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
+        env: extra environment of all four commands.
+        aws_conn_id: Airflow connection that all four take their AWS credentials from; see
             `BatchLLMCommandOperator`.
-        max_parallel_shards: most shards of one run at a time, such as the number of GPUs.
-        generate_args: further arguments of the generate tasks, such as a pool or a queue.
+        pool: Airflow pool of the generate tasks, with a slot for each GPU: it bounds them over
+            all runs and DAGs. It must exist, or they wait for ever.
+        max_parallel_shards: most shards of one run at a time.
+        output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator` for
+            the events.
+        generate_args: further arguments of the generate tasks, such as a queue.
     """
+    everywhere = {"env": env, "aws_conn_id": aws_conn_id}
+    pool_args = {} if pool is None else {"pool": pool}
+    outlets = [] if output_asset is None else [_asset(output_asset)]
     with TaskGroup(group_id=group_id) as group:
         plan = BatchLLMPlanOperator(
-            task_id="plan", spec_path=str(spec_path), ds=ds, env=env, aws_conn_id=aws_conn_id
+            task_id="plan", spec_path=str(spec_path), ds=str(ds), **everywhere
         )
+        if isinstance(ds, XComArg):  # as a string, it is a template that pulls the value
+            ds >> plan
+        plan_uri = XComArg(plan, key=PLAN_URI_KEY)
         generate = BatchLLMGenerateOperator.partial(
             task_id="generate",
-            env=env,
-            aws_conn_id=aws_conn_id,
             max_active_tis_per_dagrun=max_parallel_shards,
+            **everywhere,
+            **pool_args,
             **(generate_args or {}),
         ).expand_kwargs(plan.output)
         commit = BatchLLMCommitOperator(
             task_id="commit",
-            plan_uri=XComArg(plan, key=PLAN_URI_KEY),
-            env=env,
-            aws_conn_id=aws_conn_id,
+            plan_uri=plan_uri,
+            outlets=outlets,
             trigger_rule=TriggerRule.NONE_FAILED,
+            **everywhere,
         )
-        generate >> commit
+        report = BatchLLMReportOperator(task_id="report", plan_uri=plan_uri, **everywhere)
+        generate >> commit >> report
     return group
+
+
+def _asset(asset: Asset | str) -> Asset:
+    return asset if isinstance(asset, Asset) else Asset(asset)

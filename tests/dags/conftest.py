@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ _DAG = """
 from airflow.sdk import DAG
 from batchllm_operator.operators import batchllm_task_group
 
-with DAG("job", schedule=None):
+with DAG("job", schedule=None) as dag:
     batchllm_task_group(**{arguments!r})
+{more}
 """
 
 
@@ -61,10 +62,13 @@ class Airflow:
             raise RuntimeError(run.stdout)
         return run.stdout
 
-    def with_dag(self, folder: Path, **arguments: Any) -> Airflow:
-        """This Airflow with one DAG, `job`: a task group with `arguments`, and no retries."""
+    def with_dag(self, folder: Path, *, more: str = "", **arguments: Any) -> Airflow:
+        """This Airflow with one DAG, `job`: a task group with `arguments`, and no retries.
+
+        `more` is code at the end of its file.
+        """
         folder.mkdir()
-        (folder / "job.py").write_text(_DAG.format(arguments=arguments))
+        (folder / "job.py").write_text(_DAG.format(arguments=arguments, more=more))
         return Airflow(self.home, {**self.env, "AIRFLOW__CORE__DAGS_FOLDER": str(folder)})
 
     def without_aws(self) -> Airflow:
@@ -99,16 +103,19 @@ class Job:
 
     folder: Path
 
-    def keys(self) -> list[str]:
+    def keys(self, num_documents: int = 4) -> list[str]:
         """The keys of all rows, sorted."""
-        return sorted(f"{document}-{query}" for document in range(4) for query in range(3))
+        return sorted(
+            f"{document}-{query}" for document in range(num_documents) for query in range(3)
+        )
 
-    def write_table(self) -> None:
-        partition = self.folder / "documents" / f"ds={DS}"
-        partition.mkdir(parents=True)
+    def write_table(self, ds: str = DS, num_documents: int = 4) -> None:
+        """Write a partition, or write it anew."""
+        partition = self.folder / "documents" / f"ds={ds}"
+        partition.mkdir(parents=True, exist_ok=True)
         rows = [
             {"id": f"{d}-{q}", "document": f"Document {d}. " * 9, "query": f"Query {q}?"}
-            for d in range(4)
+            for d in range(num_documents)
             for q in range(3)
         ]
         pq.write_table(pa.Table.from_pylist(rows), partition / "part-0.parquet")
@@ -133,22 +140,34 @@ class Job:
         path.write_text(yaml.safe_dump(spec))
         return path
 
-    def published(self, name: str) -> Path:
+    def published(self, name: str, ds: str = DS) -> Path:
         """The one file of the output partition."""
-        (file,) = (self.folder / name / f"ds={DS}").iterdir()
+        (file,) = (self.folder / name / f"ds={ds}").iterdir()
         return file
 
-    def plan_folder(self, name: str) -> Path:
+    def plan_folder(self, name: str, ds: str = DS) -> Path:
         """The folder of the only plan."""
-        (folder,) = (self.folder / name / "_batchllm").glob(f"{name}/{DS}/plan-*")
+        (folder,) = (self.folder / name / "_batchllm").glob(f"{name}/{ds}/plan-*")
         return folder
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    """A lake table, and the specs of both DAGs of this repository."""
-    new = Job(tmp_path)
+def new_job(folder: Path) -> Job:
+    """A lake table, and the specs of the DAGs of this repository."""
+    folder.mkdir(exist_ok=True)
+    new = Job(folder)
     new.write_table()
     for name in ("daily_snippets", "offline_ranking"):
         new.write_spec(name)
     return new
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A job folder of the test's own."""
+    return new_job(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def make_job() -> Callable[[Path], Job]:
+    """For fixtures that need a job folder for longer than a test."""
+    return new_job

@@ -27,7 +27,10 @@ heavy = {"vllm", "torch", "pyarrow", "transformers", "tokenizers", "numba", "num
 dags = {
     dag.dag_id: {
         "tasks": {task.task_id: sorted(task.downstream_task_ids) for task in dag.tasks},
-        "spec_path": next(task.spec_path for task in dag.tasks if hasattr(task, "spec_path")),
+        "spec_path": [task.spec_path for task in dag.tasks if hasattr(task, "spec_path")],
+        "pools": {task.task_id: task.pool for task in dag.tasks if task.pool != "default_pool"},
+        "outlets": {t.task_id: [a.name for a in t.outlets] for t in dag.tasks if t.outlets},
+        "first_day": str(dag.start_date.date()),
         "catchup": dag.catchup,
         "max_active_runs": dag.max_active_runs,
         "retries": min(task.retries for task in dag.tasks),
@@ -42,12 +45,11 @@ print(json.dumps({
 """
 
 
-def test_dag_files_import_without_errors_and_without_heavy_modules(
-    airflow: Airflow,
-) -> None:
+def parse_dags(airflow: Airflow, **env: str) -> dict[str, Any]:
+    """The DAGs of this repository, which import nothing heavy and without errors."""
     run = subprocess.run(
         [sys.executable, "-c", PARSE, str(ROOT / "dags")],
-        env=airflow.env,
+        env={**airflow.env, **env},
         capture_output=True,
         text=True,
         check=True,
@@ -55,17 +57,67 @@ def test_dag_files_import_without_errors_and_without_heavy_modules(
     parsed = json.loads(run.stdout.splitlines()[-1])
     assert parsed["errors"] == {}
     assert parsed["heavy"] == []
-    assert sorted(parsed["dags"]) == ["daily_snippets", "offline_ranking"]
-    for dag_id, group in (("daily_snippets", "snippets"), ("offline_ranking", "ranking")):
-        dag = parsed["dags"][dag_id]
-        assert dag["tasks"] == {
-            f"{group}.plan": [f"{group}.commit", f"{group}.generate"],
-            f"{group}.generate": [f"{group}.commit"],
-            f"{group}.commit": [],
-        }
-        assert dag["spec_path"] == str(ROOT / "dags" / "specs" / f"{dag_id}.yaml")
-        assert (dag["catchup"], dag["max_active_runs"]) == (False, 1)
+    return dict(parsed["dags"])
+
+
+def group_tasks(group: str) -> dict[str, list[str]]:
+    """Each task of a job with those after it."""
+    return {
+        f"{group}.plan": [f"{group}.commit", f"{group}.generate", f"{group}.report"],
+        f"{group}.generate": [f"{group}.commit"],
+        f"{group}.commit": [f"{group}.report"],
+        f"{group}.report": [],
+    }
+
+
+def test_dag_files_import_without_errors_and_without_heavy_modules(
+    airflow: Airflow,
+) -> None:
+    dags = parse_dags(airflow)
+    assert sorted(dags) == [
+        "daily_snippets",
+        "documents_arrive",
+        "offline_ranking",
+        "snippets_on_arrival",
+    ]
+    specs = ROOT / "dags" / "specs"
+    for dag_id, group, catchup, max_active_runs in (
+        ("daily_snippets", "snippets", False, 3),
+        ("offline_ranking", "ranking", True, 2),
+    ):
+        dag = dags[dag_id]
+        assert dag["tasks"] == group_tasks(group)
+        assert dag["spec_path"] == [str(specs / f"{dag_id}.yaml")]
+        assert (dag["catchup"], dag["max_active_runs"]) == (catchup, max_active_runs)
         assert dag["retries"] > 0
+        assert dag["pools"] == {}  # else a run would hang where nobody made the pool
+        assert dag["outlets"] == {f"{group}.commit": [group]}
+    arrival = dags["snippets_on_arrival"]
+    assert arrival["tasks"] == {
+        "arrival.partition": ["arrival.other_partitions", "snippets.plan"],
+        "arrival.other_partitions": [],
+        **group_tasks("snippets"),
+    }
+    assert arrival["spec_path"] == [str(specs / "daily_snippets.yaml")]
+    assert dags["documents_arrive"]["outlets"] == {"announce": ["documents"]}
+
+
+def test_a_deployment_names_pool_specs_and_first_day(airflow: Airflow) -> None:
+    """No DAG reads its spec when it's parsed: there is none in that folder."""
+    dags = parse_dags(
+        airflow,
+        BATCHLLM_POOL="gpus",
+        BATCHLLM_SPEC_DIR="/no/such/folder",
+        BATCHLLM_FIRST_DAY="2026-03-01",
+    )
+    assert [dags[dag_id]["pools"] for dag_id in sorted(dags)] == [
+        {"snippets.generate": "gpus"},
+        {},
+        {"ranking.generate": "gpus"},
+        {"snippets.generate": "gpus"},
+    ]
+    assert dags["daily_snippets"]["spec_path"] == ["/no/such/folder/daily_snippets.yaml"]
+    assert dags["offline_ranking"]["first_day"] == "2026-03-01"
 
 
 @pytest.mark.parametrize("name", ["daily_snippets", "offline_ranking"])
@@ -82,7 +134,7 @@ def test_a_dag_run_publishes_the_partition(
     airflow: Airflow, job: Job, dag_id: str, num_reruns: int
 ) -> None:
     log = airflow.run(dag_id, job.folder)
-    assert log.count("starting task_id=") == 4  # plan, two shards, commit
+    assert log.count("starting task_id=") == 5  # plan, two shards, commit, report
     rows = pq.ParquetFile(job.published(dag_id)).read().to_pylist()
     assert sorted(row["id"] for row in rows) == job.keys()
     assert all(row["error"] is None and row["generated_text"] for row in rows)
@@ -107,6 +159,6 @@ def test_an_empty_partition_skips_generate_and_commits(airflow: Airflow, job: Jo
     nothing = {"filter": [{"column": "query", "value": "no such query"}]}
     job.write_spec("daily_snippets", on_empty="commit", input=nothing)
     log = airflow.run("daily_snippets", job.folder)
-    assert log.count("starting task_id=") == 2
+    assert log.count("starting task_id=") == 3
     assert "Running batchllm run" not in log
     assert pq.ParquetFile(job.published("daily_snippets")).metadata.num_rows == 0

@@ -63,6 +63,20 @@ def test_all_shards_failing_publish_nothing(airflow: Airflow, job: Job) -> None:
     assert not (job.folder / "job" / f"ds={DS}").exists()
 
 
+def test_a_failing_report_leaves_the_partition_published(airflow: Airflow, job: Job) -> None:
+    spec = job.write_spec("job")
+    broken = 'dag.get_task("batchllm.report").env = {"PYTHONHOME": "/nowhere"}'
+    with pytest.raises(RuntimeError) as failure:
+        airflow.with_dag(job.folder / "dags", spec_path=str(spec), more=broken).run(
+            "job", job.folder
+        )
+    log = str(failure.value)
+    assert log.count("starting task_id=") == 5
+    assert "batchllm report: " in log
+    rows = pq.ParquetFile(job.published("job")).read().to_pylist()
+    assert sorted(row["id"] for row in rows) == job.keys()
+
+
 def test_sigkill_while_planning_ends_the_command(airflow: Airflow, job: Job) -> None:
     spec = job.folder / "job.yaml"
     os.mkfifo(spec)  # `batchllm plan` waits in reading it

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from airflow.sdk import DAG, BaseOperator, TriggerRule
+from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
+from airflow.sdk.execution_time.context import OutletEventAccessors
 from jsonschema import Draft7Validator
 
 from batchllm_operator import __version__
@@ -14,7 +15,9 @@ from batchllm_operator.operators import (
     BatchLLMCommitOperator,
     BatchLLMGenerateOperator,
     BatchLLMPlanOperator,
+    BatchLLMReportOperator,
     batchllm_task_group,
+    one_run_per_partition,
 )
 from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.provider import get_provider_info
@@ -45,6 +48,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
             "command": arguments[0],
             "plan_uri": "s3://b/plan-1",
             "num_shards": 2,
+            "ds": "2026-01-31",
             "texts": ["not for XCom"],
         }
 
@@ -66,16 +70,45 @@ def test_plan_returns_its_shards_and_pushes_uris_and_counts(ran: list[tuple[str,
     }
 
 
-def test_generate_and_commit_name_their_plan(ran: list[tuple[str, ...]]) -> None:
+def test_generate_commit_and_report_name_their_plan(ran: list[tuple[str, ...]]) -> None:
     counts = {"plan_uri": "s3://b/plan-1", "num_shards": 2}
     generate = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", shard_idx=1)
     commit = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1")
     assert execute(generate, {}) == counts
+    report = BatchLLMReportOperator(task_id="r", plan_uri="s3://b/plan-1")
     assert execute(commit, {}) == counts
+    assert execute(report, {}) == counts
     assert ran == [
         ("run", "--plan", "s3://b/plan-1", "--shard", "1"),
         ("commit", "--plan", "s3://b/plan-1"),
+        ("report", "--plan", "s3://b/plan-1"),
     ]
+
+
+def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = {
+        "ds": "2026-01-31",
+        "num_rows_in": 12,
+        "num_rows_out": 11,
+        "num_rows_failed": 1,
+        "achieved_saving_ratio": 0.6,
+        "plan_uri": "s3://b/plan-1",
+        "report_uri": "s3://b/plan-1/report.json",
+        "table_uri": "s3://b",
+    }
+
+    def run(self: CommandRunner, *arguments: str) -> dict[str, Any]:
+        return {**event, "result_version": 1, "command": "commit", "model": "m", "errors": {}}
+
+    monkeypatch.setattr(CommandRunner, "run", run)
+    outlets = [Asset("snippets"), Asset("s3://b/snippets"), AssetAlias("any")]
+    task = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1", outlets=outlets)
+    outlet_events = OutletEventAccessors()
+    execute(task, {"outlet_events": outlet_events})
+    assert {asset.name: accessor.extra for asset, accessor in outlet_events.items()} == {
+        "snippets": event,
+        "s3://b/snippets": event,
+    }
 
 
 def test_templates_are_rendered() -> None:
@@ -95,26 +128,47 @@ def test_templates_are_rendered() -> None:
     assert commit.plan_uri == "s3://b/p"
 
 
-def test_task_group_wires_plan_generate_commit() -> None:
+def test_task_group_wires_plan_generate_commit_report() -> None:
     with DAG("job", schedule=None) as dag:
         batchllm_task_group(
             Path("job.yaml"),
             group_id="job",
             env={"A": "1"},
             aws_conn_id="lake",
+            pool="gpus",
             max_parallel_shards=4,
-            generate_args={"pool": "gpus"},
+            output_asset="s3://b/snippets",
+            generate_args={"queue": "gpu"},
         )
-    plan, generate, commit = (dag.get_task(f"job.{n}") for n in ("plan", "generate", "commit"))
-    assert plan.downstream_task_ids == {"job.generate", "job.commit"}
+    plan, generate, commit, report = (
+        dag.get_task(f"job.{name}") for name in ("plan", "generate", "commit", "report")
+    )
+    assert plan.downstream_task_ids == {"job.generate", "job.commit", "job.report"}
     assert generate.downstream_task_ids == {"job.commit"}
+    assert commit.downstream_task_ids == {"job.report"}
     assert generate.is_mapped
     assert (generate.pool, generate.max_active_tis_per_dagrun) == ("gpus", 4)
+    assert generate.queue == "gpu"
+    assert {task.pool for task in (plan, commit, report)} == {"default_pool"}
     assert commit.trigger_rule == TriggerRule.NONE_FAILED
+    assert commit.outlets == [Asset("s3://b/snippets")]
     assert plan.env == {"A": "1"}
-    conn_ids = (plan.aws_conn_id, generate.partial_kwargs["aws_conn_id"], commit.aws_conn_id)
-    assert conn_ids == ("lake",) * 3
+    tasks = (plan, commit, report)
+    conn_ids = (generate.partial_kwargs["aws_conn_id"], *(task.aws_conn_id for task in tasks))
+    assert conn_ids == ("lake",) * 4
     assert plan.spec_path == "job.yaml"
+
+
+def test_task_group_takes_an_asset_and_a_partition_that_a_task_names() -> None:
+    output = Asset("snippets", uri="s3://b/snippets")
+    with DAG("job", schedule=None) as dag:
+        ds = one_run_per_partition(Asset("documents"))
+        batchllm_task_group("job.yaml", ds=ds, output_asset=output)
+    plan = dag.get_task("batchllm.plan")
+    assert plan.upstream_task_ids == {"arrival.partition"}
+    assert "task_ids='arrival.partition'" in plan.ds
+    assert "key='ds'" in plan.ds
+    assert dag.get_task("batchllm.commit").outlets == [output]
 
 
 def test_provider_info_fits_airflows_schema() -> None:
@@ -125,6 +179,17 @@ def test_provider_info_fits_airflows_schema() -> None:
     assert info["versions"] == [__version__]
 
 
+def test_the_provider_info_loads_no_operator() -> None:
+    """Every Airflow process reads it before the modules that operators need can be imported."""
+    code = (
+        "import sys; from batchllm_operator import provider;"
+        "provider.get_provider_info();"
+        "print('airflow' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
 def test_importing_the_operators_loads_nothing_heavy() -> None:
     code = (
         "import sys, batchllm_operator.operators;"
@@ -132,4 +197,4 @@ def test_importing_the_operators_loads_nothing_heavy() -> None:
         " & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "set()"
+    assert run.stdout.splitlines()[-1] == "set()"  # Airflow 3.2 logs to stdout

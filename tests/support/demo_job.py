@@ -113,9 +113,11 @@ def live_processes(session_id: int) -> list[int]:
     return alive
 
 
-def wait_until(condition: Callable[[], object], what: str, limit_s: float = 120.0) -> None:
+def wait_until(
+    condition: Callable[[], object], what: str, limit_s: float = 120.0, poll_s: float = 0.05
+) -> None:
     """Poll until `condition()` is true; fail, saying `what` was awaited, after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"gave up waiting until {what}"
-        time.sleep(0.05)
+        time.sleep(poll_s)

@@ -1,0 +1,32 @@
+"""The task that logs what a job did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from airflow.sdk import Context, XComArg
+
+from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_and_counts
+
+
+class BatchLLMReportOperator(BatchLLMCommandOperator):
+    """Logs the summary of a committed plan, and returns the report's URIs and counts.
+
+    Runs `batchllm report`, which only reads: when it fails, the partition stays published.
+
+    Args:
+        plan_uri: the plan: a URI (templated) or the XCom that holds it.
+        kwargs: see `BatchLLMCommandOperator`.
+    """
+
+    template_fields: Sequence[str] = ("plan_uri", "env", "aws_conn_id")
+    ui_color = "#f1ecc9"
+
+    def __init__(self, *, plan_uri: str | XComArg, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.plan_uri = plan_uri
+
+    def execute(self, context: Context) -> dict[str, str | int | float]:
+        """Report; see `run_command` for the errors."""
+        return uris_and_counts(self.run_command("report", "--plan", str(self.plan_uri)))

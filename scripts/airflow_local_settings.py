@@ -1,0 +1,29 @@
+"""Airflow on SQLite, for scripts/airflow.sh: writers wait for each other instead of failing.
+
+Airflow imports this from its home's folder config/. A savepoint outside a transaction begins one
+that has only read so far. When another process has written before it does, SQLite refuses its write
+at once ("database is locked"), whatever the time-out, and `airflow backfill create` fails.
+"""
+
+import sqlite3
+from typing import Any, Final
+
+from sqlalchemy import Connection, Engine, event
+
+__all__: list[str] = []  # Airflow would put any other name into its own settings
+
+_BUSY_TIMEOUT_MS: Final = 30_000
+"""Of waiting for another process's transaction; SQLite's default in Python is five seconds."""
+
+
+@event.listens_for(Engine, "connect")
+def _wait_for_writers(connection: Any, record: object) -> None:
+    if isinstance(connection, sqlite3.Connection):
+        connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
+
+
+@event.listens_for(Engine, "savepoint")
+def _begin_as_writer(connection: Connection, name: str) -> None:
+    sqlite: Any = connection.connection.dbapi_connection
+    if isinstance(sqlite, sqlite3.Connection) and not sqlite.in_transaction:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")

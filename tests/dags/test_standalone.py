@@ -1,0 +1,394 @@
+"""`make airflow` from outside: the command line, the REST API, and the lake table that results."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+from support.demo_job import live_processes, wait_until
+
+ROOT = Path(__file__).parents[2]
+Job = Any  # the class in conftest.py
+
+POOL_SLOTS = 1
+POLL_S = 0.5  # of the API, which works for it
+RUN_DAY = "2026-01-25"
+BACKFILL_DAYS = ["2026-01-28", "2026-01-29", "2026-01-30"]
+ARRIVING_DAYS = ["2026-02-01", "2026-02-02", "2026-02-03"]
+LAST_DAY = "2026-02-10"
+RUNS = "/api/v2/dags/{}/dagRuns"
+
+
+@dataclass(frozen=True)
+class Standalone:
+    """An Airflow that `scripts/airflow.sh` runs."""
+
+    process: subprocess.Popen[str]
+    env: Mapping[str, str]
+    url: str
+    session_id: int
+    output: Callable[[], str]
+    job: Job
+
+    def command(self, *args: str) -> None:
+        """What the output tells the user to type."""
+        command = ["bash", str(ROOT / "scripts" / "airflow.sh"), *args]
+        run = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+    def printed(self, label: str) -> str:
+        """What the output says of `label`."""
+        (value,) = re.findall(rf"^  {label} +(\S+)$", self.output(), re.MULTILINE)
+        return str(value)
+
+    def log_in(self, password: str) -> httpx.Response:
+        login = {"username": self.printed("user"), "password": password}
+        return httpx.post(f"{self.url}/auth/token", json=login, timeout=60, trust_env=False)
+
+    @cached_property
+    def _headers(self) -> dict[str, str]:
+        token = self.log_in(self.printed("password")).json()["access_token"]
+        return {"Authorization": f"Bearer {token}"}
+
+    def api(self, method: str, path: str, **arguments: Any) -> Any:
+        arguments |= {"headers": self._headers, "timeout": 60, "trust_env": False}
+        answer = httpx.request(method, self.url + path, **arguments)
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    def runs(self, dag_id: str) -> list[dict[str, Any]]:
+        return list(self.api("GET", RUNS.format(dag_id))["dag_runs"])
+
+    def tasks(self, dag_id: str) -> list[dict[str, Any]]:
+        """The task instances of all runs of a DAG."""
+        path = RUNS.format(dag_id) + "/~/taskInstances"
+        return list(self.api("GET", path, params={"limit": 500})["task_instances"])
+
+    def wait_for_runs(
+        self, dag_id: str, choose: Callable[[dict[str, Any]], bool], number: int
+    ) -> list[dict[str, Any]]:
+        """Wait until `number` chosen runs have succeeded, and return them."""
+        chosen: list[dict[str, Any]] = []
+
+        def succeeded() -> bool:
+            chosen[:] = [run for run in self.runs(dag_id) if choose(run)]
+            run_ids = {run["dag_run_id"] for run in chosen}
+            failed = [
+                f"{task['dag_run_id']} {task['task_id']} {task['state']}"
+                for task in self.tasks(dag_id)
+                if task["dag_run_id"] in run_ids
+                and task["state"] in ("failed", "up_for_retry", "upstream_failed")
+            ]
+            assert failed == []
+            return len(chosen) == number and all(run["state"] == "success" for run in chosen)
+
+        wait_until(succeeded, f"{number} runs of {dag_id} have succeeded", poll_s=POLL_S)
+        return chosen
+
+    def has_no_backfill(self) -> bool:
+        """Whether all are over: Airflow takes one at a time for a DAG, and looks every 30 s."""
+        backfills = self.api("GET", "/api/v2/backfills", params={"dag_id": "daily_snippets"})
+        return all(backfill["completed_at"] for backfill in backfills["backfills"])
+
+    def events(self, asset: str) -> list[dict[str, Any]]:
+        """The events of an asset, the oldest first."""
+        arguments = {"asset_id": self.asset_id(asset), "order_by": "timestamp"}
+        return list(self.api("GET", "/api/v2/assets/events", params=arguments)["asset_events"])
+
+    def asset_id(self, name: str) -> int:
+        assets = self.api("GET", "/api/v2/assets", params={"name_pattern": name})["assets"]
+        (asset_id,) = (asset["id"] for asset in assets if asset["name"] == name)
+        return int(asset_id)
+
+    def keys(self, ds: str) -> list[str]:
+        """The keys of a published partition, whose rows all have a text."""
+        rows = pq.ParquetFile(self.job.published("daily_snippets", ds)).read().to_pylist()
+        assert all(row["error"] is None and row["generated_text"] for row in rows)
+        return sorted(row["id"] for row in rows)
+
+
+def script_env(home: Path, job: Job, port: int) -> dict[str, str]:
+    """The environment of a caller who has an Airflow of another kind."""
+    callers = {"AIRFLOW_HOME": "/nowhere", "AIRFLOW__CORE__EXECUTOR": "NoSuchExecutor"}
+    return {
+        **os.environ,
+        **callers,
+        "BATCHLLM_AIRFLOW_HOME": str(home),
+        "BATCHLLM_SPEC_DIR": str(job.folder),
+        "BATCHLLM_VENV": sys.prefix,
+        "PORT": str(port),
+        "POOL_SLOTS": str(POOL_SLOTS),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def restore_ctrl_c() -> None:
+    """Who starts tests in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module")
+def standalone(
+    tmp_path_factory: pytest.TempPathFactory, make_job: Callable[[Path], Job]
+) -> Iterator[Standalone]:
+    """Airflow with this repository's DAGs on the engine without a model."""
+    folder = tmp_path_factory.mktemp("standalone")
+    job = make_job(folder / "job")
+    job.write_spec("daily_snippets", planner={"num_shards": 1})
+    today = datetime.now(UTC).date()  # daily_snippets is on: yesterday's run starts by itself
+    recent = [str(today - timedelta(days=ago)) for ago in (0, 1)]
+    for ds in (RUN_DAY, *BACKFILL_DAYS, *ARRIVING_DAYS, LAST_DAY, *recent):
+        job.write_table(ds)
+    home, port, output = folder / "airflow home", free_port(), folder / "output"
+    env = script_env(home, job, port)
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            ["bash", str(ROOT / "scripts" / "airflow.sh")],
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=restore_ctrl_c,
+        )
+    try:
+        wait_until(
+            lambda: process.poll() is not None or "Ctrl-C" in output.read_text(), "it is ready"
+        )
+        assert process.poll() is None, output.read_text()
+        session_id = int((home / "pid").read_text())
+        url = f"http://127.0.0.1:{port}"
+        yield Standalone(process, env, url, session_id, output.read_text, job)
+    finally:
+        process.terminate()
+        process.wait()
+        if (home / "pid").exists():
+            for pid in live_processes(int((home / "pid").read_text())):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def at_a_time(spans: Iterable[Mapping[str, Any]]) -> int:
+    """The most that were running at one time."""
+    times = []
+    for span in spans:
+        start, end = (datetime.fromisoformat(span[name]) for name in ("start_date", "end_date"))
+        times += [(start, 1), (end, -1)]
+    most = running = 0
+    for _, change in sorted(times):
+        running += change
+        most = max(most, running)
+    return most
+
+
+def test_the_printed_password_is_the_only_one_that_lets_in(standalone: Standalone) -> None:
+    password = standalone.printed("password")
+    assert standalone.log_in(password).status_code == 201
+    assert standalone.log_in(password + "x").status_code == 401
+    assert httpx.get(standalone.url + "/api/v2/dags", trust_env=False).status_code == 401
+
+
+def test_a_backfill_commits_each_date_by_itself(standalone: Standalone) -> None:
+    first, *_, last = BACKFILL_DAYS
+    standalone.command(
+        *("backfill", "create", "--dag-id", "daily_snippets", "--max-active-runs", "2"),
+        *("--from-date", first, "--to-date", last, "--run-backwards"),
+    )
+    runs = standalone.wait_for_runs(
+        "daily_snippets", lambda run: run["run_type"] == "backfill" and run["conf"] == {}, 3
+    )
+    assert sorted(run["logical_date"][:10] for run in runs) == BACKFILL_DAYS
+    assert at_a_time(runs) == 2
+    extras = [event["extra"] for event in standalone.events("snippets")]
+    for ds in BACKFILL_DAYS:
+        assert standalone.keys(ds) == standalone.job.keys()
+        report = standalone.job.plan_folder("daily_snippets", ds) / "report.json"
+        written = json.loads(report.read_bytes())
+        assert (written["ds"], written["num_rows_out"]) == (ds, 12)
+        (extra,) = [extra for extra in extras if extra["ds"] == ds]
+        counts = ("num_rows_in", "num_rows_out", "num_rows_failed")
+        assert tuple(extra[name] for name in counts) == (12, 12, 0)
+        assert extra["achieved_saving_ratio"] == written["achieved_saving_ratio"]
+        assert extra["report_uri"] == str(report)
+        assert extra["plan_uri"] == str(report.parent)
+
+
+def test_each_partition_that_arrives_is_run(standalone: Standalone) -> None:
+    """The last two come so close together that Airflow may give both to one run, or lose one."""
+    by_dag, *by_api = ARRIVING_DAYS
+    standalone.command("dags", "trigger", "documents_arrive", "--conf", json.dumps({"ds": by_dag}))
+    asset_id = standalone.asset_id("documents")
+    for ds in by_api:
+        arrival = {"asset_id": asset_id, "extra": {"ds": ds}}
+        standalone.api("POST", "/api/v2/assets/events", json=arrival)
+
+    def are_committed() -> bool:
+        """Whether runs that the events led to have committed them."""
+        events = standalone.events("snippets")
+        runs = [event for event in events if event["source_dag_id"] == "snippets_on_arrival"]
+        return {run["extra"]["ds"] for run in runs} == set(ARRIVING_DAYS)
+
+    wait_until(are_committed, "all partitions are committed", poll_s=POLL_S)
+    for ds in ARRIVING_DAYS:
+        assert standalone.keys(ds) == standalone.job.keys()
+
+
+def test_a_run_commits_its_date_and_doing_it_again_replaces_the_partition(
+    standalone: Standalone,
+) -> None:
+    def runs_of_the_day(run: Mapping[str, Any]) -> bool:
+        return str(run["logical_date"]).startswith(RUN_DAY)
+
+    standalone.command("dags", "trigger", "daily_snippets", "--logical-date", RUN_DAY)
+    (before,) = standalone.wait_for_runs("daily_snippets", runs_of_the_day, 1)
+    old = standalone.keys(RUN_DAY)
+    assert old == standalone.job.keys()
+
+    standalone.job.write_table(RUN_DAY, num_documents=6)
+    new = standalone.job.keys(num_documents=6)
+    wait_until(standalone.has_no_backfill, "Airflow takes another backfill", poll_s=POLL_S)
+    with Reader(standalone.job.folder / "daily_snippets" / f"ds={RUN_DAY}") as reader:
+        standalone.command(
+            *("backfill", "create", "--dag-id", "daily_snippets", "--max-active-runs", "2"),
+            *("--from-date", RUN_DAY, "--to-date", RUN_DAY, "--reprocess-behavior", "completed"),
+        )
+
+        def runs_again(run: Mapping[str, Any]) -> bool:
+            return runs_of_the_day(run) and run["end_date"] != before["end_date"]
+
+        standalone.wait_for_runs("daily_snippets", runs_again, 1)
+    assert reader.seen == [old, new]  # and never a part, a mixture or nothing
+    counts = [
+        event["extra"]["num_rows_out"]
+        for event in standalone.events("snippets")
+        if event["extra"]["ds"] == RUN_DAY
+    ]
+    assert counts == [12, 18]
+
+
+class Reader:
+    """Somebody who reads a partition over and over."""
+
+    def __init__(self, partition: Path) -> None:
+        self.seen: list[list[str]] = []
+        """The keys that were read, each time that they changed."""
+        self._partition = partition
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._read_all)
+
+    def __enter__(self) -> Reader:
+        self._read()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._read()
+
+    def _read_all(self) -> None:
+        while not self._is_over.wait(0.005):
+            self._read()
+
+    def _read(self) -> None:
+        keys: list[str] = []
+        for file in self._partition.glob("*.parquet"):
+            table = pq.ParquetFile(io.BytesIO(file.read_bytes())).read(["id"])
+            keys += table["id"].to_pylist()
+        if not self.seen or self.seen[-1] != sorted(keys):
+            self.seen.append(sorted(keys))
+
+
+def test_generate_tasks_of_all_runs_share_the_pools_slots(standalone: Standalone) -> None:
+    """Of those that the tests above have led to; plan and commit go without."""
+    tasks = [*standalone.tasks("daily_snippets"), *standalone.tasks("snippets_on_arrival")]
+    ended = [task for task in tasks if task["end_date"] and task["start_date"]]
+    generate = [task for task in ended if task["task_id"] == "snippets.generate"]
+    assert {task["pool"] for task in generate} == {"batchllm_gpu"}
+    others = [task for task in ended if task["task_id"] != "snippets.generate"]
+    assert {task["pool"] for task in others} == {"default_pool"}
+    assert at_a_time(generate) <= POOL_SLOTS
+
+
+def test_a_second_one_in_the_same_place_is_refused(standalone: Standalone) -> None:
+    run = start_script({**standalone.env, "PORT": str(free_port())})
+    assert run.returncode == 1
+    assert f"running in {standalone.env['BATCHLLM_AIRFLOW_HOME']}" in run.stderr
+    assert standalone.process.poll() is None
+
+
+def test_ctrl_c_ends_everything_also_a_task_that_is_running(standalone: Standalone) -> None:
+    job = standalone.job
+    job.write_spec(
+        "daily_snippets", engine={"extra_args": {"delay_s": 20.0}}, planner={"num_shards": 1}
+    )
+    standalone.command("dags", "trigger", "daily_snippets", "--logical-date", LAST_DAY)
+    wait_until(lambda: commands(standalone.session_id, "run"), "a shard is being generated")
+    standalone.process.send_signal(signal.SIGINT)
+    assert standalone.process.wait(timeout=60) == 130
+    assert live_processes(standalone.session_id) == []
+    with pytest.raises(httpx.ConnectError):
+        standalone.log_in("any")
+
+
+def commands(session_id: int, name: str) -> list[int]:
+    """The processes of a session that are `batchllm NAME ...`."""
+    found = []
+    for pid in live_processes(session_id):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if "batchllm_operator.cli" in argv and name in argv:
+                found.append(pid)
+    return found
+
+
+def start_script(env: Mapping[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    """Start what is expected to be refused."""
+    command = ["bash", str(ROOT / "scripts" / "airflow.sh"), *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_a_busy_port_is_said_at_once(tmp_path: Path, job: Job) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        run = start_script(script_env(tmp_path / "home", job, port))
+    assert run.returncode == 1
+    assert run.stderr == f"airflow: port {port} is in use; choose another one with PORT=\n"
+    assert not (tmp_path / "home" / "airflow.db").exists()
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536", "80 80", ""])
+def test_what_is_no_port_is_refused(tmp_path: Path, job: Job, port: str) -> None:
+    env = {**script_env(tmp_path / "home", job, 1), "PORT": port or " "}
+    run = start_script(env)
+    assert run.returncode == 2
+    assert "is not a port" in run.stderr
+
+
+def test_a_command_without_an_airflow_says_what_to_do(tmp_path: Path, job: Job) -> None:
+    run = start_script(script_env(tmp_path / "home", job, 8080), "dags", "list")
+    assert run.returncode == 1
+    assert "make airflow" in run.stderr

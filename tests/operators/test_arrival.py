@@ -1,0 +1,146 @@
+"""Which partition a run is for, and which others get a run."""
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import AirflowFailException
+from airflow.sdk import Asset
+
+from batchllm_operator.operators import BatchLLMArrivalOperator
+
+DOCUMENTS, USERS = Asset("documents"), Asset("users")
+START = datetime(2026, 2, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Event:
+    second: int
+    extra: dict[str, Any]
+
+    @property
+    def timestamp(self) -> datetime:
+        return START + timedelta(seconds=self.second)
+
+
+def arrived(second: int, ds: str) -> Event:
+    return Event(second, {"ds": ds})
+
+
+class Inlets(list[Event]):
+    """All events of an asset, as Airflow 3.2 and later give them."""
+
+    def after(self, time: str) -> "Inlets":
+        return Inlets(event for event in self if event.timestamp >= datetime.fromisoformat(time))
+
+
+class Events(dict[str, list[Event]]):
+    """Events by asset. (In Airflow 3.1 an asset has no hash.)"""
+
+    def __contains__(self, asset: Any) -> bool:
+        return super().__contains__(asset.name)
+
+    def __getitem__(self, asset: Any) -> list[Event]:
+        return super().__getitem__(asset.name)
+
+
+@dataclass
+class Run:
+    """A run of an asset-triggered DAG. Events are by the assets' names."""
+
+    triggering: dict[str, list[Event]] = field(default_factory=dict)
+    all_events: dict[str, list[Event]] = field(default_factory=dict)
+    conf: dict[str, Any] | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    logical_ds: str | None = None
+    pushed: dict[str, Any] = field(default_factory=dict)
+
+    def execute(self, *assets: Asset) -> list[dict[str, Any]]:
+        context: dict[str, Any] = {
+            "dag_run": SimpleNamespace(conf=self.conf),
+            "params": self.params,
+            "triggering_asset_events": Events(self.triggering),
+            "inlet_events": Events({**self.triggering, **self.all_events}),
+            "ti": SimpleNamespace(xcom_push=lambda key, value: self.pushed.__setitem__(key, value)),
+        }
+        if self.logical_ds is not None:  # Airflow gives no `ds` to a run without a logical date
+            context["ds"] = self.logical_ds
+        task = BatchLLMArrivalOperator(task_id="partition", assets=assets or (DOCUMENTS,))
+        execute: Any = BatchLLMArrivalOperator.execute
+        return list(execute.__wrapped__(task, context))
+
+
+def test_one_event_names_the_partition() -> None:
+    run = Run(triggering={"documents": [arrived(0, "2026-01-31")]})
+    assert run.execute() == []
+    assert run.pushed == {"ds": "2026-01-31"}
+
+
+def test_the_newest_of_several_is_the_runs_and_the_others_get_runs() -> None:
+    events = [arrived(0, "2026-01-29"), arrived(2, "2026-01-31"), arrived(1, "2026-01-30")]
+    run = Run(triggering={"documents": events})
+    assert run.execute() == [
+        {
+            "trigger_run_id": "arrival__2026-01-30__20260201T000001.000000",
+            "conf": {"ds": "2026-01-30"},
+        },
+        {
+            "trigger_run_id": "arrival__2026-01-29__20260201T000000.000000",
+            "conf": {"ds": "2026-01-29"},
+        },
+    ]
+    assert run.pushed == {"ds": "2026-01-31"}
+
+
+@pytest.mark.parametrize("container", [list, Inlets])  # Airflow 3.1, and later
+def test_events_that_airflow_left_for_the_next_run_get_runs_now(container: Any) -> None:
+    old, first, left = arrived(0, "2026-01-01"), arrived(1, "2026-01-30"), arrived(2, "2026-01-31")
+    run = Run(
+        triggering={"documents": [first]}, all_events={"documents": container([old, first, left])}
+    )
+    assert [other["conf"]["ds"] for other in run.execute()] == ["2026-01-31"]
+    assert run.pushed == {"ds": "2026-01-30"}
+
+
+def test_a_partition_that_came_twice_gets_one_run() -> None:
+    events = [arrived(0, "2026-01-30"), arrived(1, "2026-01-31"), arrived(2, "2026-01-30")]
+    again = [*events, arrived(3, "2026-01-30"), arrived(4, "2026-01-31")]
+    run = Run(triggering={"documents": events}, all_events={"documents": Inlets(again)})
+    (other,) = run.execute()
+    assert (run.pushed["ds"], other["conf"]["ds"]) == ("2026-01-30", "2026-01-31")
+    assert other["trigger_run_id"].endswith("T000004.000000")  # a newer event, a newer run
+
+
+def test_two_tables_of_one_partition_are_one_arrival() -> None:
+    triggering = {"documents": [arrived(0, "2026-01-31")], "users": [arrived(1, "2026-01-31")]}
+    run = Run(triggering=triggering)
+    assert run.execute(DOCUMENTS, USERS) == []
+    assert run.pushed == {"ds": "2026-01-31"}
+
+
+@pytest.mark.parametrize(
+    "given", [{"conf": {"ds": "2026-01-31"}}, {"params": {"ds": "2026-01-31"}}]
+)
+def test_what_is_given_by_hand_comes_first(given: dict[str, Any]) -> None:
+    run = Run(triggering={"documents": [arrived(0, "x")]}, logical_ds="2026-02-01", **given)
+    assert run.execute() == []
+    assert run.pushed == {"ds": "2026-01-31"}
+
+
+def test_without_an_event_it_is_the_logical_date() -> None:
+    run = Run(logical_ds="2026-01-31", params={"ds": None})
+    assert run.execute() == []
+    assert run.pushed == {"ds": "2026-01-31"}
+
+
+def test_a_run_for_no_partition_fails_at_once() -> None:
+    with pytest.raises(AirflowFailException, match="trigger the DAG with the conf"):
+        Run().execute()
+
+
+@pytest.mark.parametrize("extra", [{}, {"ds": ""}, {"ds": 20260131}])
+def test_an_event_without_a_partition_fails_at_once(extra: dict[str, Any]) -> None:
+    with pytest.raises(AirflowFailException, match="'documents': the event of 2026-02-01"):
+        Run(triggering={"documents": [Event(0, extra)]}).execute()
