@@ -94,7 +94,12 @@ def read_login(home: Path, wait: Wait) -> tuple[str, str]:
 
 def set_pool(api: Api, name: str, slots: int) -> None:
     """Make the pool, or change its slots."""
-    pool = {"name": name, "slots": slots, "description": "a slot for each GPU"}
+    pool = {
+        "name": name,
+        "slots": slots,
+        "description": "a slot for each GPU",
+        "include_deferred": True,
+    }
     try:
         api.call("POST", "/api/v2/pools", pool)
     except urllib.error.HTTPError as error:

@@ -39,7 +39,7 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
         kwargs: see `BatchLLMCommandOperator`; `outlets` is Airflow's.
     """
 
-    template_fields: Sequence[str] = ("plan_uri", "env", "aws_conn_id")
+    template_fields: Sequence[str] = ("plan_uri", *BatchLLMCommandOperator.template_fields)
     ui_color = "#e2d5ef"
 
     def __init__(self, *, plan_uri: str | XComArg, **kwargs: Any) -> None:

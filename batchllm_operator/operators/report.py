@@ -20,7 +20,7 @@ class BatchLLMReportOperator(BatchLLMCommandOperator):
         kwargs: see `BatchLLMCommandOperator`.
     """
 
-    template_fields: Sequence[str] = ("plan_uri", "env", "aws_conn_id")
+    template_fields: Sequence[str] = ("plan_uri", *BatchLLMCommandOperator.template_fields)
     ui_color = "#f1ecc9"
 
     def __init__(self, *, plan_uri: str | XComArg, **kwargs: Any) -> None:

@@ -11,6 +11,8 @@ from airflow.sdk import Asset, TaskGroup, TriggerRule, XComArg
 from batchllm_operator.operators.commit import BatchLLMCommitOperator
 from batchllm_operator.operators.generate import BatchLLMGenerateOperator
 from batchllm_operator.operators.plan import PLAN_URI_KEY, BatchLLMPlanOperator
+from batchllm_operator.operators.pod_operator import Runner
+from batchllm_operator.operators.pods.settings import GpuVendor
 from batchllm_operator.operators.report import BatchLLMReportOperator
 
 
@@ -19,11 +21,16 @@ def batchllm_task_group(
     *,
     group_id: str = "batchllm",
     ds: str | XComArg = "{{ ds }}",
+    gpu: GpuVendor | None = None,
+    gpu_count: int = 1,
+    runner: Runner | None = None,
     env: Mapping[str, str] | None = None,
     aws_conn_id: str | None = None,
+    connection_env: Mapping[str, str] | None = None,
     pool: str | None = None,
     max_parallel_shards: int | None = None,
     output_asset: Asset | str | None = None,
+    plan_args: Mapping[str, Any] | None = None,
     generate_args: Mapping[str, Any] | None = None,
 ) -> TaskGroup:
     """Wire plan -> generate, mapped over the shards -> commit -> report; call it inside a DAG.
@@ -35,28 +42,43 @@ def batchllm_task_group(
         spec_path: the job spec; read by the tasks, not when the DAG is parsed.
         group_id: prefix of the tasks' ids.
         ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
+        gpu: `nvidia` or `amd`: each shard is generated in a pod with such GPUs. None: as a child
+            process of the worker, on what that has.
+        gpu_count: GPUs of a shard's pod.
+        runner: where shards are generated, if `gpu` doesn't say it; see `BatchLLMPodOperator`.
         env: extra environment of all four commands.
         aws_conn_id: Airflow connection that all four take their AWS credentials from; see
             `BatchLLMCommandOperator`.
-        pool: Airflow pool of the generate tasks, with a slot for each GPU: it bounds them over
-            all runs and DAGs. It must exist, or they wait for ever.
+        connection_env: further variables from connections for all four, in the same way.
+        pool: Airflow pool of the generate tasks, with a slot for each shard that may run: it
+            bounds them over all runs and DAGs. It must exist, or they wait for ever, and count
+            deferred tasks (`include_deferred`), or it bounds nothing where pods are watched by
+            the triggerer.
         max_parallel_shards: most shards of one run at a time.
         output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator` for
             the events.
-        generate_args: further arguments of the generate tasks, such as a queue.
+        plan_args: further arguments of the plan task, such as `{"runner": "kubernetes"}`.
+        generate_args: further arguments of the generate tasks, such as a namespace.
     """
-    everywhere = {"env": env, "aws_conn_id": aws_conn_id}
+    everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
     pool_args = {} if pool is None else {"pool": pool}
     outlets = [] if output_asset is None else [_asset(output_asset)]
     with TaskGroup(group_id=group_id) as group:
         plan = BatchLLMPlanOperator(
-            task_id="plan", spec_path=str(spec_path), ds=str(ds), **everywhere
+            task_id="plan",
+            spec_path=str(spec_path),
+            ds=str(ds),
+            **everywhere,
+            **(plan_args or {}),
         )
         if isinstance(ds, XComArg):  # as a string, it is a template that pulls the value
             ds >> plan
         plan_uri = XComArg(plan, key=PLAN_URI_KEY)
         generate = BatchLLMGenerateOperator.partial(
             task_id="generate",
+            gpu=gpu,
+            gpu_count=gpu_count,
+            runner=runner,
             max_active_tis_per_dagrun=max_parallel_shards,
             **everywhere,
             **pool_args,
