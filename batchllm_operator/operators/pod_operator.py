@@ -35,8 +35,8 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         gpu: `nvidia` or `amd`: which resource, node labels, taints, image and environment the
             pod gets. None for none.
         gpu_count: GPUs of the pod, and vLLM's tensor parallel size.
-        image: container image (templated); by default `batchllm-gpu-cuda`, `batchllm-gpu-rocm`
-            or `batchllm-airflow` with this release as its tag.
+        image: container image (templated); by default `batchllm-cuda`, `batchllm-rocm` or
+            `batchllm-airflow` with this release as its tag.
         cpu: processors that the pod asks for, in Kubernetes' notation.
         memory: memory that it asks for, and may use at most.
         shm_size: size of its /dev/shm.

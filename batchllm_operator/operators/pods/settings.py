@@ -37,13 +37,13 @@ PRESETS: Final[Mapping[GpuVendor, GpuPreset]] = MappingProxyType(
     {
         "nvidia": GpuPreset(
             resource="nvidia.com/gpu",
-            image=_image("gpu-cuda"),
+            image=_image("cuda"),
             node_selector={"nvidia.com/gpu.present": "true"},
             env={"CUDA_CACHE_PATH": "/cache/cuda"},
         ),
         "amd": GpuPreset(
             resource="amd.com/gpu",
-            image=_image("gpu-rocm"),
+            image=_image("rocm"),
             node_selector={"feature.node.kubernetes.io/amd-gpu": "true"},
             env={
                 "MIOPEN_USER_DB_PATH": "/cache/miopen",

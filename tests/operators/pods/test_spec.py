@@ -44,8 +44,8 @@ def env_of(pod: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("gpu", "resource", "label", "image"),
     [
-        ("nvidia", "nvidia.com/gpu", "nvidia.com/gpu.present", "batchllm-gpu-cuda"),
-        ("amd", "amd.com/gpu", "feature.node.kubernetes.io/amd-gpu", "batchllm-gpu-rocm"),
+        ("nvidia", "nvidia.com/gpu", "nvidia.com/gpu.present", "batchllm-cuda"),
+        ("amd", "amd.com/gpu", "feature.node.kubernetes.io/amd-gpu", "batchllm-rocm"),
     ],
 )
 def test_gpu_presets(gpu: str, resource: str, label: str, image: str) -> None:
