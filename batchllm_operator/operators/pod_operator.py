@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
 from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
@@ -22,6 +22,36 @@ from batchllm_operator.operators.pods.spec import (
 )
 
 Runner = Literal["local", "kubernetes"]
+
+_OURS: Final = frozenset(
+    {
+        "arguments",
+        "callbacks",
+        "cmds",
+        "container_logs",
+        "do_xcom_push",
+        "durable",
+        "get_logs",
+        "init_container_logs",
+        "is_delete_operator_pod",
+        "logging_interval",
+        "name",
+        "on_kill_action",
+        "progress_callback",
+        "random_name_suffix",
+        "reattach_on_restart",
+        "schedule_timeout_seconds",
+        "skip_on_exit_code",
+        "startup_check_interval_seconds",
+        "startup_timeout_seconds",
+        "trigger_kwargs",
+    }
+)
+"""Arguments of `KubernetesPodOperator` that would have no effect, or spoil what we do."""
+_OURS_REASON: Final = (
+    "how a pod is named, found, awaited and logged is this operator's own (see queue_timeout,"
+    " start_timeout, stuck_timeout, poll_interval)"
+)
 
 
 class BatchLLMPodOperator(KubernetesPodOperator):
@@ -63,6 +93,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         kill_grace_s: seconds that a command in the worker gets.
         kwargs: those of `KubernetesPodOperator`. `pod_template_file`, `pod_template_dict` and
             `full_pod_spec` win over the defaults given here, and single arguments over those.
+            Those that would have no effect here are refused.
     """
 
     template_fields: Sequence[str] = (
@@ -104,9 +135,8 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         kill_grace_s: float = 30.0,
         **kwargs: Any,
     ) -> None:
-        for name in ("cmds", "arguments", "do_xcom_push", "name"):
-            if name in kwargs:
-                raise ValueError(f"{name} isn't yours to give: the operator sees to it")
+        for name in _OURS.intersection(kwargs):
+            raise ValueError(f"{name} isn't yours to give: {_OURS_REASON}")
         if runner not in (None, "local", "kubernetes"):
             raise ValueError(f"runner is {runner!r}; it must be 'local' or 'kubernetes'")
         if termination_grace_period <= DRAIN_MARGIN_S:

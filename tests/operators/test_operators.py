@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from importlib.resources import files
@@ -20,6 +21,7 @@ from batchllm_operator.operators import (
     one_run_per_partition,
 )
 from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.pods.settings import CPU_IMAGE, PRESETS
 from batchllm_operator.provider import get_provider_info
 
 
@@ -198,3 +200,25 @@ def test_importing_the_operators_loads_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "set()"  # Airflow 3.2 logs to stdout
+
+
+def test_the_readmes_example_for_kubernetes_makes_pods() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+    (example,) = [block for block in blocks if 'gpu="nvidia"' in block]
+    with DAG("readme", schedule=None) as dag:
+        exec(example, {"batchllm_task_group": batchllm_task_group})
+    plan = dag.get_task("batchllm.plan")
+    assert isinstance(plan, BatchLLMPlanOperator)
+    assert (plan.runner, plan.memory, plan.aws_conn_id) == ("kubernetes", "8Gi", "lake")
+    generate = dag.get_task("batchllm.generate").partial_kwargs
+    assert (generate["gpu"], generate["gpu_count"], generate["pool"]) == ("nvidia", 2, "gpus")
+    assert generate["model_claim"] == "models"
+
+
+def test_images_are_named_as_the_chart_names_them() -> None:
+    values = Path(__file__).parents[2] / "helm" / "batchllm" / "values.yaml"
+    named = re.findall(r"repository: (batchllm-\w+)", values.read_text(encoding="utf-8"))
+    ours = [CPU_IMAGE, *(preset.image for preset in PRESETS.values())]
+    assert sorted(image.partition(":")[0] for image in ours) == sorted(named)
+    assert {image.partition(":")[2] for image in ours} == {__version__}

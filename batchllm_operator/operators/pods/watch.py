@@ -144,7 +144,8 @@ class PodWatch:
 
     async def _connected(self) -> async_client.CoreV1Api:
         if self._api is None:
-            connection = await self._connection.enter_async_context(self._make_hook().get_conn())
+            hook = await asyncio.to_thread(self._make_hook)  # it may read a file
+            connection = await self._connection.enter_async_context(hook.get_conn())
             self._api = async_client.CoreV1Api(connection)
         return self._api
 

@@ -198,6 +198,7 @@ def test_a_template_with_other_gpus_is_refused() -> None:
         ({"termination_grace_period": 30}, "above 30 seconds"),
         ({"cmds": ["sh"]}, "cmds isn't yours"),
         ({"do_xcom_push": True}, "do_xcom_push isn't yours"),
+        ({"startup_timeout_seconds": 600}, "see queue_timeout"),
     ],
 )
 def test_wrong_arguments_are_refused_when_the_dag_is_parsed(
