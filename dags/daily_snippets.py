@@ -31,5 +31,8 @@ with DAG(
         # of a pool that nobody made wait for ever, so without the variable it's the one that
         # every Airflow has.
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",
+        # nvidia or amd: in pods with such GPUs. Unset: in the worker, on what it has.
+        gpu=os.environ.get("BATCHLLM_GPU") or None,
+        generate_args={"namespace": os.environ.get("BATCHLLM_NAMESPACE")},
         output_asset=Asset("snippets"),
     )

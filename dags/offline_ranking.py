@@ -28,5 +28,7 @@ with DAG(
         SPEC_DIR / "offline_ranking.yaml",
         group_id="ranking",
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",  # see daily_snippets.py
+        gpu=os.environ.get("BATCHLLM_GPU") or None,  # so, too
+        generate_args={"namespace": os.environ.get("BATCHLLM_NAMESPACE")},
         output_asset=Asset("ranking"),
     )

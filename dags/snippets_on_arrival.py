@@ -30,5 +30,7 @@ with DAG(
         group_id="snippets",
         ds=one_run_per_partition(DOCUMENTS),
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",  # see daily_snippets.py
+        gpu=os.environ.get("BATCHLLM_GPU") or None,  # so, too
+        generate_args={"namespace": os.environ.get("BATCHLLM_NAMESPACE")},
         output_asset=Asset("snippets"),
     )

@@ -30,6 +30,7 @@ dags = {
         "spec_path": [task.spec_path for task in dag.tasks if hasattr(task, "spec_path")],
         "pools": {task.task_id: task.pool for task in dag.tasks if task.pool != "default_pool"},
         "outlets": {t.task_id: [a.name for a in t.outlets] for t in dag.tasks if t.outlets},
+        "gpus": [t.partial_kwargs["gpu"] for t in dag.tasks if hasattr(t, "partial_kwargs")],
         "first_day": str(dag.start_date.date()),
         "catchup": dag.catchup,
         "max_active_runs": dag.max_active_runs,
@@ -90,6 +91,7 @@ def test_dag_files_import_without_errors_and_without_heavy_modules(
         assert dag["spec_path"] == [str(specs / f"{dag_id}.yaml")]
         assert (dag["catchup"], dag["max_active_runs"]) == (catchup, max_active_runs)
         assert dag["retries"] > 0
+        assert dag["gpus"] == [None]
         assert dag["pools"] == {}  # else a run would hang where nobody made the pool
         assert dag["outlets"] == {f"{group}.commit": [group]}
     arrival = dags["snippets_on_arrival"]
@@ -102,13 +104,14 @@ def test_dag_files_import_without_errors_and_without_heavy_modules(
     assert dags["documents_arrive"]["outlets"] == {"announce": ["documents"]}
 
 
-def test_a_deployment_names_pool_specs_and_first_day(airflow: Airflow) -> None:
+def test_a_deployment_names_pool_specs_gpus_and_first_day(airflow: Airflow) -> None:
     """No DAG reads its spec when it's parsed: there is none in that folder."""
     dags = parse_dags(
         airflow,
         BATCHLLM_POOL="gpus",
         BATCHLLM_SPEC_DIR="/no/such/folder",
         BATCHLLM_FIRST_DAY="2026-03-01",
+        BATCHLLM_GPU="amd",
     )
     assert [dags[dag_id]["pools"] for dag_id in sorted(dags)] == [
         {"snippets.generate": "gpus"},
@@ -118,6 +121,7 @@ def test_a_deployment_names_pool_specs_and_first_day(airflow: Airflow) -> None:
     ]
     assert dags["daily_snippets"]["spec_path"] == ["/no/such/folder/daily_snippets.yaml"]
     assert dags["offline_ranking"]["first_day"] == "2026-03-01"
+    assert [dags[dag_id]["gpus"] for dag_id in sorted(dags)] == [["amd"], [], ["amd"], ["amd"]]
 
 
 @pytest.mark.parametrize("name", ["daily_snippets", "offline_ranking"])
