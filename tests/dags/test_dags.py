@@ -30,7 +30,11 @@ dags = {
         "spec_path": [task.spec_path for task in dag.tasks if hasattr(task, "spec_path")],
         "pools": {task.task_id: task.pool for task in dag.tasks if task.pool != "default_pool"},
         "outlets": {t.task_id: [a.name for a in t.outlets] for t in dag.tasks if t.outlets},
-        "gpus": [t.partial_kwargs["gpu"] for t in dag.tasks if "gpu" in getattr(t, "partial_kwargs", {})],
+        "gpus": [
+            task.partial_kwargs["gpu"]
+            for task in dag.tasks
+            if "gpu" in getattr(task, "partial_kwargs", {})
+        ],
         "first_day": str(dag.start_date.date()),
         "catchup": dag.catchup,
         "max_active_runs": dag.max_active_runs,
