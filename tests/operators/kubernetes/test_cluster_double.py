@@ -254,7 +254,9 @@ def test_a_pod_without_a_node_goes_at_once(cluster: Cluster) -> None:
     wrong = kube.V1DeleteOptions(preconditions=kube.V1Preconditions(uid="other"))
     with pytest.raises(ApiException) as error:
         cluster.api.delete_namespaced_pod("job", cluster.namespace, body=wrong)
-    assert "Precondition failed: UID" in refusal(error, 409, "Conflict")["message"]
+    assert (
+        "the UID in the precondition (other) does not" in refusal(error, 409, "Conflict")["message"]
+    )
     right = kube.V1DeleteOptions(preconditions=kube.V1Preconditions(uid=pod.metadata.uid))
     cluster.api.delete_namespaced_pod("job", cluster.namespace, body=right)
     assert cluster.phase("job") == "Gone"

@@ -15,7 +15,7 @@ import aiohttp
 from support.kubernetes.admission import usage
 from support.kubernetes.api_client import ApiClient, RequestFailedError
 from support.kubernetes.loop_thread import LoopThread
-from support.kubernetes.quantities import quantity, text_of
+from support.kubernetes.quantities import quantity, told
 from support.kubernetes.status import Object
 from support.kubernetes.store import RESOURCES
 
@@ -104,7 +104,7 @@ class Controllers:
         for quota in list(self._objects["resourcequotas"].values()):
             hard = quota["spec"].get("hard", {})
             amounts = {name: quantity(value) for name, value in hard.items()}
-            used = {name: text_of(amount) for name, amount in usage(pods, amounts).items()}
+            used = {name: told(name, amount) for name, amount in usage(pods, amounts).items()}
             status = {"hard": hard, "used": used}
             if quota.get("status", {}) != status:
                 name = quota["metadata"]["name"]

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from support.kubernetes.operations import Match, Target
+from support.kubernetes.listing import Match, Target
 from support.kubernetes.status import Object, expired
 from support.kubernetes.store import Change, Store
 
