@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.kubernetes.api_server import ApiServer
 from support.kubernetes.cluster import Backend, Cluster, python_image
+from support.kubernetes.wire import Wire
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,11 @@ def cluster(kubernetes_backend: Backend, tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.close()
+
+
+@pytest.fixture
+def api(cluster: Cluster) -> Iterator[Wire]:
+    """Plain requests; nothing happens to the pods but what they ask for."""
+    cluster.agent.hold_scheduling()
+    yield Wire(cluster)
+    cluster.agent.release_scheduling()

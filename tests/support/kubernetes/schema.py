@@ -90,7 +90,8 @@ def _walk_object(
         if field is None:
             unknown.append(below)
         elif each is not None:
-            result[name] = _walk(field, each, kind, owner, below, unknown)
+            at = below if properties else path  # keys of a map are no fields
+            result[name] = _walk(field, each, kind, owner, at, unknown)
     return result
 
 
