@@ -1,4 +1,4 @@
-"""A cluster for each test: the double, or a real API server named by `--kubeconfig`."""
+"""A cluster for each test: the double, or a real API server named by `--kubeconfig`; see README."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,13 +190,14 @@ def test_rights(api: Wire) -> None:
     token, user = user_without_rights(api.cluster)
     client = client_with(api.cluster, token)
     pods = kube.CoreV1Api(client)
-    for call, verb, resource, name in (
+    calls: list[tuple[Callable[[], Any], str, str, str]] = [
         (lambda: pods.list_namespaced_pod(api.namespace), "list", "pods", ""),
         (lambda: pods.read_namespaced_pod("job", api.namespace), "get", "pods", "job"),
         (lambda: pods.create_namespaced_pod(api.namespace, pod()), "create", "pods", ""),
         (lambda: pods.read_namespaced_pod_log("job", api.namespace), "get", "pods/log", "job"),
         (lambda: pods.delete_namespaced_secret("s", api.namespace), "delete", "secrets", "s"),
-    ):
+    ]
+    for call, verb, resource, name in calls:
         with pytest.raises(kube.ApiException) as refused:
             call()
         body = json.loads(refused.value.body)
