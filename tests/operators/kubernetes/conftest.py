@@ -1,4 +1,4 @@
-"""A cluster for each test: the double, or a real API server named by `--kubeconfig`."""
+"""A cluster for each test: the double, or a real API server named by `--kubeconfig`; see README."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.kubernetes.api_server import ApiServer
 from support.kubernetes.cluster import Backend, Cluster, python_image
+from support.kubernetes.wire import Wire
 from support.pod_shards import MODES, Shards
 
 
@@ -44,3 +45,11 @@ def shards(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> 
     made = Shards(cluster, tmp_path / "lake", request.param)
     yield made
     made.close()
+
+
+@pytest.fixture
+def api(cluster: Cluster) -> Iterator[Wire]:
+    """Plain requests; nothing happens to the pods but what they ask for."""
+    cluster.agent.hold_scheduling()
+    yield Wire(cluster)
+    cluster.agent.release_scheduling()

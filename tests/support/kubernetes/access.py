@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from support.kubernetes.operations import Target
+from support.kubernetes.listing import Target
 from support.kubernetes.status import ApiError, Object, forbidden, unauthorized
 
 

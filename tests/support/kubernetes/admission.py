@@ -6,10 +6,11 @@ from decimal import Decimal
 from typing import Any
 
 from support.kubernetes.defaults import add_service_account, add_tolerations
-from support.kubernetes.quantities import Amounts, container_amounts, pod_amounts, quantity, text_of
+from support.kubernetes.quantities import Amounts, container_amounts, pod_amounts, quantity, told
 from support.kubernetes.status import Object, forbidden
 from support.kubernetes.store import RESOURCES, Store
 
+_NOT_READY = "node.kubernetes.io/not-ready"
 _MUST_BE_STATED = {
     "cpu",
     "memory",
@@ -24,9 +25,11 @@ def admit_pod(store: Store, pod: Object) -> None:
     """Complete a new pod in place.
 
     Raises:
-        ApiError: 403, no such service account or priority class.
+        ApiError: 403, no such service account, priority class or runtime class.
     """
     name, spec = pod["metadata"].get("name", ""), pod["spec"]
+    if class_name := spec.get("runtimeClassName"):  # there are none
+        raise forbidden("pods", name, f'pod rejected: RuntimeClass "{class_name}" not found')
     account_name = spec.get("serviceAccountName", "default")
     namespace = pod["metadata"]["namespace"]
     account = store.find(RESOURCES["serviceaccounts"], namespace, account_name)
@@ -47,31 +50,51 @@ def admit_pod(store: Store, pod: Object) -> None:
     spec.setdefault("preemptionPolicy", policy)
 
 
-def check_quotas(store: Store, pod: Object) -> None:
-    """Check that a new pod fits its namespace's quotas.
+def taint_node(node: Object) -> None:
+    """Keep pods from a new node, until a controller has seen that it is ready."""
+    taints = node.setdefault("spec", {}).setdefault("taints", None) or []
+    node["spec"]["taints"] = [*taints, {"key": _NOT_READY, "effect": "NoSchedule"}]
+
+
+def charge_quotas(store: Store, pod: Object, dry_run: bool) -> None:
+    """Check that a new pod fits its namespace's quotas, and count it in their status.
+
+    The status alone decides: until a controller has written it, a quota limits nothing, and what a
+    pod used is free only when a controller says so. It is charged before the name is found taken.
 
     Raises:
         ApiError: 403, in the words of the ResourceQuota plugin.
     """
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+    charged = []
     for quota in store.items(RESOURCES["resourcequotas"], namespace):
-        hard = {key: quantity(value) for key, value in quota["spec"].get("hard", {}).items()}
-        title = quota["metadata"]["name"]
+        status, title = quota.get("status", {}), quota["metadata"]["name"]
+        hard, used = _amounts(status.get("hard")), _amounts(status.get("used"))
         if missing := _unstated(pod["spec"], hard):
             raise forbidden("pods", name, f"failed quota: {title}: must specify {missing}")
         requested = {
             key: amount for key, amount in pod_usage(pod).items() if key in hard and amount
         }
-        used = usage(store.items(RESOURCES["pods"], namespace), hard)
+        if unknown := sorted(requested.keys() - used.keys()):
+            why = f"status unknown for quota: {title}, resources: {','.join(unknown)}"
+            raise forbidden("pods", name, why)
         over = sorted(key for key, amount in requested.items() if used[key] + amount > hard[key])
         if over:
             parts = (("requested", requested), ("used", used), ("limited", hard))
-            told = ", ".join(f"{label}: {_listed(amounts, over)}" for label, amounts in parts)
-            raise forbidden("pods", name, f"exceeded quota: {title}, {told}")
+            listed = ", ".join(f"{label}: {_listed(amounts, over)}" for label, amounts in parts)
+            raise forbidden("pods", name, f"exceeded quota: {title}, {listed}")
+        total = {key: told(key, used[key] + amount) for key, amount in requested.items()}
+        charged.append({**quota, "status": {**status, "used": {**status.get("used", {}), **total}}})
+    for quota in charged if not dry_run else []:
+        store.replace(RESOURCES["resourcequotas"], quota)
+
+
+def _amounts(stated: Any) -> Amounts:
+    return {key: quantity(value) for key, value in (stated or {}).items()}
 
 
 def _listed(amounts: Amounts, names: list[str]) -> str:
-    return ",".join(f"{name}={text_of(amounts[name])}" for name in names)
+    return ",".join(f"{name}={told(name, amounts[name])}" for name in names)
 
 
 def _unstated(spec: Object, hard: Amounts) -> str:

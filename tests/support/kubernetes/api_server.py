@@ -18,8 +18,9 @@ from support.kubernetes import discovery
 from support.kubernetes.access import AccessRules, Failure
 from support.kubernetes.certificates import make_identity
 from support.kubernetes.https_server import HttpsServer
+from support.kubernetes.listing import Target, listed, matcher
 from support.kubernetes.loop_thread import LoopThread
-from support.kubernetes.operations import Operations, Target, matcher
+from support.kubernetes.operations import Operations, check_dry_run
 from support.kubernetes.patches import JSON
 from support.kubernetes.pod_log import answer_log
 from support.kubernetes.status import (
@@ -29,6 +30,7 @@ from support.kubernetes.status import (
     method_not_allowed,
     no_such_path,
     success,
+    too_large_version,
 )
 from support.kubernetes.store import RESOURCES, Store
 from support.kubernetes.watching import WatchRequest, watch
@@ -43,6 +45,7 @@ _SUBRESOURCES = {
     "nodes": {"status"},
     "resourcequotas": {"status"},
 }
+MAX_BODY = 3 * 2**20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -69,7 +72,7 @@ class ApiServer:
             )
 
     async def _serve(self) -> str:
-        app = web.Application(middlewares=[self._answer_errors])
+        app = web.Application(middlewares=[self._answer_errors], client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._dispatch)
         self._server = HttpsServer(app)
         await self._server.start(self.identity.server_context())
@@ -122,7 +125,7 @@ class ApiServer:
         try:
             return await handler(request)
         except ApiError as error:
-            headers = {"Retry-After": "1"} if error.code == 429 else {}
+            headers = {"Retry-After": "1"} if error.code in (429, 504) else {}
             return web.json_response(error.body(), status=error.code, headers=headers)
 
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
@@ -152,14 +155,16 @@ class ApiServer:
         body, strict = await _json_body(request), query.get("fieldValidation") == "Strict"
         if target.subresource == "binding" and method == "POST":
             return web.json_response(self._operations.bind(target, body), status=201)
+        option = {"POST": "Create", "PUT": "Update"}.get(method, method.capitalize())
+        dry_run = check_dry_run(option, query.get("dryRun", ""))
         if method == "POST" and not target.name:
-            created = self._operations.create(target, body, strict, query.get("dryRun") == "All")
+            created = self._operations.create(target, body, strict, dry_run)
             return web.json_response(created, status=201)
         if method == "PUT" and target.name:
-            return web.json_response(self._operations.replace(target, body, strict))
+            return web.json_response(self._operations.replace(target, body, strict, dry_run))
         if method == "PATCH" and target.name:
             kind = request.content_type
-            return web.json_response(self._operations.patch(target, body, kind, strict))
+            return web.json_response(self._operations.patch(target, body, kind, strict, dry_run))
         if method == "DELETE":
             return self._delete(request, target, body)
         raise method_not_allowed()
@@ -170,6 +175,8 @@ class ApiServer:
             options.setdefault("gracePeriodSeconds", int(query["gracePeriodSeconds"]))
         if "propagationPolicy" in query:
             options.setdefault("propagationPolicy", query["propagationPolicy"])
+        if query.get("dryRun"):
+            options["dryRun"] = [query["dryRun"]]
         if not target.name:
             match = _match(request, target)
             return web.json_response(self._operations.delete_all(target, match, options))
@@ -183,18 +190,21 @@ class ApiServer:
         query = request.query
         if query.get("watch") in ("true", "True", "1"):
             return await self._watch(request, target)
+        version = _version(query.get("resourceVersion") or "0", "invalid resource version: ")
+        if version > self.store.revision:
+            raise too_large_version(version, self.store.revision)
         if target.name:
             return web.json_response(self._operations.get(target))
         limit, token = _number(query.get("limit", "0")), query.get("continue", "")
-        listed = self._operations.listed(target, _match(request, target), limit, token)
-        return web.json_response(listed)
+        found = listed(self.store, target, _match(request, target), limit, token)
+        return web.json_response(found)
 
     async def _watch(self, request: web.Request, target: Target) -> web.StreamResponse:
         query = request.query
         asked = WatchRequest(
             target,
             _match(request, target),
-            _number(query.get("resourceVersion") or "0"),
+            _version(query.get("resourceVersion") or "0", ""),
             _number(query.get("timeoutSeconds") or "1800"),
             query.get("allowWatchBookmarks") in ("true", "True", "1"),
         )
@@ -250,14 +260,32 @@ def _number(text: str) -> int:
         raise bad_request(f'strconv.ParseUint: parsing "{text}": invalid syntax') from error
 
 
+def _version(text: str, prefix: str) -> int:
+    """A resourceVersion; `prefix` begins the message of a list, which also has another code."""
+    if text.isdecimal():
+        return int(text)
+    message = (
+        f'{prefix}resourceVersion: Invalid value: "{text}": strconv.ParseUint: parsing "{text}": '
+        "invalid syntax"
+    )
+    raise bad_request(message) if prefix else ApiError(500, "", message)
+
+
 async def _json_body(request: web.Request) -> Any:
-    text = await request.read()
+    try:
+        text = await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        message = f"Request entity too large: limit is {MAX_BODY}"
+        raise ApiError(413, "RequestEntityTooLarge", message) from error
     if not text:
         return {}
     try:
         body = json.loads(text)
     except ValueError as error:
-        raise bad_request(f"the object provided is unrecognized: {error}") from error
+        if request.method == "PATCH":
+            raise bad_request(f"error decoding patch: {error}") from error
+        why = f"couldn't get version/kind; json parse error: {error}"
+        raise bad_request(f"the object provided is unrecognized: {why}") from error
     if not isinstance(body, dict) and request.content_type != JSON:
         raise bad_request("the object provided is unrecognized (must be of type JSON object)")
     return body

@@ -15,12 +15,17 @@ import aiohttp
 from support.kubernetes.admission import usage
 from support.kubernetes.api_client import ApiClient, RequestFailedError
 from support.kubernetes.loop_thread import LoopThread
-from support.kubernetes.quantities import quantity, text_of
+from support.kubernetes.quantities import quantity, told
 from support.kubernetes.status import Object
 from support.kubernetes.store import RESOURCES
 
 _WATCHED = ("pods", "secrets", "configmaps", "resourcequotas")
 _PLURALS = {each.kind: each for each in RESOURCES.values()}
+
+
+def has_ended(pod: Object) -> bool:
+    """Whether a pod uses nothing any more."""
+    return pod["status"].get("phase") in ("Succeeded", "Failed")
 
 
 class Controllers:
@@ -29,6 +34,7 @@ class Controllers:
     def __init__(self, kubeconfig: Path, namespace: str) -> None:
         self._namespace = namespace
         self._objects: dict[str, dict[str, Object]] = {plural: {} for plural in _WATCHED}
+        self._frees_quota = False
         self._failures: list[BaseException] = []
         self._thread = LoopThread("controllers")
         self._thread.run(self._start(kubeconfig))
@@ -69,6 +75,8 @@ class Controllers:
                 known.pop(body["metadata"]["uid"], None)
             else:
                 known[body["metadata"]["uid"]] = body
+            if plural == "pods" and (kind in ("LISTED", "DELETED") or has_ended(body)):
+                self._frees_quota = True
             self._changed.set()
 
     async def _reconcile(self) -> None:
@@ -100,11 +108,24 @@ class Controllers:
         return found is not None and found["metadata"]["uid"] == owner["uid"]
 
     async def _update_quotas(self) -> None:
-        pods = list(self._objects["pods"].values())
-        for quota in list(self._objects["resourcequotas"].values()):
+        """Count anew for a quota that is new, and whenever a pod has ended: as the real one does.
+
+        In between the API server counts by itself, also for pods that it then doesn't make.
+        """
+        counts, self._frees_quota = self._frees_quota, False
+        quotas = [
+            each
+            for each in self._objects["resourcequotas"].values()
+            if counts or each["spec"].get("hard") != each.get("status", {}).get("hard")
+        ]
+        if not quotas:
+            return
+        listed = await self._api.request("GET", f"/api/v1/namespaces/{self._namespace}/pods")
+        pods = listed["items"]
+        for quota in quotas:
             hard = quota["spec"].get("hard", {})
             amounts = {name: quantity(value) for name, value in hard.items()}
-            used = {name: text_of(amount) for name, amount in usage(pods, amounts).items()}
+            used = {name: told(name, amount) for name, amount in usage(pods, amounts).items()}
             status = {"hard": hard, "used": used}
             if quota.get("status", {}) != status:
                 name = quota["metadata"]["name"]

@@ -29,6 +29,10 @@ def set_defaults(kind: str, body: Object) -> None:
         for key, value in (body.pop("stringData", None) or {}).items():
             body.setdefault("data", {})[key] = base64.b64encode(value.encode()).decode()
         body.setdefault("type", "Opaque")
+    elif kind == "Event":
+        body.setdefault("eventTime", None)
+        body.setdefault("reportingComponent", "")
+        body.setdefault("reportingInstance", "")
     elif kind == "Namespace":
         body.setdefault("spec", {}).setdefault("finalizers", ["kubernetes"])
         body["status"] = {"phase": "Active"}
@@ -54,6 +58,8 @@ def _pod_defaults(spec: Object) -> None:
         "securityContext": {},
     }.items():
         spec.setdefault(key, value)
+    if spec["terminationGracePeriodSeconds"] < 0:
+        spec["terminationGracePeriodSeconds"] = 1
     for container in [*spec.get("initContainers", []), *spec.get("containers", [])]:
         _container_defaults(container)
     for volume in spec.get("volumes", []):

@@ -5,14 +5,31 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from support.kubernetes.status import Object, conflict
+from support.kubernetes.status import Cause, Object, conflict, invalid_options
 from support.kubernetes.store import Resource, Store
 
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
+def check_options(options: Object) -> None:
+    """Check what a delete asks for.
+
+    Raises:
+        ApiError: 422.
+    """
+    policies = ("Foreground", "Background", "Orphan", "nil")
+    policy = options.get("propagationPolicy")
+    if policy is not None and policy not in policies[:3]:
+        listed = ", ".join(f'"{each}"' for each in policies)
+        message = f'Unsupported value: "{policy}": supported values: {listed}'
+        cause = Cause("propagationPolicy", "FieldValueNotSupported", message)
+        raise invalid_options("DeleteOptions", cause)
+
+
 def delete(store: Store, resource: Resource, body: Object, options: Object) -> tuple[Object, bool]:
     """Delete an object; return its last version, and whether it is gone.
+
+    A pod is marked first even if it goes at once, so that watches see it MODIFIED, then DELETED.
 
     Raises:
         ApiError: 409, `options.preconditions` aren't met.
@@ -21,14 +38,15 @@ def delete(store: Store, resource: Resource, body: Object, options: Object) -> t
     period = _grace_period(resource, body, options.get("gracePeriodSeconds"))
     metadata = body["metadata"]
     if "deletionTimestamp" in metadata:
-        left = metadata["deletionGracePeriodSeconds"]
+        left = metadata.get("deletionGracePeriodSeconds", 0)
         if options.get("gracePeriodSeconds") is None or period >= left:
             return body, False
         ends = datetime.strptime(metadata["deletionTimestamp"], _FORMAT).replace(tzinfo=UTC)
-        ends += timedelta(seconds=period - left)
+        ends = max(ends + timedelta(seconds=period - left), datetime.now(UTC))
     else:
         ends = datetime.now(UTC) + timedelta(seconds=period)
-    if period == 0 and not metadata.get("finalizers"):
+    goes = period == 0 and not metadata.get("finalizers") and not _is_kept(body)
+    if goes and resource.kind != "Pod":
         return store.remove(resource, body), True
     marked = {
         **metadata,
@@ -37,7 +55,12 @@ def delete(store: Store, resource: Resource, body: Object, options: Object) -> t
     }
     if "generation" in marked and "deletionTimestamp" not in metadata:
         marked["generation"] += 1
-    return store.replace(resource, {**body, "metadata": marked}), False
+    marked = {**body, "metadata": marked}
+    if resource.kind == "Namespace":
+        del marked["metadata"]["deletionGracePeriodSeconds"]
+        marked["status"] = {**body.get("status", {}), "phase": "Terminating"}
+    after = store.replace(resource, marked)
+    return (store.remove(resource, after), True) if goes else (after, False)
 
 
 def _grace_period(resource: Resource, body: Object, asked: int | None) -> int:
@@ -53,18 +76,27 @@ def _grace_period(resource: Resource, body: Object, asked: int | None) -> int:
 
 def _check_preconditions(resource: Resource, body: Object, wanted: dict[str, Any]) -> None:
     metadata = body["metadata"]
-    for field, label in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
+    for field, label, since in (
+        ("uid", "UID", "deleted and then recreated"),
+        ("resourceVersion", "ResourceVersion", "modified"),
+    ):
         if wanted.get(field) is not None and wanted[field] != metadata[field]:
-            raise conflict(
-                resource.plural,
+            raise conflict(  # the one conflict that names the kind
+                resource.kind,
                 metadata["name"],
-                f"Precondition failed: {label} in precondition: {wanted[field]}, "
-                f"{label} in object meta: {metadata[field]}",
+                f"the {label} in the precondition ({wanted[field]}) does not match the {label} in "
+                f"record ({metadata[field]}). The object might have been {since}",
             )
+
+
+def _is_kept(body: Object) -> bool:
+    """Whether it is a namespace that a controller hasn't emptied."""
+    return body["kind"] == "Namespace" and bool(body["spec"].get("finalizers"))
 
 
 def is_due(body: Object) -> bool:
     """Whether a marked object has nothing left that keeps it."""
     metadata = body["metadata"]
     waits = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
+    waits = waits or _is_kept(body)
     return "deletionTimestamp" in metadata and not waits

@@ -32,6 +32,7 @@ async def evict(core: AgentCore, name: str) -> None:
 
 
 async def preempt(core: AgentCore, name: str) -> None:
+    await _until(lambda: _is_known(core, name))  # whoever made it may be ahead of the watch
     pod = core.find(name)
     message = "default-scheduler: preempting to accommodate a higher priority pod"
     with contextlib.suppress(PodNotHereError):  # it has no node yet
@@ -122,6 +123,10 @@ async def _disrupt(
     conditions = [*others, {**target, "lastTransitionTime": now_text()}]
     status: Object = {"conditions": conditions, **({"phase": phase} if phase else {})}
     await core.patch_status(pod, status)
+
+
+def _is_known(core: AgentCore, name: str) -> bool:
+    return any(pod["metadata"]["name"] == name for pod in core.pods.values())
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import base64
 import copy
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import uuid
 from typing import Any
 
 from support.kubernetes import deletion
-from support.kubernetes.admission import admit_pod, check_quotas
+from support.kubernetes.admission import admit_pod, charge_quotas, taint_node
 from support.kubernetes.defaults import generated_name, set_defaults
+from support.kubernetes.listing import Match, Target, listed
 from support.kubernetes.patches import patched
 from support.kubernetes.schema import prune
-from support.kubernetes.selectors import field_selector, label_selector
 from support.kubernetes.status import (
+    ApiError,
     Cause,
     Object,
     bad_request,
     conflict,
-    expired,
-    invalid,
+    forbidden,
+    invalid_options,
     object_modified,
 )
 from support.kubernetes.store import RESOURCES, Resource, Store, now_text
-from support.kubernetes.validation import (
-    check,
-    check_pod_update,
-    metadata_causes,
-    normalise_quantities,
-)
+from support.kubernetes.updates import check_identity, check_pod_update, check_update
+from support.kubernetes.validation import check, check_base64, normalise_quantities
 
-Match = Callable[[Object], bool]
 _KEPT_METADATA = (
     "uid",
     "creationTimestamp",
@@ -44,20 +37,36 @@ _KEPT_METADATA = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a request is about; an empty name means all objects."""
+def check_dry_run(verb: str, asked: str) -> bool:
+    """Whether a request is to change nothing.
 
-    resource: Resource
-    namespace: str = ""
-    name: str = ""
-    subresource: str = ""
+    Raises:
+        ApiError: 422, it asks for something else.
+    """
+    if asked in ("", "All"):
+        return asked == "All"
+    message = f'Unsupported value: ["{asked}"]: supported values: "All"'
+    raise invalid_options(f"{verb}Options", Cause("dryRun", "FieldValueNotSupported", message))
 
 
-def matcher(resource: Resource, labels: str, fields: str) -> Match:
-    """A test for both selectors of a request."""
-    by_labels, by_fields = label_selector(labels), field_selector(fields, resource.plural)
-    return lambda each: by_labels(each["metadata"].get("labels") or {}) and by_fields(each)
+def _check_name(target: Target, metadata: Object) -> None:
+    name = metadata.get("name", target.name)
+    if name != target.name:
+        raise bad_request(
+            f"the name of the object ({name}) does not match the name on the URL ({target.name})"
+        )
+
+
+def _is_terminating(target: Target, name: str) -> ApiError:
+    message = f"namespace {target.namespace} is being terminated"
+    cause = Cause("metadata.namespace", "NamespaceTerminating", message)
+    why = (
+        f"unable to create new content in namespace {target.namespace} because it is being "
+        "terminated"
+    )
+    error = forbidden(target.resource.qualified, name, why)
+    details = {**(error.details or {}), "causes": [cause.body()]}
+    return ApiError(error.code, error.reason, error.message, details)
 
 
 class Operations:
@@ -80,10 +89,13 @@ class Operations:
         if kind == "Pod":
             metadata["generation"] = 1
             admit_pod(self.store, body)
+        elif kind == "Node":
+            taint_node(body)
         check(kind, body)
-        if kind == "Pod" and self.store.find(resource, target.namespace, metadata["name"]) is None:
-            check_quotas(self.store, body)
+        if kind == "Pod":
+            charge_quotas(self.store, body, dry_run)
         if dry_run:
+            metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now_text()}
             return body
         stored = self.store.create(resource, body)
         if kind == "Namespace":
@@ -92,11 +104,15 @@ class Operations:
 
     def _decoded(self, resource: Resource, body: Object, strict: bool) -> Object:
         kind, version = resource.kind, resource.api_version
-        if body.get("kind", kind) != kind or body.get("apiVersion", version) != version:
-            raise bad_request(
-                f'{body.get("kind")} in version "{body.get("apiVersion")}" cannot be handled as a '
-                f"{kind}: no kind {body.get('kind')!r} is registered for this path"
-            )
+        given, stated = body.get("kind") or kind, body.get("apiVersion") or version
+        if given != kind or stated != version:
+            why = f"converting ({stated}.{given}) to (core.{kind}): unknown conversion"
+            if stated != version:
+                why = (
+                    f'no kind "{given}" is registered for version "{stated}" in scheme '
+                    '"k8s.io/kubernetes/pkg/api/legacyscheme/scheme.go:30"'
+                )
+            raise bad_request(f'{given} in version "{stated}" cannot be handled as a {kind}: {why}')
         body, unknown = prune(kind, body)
         if unknown and strict:
             listed = ", ".join(f'unknown field "{path}"' for path in unknown)
@@ -106,6 +122,8 @@ class Operations:
             )
         body["apiVersion"], body["kind"] = version, kind
         normalise_quantities(kind, body)
+        if kind == "Secret":
+            check_base64(body.get("data") or {})
         return body
 
     def _place(self, target: Target, metadata: Object) -> None:
@@ -113,13 +131,15 @@ class Operations:
         if not target.resource.namespaced:
             metadata.pop("namespace", None)
             return
-        self.store.get(RESOURCES["namespaces"], "", target.namespace)
+        namespace = self.store.get(RESOURCES["namespaces"], "", target.namespace)
         if metadata.get("namespace", target.namespace) != target.namespace:
             raise bad_request(
                 "the namespace of the provided object does not match the namespace sent on the "
                 "request"
             )
         metadata["namespace"] = target.namespace
+        if "deletionTimestamp" in namespace["metadata"]:
+            raise _is_terminating(target, metadata.get("name", ""))
 
     def _furnish(self, namespace: str) -> None:
         """What controllers put into each new namespace."""
@@ -131,80 +151,43 @@ class Operations:
     def get(self, target: Target) -> Object:
         return self.store.get(target.resource, target.namespace, target.name)
 
-    def listed(self, target: Target, match: Match, limit: int, token: str) -> Object:
-        """A list object; `limit` 0 means all."""
-        found = [
-            each for each in self.store.items(target.resource, target.namespace) if match(each)
-        ]
-        metadata: Object = {"resourceVersion": str(self.store.revision)}
-        start = self._continued(token)
-        page = found[start : start + limit] if limit else found[start:]
-        if limit and start + limit < len(found):
-            place = json.dumps({"revision": self.store.revision, "start": start + limit})
-            metadata["continue"] = base64.urlsafe_b64encode(place.encode()).decode()
-            metadata["remainingItemCount"] = len(found) - start - limit
-        plain = [{k: v for k, v in e.items() if k not in ("kind", "apiVersion")} for e in page]
-        resource = target.resource
-        return {
-            "kind": f"{resource.kind}List",
-            "apiVersion": resource.api_version,
-            "metadata": metadata,
-            "items": plain,
-        }
-
-    def _continued(self, token: str) -> int:
-        if not token:
-            return 0
-        try:
-            place = json.loads(base64.urlsafe_b64decode(token))
-        except ValueError as error:
-            raise bad_request(f"continue key is not valid: {error}") from error
-        if place["revision"] < self.store.oldest_revision:
-            raise expired(
-                "The provided continue parameter is too old to display a consistent list result. "
-                "You can start a new list without the continue parameter."
-            )
-        return int(place["start"])
-
-    def replace(self, target: Target, body: Object, strict: bool) -> Object:
+    def replace(self, target: Target, body: Object, strict: bool, dry_run: bool) -> Object:
         """PUT: the whole object, or the part that a subresource names."""
-        before = self.get(target)
         body = self._decoded(target.resource, body, strict)
-        name = body.setdefault("metadata", {}).get("name", target.name)
-        if name != target.name:
-            raise bad_request(
-                f"the name of the object ({name}) does not match the name on the URL "
-                f"({target.name})"
-            )
-        return self._update(target, before, body)
+        _check_name(target, body.setdefault("metadata", {}))
+        before = self.get(target)
+        check_identity(target.resource, before, body["metadata"], is_patch=False)
+        return self._update(target, before, body, dry_run)
 
-    def patch(self, target: Target, patch: Any, content_type: str, strict: bool) -> Object:
+    def patch(
+        self, target: Target, patch: Any, content_type: str, strict: bool, dry_run: bool
+    ) -> Object:
         before = self.get(target)
         body = self._decoded(target.resource, patched(before, patch, content_type), strict)
-        return self._update(target, before, body)
+        _check_name(target, body["metadata"])
+        version = body["metadata"].get("resourceVersion", "")
+        if version in ("", before["metadata"]["resourceVersion"]):
+            check_identity(target.resource, before, body["metadata"], is_patch=True)
+        return self._update(target, before, body, dry_run)
 
-    def _update(self, target: Target, before: Object, body: Object) -> Object:
+    def _update(self, target: Target, before: Object, body: Object, dry_run: bool) -> Object:
         resource, old, new = target.resource, before["metadata"], body["metadata"]
         version = new.get("resourceVersion")
         if version and version != old["resourceVersion"]:
             raise object_modified(resource.qualified, target.name)
-        if new.get("uid", old["uid"]) != old["uid"]:
-            raise conflict(
-                resource.qualified,
-                target.name,
-                f"Precondition failed: UID in precondition: {new['uid']}, "
-                f"UID in object meta: {old['uid']}",
-            )
         for field in _KEPT_METADATA:
             new.pop(field, None)
             if field in old:
                 new[field] = old[field]
         after = self._merged_parts(target, before, body)
-        causes = list(metadata_causes(resource.kind, after["metadata"]))
-        if causes:
-            raise invalid(resource.kind, target.name, causes)
-        after = self.store.replace(resource, after)
-        return self.store.remove(resource, after) if deletion.is_due(after) else after
+        check_update(resource.kind, before, after)
+        if dry_run:
+            return after
+        if not deletion.is_due(after):
+            return self.store.replace(resource, after)
+        if resource.kind == "Namespace":
+            self._empty(target.name)
+        return self.store.remove(resource, after)
 
     def _merged_parts(self, target: Target, before: Object, body: Object) -> Object:
         """The old object with what this endpoint may write of the new one."""
@@ -228,23 +211,18 @@ class Operations:
             check_pod_update(before, after)
             if after["spec"] != before["spec"]:
                 after["metadata"]["generation"] += 1
-        if before.get("immutable") and after.get("data") != before.get("data"):
-            message = "Forbidden: field is immutable when `immutable` is set"
-            raise invalid(
-                resource.kind, target.name, [Cause("data", "FieldValueForbidden", message)]
-            )
         return after
 
     def delete(self, target: Target, options: Object) -> tuple[Object, bool]:
         """Delete one object; return its last version, and whether it is gone."""
+        deletion.check_options(options)
         before = self.get(target)
+        if options.get("dryRun"):
+            return before, True
         if options.get("propagationPolicy") == "Orphan" or options.get("orphanDependents"):
             uid = before["metadata"]["uid"]
             self._orphan(uid)
-        body, gone = deletion.delete(self.store, target.resource, before, options)
-        if gone and target.resource.kind == "Namespace":
-            self._empty(target.name)
-        return body, gone
+        return deletion.delete(self.store, target.resource, before, options)
 
     def _orphan(self, uid: str) -> None:
         """Take the owner out of its dependents, as the garbage collector does before it goes."""
@@ -257,7 +235,7 @@ class Operations:
                     self.store.replace(resource, {**each, "metadata": metadata})
 
     def _empty(self, namespace: str) -> None:
-        """What the namespace controller does; here at once."""
+        """What the namespace controller does before it lets a namespace go."""
         for resource in RESOURCES.values():
             if resource.namespaced:
                 for each in self.store.items(resource, namespace):
@@ -265,12 +243,12 @@ class Operations:
 
     def delete_all(self, target: Target, match: Match, options: Object) -> Object:
         """Delete what matches; return the list of it."""
-        listed = self.listed(target, match, 0, "")
-        for each in listed["items"]:
+        found = listed(self.store, target, match, 0, "")
+        for each in found["items"]:
             metadata = each["metadata"]
             one = Target(target.resource, metadata.get("namespace", ""), metadata["name"])
             self.delete(one, options)
-        return listed
+        return found
 
     def bind(self, target: Target, body: Object) -> Object:
         """Put a pod on a node.
@@ -281,8 +259,7 @@ class Operations:
         pod, node = self.get(target), body.get("target", {}).get("name", "")
         name, why = target.name, ""
         if not node:
-            causes = [Cause("target.name", "FieldValueRequired", "Required value")]
-            raise invalid("Binding", name, causes)
+            raise ApiError(500, "", "target.name: Required value")
         if "deletionTimestamp" in pod["metadata"]:
             why = f"pod {name} is being deleted, cannot be assigned to a host"
         elif pod["spec"].get("nodeName"):

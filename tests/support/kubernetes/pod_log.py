@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import aiohttp
 from aiohttp import web
 from support.kubernetes.api_client import abort
-from support.kubernetes.status import ApiError, Object, bad_request, not_found
+from support.kubernetes.status import ApiError, Cause, Object, bad_request, invalid, not_found
 from support.kubernetes.store import RESOURCES, Store
 
 _PASSED_ON = (
@@ -22,6 +22,32 @@ _PASSED_ON = (
 )
 
 
+def check_options(name: str, query: Mapping[str, str]) -> None:
+    """Check the query of a request for a log.
+
+    Raises:
+        ApiError: 400, a number can't be read; 422, it is out of range.
+    """
+    causes = []
+    for field, least in (("tailLines", 0), ("limitBytes", 1), ("sinceSeconds", 1)):
+        text = query.get(field)
+        if text is None:
+            continue
+        try:
+            number = int(text)
+        except ValueError as error:
+            raise bad_request(f'strconv.ParseInt: parsing "{text}": invalid syntax') from error
+        if number < least:
+            rule = "greater than 0" if least else "greater than or equal to 0"
+            message = f"Invalid value: {number}: must be {rule}"
+            causes.append(Cause(field, "FieldValueInvalid", message))
+    if "sinceSeconds" in query and query.get("sinceTime"):
+        message = "Forbidden: at most one of `sinceTime` or `sinceSeconds` may be specified"
+        causes.append(Cause("[]", "FieldValueForbidden", message))
+    if causes:
+        raise invalid("PodLogOptions", name, causes)
+
+
 def chosen_container(pod: Object, asked: str) -> str:
     """The container that a request means.
 
@@ -29,17 +55,16 @@ def chosen_container(pod: Object, asked: str) -> str:
         ApiError: 400, the pod has several and none is named, or hasn't the one that is.
     """
     name, spec = pod["metadata"]["name"], pod["spec"]
-    names = [each["name"] for each in spec["containers"]]
+    containers = [*spec.get("initContainers", []), *spec["containers"]]
+    names = [str(each["name"]) for each in containers]
     if not asked:
-        if len(names) == 1:
-            return str(names[0])
+        if len(spec["containers"]) == 1:
+            return names[-1]
         listed = " ".join(names)
-        init = " ".join(each["name"] for each in spec.get("initContainers", []))
-        more = f" or one of the init containers: [{init}]" if init else ""
         raise bad_request(
-            f"a container name must be specified for pod {name}, choose one of: [{listed}]{more}"
+            f"a container name must be specified for pod {name}, choose one of: [{listed}]"
         )
-    if asked not in names and asked not in [e["name"] for e in spec.get("initContainers", [])]:
+    if asked not in names:
         raise bad_request(f"container {asked} is not valid for pod {name}")
     return asked
 
@@ -50,7 +75,9 @@ def kubelet_address(store: Store, node_name: str) -> str:
     Raises:
         ApiError: 404, there is no such node.
     """
-    node = store.get(RESOURCES["nodes"], "", node_name)
+    node = store.find(RESOURCES["nodes"], "", node_name)
+    if node is None:
+        raise not_found("pods", node_name)  # so says a real server, though it means the node
     status = node.get("status", {})
     for wanted in ("InternalIP", "ExternalIP", "Hostname"):
         for each in status.get("addresses", []):
@@ -68,13 +95,14 @@ async def answer_log(
     Raises:
         ApiError: What the kubelet answered, or 500: it doesn't.
     """
+    check_options(pod["metadata"]["name"], query)
     container = chosen_container(pod, query.get("container", ""))
     if not pod["spec"].get("nodeName"):
         return web.Response(status=204)
     address = kubelet_address(store, pod["spec"]["nodeName"])
     metadata = pod["metadata"]
     path = f"/containerLogs/{metadata['namespace']}/{metadata['name']}/{container}"
-    params = {key: query[key] for key in _PASSED_ON if key in query}
+    params = {key: query[key] for key in sorted(_PASSED_ON) if key in query}
     trusting = ssl.create_default_context()  # kubelets' certificates are their own
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
@@ -90,7 +118,7 @@ async def answer_log(
                 abort(answer)
         except aiohttp.ClientConnectorError as error:
             message = f'Get "{url}": dial tcp {address}: connect: connection refused'
-            raise ApiError(500, "InternalError", message) from error
+            raise ApiError(500, "", message) from error
 
 
 async def _stream(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
@@ -112,5 +140,5 @@ def _refused(code: int, text: str, name: str) -> ApiError:
     if code == 404:
         message = f"the server could not find the requested resource ( pods/log {name})"
         return ApiError(404, "NotFound", message, {"name": name, "kind": "pods/log"})
-    message = f"an error on the server ({text!r}) has prevented the request from succeeding"
-    return ApiError(code, "InternalError", message, {"name": name, "kind": "pods/log"})
+    details = {"causes": [{"message": text}]}
+    return ApiError(500, "InternalError", f"Internal error occurred: {text}", details)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
@@ -45,10 +46,33 @@ def is_quantity(text: str | int | float) -> bool:
     return True
 
 
-def text_of(amount: Decimal) -> str:
-    """The amount as Kubernetes would write it: thousandths when it isn't whole."""
-    whole = amount == amount.to_integral_value()
-    return str(int(amount)) if whole else f"{int(amount * 1000)}m"
+def text_of(amount: Decimal, binary: bool = False) -> str:
+    """The amount as Kubernetes would write it: with the largest suffix that needs no fraction."""
+    if amount != amount.to_integral_value():
+        return f"{math.ceil(amount * 1000)}m"
+    number, base, ends = int(amount), 1000, ["", "k", "M", "G", "T", "P", "E"]
+    if binary and abs(number) >= 1024:
+        base, ends = 1024, ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"]
+    at = 0
+    while number and number % base == 0 and at < len(ends) - 1:
+        number, at = number // base, at + 1
+    return f"{number}{ends[at]}"
+
+
+def canonical(text: str | int | float) -> str:
+    """A quantity as an API server gives it back: `1024Mi` is `1Gi`, `0.5` is `500m`.
+
+    Raises:
+        ValueError: It isn't a quantity.
+    """
+    if re.search("[eE][+-]?[0-9]+$", str(text)):
+        return str(text)
+    return text_of(quantity(text), str(text).endswith("i"))
+
+
+def told(name: str, amount: Decimal) -> str:
+    """An amount of a quota, whose unit goes by the resource."""
+    return text_of(amount, binary="memory" in name or "storage" in name)
 
 
 def container_amounts(container: Mapping[str, Any], which: str) -> Amounts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
+import re
 from typing import Any
 
 from support.kubernetes.status import ApiError, Object, bad_request
@@ -19,6 +20,7 @@ _PREFIXES = {
     "PriorityClass": "io.k8s.api.scheduling.v1.",
     "SelfSubjectAccessReview": "io.k8s.api.authorization.v1.",
 }
+_GO_TYPES = {"integer": "int32", "boolean": "bool", "number": "float64"}
 _GO_NAMES = {str: "string", bool: "bool", int: "number", float: "number", list: "array"}
 _PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -55,25 +57,29 @@ def prune(kind: str, body: Object) -> tuple[Object, list[str]]:
         ApiError: 400, a field has a value of another type.
     """
     unknown: list[str] = []
-    pruned = _walk(resolve(schema_of(kind)), body, kind, "", unknown)
+    pruned = _walk(resolve(schema_of(kind)), body, kind, kind, "", unknown)
     return pruned, unknown
 
 
-def _walk(schema: Object, value: Any, kind: str, path: str, unknown: list[str]) -> Any:
+def _walk(stated: Object, value: Any, kind: str, owner: str, path: str, unknown: list[str]) -> Any:
+    """Prune a value; `owner` is the type that has it as a field."""
     if value is None:
         return None
-    schema = resolve(schema)
+    schema = resolve(stated)
     if not _fits(schema, value):
-        raise _wrong_type(kind, path, value, schema)
+        raise _wrong_type(kind, owner, path, value, stated)
     if isinstance(value, list):
         items = schema.get("items", {})
-        return [_walk(items, v, kind, f"{path}[{i}]", unknown) for i, v in enumerate(value)]
+        return [_walk(items, v, kind, owner, f"{path}[{i}]", unknown) for i, v in enumerate(value)]
     if isinstance(value, dict):
-        return _walk_object(schema, value, kind, path, unknown)
+        owner = _go_name(stated) or owner
+        return _walk_object(schema, value, kind, owner, path, unknown)
     return value
 
 
-def _walk_object(schema: Object, value: Object, kind: str, path: str, unknown: list[str]) -> Object:
+def _walk_object(
+    schema: Object, value: Object, kind: str, owner: str, path: str, unknown: list[str]
+) -> Object:
     properties, rest = schema.get("properties"), schema.get("additionalProperties")
     if properties is None and not isinstance(rest, dict):
         return value
@@ -84,7 +90,8 @@ def _walk_object(schema: Object, value: Object, kind: str, path: str, unknown: l
         if field is None:
             unknown.append(below)
         elif each is not None:
-            result[name] = _walk(field, each, kind, below, unknown)
+            at = below if properties else path  # keys of a map are no fields
+            result[name] = _walk(field, each, kind, owner, at, unknown)
     return result
 
 
@@ -100,11 +107,27 @@ def _fits(schema: Object, value: Any) -> bool:
     return any(name != "null" and isinstance(value, _PYTHON_TYPES[name]) for name in names)
 
 
-def _wrong_type(kind: str, path: str, value: Any, schema: Object) -> ApiError:
-    names = schema.get("type", "Quantity")
-    wanted = next(name for name in ([names] if isinstance(names, str) else names) if name != "null")
+def _wrong_type(kind: str, owner: str, path: str, value: Any, stated: Object) -> ApiError:
     given = _GO_NAMES.get(type(value), "object")
+    plain = re.sub(r"\[\d+\]", "", path)
     return bad_request(
         f'{kind} in version "v1" cannot be handled as a {kind}: json: cannot unmarshal {given} '
-        f"into Go struct field {kind}.{path} of type {wanted}"
+        f"into Go struct field {owner}.{plain} of type {_go_type(stated)}"
     )
+
+
+def _go_name(stated: Object) -> str:
+    """The name of a type that has one."""
+    return str(stated.get("$ref", "")).rpartition(".")[2]
+
+
+def _go_type(stated: Object) -> str:
+    if name := _go_name(stated):
+        return f"v1.{name}"
+    names = stated.get("type", "object")
+    name = names if isinstance(names, str) else next(each for each in names if each != "null")
+    if name == "array":
+        return f"[]{_go_type(stated.get('items', {}))}"
+    if name == "object":
+        return f"map[string]{_go_type(stated.get('additionalProperties') or {'type': 'string'})}"
+    return str(stated.get("format") or _GO_TYPES.get(name, name))

@@ -94,10 +94,7 @@ def field_selector(text: str, resource: str) -> Callable[[Object], bool]:
 
 
 def _unknown_field(name: str) -> ApiError:
-    return bad_request(
-        f'Unable to find "/v1" that match label selector "", field selector "{name}": '
-        f"field label not supported: {name}"
-    )
+    return bad_request(f"field label not supported: {name}")
 
 
 def field_value(each: Object, path: str) -> str:

@@ -17,6 +17,9 @@ class Cause:
     reason: str
     message: str
 
+    def body(self) -> Object:
+        return {"reason": self.reason, "message": self.message, "field": self.field}
+
 
 @dataclass(frozen=True)
 class ApiError(Exception):
@@ -25,20 +28,22 @@ class ApiError(Exception):
     code: int
     reason: str
     message: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> Object:
         """The `Status` object of this failure."""
         body: Object = {
             "kind": "Status",
             "apiVersion": "v1",
-            "metadata": {},
+            "metadata": dict(self.metadata),
             "status": "Failure",
             "message": self.message,
-            "reason": self.reason,
             "code": self.code,
         }
-        if self.details:
+        if self.reason:
+            body["reason"] = self.reason
+        if self.details is not None:
             body["details"] = dict(self.details)
         return body
 
@@ -81,7 +86,7 @@ def no_such_path() -> ApiError:
 
 def method_not_allowed() -> ApiError:
     message = "the server does not allow this method on the requested resource"
-    return ApiError(405, "MethodNotAllowed", message)
+    return ApiError(405, "MethodNotAllowed", message, {})
 
 
 def already_exists(resource: str, name: str) -> ApiError:
@@ -102,29 +107,33 @@ def object_modified(resource: str, name: str) -> ApiError:
     return conflict(resource, name, why)
 
 
-def expired(message: str) -> ApiError:
-    return ApiError(410, "Expired", message)
+def expired(message: str, **metadata: str) -> ApiError:
+    return ApiError(410, "Expired", message, metadata=metadata)
 
 
-def unsupported_media_type(given: str, accepted: Sequence[str]) -> ApiError:
-    message = (
-        "the body of the request was in an unknown format - accepted media types include: "
-        + ", ".join(accepted)
-        + (f" (got {given})" if given else "")
-    )
-    return ApiError(415, "UnsupportedMediaType", message)
+def too_large_version(asked: int, current: int) -> ApiError:
+    """A resourceVersion that isn't there yet; a real server waits three seconds for it first."""
+    cause = {"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}
+    message = f"Timeout: Too large resource version: {asked}, current: {current}"
+    return ApiError(504, "Timeout", message, {"causes": [cause], "retryAfterSeconds": 1})
+
+
+def unsupported_media_type() -> ApiError:
+    return ApiError(415, "UnsupportedMediaType", "415: Unsupported Media Type", {})
+
+
+def invalid_options(kind: str, cause: Cause) -> ApiError:
+    """Query parameters, or a delete's body, that break a rule."""
+    message = f'{kind}.meta.k8s.io "" is invalid: {cause.field}: {cause.message}'
+    details = {"group": "meta.k8s.io", "kind": kind, "causes": [cause.body()]}
+    return ApiError(422, "Invalid", message, details)
 
 
 def invalid(kind: str, name: str, causes: Sequence[Cause]) -> ApiError:
     """An object that breaks rules of its kind; `causes` aren't empty."""
-    parts = [f"{cause.field}: {cause.message}" for cause in causes]
+    parts = list(dict.fromkeys(f"{cause.field}: {cause.message}" for cause in causes))
     listed = parts[0] if len(parts) == 1 else "[" + ", ".join(parts) + "]"
-    details = {
-        "name": name,
-        "kind": kind,
-        "causes": [
-            {"reason": cause.reason, "message": cause.message, "field": cause.field}
-            for cause in causes
-        ],
-    }
+    details: Object = {"kind": kind, "causes": [cause.body() for cause in causes]}
+    if name:
+        details["name"] = name
     return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {listed}', details)

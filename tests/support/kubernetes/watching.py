@@ -7,9 +7,11 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from support.kubernetes.operations import Match, Target
+from support.kubernetes.listing import Match, Target
 from support.kubernetes.status import Object, expired
 from support.kubernetes.store import Change, Store
+
+_NO_BOOKMARK_S = 2  # a bookmark comes so long before the end; here, at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ async def watch(
                 await _wait(changed, min(left, 0.5))
     finally:
         store.unsubscribe(changed)
-    if request.bookmarks:
+    if request.bookmarks and request.timeout_s > _NO_BOOKMARK_S:
         resource, metadata = target.resource, {"resourceVersion": str(seen)}
         body = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": metadata}
         yield line("BOOKMARK", body)
