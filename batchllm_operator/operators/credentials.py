@@ -100,6 +100,12 @@ class Credentials:
         mask_secret(secrets)
         return cls(variables, tuple(secrets))
 
+    def masked(self, text: str) -> str:
+        """`text` with asterisks in place of secrets."""
+        for secret in self.secrets:
+            text = text.replace(secret, "***")
+        return text
+
     def added_to(self, env: Mapping[str, str]) -> dict[str, str]:
         """A copy of `env` with these variables, and without those that contradict them."""
         contradicted = {each for name in self.variables for each in _CONTRADICTED.get(name, ())}

@@ -44,18 +44,21 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         gpus = ["--num-gpus", str(self.gpu_count)] if self.gpu is not None else []
         return ["run", *self._shard(), *gpus]
 
-    def pod_command(self, pod_name: str) -> list[str]:
+    def pod_command(self, grace_s: int) -> list[str]:
         """Besides, to use the pod's grace period for the parts that are open."""
-        drain_s = self.grace_s - DRAIN_MARGIN_S
-        return [*self.command(), "--drain-s", str(drain_s)]
+        return [*self.command(), "--drain-s", str(max(0, grace_s - DRAIN_MARGIN_S))]
 
-    def verify_command(self, pod_name: str | None) -> list[str]:
+    def verify_command(self, pod_uid: str | None) -> list[str]:
         """For the shard, whoever generated it."""
         return self._shard()
 
     def work(self) -> str:
         """Plan and shard."""
         return " ".join(self._shard())
+
+    def table_uri(self) -> str:
+        """The output table, in which plans lie."""
+        return str(self.plan_uri).partition("/_batchllm/")[0]
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
         """URIs and counts of the shard's report."""

@@ -11,7 +11,7 @@ from airflow.sdk import Context
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.operators.command import uris_and_counts
-from batchllm_operator.operators.pod_task import BatchLLMStageOperator
+from batchllm_operator.operators.pod_task import UID_PLACE, BatchLLMStageOperator
 from batchllm_operator.operators.pods.attempt import LABEL
 from batchllm_operator.spec import JobSpec, load_spec
 
@@ -50,17 +50,21 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         """`batchllm plan` over the spec's file."""
         return ["plan", "--job", self.spec_path, "--ds", self.ds]
 
-    def pod_command(self, pod_name: str) -> list[str]:
-        """The same, with the spec itself, and a record for `verify` in the lake."""
-        return ["plan", *self._job, "--record", pod_name]
+    def pod_command(self, grace_s: int) -> list[str]:
+        """The same, with the spec itself, and a record for `verify` that has the pod's UID."""
+        return ["plan", *self._job, "--record", UID_PLACE]
 
-    def verify_command(self, pod_name: str | None) -> list[str] | None:
+    def verify_command(self, pod_uid: str | None) -> list[str] | None:
         """For the record that the pod has left."""
-        return None if pod_name is None else [*self._job, "--record", pod_name]
+        return None if pod_uid is None else [*self._job, "--record", pod_uid]
 
     def work(self) -> str:
         """Spec and partition."""
         return " ".join(self._job)
+
+    def table_uri(self) -> str:
+        """The output table."""
+        return self._spec.output.uri
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> list[dict[str, str | int]]:
         """Push the plan's URI and counts; see the class."""

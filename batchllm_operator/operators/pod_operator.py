@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
@@ -13,11 +14,12 @@ from airflow.sdk import Context
 from kubernetes.client import CoreV1Api
 from kubernetes.client import models as k8s
 
-from batchllm_operator.operators.pods.settings import DRAIN_MARGIN_S, GpuVendor, PodSettings
+from batchllm_operator.operators.pods.settings import GpuVendor, PodSettings
 from batchllm_operator.operators.pods.spec import (
     check_gpus,
     default_pod,
     merged_pod,
+    with_arguments,
     without_repetitions,
 )
 
@@ -29,7 +31,6 @@ _OURS: Final = frozenset(
         "callbacks",
         "cmds",
         "container_logs",
-        "do_xcom_push",
         "durable",
         "get_logs",
         "init_container_logs",
@@ -67,9 +68,11 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         gpu_count: GPUs of the pod, and vLLM's tensor parallel size.
         image: container image (templated); by default `batchllm-cuda`, `batchllm-rocm` or
             `batchllm-airflow` with this release as its tag.
-        cpu: processors that the pod asks for, in Kubernetes' notation.
-        memory: memory that it asks for, and may use at most.
-        shm_size: size of its /dev/shm.
+        cpu: processors that the pod asks for, in Kubernetes' notation; by default 4. Here and
+            in the next two, what is given wins over the template, and the template over the
+            default.
+        memory: memory that it asks for, and may use at most; by default 32Gi.
+        shm_size: size of its /dev/shm; by default 8Gi.
         model_claim: PersistentVolumeClaim that holds models, mounted at /models (`HF_HOME`).
         cache_claim: PersistentVolumeClaim for compiled kernels, mounted at /cache.
         env: environment variables for the command (templated). Airflow stores and shows them:
@@ -87,10 +90,12 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         poll_interval: seconds between two looks at the pod.
         deferrable: whether the triggerer watches the pod, and the worker's slot is free
             meanwhile. None: if a triggerer runs.
-        active_deadline_seconds: after how long the cluster ends a pod, whatever happens here.
+        active_deadline_seconds: how long after its start the cluster ends a pod, whatever happens
+            here; by default what the template says, or a day.
         termination_grace_period: seconds that a pod gets to finish its open parts in when it is
-            asked to stop.
+            asked to stop; by default what the template says, or 330.
         kill_grace_s: seconds that a command in the worker gets.
+        do_xcom_push: whether Airflow keeps the return value. There is no sidecar for it.
         kwargs: those of `KubernetesPodOperator`. `pod_template_file`, `pod_template_dict` and
             `full_pod_spec` win over the defaults given here, and single arguments over those.
             Those that would have no effect here are refused.
@@ -114,9 +119,9 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         runner: Runner | None = None,
         gpu: GpuVendor | None = None,
         gpu_count: int = 1,
-        cpu: str = "4",
-        memory: str = "32Gi",
-        shm_size: str = "8Gi",
+        cpu: str | None = None,
+        memory: str | None = None,
+        shm_size: str | None = None,
         model_claim: str | None = None,
         cache_claim: str | None = None,
         env: Mapping[str, str] | None = None,
@@ -130,28 +135,26 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         api_timeout: timedelta = timedelta(minutes=15),
         poll_interval: float = 5.0,
         deferrable: bool | None = None,
-        active_deadline_seconds: int = 24 * 3600,
-        termination_grace_period: int = 300 + DRAIN_MARGIN_S,
+        active_deadline_seconds: int | None = None,
+        termination_grace_period: int | None = None,
         kill_grace_s: float = 30.0,
+        do_xcom_push: bool = True,
         **kwargs: Any,
     ) -> None:
         for name in _OURS.intersection(kwargs):
             raise ValueError(f"{name} isn't yours to give: {_OURS_REASON}")
         if runner not in (None, "local", "kubernetes"):
             raise ValueError(f"runner is {runner!r}; it must be 'local' or 'kubernetes'")
-        if termination_grace_period <= DRAIN_MARGIN_S:
-            raise ValueError(f"termination_grace_period must be above {DRAIN_MARGIN_S} seconds")
         kwargs.setdefault("termination_message_policy", "FallbackToLogsOnError")
         super().__init__(
             deferrable=False,
             poll_interval=poll_interval,
             active_deadline_seconds=active_deadline_seconds,
             termination_grace_period=termination_grace_period,
-            do_xcom_push=False,
+            do_xcom_push=do_xcom_push,
             random_name_suffix=False,
             **kwargs,
         )
-        self.do_xcom_push = True  # for Airflow: the return value. There is no sidecar.
         self.wants_deferral = deferrable
         self.runner: Runner = runner or ("kubernetes" if gpu else "local")
         self.gpu, self.gpu_count = gpu, gpu_count
@@ -163,19 +166,18 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         self.queue_timeout, self.start_timeout = queue_timeout, start_timeout
         self.stuck_timeout, self.api_timeout = stuck_timeout, api_timeout
         self.kill_grace_s = kill_grace_s
-        self.grace_s = termination_grace_period
-        self._own_secret: str | None = None
-        self._settings()  # refuses wrong values when the DAG is parsed
+        self._settings()  # refuses wrong values, when the DAG is parsed if the task isn't mapped
 
     def build_pod_request_obj(self, context: Context | None = None, **kwargs: Any) -> k8s.V1Pod:
         """The pod: our defaults, the user's template over them, single arguments over both.
 
         Raises:
-            ValueError: the template and the operator want different numbers of GPUs.
+            ValueError: the template isn't there, or wants another number of GPUs.
         """
         settings = self._settings()
         default = default_pod(settings, self.base_container_name)
         template = merged_pod(default, self._user_template(), self.base_container_name)
+        template = with_arguments(template, settings)
         with self._given(
             full_pod_spec=template,
             pod_template_file=None,
@@ -200,6 +202,8 @@ class BatchLLMPodOperator(KubernetesPodOperator):
     def _user_template(self) -> k8s.V1Pod | None:
         template: k8s.V1Pod | None = None
         if self.pod_template_file:
+            if not Path(self.pod_template_file).is_file():
+                raise ValueError(f"pod_template_file {self.pod_template_file} does not exist")
             template = PodGenerator.deserialize_model_file(self.pod_template_file)
         elif self.pod_template_dict:
             template = PodGenerator.deserialize_model_dict(self.pod_template_dict)
@@ -218,7 +222,9 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             shm_size=self.shm_size,
             model_claim=self.model_claim,
             cache_claim=self.cache_claim,
-            secret_names=(*self.secret_names, *((self._own_secret,) if self._own_secret else ())),
+            secret_names=tuple(self.secret_names),
+            deadline_s=self.active_deadline_seconds,
+            grace_s=self.termination_grace_period,
         )
 
     @property

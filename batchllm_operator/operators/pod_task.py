@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -37,11 +37,17 @@ from batchllm_operator.operators.pods.attempt import (
     message_of,
 )
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
+from batchllm_operator.operators.pods.spec import UID_VARIABLE, with_secret
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
 from batchllm_operator.operators.triggerer import triggerer_runs
 from batchllm_operator.operators.triggers import PodWatchTrigger, make_hook
 
+UID_PLACE: Final = f"$({UID_VARIABLE})"
+"""Among a pod's arguments: where Kubernetes puts the pod's UID."""
+
 _QUOTA_PAUSE: Final = timedelta(seconds=60)
+_LONGEST_QUOTA_PAUSE: Final = timedelta(minutes=5)
+_VERIFY_PAUSES_S: Final = (2.0, 10.0)
 _DEFERRAL_MARGIN: Final = timedelta(minutes=2)
 """After a task's deadline, when Airflow ends a deferral that the triggerer didn't."""
 _LAST_CALL_S: Final = 4.0
@@ -82,16 +88,20 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
     def command(self) -> list[str]:
         """The arguments of `batchllm` that do the work, the same in worker and pod."""
 
-    def pod_command(self, pod_name: str) -> list[str]:
-        """The same for a pod, where that differs."""
-        return self.command()
+    @abstractmethod
+    def pod_command(self, grace_s: int) -> list[str]:
+        """The same for a pod, which has `grace_s` seconds to stop in."""
 
     @abstractmethod
-    def verify_command(self, pod_name: str | None) -> list[str] | None:
+    def verify_command(self, pod_uid: str | None) -> list[str] | None:
         """The arguments of `batchllm` that look for the results, of that pod or of any.
 
-        None if only a pod that has run can have left some, and `pod_name` is None.
+        None if only a pod that has run can have left some, and `pod_uid` is None.
         """
+
+    @abstractmethod
+    def table_uri(self) -> str:
+        """The job's output table."""
 
     @abstractmethod
     def work(self) -> str:
@@ -172,20 +182,31 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         self, context: Context, num_disruptions: int, waiting_since: datetime | None = None
     ) -> Any:
         """Take up or make a pod and watch it, or defer; make another after a disruption."""
-        defers = triggerer_runs() if self.wants_deferral is None else self.wants_deferral
+        defers = self.wants_deferral
+        if defers is None:
+            defers = triggerer_runs()
+            self.log.info(
+                "%s watches the pod (deferrable isn't given)",
+                "The triggerer" if defers else "No triggerer was found: this worker",
+            )
         while True:
             try:
                 pod = self._take_pod(context, num_disruptions)
             except QuotaExceededError as full:
                 waiting_since = waiting_since or datetime.now(UTC)
-                self._wait_for_quota(str(full), num_disruptions, waiting_since, defers=defers)
+                deadline = self._deadline(context)
+                self._wait_for_quota(
+                    str(full), num_disruptions, waiting_since, defers=defers, deadline=deadline
+                )
                 continue
             except StoppedError:
                 raise AirflowException(_KILLED) from None
             waiting_since = None
-            if defers and not self._is_killed:
+            if self._is_killed:
+                raise AirflowException(_KILLED)
+            if defers:
                 self._defer(context, pod, num_disruptions)
-            result = self._conclude(context, self._watch_here(pod), num_disruptions)
+            result = self._conclude(context, self._watch_here(context, pod), num_disruptions)
             if result is not None:
                 return self.finish(context, result)
             num_disruptions += 1
@@ -200,12 +221,18 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         if end.kind is EndKind.STOPPED:
             raise AirflowException(_KILLED)
         if end.kind is EndKind.API_LOST:
+            if not self._will_be_retried(context):
+                self._release(context)  # perhaps this worker is let in
             raise AirflowException(end.explanation())
         found: dict[str, Any] | str = ""
         try:
-            found = self._verify(end.pod_name)
+            found = self._verify(end.pod_uid)
+        except AirflowException as error:
+            raise type(error)(f"{end.explanation()}. In the lake: {error}") from error
         finally:
             self._remove_pod(context, end, is_success=not isinstance(found, str))
+        if self._is_killed:
+            raise AirflowException(_KILLED)
         if not isinstance(found, str):
             if end.kind is not EndKind.EXITED or end.exit_code != 0:
                 self.log.warning("%s; but its results are whole", end.explanation())
@@ -227,23 +254,21 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
 
     def _take_pod(self, context: Context, num_disruptions: int) -> k8s.V1Pod:
         """The live pod of this attempt, or a new one."""
-        attempt = Attempt.of(context["ti"], self.work())
-        request = self._request(context, attempt, ordinal=num_disruptions)
-        patience_s = self.api_timeout.total_seconds()
-        pods = self._pods(attempt, request.metadata.namespace, patience_s)
-        credentials = Credentials.of(self.aws_conn_id, self.connection_env)
+        attempt = self._attempt(context)
+        variables = Credentials.of(self.aws_conn_id, self.connection_env).variables
+        ordinal = num_disruptions
+        request = self._request(context, attempt, ordinal, variables)
+        pods = self._pods(attempt, request.metadata.namespace, self.api_timeout.total_seconds())
         try:
             pod = pods.find(keep_dead=self.on_finish_action != OnFinishAction.DELETE_POD)
             taken_up = pod is not None
-            if pod is None:
-                pod = pods.create(request)
+            while pod is None and (pod := pods.create(request)) is None:
+                ordinal += 1  # one that has ended was kept under that name
+                request = self._request(context, attempt, ordinal, variables)
             if self.has_secrets:
-                pods.put_secret(pod, credentials.variables)
+                self._put_secret(pods, pod, variables)
         except ApiException as error:
-            message = f"the cluster refuses the pod: {message_of(error)}"
-            if error.status in _REFUSED:
-                raise AirflowFailException(message) from error
-            raise AirflowException(message) from error
+            raise _refusal("the pod", error) from error
         self.log.info(
             "%s pod %s in namespace %s",
             "Taking up" if taken_up else "Made",
@@ -252,13 +277,23 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         )
         return pod
 
-    def _request(self, context: Context, attempt: Attempt, ordinal: int) -> k8s.V1Pod:
-        """The pod to ask for."""
-        name = attempt.pod_name(f"batchllm-{self.stem()}", ordinal)
-        self.name, self._own_secret = name, name if self.has_secrets else None
+    def _put_secret(self, pods: AttemptPods, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
+        """Give the pod its credentials, or remove it: it would wait for them for ever."""
+        try:
+            pods.put_secret(pod, variables)
+        except ApiException as error:
+            pods.delete(pod.metadata.name)
+            raise _refusal("the pod's Secret", error) from error
+
+    def _attempt(self, context: Context) -> Attempt:
+        return Attempt.of(context["ti"], self.table_uri(), self.work())
+
+    def _request(
+        self, context: Context, attempt: Attempt, ordinal: int, variables: Iterable[str]
+    ) -> k8s.V1Pod:
+        """The pod to ask for; `variables` are the names of those that its Secret holds."""
+        name = self.name = attempt.pod_name(f"batchllm-{self.stem()}", ordinal)
         self.cmds = ["batchllm"]
-        # Kubernetes puts variables for $(NAME) in arguments, and $ for $$.
-        self.arguments = [each.replace("$", "$$") for each in self.pod_command(name)]
         self.labels = {
             **self.labels,
             "app.kubernetes.io/name": "batchllm",
@@ -268,11 +303,22 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
             **attempt.labels,
         }
         try:
-            return self.build_pod_request_obj(context)
+            pod = self.build_pod_request_obj(context)
         except ValueError as error:
             raise AirflowFailException(str(error)) from error
+        arguments = self.pod_command(pod.spec.termination_grace_period_seconds)
+        pod.spec.containers[0].args = [_escaped(each) for each in arguments]
+        return with_secret(pod, name, variables) if self.has_secrets else pod
 
-    def _pods(self, attempt: Attempt, namespace: str, patience_s: float) -> AttemptPods:
+    def _pods(
+        self,
+        attempt: Attempt,
+        namespace: str,
+        patience_s: float,
+        *,
+        is_cleaning_up: bool = False,
+    ) -> AttemptPods:
+        """The cluster, for as long as the task isn't killed, or also then for cleaning up."""
         return AttemptPods(
             self._connect,
             namespace,
@@ -281,7 +327,7 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
             self.log,
             has_secrets=self.has_secrets,
             patience_s=patience_s,
-            is_stopped=lambda: self._is_killed,
+            is_stopped=lambda: self._is_killed and not is_cleaning_up,
             poll_s=min(2.0, self.poll_interval),
         )
 
@@ -290,13 +336,16 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         keeps = self.on_finish_action == OnFinishAction.KEEP_POD or (
             self.on_finish_action == OnFinishAction.DELETE_SUCCEEDED_POD and not is_success
         )
-        if keeps and end.kind in (EndKind.EXITED, EndKind.DISRUPTED):
-            self.log.info("Keeping pod %s (on_finish_action)", end.pod_name)
-            return
         patience_s = _LAST_CALL_S if self._is_killed else self.api_timeout.total_seconds()
-        pods = self._pods(Attempt.of(context["ti"], self.work()), end.namespace, patience_s)
-        with self._ending():
-            pods.delete(end.pod_name, at_once=end.is_unreachable)
+        with self._telling_of_leftovers():
+            pods = self._pods(
+                self._attempt(context), end.namespace, patience_s, is_cleaning_up=True
+            )
+            if keeps and end.may_stay:
+                self.log.info("Keeping pod %s (on_finish_action)", end.pod_name)
+                pods.delete_secret(end.pod_name)
+            else:
+                pods.delete(end.pod_name, at_once=end.is_unreachable)
 
     @contextmanager
     def _released_when_killed(self, context: Context) -> Iterator[None]:
@@ -320,22 +369,21 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
 
     def _release(self, context: Context) -> None:
         """Ask all pods of this attempt to stop."""
-        with self._ending():
-            request = self.build_pod_request_obj(context)  # knows the namespace
-            attempt = Attempt.of(context["ti"], self.work())
-            self._pods(attempt, request.metadata.namespace, _LAST_CALL_S).delete_all()
+        with self._telling_of_leftovers():
+            namespace = self.build_pod_request_obj(context).metadata.namespace
+            pods = self._pods(self._attempt(context), namespace, _LAST_CALL_S, is_cleaning_up=True)
+            pods.delete_all()
 
     def _is_orphan(self) -> bool:
         """Whether Airflow's supervisor of this process has died: nobody waits for the result."""
         return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Do something in the cluster that has to be done even if the task was killed."""
-        self._is_killed = False
+    def _telling_of_leftovers(self) -> Iterator[None]:
+        """Remove pods, and say so if that fails: it isn't what the task ends with."""
         try:
             yield
-        except (ApiException, ConfigException, HTTPError) as error:
+        except (ApiException, ConfigException, HTTPError, ValueError) as error:
             self.log.error(
                 "A pod couldn't be removed (%s); the next try will do it, or the cluster after"
                 " active_deadline_seconds",
@@ -344,9 +392,15 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
 
     # Watching
 
-    def _watch_here(self, pod: k8s.V1Pod) -> PodEnd:
+    def _watch_here(self, context: Context, pod: k8s.V1Pod) -> PodEnd:
         """Watch a pod from this process."""
-        name = PodName(pod.metadata.name, pod.metadata.namespace, self.base_container_name)
+        name = PodName(
+            pod.metadata.name,
+            pod.metadata.namespace,
+            self.base_container_name,
+            pod.metadata.uid,
+        )
+        credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         watch = self._watch = PodWatch(
             lambda: make_hook(
                 self.kubernetes_conn_id, self.in_cluster, self.cluster_context, self.config_file
@@ -354,7 +408,9 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
             name,
             self._limits(),
             lambda line: self.log.info("%s", line),
+            deadline=self._deadline(context),
             is_abandoned=self._is_orphan,
+            masked=credentials.masked,
         )
         if self._is_killed:
             watch.stop()
@@ -365,13 +421,12 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
 
     def _defer(self, context: Context, pod: k8s.V1Pod, num_disruptions: int) -> NoReturn:
         """Leave the pod to the triggerer."""
-        deadline: datetime | None = None
-        if self.execution_timeout is not None:
-            deadline = context["ti"].start_date + self.execution_timeout
+        deadline = self._deadline(context)
         self.defer(
             trigger=PodWatchTrigger(
                 pod_name=pod.metadata.name,
                 pod_namespace=pod.metadata.namespace,
+                pod_uid=pod.metadata.uid,
                 container_name=self.base_container_name,
                 limits=asdict(self._limits()),
                 kubernetes_conn_id=self.kubernetes_conn_id,
@@ -379,14 +434,22 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
                 cluster_context=self.cluster_context,
                 config_file=self.config_file,
                 deadline=deadline.isoformat() if deadline else None,
-                log_since=None,
-                grace_s=self.grace_s,
+                aws_conn_id=self.aws_conn_id,
+                connection_env=dict(self.connection_env or {}),
+                removes=self.on_finish_action == OnFinishAction.DELETE_POD,
             ),
             method_name="resume",
             kwargs={"num_disruptions": num_disruptions},
-            timeout=(deadline - datetime.now(UTC) + _DEFERRAL_MARGIN) if deadline else None,
+            timeout=_time_left(deadline),
         )
         raise AssertionError("defer always raises")
+
+    def _deadline(self, context: Context) -> datetime | None:
+        """When the task's `execution_timeout` is over, all deferrals of a try together."""
+        if self.execution_timeout is None:
+            return None
+        started_at: datetime = context["ti"].start_date
+        return started_at + self.execution_timeout
 
     def _limits(self) -> WatchLimits:
         return WatchLimits(
@@ -398,28 +461,35 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         )
 
     def _wait_for_quota(
-        self, said: str, num_disruptions: int, since: datetime, *, defers: bool
+        self,
+        said: str,
+        num_disruptions: int,
+        since: datetime,
+        *,
+        defers: bool,
+        deadline: datetime | None = None,
     ) -> None:
-        """Let some time pass, in the triggerer if there is one.
+        """Let some time pass, in the triggerer if there is one: longer, the longer it takes.
 
         Raises:
             AirflowException: the time is up, or the task was killed.
         """
-        if datetime.now(UTC) - since > self.queue_timeout:
+        now = datetime.now(UTC)
+        if now - since > self.queue_timeout:
             raise AirflowException(f"no room for a pod in time (queue_timeout): {said}")
+        if deadline is not None and now > deadline:
+            raise AirflowException(f"no room for a pod in time (execution_timeout): {said}")
         self.log.info("Waiting for room in the namespace's quota: %s", said)
-        pause = min(_QUOTA_PAUSE, timedelta(seconds=12 * self.poll_interval))
+        shortest = min(_QUOTA_PAUSE, timedelta(seconds=12 * self.poll_interval))
+        pause = min(max(shortest, (now - since) / 4), _LONGEST_QUOTA_PAUSE)
         if defers:
             self.defer(
                 trigger=TimeDeltaTrigger(pause),
                 method_name="resume_waiting",
                 kwargs={"num_disruptions": num_disruptions, "waiting_since": since.isoformat()},
+                timeout=_time_left(deadline),
             )
-        until = time.monotonic() + pause.total_seconds()
-        while time.monotonic() < until:
-            if self._is_killed:
-                raise AirflowException(_KILLED)
-            time.sleep(0.5)
+        self._sleep(pause.total_seconds())
 
     def _next_try_looks_for_it(self, context: Context) -> bool:
         """Whether this task ends only because its worker does, and Airflow will try it again.
@@ -427,7 +497,7 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         A user who marks or clears a task changes its state first.
         """
         ti = context["ti"]
-        if ti.try_number > ti.max_tries:
+        if not self._will_be_retried(context):
             return False
         if self._is_orphan():  # Airflow will find out by the heartbeats that it misses
             return True
@@ -444,6 +514,12 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
             return False
         return list(states.get(ti.run_id, {}).values()) == ["running"]
 
+    @staticmethod
+    def _will_be_retried(context: Context) -> bool:
+        """Whether Airflow makes another try when this one fails."""
+        ti = context["ti"]
+        return bool(ti.try_number <= ti.max_tries)
+
     # Commands in the worker
 
     def _commands(self) -> CommandRunner:
@@ -451,7 +527,46 @@ class BatchLLMStageOperator(BatchLLMPodOperator):
         self._command_runner = CommandRunner(self.log, self.env, credentials, self.kill_grace_s)
         return self._command_runner
 
-    def _verify(self, pod_name: str | None) -> dict[str, Any] | str:
-        """The results in the lake, or what is missing of them."""
-        arguments = self.verify_command(pod_name)
-        return "" if arguments is None else self._commands().verify(*arguments)
+    def _verify(self, pod_uid: str | None) -> dict[str, Any] | str:
+        """The results in the lake, or what is missing of them; looks again if that fails."""
+        arguments = self.verify_command(pod_uid)
+        if arguments is None:
+            return ""
+        for pause_s in _VERIFY_PAUSES_S:
+            try:
+                return self._commands().verify(*arguments)
+            except AirflowFailException:
+                raise
+            except AirflowException as error:
+                if self._is_killed:
+                    raise
+                self.log.warning("%s; looking again in %d s", error, pause_s)
+                self._sleep(pause_s)
+        return self._commands().verify(*arguments)
+
+    def _sleep(self, seconds: float) -> None:
+        """Let time pass.
+
+        Raises:
+            AirflowException: the task was killed.
+        """
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._is_killed:
+                raise AirflowException(_KILLED)
+            time.sleep(min(0.5, seconds))
+
+
+def _escaped(argument: str) -> str:
+    """As Kubernetes wants it, which puts variables for $(NAME) in arguments, and $ for $$."""
+    return argument if argument == UID_PLACE else argument.replace("$", "$$")
+
+
+def _time_left(deadline: datetime | None) -> timedelta | None:
+    """For a deferral, a little longer than until the deadline."""
+    return deadline - datetime.now(UTC) + _DEFERRAL_MARGIN if deadline is not None else None
+
+
+def _refusal(what: str, error: ApiException) -> AirflowException:
+    message = f"the cluster refuses {what}: {message_of(error)}"
+    return (AirflowFailException if error.status in _REFUSED else AirflowException)(message)

@@ -12,7 +12,7 @@ from batchllm_operator.operators.commit import BatchLLMCommitOperator
 from batchllm_operator.operators.generate import BatchLLMGenerateOperator
 from batchllm_operator.operators.plan import PLAN_URI_KEY, BatchLLMPlanOperator
 from batchllm_operator.operators.pod_operator import Runner
-from batchllm_operator.operators.pods.settings import GpuVendor
+from batchllm_operator.operators.pods.settings import GpuVendor, PodSettings
 from batchllm_operator.operators.report import BatchLLMReportOperator
 
 
@@ -59,7 +59,11 @@ def batchllm_task_group(
             the events.
         plan_args: further arguments of the plan task, such as `{"runner": "kubernetes"}`.
         generate_args: further arguments of the generate tasks, such as a namespace.
+
+    Raises:
+        ValueError: there is no such `gpu`, or `gpu_count` isn't positive.
     """
+    PodSettings(gpu=gpu, gpu_count=gpu_count)  # Airflow looks at mapped tasks when they run
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
     pool_args = {} if pool is None else {"pool": pool}
     outlets = [] if output_asset is None else [_asset(output_asset)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,10 @@ import yaml
 from airflow.providers.cncf.kubernetes.hooks.kubernetes import AsyncKubernetesHook
 from airflow.providers.cncf.kubernetes.triggers.pod import KubernetesPodTrigger
 from airflow.triggers.base import TriggerEvent
+from asgiref.sync import sync_to_async
 
+from batchllm_operator.operators.credentials import Credentials
+from batchllm_operator.operators.pods.end import EndKind
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
 
 _STATE_LIMIT_S: Final = 10.0
@@ -57,8 +60,10 @@ class PodWatchTrigger(KubernetesPodTrigger):
         cluster_context: ...
         config_file: read by the triggerer.
         deadline: when the task's `execution_timeout` is reached, in ISO format.
-        log_since: where the log is to be taken up.
-        grace_s: what the pod gets to stop in.
+        aws_conn_id: connection whose secrets are to be masked in what the pod says.
+        connection_env: likewise.
+        removes: whether the pod is to be removed when it has ended. One that hasn't, and that
+            nobody watches from then on, is removed in any case: the worker may come late.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
         *,
         pod_name: str,
         pod_namespace: str,
+        pod_uid: str,
         container_name: str,
         limits: dict[str, float],
         kubernetes_conn_id: str | None,
@@ -73,8 +79,9 @@ class PodWatchTrigger(KubernetesPodTrigger):
         cluster_context: str | None,
         config_file: str | None,
         deadline: str | None,
-        log_since: str | None,
-        grace_s: int,
+        aws_conn_id: str | None,
+        connection_env: dict[str, str],
+        removes: bool,
     ) -> None:
         super().__init__(
             pod_name=pod_name,
@@ -84,11 +91,11 @@ class PodWatchTrigger(KubernetesPodTrigger):
             kubernetes_conn_id=kubernetes_conn_id,
             in_cluster=in_cluster,
             cluster_context=cluster_context,
-            termination_grace_period=grace_s,
         )
         self._limits = WatchLimits(**limits)
-        self._config_file = config_file
-        self._deadline, self._log_since = deadline, log_since
+        self._pod_uid, self._config_file, self._deadline = pod_uid, config_file, deadline
+        self._aws_conn_id, self._connection_env = aws_conn_id, connection_env
+        self._removes = removes
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """The class and arguments that make this trigger again."""
@@ -97,6 +104,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
             {
                 "pod_name": self.pod_name,
                 "pod_namespace": self.pod_namespace,
+                "pod_uid": self._pod_uid,
                 "container_name": self.base_container_name,
                 "limits": asdict(self._limits),
                 "kubernetes_conn_id": self.kubernetes_conn_id,
@@ -104,8 +112,9 @@ class PodWatchTrigger(KubernetesPodTrigger):
                 "cluster_context": self.cluster_context,
                 "config_file": self._config_file,
                 "deadline": self._deadline,
-                "log_since": self._log_since,
-                "grace_s": self.termination_grace_period,
+                "aws_conn_id": self._aws_conn_id,
+                "connection_env": self._connection_env,
+                "removes": self._removes,
             },
         )
 
@@ -134,16 +143,42 @@ class PodWatchTrigger(KubernetesPodTrigger):
         if is_killed:
             await super().on_kill()
 
+    async def _mask(self) -> Callable[[str], str]:
+        """Takes the connections' secrets out of a text: this process doesn't know them yet."""
+        try:
+            credentials = await sync_to_async(Credentials.of)(
+                self._aws_conn_id, self._connection_env
+            )
+        # Whatever it is: the pod has to be watched, and then nothing that it says is passed on.
+        except Exception as error:  # noqa: BLE001
+            self.log.warning("Can't read the connections; the pod's lines are left out: %s", error)
+            return lambda text: "(left out)"
+        return credentials.masked
+
+    async def _remove(self, *, at_once: bool) -> None:
+        """Remove the pod; if that fails, the worker will when it goes on."""
+        try:
+            await self.hook.delete_pod(
+                name=self.pod_name,
+                namespace=self.pod_namespace,
+                grace_period_seconds=0 if at_once else None,
+            )
+        # Whatever it is, the event has to be fired.
+        except Exception as error:  # noqa: BLE001
+            self.log.warning("Pod %s is left to the worker to remove: %s", self.pod_name, error)
+
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Fire once, when the pod has ended in whatever way."""
         watch = PodWatch(
             self._make_hook,
-            PodName(self.pod_name, self.pod_namespace, self.base_container_name),
+            PodName(self.pod_name, self.pod_namespace, self.base_container_name, self._pod_uid),
             self._limits,
             lambda line: self.log.info("%s", line),
             deadline=datetime.fromisoformat(self._deadline) if self._deadline else None,
-            log_since=self._log_since,
+            masked=await self._mask(),
         )
         end = await watch.until_end()
+        if end.kind is not EndKind.API_LOST and (self._removes or not end.may_stay):
+            await self._remove(at_once=end.is_unreachable)
         self._fired_event = True
         yield TriggerEvent(end.as_event())  # type: ignore[no-untyped-call]

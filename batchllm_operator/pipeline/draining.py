@@ -21,6 +21,12 @@ class Drain:
         self.num_open_parts = 0
         """Parts that the engine works on; kept up to date by the run."""
 
+    def end(self) -> None:
+        """No part is open any more: what is left to do takes no time worth a limit."""
+        self.num_open_parts = 0
+        if self.has_begun:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
     def check(self, *, num_left: int) -> None:
         """Say that the run was stopped, unless it came to its end all the same.
 

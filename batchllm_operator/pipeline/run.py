@@ -148,6 +148,7 @@ def run_shard(
                     ) as progress:
                         for entry in run.entries(engine, progress):
                             entries[entry.part_idx] = entry
+                    drain.end()
                 finally:
                     engine.close()
     drain.check(num_left=shard.num_parts - len(entries))
@@ -275,9 +276,8 @@ class _ShardRun:
             )
             if part.is_finished:
                 del self._open_parts[part_idx]
-                self._drain.num_open_parts = len(self._open_parts)
                 now = time.monotonic()
-                yield write_part(
+                entry = write_part(
                     self._folder,
                     self._plan_id,
                     part_idx,
@@ -285,6 +285,8 @@ class _ShardRun:
                     part.row_idxs,
                     now - part_started_at,
                 )
+                self._drain.num_open_parts = len(self._open_parts)
+                yield entry
                 part_started_at = now
         assert not self._open_parts, "the engine left requests without an output"
 

@@ -16,6 +16,7 @@ from support.fake_job import DS, document_rows, fake_spec, job_fields, write_tab
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import Interrupted, SpecError
+from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.draining import Drain
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
@@ -147,3 +148,21 @@ def test_the_command_drains_and_says_how_it_ended(tmp_path: Path) -> None:
     assert any("asked to stop: finishing" in line for line in lines), lines
     assert any("what was finished is kept" in line for line in lines)
     assert 1 < len(parts(plan_uri)) < 6
+
+
+def test_a_part_that_is_being_written_is_finished(
+    plan_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM while the last open part is uploaded."""
+    publish, hit = Folder.publish_file, []
+
+    def slow_upload(self: Folder, source: Path, name: str) -> None:
+        if name.startswith("part-") and not hit:
+            hit.append(name)
+            terminate()
+        publish(self, source, name)
+
+    monkeypatch.setattr(Folder, "publish_file", slow_upload)
+    with pytest.raises(Interrupted):
+        run(plan_uri, at=-1)
+    assert parts(plan_uri) == ["part-00000.json"]

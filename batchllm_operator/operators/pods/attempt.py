@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
 from kubernetes.client import CoreV1Api, V1Secret
@@ -17,14 +16,15 @@ from kubernetes.client import models as k8s
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
-from batchllm_operator.operators.pods.state import PodState
+from batchllm_operator.operators.pods.state import PodState, Stage
 
 LABEL: Final = "batchllm.io"
 _MAX_NAME: Final = 63  # a pod's name is its host name too
 _CONFLICT, _NOT_FOUND, _FORBIDDEN, _TOO_MANY = 409, 404, 403, 429
 _REQUEST_S: Final = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
-_ENDING_MARGIN: Final = timedelta(seconds=60)
+_ENDING_MARGIN_S: Final = 60.0
+"""What a kubelet may take after the grace period to report a pod's end."""
 _Answer = TypeVar("_Answer")
 
 
@@ -41,15 +41,18 @@ class Attempt:
     """Whose a pod is: one mapped task of one DAG run, whatever its try, and its work."""
 
     owner: str
-    """Digest of DAG, run, task and map index."""
+    """Digest of output table, DAG, run, task and map index."""
     work: str
     """Digest of what the pod is to do; an owner that is cleared may get other work."""
     try_number: int
 
     @classmethod
-    def of(cls, ti: Any, work: str) -> Attempt:
-        """The attempt that a task instance makes at `work`."""
-        owner = (ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index))
+    def of(cls, ti: Any, table_uri: str, work: str) -> Attempt:
+        """The attempt that a task instance makes at `work`.
+
+        The table tells Airflows apart that share a namespace, and names of DAGs and runs.
+        """
+        owner = (table_uri, ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index))
         return cls(_digest("\0".join(owner)), _digest(work), int(ti.try_number))
 
     @property
@@ -76,8 +79,8 @@ class Attempt:
 class AttemptPods:
     """Talks to the cluster about the pods of one attempt.
 
-    Calls that fail for a passing reason (no connection, 429, 5xx, an expired token) are made
-    again for `patience_s`; a restart of the API server goes unnoticed.
+    Calls that fail for a passing reason (no connection, 429, 5xx, an expired token, a conflict
+    over a quota) are made again for `patience_s`; a restart of the API server goes unnoticed.
 
     Args:
         connect: makes a client; called again when it isn't let in.
@@ -88,6 +91,7 @@ class AttemptPods:
         has_secrets: whether its pods have Secrets of their own, named as they are.
         patience_s: see above.
         is_stopped: whether the task was killed meanwhile.
+        poll_s: between two looks at a pod that is waited for.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class AttemptPods:
         self._container_name, self._log = container_name, log
         self._has_secrets, self._patience_s = has_secrets, patience_s
         self._is_stopped, self._poll_s = is_stopped, poll_s
+        self._ending_since: dict[str, float] = {}
 
     def find(self, *, keep_dead: bool) -> k8s.V1Pod | None:
         """The live pod that does this work, once every other pod of the owner is out of the way.
@@ -127,7 +132,7 @@ class AttemptPods:
             live = [pod for pod in pods if self._state(pod).is_live]
             ours = [pod for pod in live if self._does_our_work(pod)]
             for pod in pods:
-                dead = pod not in live and pod not in ending
+                dead = pod not in live and pod.metadata.deletion_timestamp is None
                 if (dead and not keep_dead) or (pod in live and pod not in ours[:1]):
                     self._log.info("Removing pod %s (%s)", pod.metadata.name, self._state(pod))
                     self.delete(pod.metadata.name)
@@ -139,8 +144,11 @@ class AttemptPods:
                 self._log.info("Waiting until pod %s, which was told to stop, has gone", names)
             self._pause(self._poll_s)
 
-    def create(self, pod: k8s.V1Pod) -> k8s.V1Pod:
-        """Make a pod; one of that name is what a lost answer has left, and is taken.
+    def create(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
+        """Make a pod; a live one of that name is what a lost answer has left, and is taken.
+
+        Returns:
+            None if a pod of that name is there that has ended: choose another name.
 
         Raises:
             QuotaExceededError: a quota has no room for it.
@@ -148,12 +156,13 @@ class AttemptPods:
             StoppedError: the task was killed.
         """
         try:
-            return self._call(self._create_or_read, pod)
+            made = self._call(self._create_or_read, pod)
         except ApiException as error:
             if error.status == _FORBIDDEN and "exceeded quota" in (error.body or ""):
                 # A refusal by policy has the same status and reason; only the text tells.
                 raise QuotaExceededError(message_of(error)) from error
             raise
+        return made if self._state(made).is_live else None
 
     def put_secret(self, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
         """Make or renew the Secret that a pod of ours refers to, which has the pod's name.
@@ -176,11 +185,11 @@ class AttemptPods:
             type="Opaque",
         )
         try:
-            self._call(self._api_call("create_namespaced_secret"), self._namespace, secret)
+            self._call(self._unlogged("create_namespaced_secret"), self._namespace, secret)
         except ApiException as error:
-            if error.status != _CONFLICT:
+            if reason_of(error) != "AlreadyExists":
                 raise
-            self._call(self._api_call("patch_namespaced_secret"), name, self._namespace, secret)
+            self._call(self._unlogged("patch_namespaced_secret"), name, self._namespace, secret)
 
     def delete(self, name: str, *, at_once: bool = False) -> None:
         """Ask a pod to stop, within its grace period or at once; its Secret goes too."""
@@ -190,7 +199,7 @@ class AttemptPods:
         except ApiException as error:
             if error.status != _NOT_FOUND:
                 raise
-        self._delete_secret(name)
+        self.delete_secret(name)
 
     def delete_all(self) -> None:
         """Ask every pod of the owner to stop, and remove those that have."""
@@ -198,6 +207,16 @@ class AttemptPods:
             if pod.metadata.deletion_timestamp is None:
                 self._log.info("Removing pod %s", pod.metadata.name)
                 self.delete(pod.metadata.name)
+
+    def delete_secret(self, name: str) -> None:
+        """Remove the Secret of a pod, if it has one."""
+        if not self._has_secrets:
+            return
+        try:
+            self._call(self._unlogged("delete_namespaced_secret"), name, self._namespace)
+        except ApiException as error:
+            if error.status != _NOT_FOUND:
+                raise
 
     def _list(self) -> list[k8s.V1Pod]:
         listed = self._call(
@@ -214,36 +233,43 @@ class AttemptPods:
         return bool(pod.metadata.labels.get(f"{LABEL}/work") == self._attempt.work)
 
     def _is_ending(self, pod: k8s.V1Pod) -> bool:
-        """Told to stop and still there; one whose node doesn't answer is removed by force."""
-        if pod.metadata.deletion_timestamp is None:
+        """Told to stop and still at work; one whose node doesn't answer is removed by force.
+
+        Its time is taken from when it was first seen so: the cluster's clock may be another.
+        """
+        name, metadata = pod.metadata.name, pod.metadata
+        if metadata.deletion_timestamp is None or self._state(pod).stage is Stage.ENDED:
             return False
-        if datetime.now(UTC) > pod.metadata.deletion_timestamp + _ENDING_MARGIN:
-            self._log.warning("Pod %s doesn't stop; removing it by force", pod.metadata.name)
-            self.delete(pod.metadata.name, at_once=True)
+        since = self._ending_since.setdefault(name, time.monotonic())
+        allowed_s = (metadata.deletion_grace_period_seconds or 0) + _ENDING_MARGIN_S
+        if time.monotonic() - since > allowed_s:
+            self._ending_since[name] = time.monotonic()
+            self._log.warning("Pod %s doesn't stop; removing it by force", name)
+            self.delete(name, at_once=True)
         return True
 
     def _create_or_read(self, pod: k8s.V1Pod, **options: Any) -> k8s.V1Pod:
         try:
             return self._api.create_namespaced_pod(self._namespace, pod, **options)
         except ApiException as error:
-            if error.status != _CONFLICT:
+            if reason_of(error) != "AlreadyExists":
                 raise
             return self._api.read_namespaced_pod(pod.metadata.name, self._namespace, **options)
-
-    def _delete_secret(self, name: str) -> None:
-        if not self._has_secrets:
-            return
-        try:
-            self._call(self._api_call("delete_namespaced_secret"), name, self._namespace)
-        except ApiException as error:
-            if error.status != _NOT_FOUND:
-                raise
 
     # Calls
 
     def _api_call(self, name: str) -> Callable[..., Any]:
         """A method of whatever client is current when it is called."""
         return lambda *args, **options: getattr(self._api, name)(*args, **options)
+
+    def _unlogged(self, name: str) -> Callable[..., Any]:
+        """The same without a body in the answer, which the client would log when debugging."""
+
+        def call(*args: Any, **options: Any) -> None:
+            answer = getattr(self._api, name)(*args, _preload_content=False, **options)
+            answer.release_conn()
+
+        return call
 
     def _call(self, function: Callable[..., _Answer], *args: Any, **options: Any) -> _Answer:
         give_up_at, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
@@ -270,17 +296,29 @@ def _is_passing(error: Exception) -> bool:
     """Whether the same call may be answered later."""
     if not isinstance(error, ApiException):
         return True
+    if error.status == _CONFLICT:  # over a quota that many change at a time
+        return reason_of(error) == "Conflict"
     return error.status in (0, 401, _TOO_MANY) or (error.status or 0) >= 500
+
+
+def status_of(error: Any) -> Mapping[str, Any]:
+    """The `Status` that the API answered an error with; empty if it wasn't the API, or no JSON."""
+    try:
+        body = json.loads(error.body or "")
+    except (TypeError, ValueError):
+        return {}
+    return body if isinstance(body, dict) and body.get("kind") == "Status" else {}
+
+
+def reason_of(error: ApiException) -> str:
+    """The API's word for an error, such as `AlreadyExists`."""
+    return str(status_of(error).get("reason", ""))
 
 
 def message_of(error: Exception) -> str:
     """What the API said, on one line."""
     if isinstance(error, ApiException):
-        try:
-            text = json.loads(error.body or "")["message"]
-        except (ValueError, TypeError, KeyError):  # not a Status: a proxy's page, say
-            text = error.reason
-        return f"{error.status} {text}"
+        return f"{error.status} {status_of(error).get('message') or error.reason}"
     return f"{type(error).__name__}: {error}"
 
 

@@ -42,16 +42,24 @@ class PodEnd:
     kind: EndKind
     pod_name: str
     namespace: str
+    pod_uid: str = ""
     reason: str = ""
     message: str = ""
     exit_code: int | None = None
     is_unreachable: bool = False
     """Its node doesn't answer: it can only be removed by force."""
+    is_over: bool = False
+    """All of its containers have ended; if only the main one has, others hold its resources."""
 
     @property
     def is_disruption(self) -> bool:
         """Whether the cluster, not the job, was the cause: another pod may be made."""
         return self.kind in (EndKind.DISRUPTED, EndKind.GONE)
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether the pod costs nothing any more, so that a user may look at it."""
+        return self.is_over and not self.is_unreachable
 
     @property
     def is_final(self) -> bool:

@@ -54,6 +54,13 @@ PRESETS: Final[Mapping[GpuVendor, GpuPreset]] = MappingProxyType(
 )
 
 
+DEFAULT_CPU: Final = "4"
+DEFAULT_MEMORY: Final = "32Gi"
+DEFAULT_SHM_SIZE: Final = "8Gi"
+DEFAULT_DEADLINE_S: Final = 24 * 3600
+DEFAULT_GRACE_S: Final = 300 + DRAIN_MARGIN_S
+
+
 @dataclass(frozen=True, slots=True)
 class PodSettings:
     """What an operator's arguments say of its pods.
@@ -64,9 +71,10 @@ class PodSettings:
 
     gpu: GpuVendor | None
     gpu_count: int = 1
-    cpu: str = "4"
-    memory: str = "32Gi"
-    shm_size: str = "8Gi"
+    cpu: str | None = None
+    """None, here and in the next two, for what the template or the default says."""
+    memory: str | None = None
+    shm_size: str | None = None
     """Shared memory: vLLM's processes of one engine exchange tensors there."""
     model_claim: str | None = None
     """PersistentVolumeClaim with models, mounted read-only; None where images or the hub have
@@ -75,11 +83,15 @@ class PodSettings:
     """PersistentVolumeClaim for compiled kernels and graphs; None for a volume of the pod's own."""
     secret_names: tuple[str, ...] = ()
     """Secrets whose keys become environment variables."""
+    deadline_s: int | None = None
+    grace_s: int | None = None
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.gpu not in PRESETS:
             known = " or ".join(repr(name) for name in get_args(GpuVendor))
             raise ValueError(f"gpu is {self.gpu!r}; it must be {known}, or None for no GPU")
+        if self.grace_s is not None and self.grace_s <= DRAIN_MARGIN_S:
+            raise ValueError(f"termination_grace_period must be above {DRAIN_MARGIN_S} seconds")
         if self.gpu_count < 1:
             raise ValueError(f"gpu_count is {self.gpu_count}; a pod with a GPU has at least one")
 

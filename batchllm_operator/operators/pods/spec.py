@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
 from kubernetes.client import models as k8s
 
-from batchllm_operator.operators.pods.settings import CPU_IMAGE, PodSettings
+from batchllm_operator.operators.pods.settings import (
+    CPU_IMAGE,
+    DEFAULT_CPU,
+    DEFAULT_DEADLINE_S,
+    DEFAULT_GRACE_S,
+    DEFAULT_MEMORY,
+    DEFAULT_SHM_SIZE,
+    PodSettings,
+)
+
+UID_VARIABLE: Final = "BATCHLLM_POD_UID"
+"""Environment variable in which a pod finds its own UID."""
 
 _GPU_USER: Final = 10001
 _AIRFLOW_USER: Final = 50000
@@ -43,6 +55,8 @@ def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
         metadata=k8s.V1ObjectMeta(),
         spec=k8s.V1PodSpec(
             automount_service_account_token=False,
+            active_deadline_seconds=DEFAULT_DEADLINE_S,
+            termination_grace_period_seconds=DEFAULT_GRACE_S,
             node_selector=dict(preset.node_selector) if preset else None,
             tolerations=_tolerations(settings),
             security_context=k8s.V1PodSecurityContext(
@@ -79,14 +93,87 @@ def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
 def merged_pod(default: k8s.V1Pod, template: k8s.V1Pod | None, container_name: str) -> k8s.V1Pod:
     """`default` with what `template` says instead; the main container comes first.
 
-    Lists of things with names (volumes, mounts, variables) are united, the template's win.
+    Lists of things with names (volumes, mounts, variables) are united, and so are security
+    contexts and resources, field by field; the template's win.
     """
     if template is None:
         return default
     if template.spec is not None and template.spec.containers:
         template.spec.containers.sort(key=lambda each: each.name != container_name)
     merged = PodGenerator.reconcile_pods(default, template)
+    if template.spec is not None:
+        merged.spec.security_context = _overlaid(
+            default.spec.security_context, template.spec.security_context
+        )
+        if template.spec.containers:
+            below, above = default.spec.containers[0], template.spec.containers[0]
+            main = merged.spec.containers[0]
+            main.security_context = _overlaid(below.security_context, above.security_context)
+            main.resources = _overlaid(below.resources, above.resources)
     return without_repetitions(merged)
+
+
+def _overlaid(below: Any, above: Any) -> Any:
+    """An object of the API with the fields of `above` that are set, else those of `below`."""
+    if above is None:
+        return below
+    united = copy.deepcopy(below)
+    for name in above.openapi_types:
+        value = getattr(above, name)
+        if value is None:
+            continue
+        if isinstance(value, dict):
+            value = {**(getattr(below, name) or {}), **value}
+        setattr(united, name, value)
+    return united
+
+
+def with_arguments(pod: k8s.V1Pod, settings: PodSettings) -> k8s.V1Pod:
+    """`pod`, changed so that the operator's own arguments win, where they were given."""
+    spec, main = pod.spec, pod.spec.containers[0]
+    if settings.cpu is not None or settings.memory is not None:
+        resources = main.resources = main.resources or k8s.V1ResourceRequirements()
+        resources.requests, resources.limits = resources.requests or {}, resources.limits or {}
+        if settings.cpu is not None:
+            resources.requests["cpu"] = settings.cpu
+            resources.limits.pop("cpu", None)
+        if settings.memory is not None:
+            resources.requests["memory"] = resources.limits["memory"] = settings.memory
+    given = {
+        "shm": settings.shm_size is not None,
+        "cache": settings.cache_claim is not None,
+        "models": settings.model_claim is not None,
+    }
+    volumes = [volume for volume in _volumes(settings) if given.get(volume.name)]
+    spec.volumes = [*(spec.volumes or []), *volumes]
+    names = {volume.name for volume in volumes}
+    mounts = [mount for mount in _mounts(settings) if mount.name in names]
+    main.volume_mounts = [*(main.volume_mounts or []), *mounts]
+    if settings.deadline_s is not None:
+        spec.active_deadline_seconds = settings.deadline_s
+    if settings.grace_s is not None:
+        spec.termination_grace_period_seconds = settings.grace_s
+    return without_repetitions(pod)
+
+
+def with_secret(pod: k8s.V1Pod, secret_name: str, keys: Iterable[str]) -> k8s.V1Pod:
+    """`pod`, changed so that its main container has the keys of a Secret as variables.
+
+    Each is named by itself, for then it wins over plain variables and whole Secrets, as a
+    connection does in the worker.
+    """
+    main = pod.spec.containers[0]
+    given = [
+        k8s.V1EnvVar(
+            name=key,
+            value_from=k8s.V1EnvVarSource(
+                secret_key_ref=k8s.V1SecretKeySelector(name=secret_name, key=key)
+            ),
+        )
+        for key in keys
+    ]
+    main.env = [*(main.env or []), *given]
+    return without_repetitions(pod)
 
 
 def without_repetitions(pod: k8s.V1Pod) -> k8s.V1Pod:
@@ -123,8 +210,8 @@ def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
 
 def _resources(settings: PodSettings) -> k8s.V1ResourceRequirements:
     """Memory is limited; processor time isn't, for a throttled host keeps its GPU waiting."""
-    requests = {"cpu": settings.cpu, "memory": settings.memory}
-    limits = {"memory": settings.memory}
+    requests = {"cpu": DEFAULT_CPU, "memory": DEFAULT_MEMORY}
+    limits = {"memory": DEFAULT_MEMORY}
     if settings.preset is not None:
         limits[settings.preset.resource] = str(settings.gpu_count)
     return k8s.V1ResourceRequirements(requests=requests, limits=limits)
@@ -142,7 +229,11 @@ def _environment(settings: PodSettings) -> list[k8s.V1EnvVar]:
         variables |= settings.preset.env
     if settings.model_claim is not None:
         variables |= {"HF_HOME": "/models", "HF_HUB_OFFLINE": "1"}
-    return [k8s.V1EnvVar(name=name, value=value) for name, value in variables.items()]
+    own_uid = k8s.V1EnvVarSource(field_ref=k8s.V1ObjectFieldSelector(field_path="metadata.uid"))
+    return [
+        *(k8s.V1EnvVar(name=name, value=value) for name, value in variables.items()),
+        k8s.V1EnvVar(name=UID_VARIABLE, value_from=own_uid),
+    ]
 
 
 def _volumes(settings: PodSettings) -> list[k8s.V1Volume]:
@@ -151,7 +242,9 @@ def _volumes(settings: PodSettings) -> list[k8s.V1Volume]:
         _claim_or_own("cache", settings.cache_claim),
         k8s.V1Volume(
             name="shm",
-            empty_dir=k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=settings.shm_size),
+            empty_dir=k8s.V1EmptyDirVolumeSource(
+                medium="Memory", size_limit=settings.shm_size or DEFAULT_SHM_SIZE
+            ),
         ),
     ]
     if settings.model_claim is not None:

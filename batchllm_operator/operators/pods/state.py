@@ -29,16 +29,18 @@ _DISRUPTIONS: Final = frozenset(
         "NodeAffinity",
         "NodeLost",
         "NodeShutdown",
-        "OutOfcpu",
-        "OutOfmemory",
-        "OutOfpods",
         "Preempted",
         "Preempting",
         "Shutdown",
         "Terminated",
+        "TopologyAffinityError",
         "UnexpectedAdmissionError",
     }
 )
+_NOTHING_LEFT: Final = "OutOf"
+"""A kubelet's reason begins so when it had no more of a resource, such as nvidia.com/gpu."""
+_RESET: Final = "ContainerStatusUnknown"
+"""A container's reason when its node was reset, and nobody knows what became of it."""
 _HOPELESS: Final = frozenset({"ErrImageNeverPull", "InvalidImageName"})
 _STUCK: Final = _HOPELESS | {
     "CreateContainerConfigError",
@@ -66,6 +68,8 @@ class PodState:
     """It ended, or is about to, for the cluster's sake."""
     has_started: bool = False
     """There is a log to read."""
+    is_over: bool = False
+    """All of its containers have ended: the node's resources are free."""
     since: datetime | None = None
     """When it entered this stage, as far as its status tells."""
 
@@ -96,17 +100,19 @@ class PodState:
         conditions = {c.type: c for c in (status.conditions or [])} if status else {}
         shared: dict[str, Any] = {
             "is_being_deleted": metadata.deletion_timestamp is not None,
-            "is_disrupted": _is_disrupted(status, conditions),
+            "is_disrupted": _is_disrupted(status, terminated, conditions),
             "has_started": started,
         }
         phase = status.phase if status else None
         if terminated is not None or phase in ("Succeeded", "Failed"):
+            terminated = terminated or _failed_init_container(status)
             return cls(
                 Stage.ENDED,
                 reason=(status.reason or (terminated.reason if terminated else "")) or "",
                 message=(status.message or (terminated.message if terminated else "")) or "",
                 exit_code=terminated.exit_code if terminated else None,
                 since=terminated.finished_at if terminated else None,
+                is_over=phase in ("Succeeded", "Failed"),
                 **shared,
             )
         if container is not None and container.state and container.state.running is not None:
@@ -153,8 +159,21 @@ def _waiting(status: Any, container: Any) -> Any:
     return None
 
 
-def _is_disrupted(status: Any, conditions: dict[str, Any]) -> bool:
+def _failed_init_container(status: Any) -> Any:
+    """How the init container ended that kept the main one from starting, if one did."""
+    ended = [
+        each.state.terminated
+        for each in status.init_container_statuses or []
+        if each.state is not None and each.state.terminated is not None
+    ]
+    return next((each for each in ended if each.exit_code != 0), None)
+
+
+def _is_disrupted(status: Any, terminated: Any, conditions: dict[str, Any]) -> bool:
     target = conditions.get("DisruptionTarget")
     if target is not None and target.status == "True":
         return True
-    return status is not None and status.reason in _DISRUPTIONS
+    if terminated is not None and terminated.reason == _RESET:
+        return True
+    reason = (status.reason if status else "") or ""
+    return reason in _DISRUPTIONS or reason.startswith(_NOTHING_LEFT)

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import re
+import random
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from aiohttp import ClientError
+from aiohttp import ClientError, ClientSSLError
 from airflow.providers.cncf.kubernetes.hooks.kubernetes import AsyncKubernetesHook
 from kubernetes_asyncio import client as async_client
 from kubernetes_asyncio.client.exceptions import ApiException
 
+from batchllm_operator.operators.pods.attempt import status_of
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
+from batchllm_operator.operators.pods.pod_log import LogReader
 from batchllm_operator.operators.pods.state import PodState, Stage
 
-_NOT_FOUND: Final = 404
-_FORBIDDEN: Final = 403
+_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
 _REPEAT: Final = timedelta(minutes=10)
 """How often a state that lasts is told again."""
-_GONE_MARGIN: Final = timedelta(seconds=60)
+_GONE_MARGIN_S: Final = 60.0
 """What a kubelet may take after the grace period to report a pod's end."""
-_FIRST_LINES: Final = 2_000
-"""Of a log that was written before the watch began."""
-_LOG_LINE: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z ?(.*)", re.DOTALL)
+_LONGEST_PAUSE_S: Final = 60.0
+_LAST_READS: Final = 3
+"""Looks at a pod that has ended, while its log can't be read."""
+_ANSWERLESS: Final = (ApiException, ClientError, OSError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +56,25 @@ class PodName:
     namespace: str
     container: str
     """The main one, whose end is the pod's."""
+    uid: str = ""
+
+
+class NoConnectionError(Exception):
+    """The cluster's address and credentials can't be read at the moment."""
 
 
 class PodWatch:
     """Polls a pod, passes its log lines on, and says how it ended.
 
     Args:
-        hook: makes a hook, which makes a connection; called again when that fails, so that
-            expired tokens are read again.
+        hook: makes a hook, which makes a connection; called again when the cluster doesn't let
+            it in, so that expired tokens are read again.
         pod: which pod.
         limits: how long it may take.
         log: takes each new line of the pod's log, and what happens to the pod.
         deadline: when the task's `execution_timeout` is reached.
-        log_since: the time of the last log line that was passed on before.
         is_abandoned: whether nobody waits for the end any more.
+        masked: takes secrets out of what the pod says.
         now: the time, for tests.
     """
 
@@ -79,8 +86,8 @@ class PodWatch:
         log: Callable[[str], None],
         *,
         deadline: datetime | None = None,
-        log_since: str | None = None,
         is_abandoned: Callable[[], bool] = lambda: False,
+        masked: Callable[[str], str] = lambda text: text,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._make_hook = hook
@@ -88,10 +95,14 @@ class PodWatch:
         self._api: async_client.CoreV1Api | None = None
         self._pod, self._limits, self._log = pod, limits, log
         self._deadline, self._is_abandoned, self._now = deadline, is_abandoned, now
-        self.log_since = log_since
-        """The time of the last log line that was passed on, in the log's own format."""
+        self._masked = masked
+        self._reader = LogReader(
+            pod.name, pod.namespace, pod.container, lambda line: log(masked(line))
+        )
         self._said, self._said_at = "", now()
-        self._answered_at = now()
+        self._answered_at = time.monotonic()
+        self._num_failures = self._num_last_reads = 0
+        self._deleting_since: float | None = None
         self._stopping: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopped = False
@@ -122,8 +133,16 @@ class PodWatch:
             if (end := await self._look()) is not None:
                 return end
             with suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), self._limits.poll_s)
+                await asyncio.wait_for(stopping.wait(), self._pause_s())
         return self._end(EndKind.STOPPED)
+
+    def _pause_s(self) -> float:
+        """Longer after failures, and never the same: many watches wait for one API server."""
+        poll_s = self._limits.poll_s
+        if not self._num_failures:
+            return poll_s
+        longest_s = min(poll_s * 2.0**self._num_failures, max(_LONGEST_PAUSE_S, poll_s))
+        return random.uniform(poll_s, min(longest_s, max(poll_s, self._limits.api_s / 4)))
 
     async def _look(self) -> PodEnd | None:
         """One look at the pod; None if there is reason for another."""
@@ -132,20 +151,31 @@ class PodWatch:
             pod = await api.read_namespaced_pod(
                 self._pod.name, self._pod.namespace, _request_timeout=self._request_s
             )
-        except (ApiException, ClientError, OSError, TimeoutError) as error:
-            await self.aclose()  # the next look reads the configuration anew: a token has expired
+        except (*_ANSWERLESS, NoConnectionError) as error:
+            if isinstance(error, ClientSSLError) or getattr(error, "status", 0) == _UNAUTHORIZED:
+                await self.aclose()  # the next look reads the configuration anew
             return self._without_answer(error)
-        self._answered_at = self._now()
+        self._answered_at, self._num_failures = time.monotonic(), 0
         state = PodState.of(pod, self._pod.container)
         if state.has_started:
-            await self._pass_log_on(api)
+            is_read = await self._reader.pass_on(api, self._request_s)
+            if not is_read and state.stage is Stage.ENDED and self._num_last_reads < _LAST_READS:
+                self._num_last_reads += 1
+                return None
         self._tell(state)
         return self._judge(state, pod)
 
     async def _connected(self) -> async_client.CoreV1Api:
         if self._api is None:
-            hook = await asyncio.to_thread(self._make_hook)  # it may read a file
-            connection = await self._connection.enter_async_context(hook.get_conn())
+            try:
+                hook = await asyncio.to_thread(self._make_hook)  # it may read a file
+                connection = await self._connection.enter_async_context(hook.get_conn())
+            except _ANSWERLESS:
+                raise
+            # A kubeconfig that is being written, an Airflow that doesn't give the connection: a
+            # pod that works has nothing to do with it.
+            except Exception as error:
+                raise NoConnectionError(f"{type(error).__name__}: {error}") from error
             self._api = async_client.CoreV1Api(connection)
         return self._api
 
@@ -161,13 +191,9 @@ class PodWatch:
             elif state.is_being_deleted and state.exit_code != 0:
                 kind = EndKind.GONE
             return self._end(kind, state)
-        now = self._now()
-        if state.is_being_deleted:  # the time stands for when its grace is over
-            if now > pod.metadata.deletion_timestamp + _GONE_MARGIN:
-                end = self._end(EndKind.DISRUPTED, state, "its node doesn't answer")
-                return replace(end, is_unreachable=True)
-            return None
-        waited_s = (now - (state.since or now)).total_seconds()
+        if state.is_being_deleted:
+            return self._judge_deletion(state, pod)
+        waited_s = (self._now() - (state.since or self._now())).total_seconds()
         if state.stage is Stage.QUEUED and waited_s > self._limits.queue_s:
             return self._end(EndKind.QUEUE_LIMIT, state)
         if state.is_hopeless or (state.is_stuck and waited_s > self._limits.stuck_s):
@@ -176,60 +202,37 @@ class PodWatch:
             return self._end(EndKind.START_LIMIT, state)
         return None
 
+    def _judge_deletion(self, state: PodState, pod: Any) -> PodEnd | None:
+        """Somebody deletes the pod; if its node doesn't answer, that doesn't come to an end."""
+        if self._deleting_since is None:
+            self._deleting_since = time.monotonic()
+        allowed_s = (pod.metadata.deletion_grace_period_seconds or 0) + _GONE_MARGIN_S
+        if time.monotonic() - self._deleting_since <= allowed_s:
+            return None
+        end = self._end(EndKind.DISRUPTED, state, "its node doesn't answer")
+        return replace(end, is_unreachable=True)
+
     def _without_answer(self, error: Exception) -> PodEnd | None:
         """What an error of the API means: the pod is gone, or there is reason to wait."""
         status = error.status if isinstance(error, ApiException) else None
-        if status == _NOT_FOUND:
+        if status == _NOT_FOUND and status_of(error).get("reason") == "NotFound":
             return self._end(EndKind.GONE)
+        self._num_failures += 1
         reason = error.reason if isinstance(error, ApiException) else str(error)
         text = f"{type(error).__name__}: {reason}".rstrip(": ")
         if self._said != text:
             self._said, self._said_at = text, self._now()
-            hint = "; may this Airflow read pods and their logs?" if status == _FORBIDDEN else ""
+            hint = "; may this Airflow read pods?" if status == _FORBIDDEN else ""
             self._log(f"Can't see pod {self._pod.name} at the moment ({text}){hint}")
-        if (self._now() - self._answered_at).total_seconds() > self._limits.api_s:
+        if time.monotonic() - self._answered_at > self._limits.api_s:
             return self._end(EndKind.API_LOST, message=text)
         return None
-
-    async def _pass_log_on(self, api: async_client.CoreV1Api) -> None:
-        """Log the lines that are new. A log that can't be read is no reason to stop."""
-        arguments: dict[str, Any] = {"tail_lines": _FIRST_LINES}
-        if self.log_since is not None:
-            age = self._now() - datetime.fromisoformat(self.log_since[:19] + "+00:00")
-            arguments = {"since_seconds": max(1, math.ceil(age.total_seconds()) + 2)}
-        try:
-            response: Any = await api.read_namespaced_pod_log(
-                self._pod.name,
-                self._pod.namespace,
-                container=self._pod.container,
-                timestamps=True,
-                _preload_content=False,
-                _request_timeout=self._request_s,
-                **arguments,
-            )
-            data = await response.read()
-        except (ApiException, ClientError, OSError, TimeoutError) as error:
-            self._log(f"Can't read the log of pod {self._pod.name}: {type(error).__name__}")
-            return
-        for line in data.decode("utf-8", errors="replace").splitlines():
-            self._pass_line_on(line)
-
-    def _pass_line_on(self, line: str) -> None:
-        match = _LOG_LINE.fullmatch(line)
-        if match is None:
-            self._log(line)
-            return
-        time = match[1] + (match[2] or ".0").ljust(10, "0")  # nanoseconds, comparable as text
-        if self.log_since is None or time > self.log_since:
-            self.log_since = time
-            if match[3]:
-                self._log(match[3])
 
     def _tell(self, state: PodState) -> None:
         """Log a state when it is new, or has lasted."""
         text = str(state) + (", being deleted" if state.is_being_deleted else "")
         if text != self._said or self._now() - self._said_at > _REPEAT:
-            self._log(f"Pod {self._pod.name}: {text}")
+            self._log(self._masked(f"Pod {self._pod.name}: {text}"))
             self._said, self._said_at = text, self._now()
 
     def _end(self, kind: EndKind, state: PodState | None = None, message: str = "") -> PodEnd:
@@ -237,7 +240,9 @@ class PodWatch:
             kind,
             self._pod.name,
             self._pod.namespace,
+            pod_uid=self._pod.uid,
             reason=state.reason if state else "",
-            message=message or (state.message if state else ""),
+            message=self._masked(message or (state.message if state else "")),
             exit_code=state.exit_code if state else None,
+            is_over=state.is_over if state else False,
         )

@@ -9,11 +9,13 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from airflow.sdk import DAG
 from kubernetes.client import ApiClient
 from kubernetes.client import models as k8s
 
 from batchllm_operator import __version__
-from batchllm_operator.operators import BatchLLMGenerateOperator
+from batchllm_operator.operators import BatchLLMGenerateOperator, batchllm_task_group
+from batchllm_operator.operators.pods.spec import with_secret
 
 PLAN_URI = "s3://lake/out/_batchllm/snippets/2026-01-31/plan-0123abcd"
 
@@ -197,7 +199,8 @@ def test_a_template_with_other_gpus_is_refused() -> None:
         ({"secret_names": "s3"}, "list of names"),
         ({"termination_grace_period": 30}, "above 30 seconds"),
         ({"cmds": ["sh"]}, "cmds isn't yours"),
-        ({"do_xcom_push": True}, "do_xcom_push isn't yours"),
+        ({"on_kill_action": "keep_pod"}, "on_kill_action isn't yours"),
+        ({"callbacks": [object]}, "callbacks isn't yours"),
         ({"startup_timeout_seconds": 600}, "see queue_timeout"),
     ],
 )
@@ -219,4 +222,85 @@ def test_worker_and_pod_get_the_same_command() -> None:
     task = operator(gpu_count=2, termination_grace_period=330)
     command = ["run", "--plan", PLAN_URI, "--shard", "3", "--num-gpus", "2"]
     assert task.command() == command
-    assert task.pod_command("a-name") == [*command, "--drain-s", "300"]
+    assert task.pod_command(330) == [*command, "--drain-s", "300"]
+
+
+def pod_of_task(**arguments: Any) -> dict[str, Any]:
+    return pod_of(operator(**arguments))
+
+
+def template(**base: Any) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": "base", **base}]}}
+
+
+def test_a_template_that_is_not_there_is_refused() -> None:
+    with pytest.raises(Exception, match=r"does not exist|not found|No such file"):
+        pod_of_task(pod_template_file="/opt/batchllm/pods/typo.yaml")
+
+
+def test_memory_given_to_the_operator_wins_over_the_template() -> None:
+    """`OOMKilled: raise the operator's memory`, with the chart's template."""
+    given = template(resources={"limits": {"memory": "64Gi"}, "requests": {"memory": "64Gi"}})
+    pod = pod_of_task(memory="128Gi", pod_template_dict=given)
+    assert pod["spec"]["containers"][0]["resources"]["limits"]["memory"] == "128Gi"
+
+
+def test_the_deadline_of_a_template_counts() -> None:
+    given = {"spec": {"activeDeadlineSeconds": 3600, "containers": [{"name": "base"}]}}
+    assert pod_of_task(pod_template_dict=given)["spec"]["activeDeadlineSeconds"] == 3600
+
+
+def test_groups_for_amd_do_not_take_the_hardening_away() -> None:
+    given = {
+        "spec": {
+            "securityContext": {"supplementalGroups": [44, 109]},
+            "containers": [{"name": "base", "securityContext": {"runAsUser": 1000}}],
+        }
+    }
+    spec = pod_of_task(gpu="amd", pod_template_dict=given)["spec"]
+    assert spec["securityContext"].get("runAsNonRoot") is True
+    assert spec["containers"][0]["securityContext"].get("readOnlyRootFilesystem") is True
+
+
+def test_resources_of_a_template_do_not_take_the_memory_limit_away() -> None:
+    given = template(resources={"requests": {"ephemeral-storage": "50Gi"}})
+    pod = pod_of_task(pod_template_dict=given)
+    assert "memory" in pod["spec"]["containers"][0]["resources"]["limits"]
+
+
+def test_given_sizes_and_claims_win_over_the_templates() -> None:
+    given = template(volumeMounts=[{"name": "models", "mountPath": "/models"}])
+    given["spec"]["volumes"] = [
+        {"name": "models", "persistentVolumeClaim": {"claimName": "theirs"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
+    ]
+    pod = pod_of_task(pod_template_dict=given, model_claim="ours", shm_size="64Gi", cpu="16")
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    assert volumes["models"]["persistentVolumeClaim"]["claimName"] == "ours"
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "64Gi"
+    assert container_of(pod)["resources"]["requests"]["cpu"] == "16"
+    pod = pod_of_task(pod_template_dict=given)
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    assert volumes["models"]["persistentVolumeClaim"]["claimName"] == "theirs"
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "1Gi"
+
+
+def test_a_connections_variables_win_over_all_others() -> None:
+    """As in the worker: `env` of a container wins over `envFrom`, and of equal names the last."""
+    task = operator(
+        env={"AWS_DEFAULT_REGION": "us-east-1"},
+        pod_template_dict=template(envFrom=[{"secretRef": {"name": "chart-s3"}}]),
+    )
+    keys = ["AWS_DEFAULT_REGION", "AWS_SECRET_ACCESS_KEY"]
+    pod = with_secret(task.build_pod_request_obj(dry_run=True), "own", keys)
+    container = ApiClient().sanitize_for_serialization(pod)["spec"]["containers"][0]
+    found = {each["name"]: each for each in container["env"]}
+    assert len(found) == len(container["env"])
+    for key in keys:
+        reference = {"name": "own", "key": key}
+        assert found[key] == {"name": key, "valueFrom": {"secretKeyRef": reference}}
+
+
+def test_a_wrong_gpu_in_a_task_group_is_refused_when_the_dag_is_parsed() -> None:
+    with pytest.raises(ValueError, match="'nvidia' or 'amd'"), DAG("d", schedule=None):
+        batchllm_task_group("/etc/job.yaml", gpu="nvidea")  # type: ignore[arg-type]

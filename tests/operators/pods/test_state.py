@@ -176,3 +176,35 @@ def test_what_a_retry_or_another_pod_can_mend(
 ) -> None:
     end = PodEnd(kind, "pod-1", "jobs", **fields)
     assert (end.is_final, end.is_disruption) == (is_final, is_disruption)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "OutOfnvidia.com/gpu",  # kubelet: "OutOf" + the resource's name
+        "OutOfamd.com/gpu",
+        "OutOfephemeral-storage",
+        "TopologyAffinityError",
+    ],
+)
+def test_a_node_that_had_no_gpu_left_is_a_disruption(reason: str) -> None:
+    assert state_of({"phase": "Failed", "reason": reason}).is_disrupted
+
+
+def test_a_node_that_was_reset_is_a_disruption() -> None:
+    """A kubelet that comes back and doesn't know what became of the container."""
+    ended = [container(terminated(137, "ContainerStatusUnknown"))]
+    assert state_of({"phase": "Failed", "containerStatuses": ended}).is_disrupted
+
+
+def test_a_failed_init_container_is_told() -> None:
+    ended = terminated(3, "Error", "no such model")
+    state = state_of(
+        {
+            "phase": "Failed",
+            "initContainerStatuses": [container(ended, "fetch")],
+            "containerStatuses": [container(waiting("PodInitializing"))],
+        }
+    )
+    assert state.stage is Stage.ENDED
+    assert "no such model" in state.message

@@ -1,0 +1,97 @@
+"""Reading a pod's log piece by piece, so that each line is passed on once."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final
+
+from aiohttp import ClientError
+from kubernetes_asyncio.client.exceptions import ApiException
+
+_FORBIDDEN: Final = 403
+_FIRST_LINES: Final = 2_000
+"""Of a log that was written before the first read."""
+_MAX_BYTES: Final = 4 << 20
+_MARGIN_S: Final = 2.0
+_LINE: Final = re.compile(
+    rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) ?(.*)"
+)
+
+
+class LogReader:
+    """Passes the new lines of a container's log on.
+
+    The API gives lines with the times that the node put on them, and takes only ages, in whole
+    seconds. Ages are counted from the read before, by this machine's steady clock; times are
+    compared with each other only. So no clock has to agree with another.
+
+    Args:
+        name: the pod.
+        namespace: its namespace.
+        container: its container.
+        log: takes each line, and once a read that fails.
+    """
+
+    def __init__(
+        self, name: str, namespace: str, container: str, log: Callable[[str], None]
+    ) -> None:
+        self._name, self._namespace, self._container = name, namespace, container
+        self._log = log
+        self._read_at: float | None = None
+        self._last_ns = -1
+        self._trouble = ""
+
+    async def pass_on(self, api: Any, request_s: float) -> bool:
+        """Log what is new; whether the log could be read."""
+        started_at = time.monotonic()
+        arguments: dict[str, Any] = {"tail_lines": _FIRST_LINES}
+        if self._read_at is not None:
+            age_s = started_at - self._read_at
+            arguments = {"since_seconds": math.ceil(age_s + request_s + _MARGIN_S)}
+        try:
+            response = await api.read_namespaced_pod_log(
+                self._name,
+                self._namespace,
+                container=self._container,
+                timestamps=True,
+                limit_bytes=_MAX_BYTES,
+                _preload_content=False,
+                _request_timeout=request_s,
+                **arguments,
+            )
+            data: bytes = await response.read()
+        except (ApiException, ClientError, OSError, TimeoutError) as error:
+            return self._fail(type(error).__name__)
+        if response.status >= 400:
+            hint = "; may this Airflow read pods' logs?" if response.status == _FORBIDDEN else ""
+            return self._fail(f"status {response.status}{hint}")
+        self._read_at, self._trouble = started_at, ""
+        for line in data.split(b"\n"):
+            self._pass_line_on(line)
+        if len(data) >= _MAX_BYTES:
+            self._log("(lines were left out: the pod writes more than can be read)")
+        return True
+
+    def _fail(self, trouble: str) -> bool:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._log(f"Can't read the log of pod {self._name}: {trouble}")
+        return False
+
+    def _pass_line_on(self, line: bytes) -> None:
+        """Log one line; of a progress bar, which writes over itself, what was seen last."""
+        match = _LINE.match(line)
+        if match is None:
+            return  # cut off at the limit, or the end of the text
+        seconds = datetime.fromisoformat((match[1] + match[3]).decode()).timestamp()
+        time_ns = int(seconds) * 10**9 + int((match[2] or b"0").ljust(9, b"0"))
+        if time_ns <= self._last_ns:
+            return
+        self._last_ns = time_ns
+        text = match[4].decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
+        if text:
+            self._log(text)

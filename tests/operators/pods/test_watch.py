@@ -1,0 +1,69 @@
+"""Watching a pod while something is wrong with the way to it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from airflow.providers.common.compat.sdk import AirflowException
+from kubernetes_asyncio.client.exceptions import ApiException
+
+from batchllm_operator.operators.pods.end import EndKind
+from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
+from batchllm_operator.operators.triggers import make_hook
+
+
+def watch_with(hook: Any, lines: list[str], api_s: float = 0.2) -> PodWatch:
+    limits = WatchLimits(queue_s=9, start_s=9, stuck_s=9, api_s=api_s, poll_s=0.05)
+    return PodWatch(hook, PodName("p", "n", "base"), limits, lines.append)
+
+
+def raises(error: Exception) -> Any:
+    def make() -> Any:
+        raise error
+
+    return make
+
+
+def test_a_kubeconfig_that_is_being_rewritten_does_not_end_the_watch(tmp_path: Path) -> None:
+    """In the triggerer, what `run` raises would end the deferral."""
+    path = tmp_path / "config"
+    path.write_text("users: [{name: x")  # half of it
+    lines: list[str] = []
+    watch = watch_with(lambda: make_hook(None, False, None, str(path)), lines)
+    assert asyncio.run(watch.until_end()).kind is EndKind.API_LOST
+    assert len(lines) == 1 and "Can't see pod p at the moment" in lines[0]
+
+
+def test_an_airflow_that_does_not_give_the_connection_does_not_end_the_watch() -> None:
+    watch = watch_with(raises(AirflowException("API_SERVER_ERROR")), [])
+    assert asyncio.run(watch.until_end()).kind is EndKind.API_LOST
+
+
+def test_only_the_api_can_say_that_a_pod_is_gone() -> None:
+    """An ingress before an API server that restarts answers 404, too."""
+    watch = watch_with(raises(OSError()), [], api_s=9)
+    error = ApiException(status=404, reason="Not Found")
+    error.body = "<html><h1>404 page not found</h1></html>"
+    assert watch._without_answer(error) is None
+    error.body = '{"kind": "Status", "reason": "NotFound", "message": "pods not found"}'
+    end = watch._without_answer(error)
+    assert end is not None and end.kind is EndKind.GONE
+
+
+def test_it_looks_less_often_while_nobody_answers() -> None:
+    watch = watch_with(raises(OSError()), [], api_s=900)
+    assert watch._pause_s() == 0.05
+    pauses = []
+    for _ in range(20):
+        watch._without_answer(OSError("refused"))
+        pauses.append(watch._pause_s())
+    assert max(pauses) > 5 and max(pauses) <= 60
+    assert len(set(pauses)) == len(pauses)  # many watches don't come at the same moment
+
+
+def test_it_can_be_stopped_before_it_begins() -> None:
+    watch = watch_with(raises(OSError()), [], api_s=900)
+    watch.stop()
+    assert asyncio.run(watch.until_end()).kind is EndKind.STOPPED
