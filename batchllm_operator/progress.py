@@ -49,7 +49,7 @@ class Progress:
     ) -> None:
         self._label, self._total, self._unit = label, total, unit
         self._initial = self._done = initial
-        self._note = ""
+        self._note = self._last_line = ""
         self._announce = announce
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
@@ -75,8 +75,8 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-        else:
-            self._print(self.line())
+        elif (line := self.line()) != self._last_line:
+            self._print(line)
 
     def advance(self, count: int, note: str = "") -> None:
         """Count `count` more as done; `note` (such as tokens/s) stands behind the numbers."""
@@ -114,6 +114,7 @@ class Progress:
         return f"{self._label}: {', '.join(parts)}"
 
     def _print(self, text: str) -> None:
+        self._last_line = text
         print(text, file=self._stream, flush=True)
 
 
