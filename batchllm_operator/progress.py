@@ -49,7 +49,7 @@ class Progress:
     ) -> None:
         self._label, self._total, self._unit = label, total, unit
         self._initial = self._done = initial
-        self._note = self._last_line = ""
+        self._note = ""
         self._announce = announce
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
@@ -75,8 +75,8 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif (line := self.line()) != self._last_line:
-            self._print(line)
+        else:
+            self._print(self.line())
 
     def advance(self, count: int, note: str = "") -> None:
         """Count `count` more as done; `note` (such as tokens/s) stands behind the numbers."""
@@ -85,6 +85,8 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(self._note, refresh=False)
             self._bar.update(count)
+        elif self._done == self._total:
+            return  # the line at the end says it
         elif self._clock() - self._last_line_at >= self._line_interval_s:
             self._last_line_at = self._clock()
             self._print(self.line())
@@ -114,7 +116,6 @@ class Progress:
         return f"{self._label}: {', '.join(parts)}"
 
     def _print(self, text: str) -> None:
-        self._last_line = text
         print(text, file=self._stream, flush=True)
 
 

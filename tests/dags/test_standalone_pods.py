@@ -1,6 +1,6 @@
 """Shards in pods of a test cluster, run by a whole Airflow: what its users do, and what dies.
 
-A pod that a test has frozen (`Run.freeze`) stays in the middle of its work until it is thawed, so
+A pod that a test has frozen (`freeze`) stays in the middle of its work until it is thawed, so
 nothing here depends on who is faster.
 """
 
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,6 +41,15 @@ SETTINGS = {
     "SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "1",
     "SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.3",
 }
+PRINT_TRIGGERS = """
+import json
+
+from airflow.models.trigger import Trigger
+from airflow.utils.session import create_session
+
+with create_session() as session:
+    print(json.dumps([trigger.kwargs for trigger in session.query(Trigger)], default=str))
+"""
 DAGS = """
 from datetime import timedelta
 
@@ -159,23 +169,6 @@ class Run:
         report = json.loads((self.plan / f"runs/shard-{shard:05}/report.json").read_bytes())
         return int(report["num_resumed_parts"])
 
-    def freeze(self, *shards: int) -> list[str]:
-        """Freeze the pods of these shards when each has finished a part, and return the names."""
-        names: dict[int, str] = {}
-
-        def all_are_frozen() -> bool:
-            for shard in shards:
-                if shard not in names and self.parts(shard):
-                    name = self.pod(shard)
-                    self.airflow.cluster.agent.freeze(name)
-                    names[shard] = name
-            return len(names) == len(shards)
-
-        wait(all_are_frozen, f"{self.ds}: pods have finished a part", poll_s=0.02)
-        for shard in shards:
-            assert len(self.parts(shard)) < 3, "it was finished before it was frozen"
-        return [names[shard] for shard in shards]
-
     def check_success(self) -> None:
         """Everything is there once, and nothing is left in the cluster."""
         self.airflow.wait_for_runs(self.dag_id, lambda run: run["dag_run_id"] == self.run_id, 1)
@@ -191,6 +184,24 @@ class Run:
     def check_nothing_left(self, *shards: int) -> None:
         for shard in shards:
             wait(lambda shard=shard: not self.pods(shard), f"no pod of shard {shard} is left")
+
+
+def freeze(*runs: Run) -> list[str]:
+    """Freeze the pods of both shards of each run when it has finished a part; their names."""
+    shards = [(run, shard) for run in runs for shard in (0, 1)]
+    names: dict[int, str] = {}
+
+    def all_are_frozen() -> bool:
+        for idx, (run, shard) in enumerate(shards):
+            if idx not in names and run.parts(shard):
+                names[idx] = run.pod(shard)
+                run.airflow.cluster.agent.freeze(names[idx])
+        return len(names) == len(shards)
+
+    wait(all_are_frozen, "all pods have finished a part", poll_s=0.02)
+    for run, shard in shards:
+        assert len(run.parts(shard)) < 3, "it was finished before it was frozen"
+    return [names[idx] for idx in range(len(shards))]
 
 
 def wait(condition: Callable[[], object], what: str, poll_s: float = POLL_S) -> None:
@@ -256,11 +267,12 @@ def airflow(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_shards_are_generated_while_their_tasks_are_deferred(airflow: Airflow) -> None:
     run = airflow.run("deferring", "2026-03-01")
-    pods = run.freeze(0, 1)
+    pods = freeze(run)
     for shard in (0, 1):
         run.wait_for(shard, "deferred")
     wait(lambda: any(is_progress(line) for line in run.log(0)), "a line with an ETA is in the log")
     assert run.task(0)["state"] == "deferred"
+    check_triggers(airflow)
     for pod in pods:
         airflow.cluster.agent.thaw(pod)
     run.check_success()
@@ -272,13 +284,30 @@ def test_shards_are_generated_while_their_tasks_are_deferred(airflow: Airflow) -
         assert [line for line, count in Counter(told).items() if count > 1] == []
 
 
+def check_triggers(airflow: Airflow) -> None:
+    """What Airflow keeps of two triggers is what they need, and no credential."""
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", PRINT_TRIGGERS],
+        env={**os.environ, "AIRFLOW_HOME": str(airflow.home)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    triggers = json.loads(run.stdout)
+    assert len(triggers) == 2
+    for arguments in triggers:
+        assert arguments["config_file"] == str(airflow.cluster.kubeconfig)
+        for secret in (airflow.cluster.double.access.user_token, KEY):
+            assert secret not in repr(arguments)
+
+
 def is_progress(line: str) -> bool:
     return line.startswith("shard ") and "ETA" in line
 
 
 def test_deferred_tasks_that_the_user_marks_or_clears(airflow: Airflow) -> None:
     run = airflow.run("deferring", "2026-03-02")
-    marked, cleared = run.freeze(0, 1)
+    marked, cleared = freeze(run)
     before = run.parts(0)
     for shard in (0, 1):
         run.wait_for(shard, "deferred")
@@ -309,25 +338,6 @@ def is_ending(run: Run, shard: int, name: str) -> bool:
     return all(pod.metadata.deletion_timestamp is not None for pod in pods)
 
 
-def test_tasks_that_wait_in_their_worker_are_marked_or_killed(airflow: Airflow) -> None:
-    run = airflow.run("waiting", "2026-03-03")
-    marked, killed = run.freeze(0, 1)
-    assert [run.task(shard)["state"] for shard in (0, 1)] == ["running", "running"]
-    run.mark(0, "failed")
-    wait(lambda: is_ending(run, 0, marked), "the marked task's pod is asked to stop")
-    airflow.cluster.agent.thaw(marked)
-    run.check_nothing_left(0)
-    kill_worker(run.task(1)["pid"])
-    run.wait_for(1, "running", try_number=2)
-    wait(lambda: any("Taking up pod" in line for line in run.log(1, 2)), "the pod is taken up")
-    assert run.pod(1) == killed
-    airflow.cluster.agent.thaw(killed)
-    run.wait_for(1, "success", try_number=2)
-    assert run.num_resumed_parts(1) == 0  # one pod did it all
-    run.clear(0)
-    run.check_success()
-
-
 def kill_worker(task_pid: int) -> None:
     """Kill a task's process and the one that supervises it."""
     stat = Path(f"/proc/{task_pid}/stat").read_text()
@@ -356,25 +366,56 @@ def next_triggerer(airflow: Airflow) -> Iterator[Callable[[], None]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_triggerer_dies_and_a_run_is_marked_failed(
+def test_a_worker_and_the_triggerer_die_and_a_run_is_marked_failed(
     airflow: Airflow, next_triggerer: Callable[[], None]
 ) -> None:
-    run = airflow.run("deferring", "2026-03-04")
-    pods = run.freeze(0, 1)
+    """Two runs at once: Airflow takes its time to find out about either death."""
+    waiting = airflow.run("waiting", "2026-03-03")
+    deferring = airflow.run("deferring", "2026-03-04")
+    thaw = airflow.cluster.agent.thaw
+    marked, killed, *pods = freeze(waiting, deferring)
+    assert [waiting.task(shard)["state"] for shard in (0, 1)] == ["running", "running"]
     for shard in (0, 1):
-        run.wait_for(shard, "deferred")
-    old = run.task(0)["triggerer_job"]["id"]
+        deferring.wait_for(shard, "deferred")
+    old = deferring.task(0)["triggerer_job"]["id"]
+    kill_worker(waiting.task(1)["pid"])
     next_triggerer()
-    wait(
-        lambda: all((run.task(s)["triggerer_job"] or {}).get("id") != old for s in (0, 1)),
-        "another triggerer has the pods",
-    )
-    airflow.cluster.agent.thaw(pods[0])
-    run.wait_for(0, "success")
-    assert run.num_resumed_parts(0) == 0  # one pod did it all
-    assert run.pod(1) == pods[1]
-    airflow.api("PATCH", run.path, json={"state": "failed"})
-    wait(lambda: is_ending(run, 1, pods[1]), "the pod is asked to stop")
-    airflow.cluster.agent.thaw(pods[1])
-    run.check_nothing_left(0, 1)
-    assert run.task(1)["state"] == "failed"
+
+    waiting.mark(0, "failed")
+    wait(lambda: is_ending(waiting, 0, marked), "the marked task's pod is asked to stop")
+    thaw(marked)
+    waiting.check_nothing_left(0)
+
+    def have_another_triggerer() -> bool:
+        jobs = [deferring.task(shard)["triggerer_job"] for shard in (0, 1)]
+        return all(job is not None and job["id"] != old for job in jobs)
+
+    wait(have_another_triggerer, "another triggerer has the pods")
+    thaw(pods[0])
+    deferring.wait_for(0, "success")
+    assert deferring.num_resumed_parts(0) == 0  # one pod did it all
+    assert deferring.pod(1) == pods[1]
+    airflow.api("PATCH", deferring.path, json={"state": "failed"})
+    wait(lambda: is_ending(deferring, 1, pods[1]), "the pod is asked to stop")
+    thaw(pods[1])
+    deferring.check_nothing_left(0, 1)
+    assert deferring.task(1)["state"] == "failed"
+
+    waiting.wait_for(1, "running", try_number=2)
+    wait(lambda: any("Taking up pod" in line for line in waiting.log(1, 2)), "it is taken up")
+    assert waiting.pod(1) == killed
+    thaw(killed)
+    waiting.wait_for(1, "success", try_number=2)
+    assert waiting.num_resumed_parts(1) == 0  # one pod did it all
+    waiting.clear(0)
+    waiting.check_success()
+
+
+def test_neither_database_nor_logs_hold_a_credential(airflow: Airflow) -> None:
+    """After all the runs above; what is encrypted there is in the first test."""
+    tokens = [airflow.cluster.double.access.user_token, KEY]
+    files = [*airflow.home.glob("airflow.db*"), *airflow.home.rglob("*.log")]
+    assert len(files) > 10
+    for file in files:
+        content = file.read_bytes()
+        assert [token for token in tokens if token.encode() in content] == [], file
