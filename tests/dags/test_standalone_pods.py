@@ -87,6 +87,17 @@ class Airflow(Standalone):
         run = self.api("POST", RUNS.format(dag_id), json=body)
         return Run(self, dag_id, run["dag_run_id"], ds)
 
+    def wait(self, condition: Callable[[], object], what: str, poll_s: float = POLL_S) -> None:
+        """Wait until `condition()` is true; fail, saying `what` was awaited and how pods are."""
+        try:
+            wait_until(condition, what, limit_s=LIMIT_S, poll_s=poll_s)
+        except AssertionError as error:
+            pods = [
+                (pod.metadata.name, pod.metadata.deletion_timestamp, pod.status.phase)
+                for pod in self.cluster.pods()
+            ]
+            raise AssertionError(f"{error}; pods: {pods}") from error
+
     def start_triggerer(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             ["bash", str(SCRIPT), "triggerer"],
@@ -118,7 +129,7 @@ class Run:
             task = self.task(shard)
             return (task["state"], task["try_number"]) == (state, try_number)
 
-        wait(is_there, f"try {try_number} of shard {shard} is {state}")
+        self.airflow.wait(is_there, f"try {try_number} of shard {shard} is {state}")
 
     def mark(self, shard: int, state: str) -> None:
         path = f"{self.path}/taskInstances/{GENERATE}/{shard}"
@@ -183,7 +194,9 @@ class Run:
 
     def check_nothing_left(self, *shards: int) -> None:
         for shard in shards:
-            wait(lambda shard=shard: not self.pods(shard), f"no pod of shard {shard} is left")
+            self.airflow.wait(
+                lambda shard=shard: not self.pods(shard), f"no pod of shard {shard} is left"
+            )
 
 
 def freeze(*runs: Run) -> list[str]:
@@ -198,14 +211,10 @@ def freeze(*runs: Run) -> list[str]:
                 run.airflow.cluster.agent.freeze(names[idx])
         return len(names) == len(shards)
 
-    wait(all_are_frozen, "all pods have finished a part", poll_s=0.02)
+    runs[0].airflow.wait(all_are_frozen, "all pods have finished a part", poll_s=0.02)
     for run, shard in shards:
         assert len(run.parts(shard)) < 3, "it was finished before it was frozen"
     return [names[idx] for idx in range(len(shards))]
-
-
-def wait(condition: Callable[[], object], what: str, poll_s: float = POLL_S) -> None:
-    wait_until(condition, what, limit_s=LIMIT_S, poll_s=poll_s)
 
 
 @dataclass
@@ -270,7 +279,9 @@ def test_shards_are_generated_while_their_tasks_are_deferred(airflow: Airflow) -
     pods = freeze(run)
     for shard in (0, 1):
         run.wait_for(shard, "deferred")
-    wait(lambda: any(is_progress(line) for line in run.log(0)), "a line with an ETA is in the log")
+    airflow.wait(
+        lambda: any(is_progress(line) for line in run.log(0)), "a line with an ETA is in the log"
+    )
     assert run.task(0)["state"] == "deferred"
     check_triggers(airflow)
     for pod in pods:
@@ -314,12 +325,12 @@ def test_deferred_tasks_that_the_user_marks_or_clears(airflow: Airflow) -> None:
     with PodCounts(run, 0) as of_marked, PodCounts(run, 1) as of_cleared:
         run.clear(1)
         run.mark(0, "failed")
-        wait(lambda: is_ending(run, 0, marked), "the marked task's pod is asked to stop")
+        airflow.wait(lambda: is_ending(run, 0, marked), "the marked task's pod is asked to stop")
         airflow.cluster.agent.thaw(marked)
         run.check_nothing_left(0)
         assert run.task(0)["state"] == "failed"
         # Airflow may be so quick that the next try waits already: then it has taken the pod up.
-        wait(
+        airflow.wait(
             lambda: is_ending(run, 1, cleared) or run.task(1)["state"] == "deferred",
             "the cleared task's pod is asked to stop, or is taken up",
         )
@@ -382,7 +393,7 @@ def test_a_worker_and_the_triggerer_die_and_a_run_is_marked_failed(
     next_triggerer()
 
     waiting.mark(0, "failed")
-    wait(lambda: is_ending(waiting, 0, marked), "the marked task's pod is asked to stop")
+    airflow.wait(lambda: is_ending(waiting, 0, marked), "the marked task's pod is asked to stop")
     thaw(marked)
     waiting.check_nothing_left(0)
 
@@ -390,19 +401,21 @@ def test_a_worker_and_the_triggerer_die_and_a_run_is_marked_failed(
         jobs = [deferring.task(shard)["triggerer_job"] for shard in (0, 1)]
         return all(job is not None and job["id"] != old for job in jobs)
 
-    wait(have_another_triggerer, "another triggerer has the pods")
+    airflow.wait(have_another_triggerer, "another triggerer has the pods")
     thaw(pods[0])
     deferring.wait_for(0, "success")
     assert deferring.num_resumed_parts(0) == 0  # one pod did it all
     assert deferring.pod(1) == pods[1]
     airflow.api("PATCH", deferring.path, json={"state": "failed"})
-    wait(lambda: is_ending(deferring, 1, pods[1]), "the pod is asked to stop")
+    airflow.wait(lambda: is_ending(deferring, 1, pods[1]), "the pod is asked to stop")
     thaw(pods[1])
     deferring.check_nothing_left(0, 1)
     assert deferring.task(1)["state"] == "failed"
 
     waiting.wait_for(1, "running", try_number=2)
-    wait(lambda: any("Taking up pod" in line for line in waiting.log(1, 2)), "it is taken up")
+    airflow.wait(
+        lambda: any("Taking up pod" in line for line in waiting.log(1, 2)), "it is taken up"
+    )
     assert waiting.pod(1) == killed
     thaw(killed)
     waiting.wait_for(1, "success", try_number=2)
