@@ -284,6 +284,7 @@ def test_shards_are_generated_while_their_tasks_are_deferred(airflow: Airflow) -
     )
     assert run.task(0)["state"] == "deferred"
     check_triggers(airflow)
+    assert secrets_of_pods(airflow) == sorted(pods)
     for pod in pods:
         airflow.cluster.agent.thaw(pod)
     run.check_success()
@@ -293,6 +294,13 @@ def test_shards_are_generated_while_their_tasks_are_deferred(airflow: Airflow) -
         told = [line for line in log if line.startswith((f"shard {shard}: ", f"Pod {pod}: "))]
         assert len(told) > 5
         assert [line for line, count in Counter(told).items() if count > 1] == []
+
+
+def secrets_of_pods(airflow: Airflow) -> list[str]:
+    """Names of the Secrets that hold the connection for a pod."""
+    listed = airflow.cluster.api.list_namespaced_secret(airflow.cluster.namespace).items
+    names = [str(secret.metadata.name) for secret in listed]
+    return sorted(name for name in names if name.startswith("batchllm"))
 
 
 def check_triggers(airflow: Airflow) -> None:
@@ -432,3 +440,4 @@ def test_neither_database_nor_logs_hold_a_credential(airflow: Airflow) -> None:
     for file in files:
         content = file.read_bytes()
         assert [token for token in tokens if token.encode() in content] == [], file
+    airflow.wait(lambda: not secrets_of_pods(airflow), "the Secrets have gone with their pods")
