@@ -85,6 +85,8 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(self._note, refresh=False)
             self._bar.update(count)
+        elif self._done == self._total:
+            return  # the line at the end says it
         elif self._clock() - self._last_line_at >= self._line_interval_s:
             self._last_line_at = self._clock()
             self._print(self.line())

@@ -8,6 +8,8 @@
 #   POOL_SLOTS             generate tasks at a time: slots of the pool batchllm_gpu        2
 #   BATCHLLM_AIRFLOW_HOME  where everything is kept                                 .airflow
 #   BATCHLLM_SPEC_DIR      the DAGs' job specs     dags/specs; their table and model are made
+#   BATCHLLM_DAG_DIR       the DAGs; others than these are paused at first              dags
+#   BATCHLLM_AIRFLOW__...  Airflow's setting AIRFLOW__...; the caller's own isn't looked at
 #   BATCHLLM_VENV          the environment to run                                     .venv
 set -euo pipefail
 
@@ -15,7 +17,11 @@ root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 home="${BATCHLLM_AIRFLOW_HOME:-$root/.airflow}"
 port="${PORT:-8080}"
 pool_slots="${POOL_SLOTS:-2}"
-dag_ids=(daily_snippets documents_arrive offline_ranking snippets_on_arrival)
+dag_dir="${BATCHLLM_DAG_DIR:-$root/dags}"
+dag_ids=() # those to wait for; of others than ours, any
+if [[ "$dag_dir" == "$root/dags" ]]; then
+  dag_ids=(daily_snippets documents_arrive offline_ranking snippets_on_arrival)
+fi
 ready_s=180
 
 # shellcheck source=scripts/demo_env.sh
@@ -64,12 +70,16 @@ first_day="$(cat "$home/first-day" 2>/dev/null || days_ago 5)"
 use_airflow_home "$home"
 export BATCHLLM_SPEC_DIR="${BATCHLLM_SPEC_DIR:-$root/dags/specs}"
 export BATCHLLM_POOL=batchllm_gpu BATCHLLM_FIRST_DAY="$first_day"
+export AIRFLOW__CORE__DAGS_FOLDER="$dag_dir"
 export AIRFLOW__API__HOST=127.0.0.1 AIRFLOW__API__PORT="$port"
 export AIRFLOW__CORE__EXECUTION_API_SERVER_URL="http://127.0.0.1:$port/execution/"
 export AIRFLOW__CORE__EXECUTOR=LocalExecutor AIRFLOW__CORE__PARALLELISM=4
 # Tasks' logs are files on this machine: nobody asks these two servers for them.
 export AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT=$((port < 65000 ? port + 1 : port - 1))
 export AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT=$((port < 65000 ? port + 2 : port - 2))
+for setting in $(compgen -e BATCHLLM_AIRFLOW__ || true); do
+  export "${setting#BATCHLLM_}=${!setting}"
+done
 export PATH="$venv/bin:$PATH" # `airflow standalone` starts `airflow ...`
 
 if (($#)); then
@@ -96,13 +106,14 @@ PY
 
 days=()
 for ago in 5 4 3 2 1 0; do days+=("$(days_ago "$ago")"); done
-if [[ "$BATCHLLM_SPEC_DIR" == "$root/dags/specs" ]]; then
+if ((${#dag_ids[@]})) && [[ "$BATCHLLM_SPEC_DIR" == "$root/dags/specs" ]]; then
   make_demo_table "${days[@]}"
   make_demo_model
 fi
 
 new=()
-if [[ ! -f "$home/first-day" ]]; then # once: later on it's up to the user what is paused
+# Once: later on it's up to the user what is paused.
+if ((${#dag_ids[@]})) && [[ ! -f "$home/first-day" ]]; then
   new=(--unpause daily_snippets documents_arrive snippets_on_arrival)
 fi
 mkdir -p "$home/config"
@@ -128,13 +139,15 @@ if ! wait "$ready_pid"; then
 fi
 echo "$first_day" >"$home/first-day"
 
-cat <<TEXT
+if ((${#dag_ids[@]})); then
+  cat <<TEXT
   a run       scripts/airflow.sh dags trigger daily_snippets --logical-date ${days[3]}
   a backfill  scripts/airflow.sh backfill create --dag-id daily_snippets \\
                 --from-date ${days[0]} --to-date ${days[2]} --max-active-runs 2
   an arrival  scripts/airflow.sh dags trigger documents_arrive --conf '{"ds": "${days[5]}"}'
   catching up scripts/airflow.sh dags unpause offline_ranking   (from $first_day on)
-  to end it   Ctrl-C
 TEXT
+fi
+echo "  to end it   Ctrl-C"
 wait "$airflow_pid" || true
 fail "Airflow has ended by itself; see $log"

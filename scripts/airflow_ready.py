@@ -109,17 +109,17 @@ def set_pool(api: Api, name: str, slots: int) -> None:
 
 
 def wait_for_dags(api: Api, dag_ids: Sequence[str], wait: Wait) -> dict[str, bool]:
-    """DAG -> whether it's paused, once all have been read."""
+    """DAG -> whether it's paused, once these have been read; if none is named, once any has."""
     while True:
         dags = {
             dag["dag_id"]: bool(dag["is_paused"]) for dag in api.call("GET", "/api/v2/dags")["dags"]
         }
         missing = [dag_id for dag_id in dag_ids if dag_id not in dags]
-        if not missing:
-            return {dag_id: dags[dag_id] for dag_id in dag_ids}
+        if dags and not missing:
+            return {dag_id: dags[dag_id] for dag_id in dag_ids or sorted(dags)}
         for error in api.call("GET", "/api/v2/importErrors")["import_errors"]:
             raise NotReadyError(f"{error['filename']}: {error['stack_trace']}")
-        wait.again(f"DAG {', '.join(missing)}")
+        wait.again(f"DAG {', '.join(missing)}".strip())
 
 
 def main() -> int:
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--pid", required=True, type=int, help="Airflow's process")
     parser.add_argument("--limit-s", required=True, type=float)
     parser.add_argument("--pool", required=True, nargs=2, metavar=("NAME", "SLOTS"))
-    parser.add_argument("--dags", required=True, nargs="+")
+    parser.add_argument("--dags", default=[], nargs="*")
     parser.add_argument("--unpause", nargs="+", default=[])
     args = parser.parse_args()
     api, wait = Api(args.url), Wait(args.pid, args.limit_s)
@@ -150,7 +150,8 @@ def main() -> int:
     print(f"Airflow is ready at {args.url}")
     print(f"  user        {user}")
     print(f"  password    {password}")
-    print(f"  DAGs        {', '.join(d for d, paused in is_paused.items() if not paused)}")
+    if not all(is_paused.values()):
+        print(f"  DAGs        {', '.join(d for d, paused in is_paused.items() if not paused)}")
     if any(is_paused.values()):
         print(f"  paused      {', '.join(d for d, paused in is_paused.items() if paused)}")
     print(

@@ -61,6 +61,20 @@ def test_a_line_is_flushed_at_once() -> None:
         assert stream.flushed == "plan: 2 rows\n"
 
 
+def test_the_last_line_stands_once_when_it_was_due_anyway() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress("shard 0", 2, stream=stream, clock=clock, line_interval_s=10) as progress:
+        for _ in range(2):
+            clock.now_s += 20
+            progress.advance(1)
+        clock.now_s += 1
+    assert lines(stream) == [
+        "shard 0: 2 rows",
+        "shard 0: 1/2 rows (50 %), 0.1 rows/s, ETA 20 s",
+        "shard 0: 2/2 rows (100 %), 0.0 rows/s, took 41 s",
+    ]
+
+
 def test_the_last_line_tells_how_long_it_took() -> None:
     clock, stream = Clock(), io.StringIO()
     with Progress("shard 1", 6, unit="parts", stream=stream, clock=clock) as progress:

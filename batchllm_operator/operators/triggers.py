@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +21,22 @@ from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimit
 
 _STATE_LIMIT_S: Final = 10.0
 """For asking Airflow for the task's state; it gives a cancelled trigger thirty seconds."""
+
+
+_unfinished: Final[set[asyncio.Task[None]]] = set()
+"""The event loop itself would forget them."""
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for work that goes on even if whoever waits is cancelled.
+
+    Airflow cancels a trigger again and again, each second until it has ended: what it does about
+    the first time would be cut off by the second.
+    """
+    task = asyncio.create_task(work)
+    _unfinished.add(task)
+    task.add_done_callback(_unfinished.discard)
+    await asyncio.shield(task)
 
 
 def make_hook(
@@ -134,6 +150,13 @@ class PodWatchTrigger(KubernetesPodTrigger):
         A triggerer that was cut off for a while has lost its triggers to another one, and takes
         that for a user's doing; then the task is still deferred, and the pod is left alone.
         """
+        await _to_its_end(self._delete_if_killed())
+
+    async def cleanup(self) -> None:
+        """Delete the pod before Airflow 3.3, if the task isn't deferred any more."""
+        await _to_its_end(super().cleanup())
+
+    async def _delete_if_killed(self) -> None:
         try:
             is_killed = await asyncio.wait_for(self.safe_to_cancel(), _STATE_LIMIT_S)
         # Whatever it is: a pod that nobody watches costs more than one that is made again.

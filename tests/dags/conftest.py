@@ -14,6 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support.kubernetes.fixtures import kubernetes_backend
+
+__all__ = ["airflow", "job", "kubernetes_backend", "make_job"]
 
 ROOT = Path(__file__).parents[2]
 DS = "2026-01-31"

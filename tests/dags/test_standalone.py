@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,99 +18,27 @@ import httpx
 import pyarrow.parquet as pq
 import pytest
 from support.demo_job import live_processes, wait_until
+from support.standalone import POLL_S, Standalone, free_port, script_env, start_script
 
-ROOT = Path(__file__).parents[2]
 Job = Any  # the class in conftest.py
 
 POOL_SLOTS = 1
-POLL_S = 0.5  # of the API, which works for it
 RUN_DAY = "2026-01-25"
 BACKFILL_DAYS = ["2026-01-28", "2026-01-29", "2026-01-30"]
 ARRIVING_DAYS = ["2026-02-01", "2026-02-02", "2026-02-03"]
 LAST_DAY = "2026-02-10"
-RUNS = "/api/v2/dags/{}/dagRuns"
 
 
 @dataclass(frozen=True)
-class Standalone:
-    """An Airflow that `scripts/airflow.sh` runs."""
+class Examples(Standalone):
+    """An Airflow with this repository's DAGs, and their job folder."""
 
-    process: subprocess.Popen[str]
-    env: Mapping[str, str]
-    url: str
-    session_id: int
-    output: Callable[[], str]
     job: Job
-
-    def command(self, *args: str) -> None:
-        """What the output tells the user to type."""
-        command = ["bash", str(ROOT / "scripts" / "airflow.sh"), *args]
-        run = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stdout + run.stderr
-
-    def printed(self, label: str) -> str:
-        """What the output says of `label`."""
-        (value,) = re.findall(rf"^  {label} +(\S+)$", self.output(), re.MULTILINE)
-        return str(value)
-
-    def log_in(self, password: str) -> httpx.Response:
-        login = {"username": self.printed("user"), "password": password}
-        return httpx.post(f"{self.url}/auth/token", json=login, timeout=60, trust_env=False)
-
-    @cached_property
-    def _headers(self) -> dict[str, str]:
-        token = self.log_in(self.printed("password")).json()["access_token"]
-        return {"Authorization": f"Bearer {token}"}
-
-    def api(self, method: str, path: str, **arguments: Any) -> Any:
-        arguments |= {"headers": self._headers, "timeout": 60, "trust_env": False}
-        answer = httpx.request(method, self.url + path, **arguments)
-        assert answer.is_success, answer.text
-        return answer.json()
-
-    def runs(self, dag_id: str) -> list[dict[str, Any]]:
-        return list(self.api("GET", RUNS.format(dag_id))["dag_runs"])
-
-    def tasks(self, dag_id: str) -> list[dict[str, Any]]:
-        """The task instances of all runs of a DAG."""
-        path = RUNS.format(dag_id) + "/~/taskInstances"
-        return list(self.api("GET", path, params={"limit": 500})["task_instances"])
-
-    def wait_for_runs(
-        self, dag_id: str, choose: Callable[[dict[str, Any]], bool], number: int
-    ) -> list[dict[str, Any]]:
-        """Wait until `number` chosen runs have succeeded, and return them."""
-        chosen: list[dict[str, Any]] = []
-
-        def succeeded() -> bool:
-            chosen[:] = [run for run in self.runs(dag_id) if choose(run)]
-            run_ids = {run["dag_run_id"] for run in chosen}
-            failed = [
-                f"{task['dag_run_id']} {task['task_id']} {task['state']}"
-                for task in self.tasks(dag_id)
-                if task["dag_run_id"] in run_ids
-                and task["state"] in ("failed", "up_for_retry", "upstream_failed")
-            ]
-            assert failed == []
-            return len(chosen) == number and all(run["state"] == "success" for run in chosen)
-
-        wait_until(succeeded, f"{number} runs of {dag_id} have succeeded", poll_s=POLL_S)
-        return chosen
 
     def has_no_backfill(self) -> bool:
         """Whether all are over: Airflow takes one at a time for a DAG, and looks every 30 s."""
         backfills = self.api("GET", "/api/v2/backfills", params={"dag_id": "daily_snippets"})
         return all(backfill["completed_at"] for backfill in backfills["backfills"])
-
-    def events(self, asset: str) -> list[dict[str, Any]]:
-        """The events of an asset, the oldest first."""
-        arguments = {"asset_id": self.asset_id(asset), "order_by": "timestamp"}
-        return list(self.api("GET", "/api/v2/assets/events", params=arguments)["asset_events"])
-
-    def asset_id(self, name: str) -> int:
-        assets = self.api("GET", "/api/v2/assets", params={"name_pattern": name})["assets"]
-        (asset_id,) = (asset["id"] for asset in assets if asset["name"] == name)
-        return int(asset_id)
 
     def keys(self, ds: str) -> list[str]:
         """The keys of a published partition, whose rows all have a text."""
@@ -124,35 +47,15 @@ class Standalone:
         return sorted(row["id"] for row in rows)
 
 
-def script_env(home: Path, job: Job, port: int) -> dict[str, str]:
-    """The environment of a caller who has an Airflow of another kind."""
-    callers = {"AIRFLOW_HOME": "/nowhere", "AIRFLOW__CORE__EXECUTOR": "NoSuchExecutor"}
-    return {
-        **os.environ,
-        **callers,
-        "BATCHLLM_AIRFLOW_HOME": str(home),
-        "BATCHLLM_SPEC_DIR": str(job.folder),
-        "BATCHLLM_VENV": sys.prefix,
-        "PORT": str(port),
-        "POOL_SLOTS": str(POOL_SLOTS),
-    }
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
-def restore_ctrl_c() -> None:
-    """Who starts tests in the background has it ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def examples_env(home: Path, job: Job, port: int) -> dict[str, str]:
+    settings = {"BATCHLLM_SPEC_DIR": str(job.folder), "POOL_SLOTS": str(POOL_SLOTS)}
+    return script_env(home, port, **settings)
 
 
 @pytest.fixture(scope="module")
 def standalone(
     tmp_path_factory: pytest.TempPathFactory, make_job: Callable[[Path], Job]
-) -> Iterator[Standalone]:
+) -> Iterator[Examples]:
     """Airflow with this repository's DAGs on the engine without a model."""
     folder = tmp_path_factory.mktemp("standalone")
     job = make_job(folder / "job")
@@ -161,32 +64,9 @@ def standalone(
     recent = [str(today - timedelta(days=ago)) for ago in (0, 1)]
     for ds in (RUN_DAY, *BACKFILL_DAYS, *ARRIVING_DAYS, LAST_DAY, *recent):
         job.write_table(ds)
-    home, port, output = folder / "airflow home", free_port(), folder / "output"
-    env = script_env(home, job, port)
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            ["bash", str(ROOT / "scripts" / "airflow.sh")],
-            env=env,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=restore_ctrl_c,
-        )
-    try:
-        wait_until(
-            lambda: process.poll() is not None or "Ctrl-C" in output.read_text(), "it is ready"
-        )
-        assert process.poll() is None, output.read_text()
-        session_id = int((home / "pid").read_text())
-        url = f"http://127.0.0.1:{port}"
-        yield Standalone(process, env, url, session_id, output.read_text, job)
-    finally:
-        process.terminate()
-        process.wait()
-        if (home / "pid").exists():
-            for pid in live_processes(int((home / "pid").read_text())):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    env = examples_env(folder / "airflow home", job, free_port())
+    with Examples.started(env, folder / "output", job=job) as airflow:
+        yield airflow
 
 
 def at_a_time(spans: Iterable[Mapping[str, Any]]) -> int:
@@ -202,14 +82,14 @@ def at_a_time(spans: Iterable[Mapping[str, Any]]) -> int:
     return most
 
 
-def test_the_printed_password_is_the_only_one_that_lets_in(standalone: Standalone) -> None:
+def test_the_printed_password_is_the_only_one_that_lets_in(standalone: Examples) -> None:
     password = standalone.printed("password")
     assert standalone.log_in(password).status_code == 201
     assert standalone.log_in(password + "x").status_code == 401
     assert httpx.get(standalone.url + "/api/v2/dags", trust_env=False).status_code == 401
 
 
-def test_a_backfill_commits_each_date_by_itself(standalone: Standalone) -> None:
+def test_a_backfill_commits_each_date_by_itself(standalone: Examples) -> None:
     first, *_, last = BACKFILL_DAYS
     standalone.command(
         *("backfill", "create", "--dag-id", "daily_snippets", "--max-active-runs", "2"),
@@ -234,7 +114,7 @@ def test_a_backfill_commits_each_date_by_itself(standalone: Standalone) -> None:
         assert extra["plan_uri"] == str(report.parent)
 
 
-def test_each_partition_that_arrives_is_run(standalone: Standalone) -> None:
+def test_each_partition_that_arrives_is_run(standalone: Examples) -> None:
     """The last two come so close together that Airflow may give both to one run, or lose one."""
     by_dag, *by_api = ARRIVING_DAYS
     standalone.command("dags", "trigger", "documents_arrive", "--conf", json.dumps({"ds": by_dag}))
@@ -255,7 +135,7 @@ def test_each_partition_that_arrives_is_run(standalone: Standalone) -> None:
 
 
 def test_a_run_commits_its_date_and_doing_it_again_replaces_the_partition(
-    standalone: Standalone,
+    standalone: Examples,
 ) -> None:
     def runs_of_the_day(run: Mapping[str, Any]) -> bool:
         return str(run["logical_date"]).startswith(RUN_DAY)
@@ -320,7 +200,7 @@ class Reader:
             self.seen.append(sorted(keys))
 
 
-def test_generate_tasks_of_all_runs_share_the_pools_slots(standalone: Standalone) -> None:
+def test_generate_tasks_of_all_runs_share_the_pools_slots(standalone: Examples) -> None:
     """Of those that the tests above have led to; plan and commit go without."""
     tasks = [*standalone.tasks("daily_snippets"), *standalone.tasks("snippets_on_arrival")]
     ended = [task for task in tasks if task["end_date"] and task["start_date"]]
@@ -331,14 +211,14 @@ def test_generate_tasks_of_all_runs_share_the_pools_slots(standalone: Standalone
     assert at_a_time(generate) <= POOL_SLOTS
 
 
-def test_a_second_one_in_the_same_place_is_refused(standalone: Standalone) -> None:
+def test_a_second_one_in_the_same_place_is_refused(standalone: Examples) -> None:
     run = start_script({**standalone.env, "PORT": str(free_port())})
     assert run.returncode == 1
     assert f"running in {standalone.env['BATCHLLM_AIRFLOW_HOME']}" in run.stderr
     assert standalone.process.poll() is None
 
 
-def test_ctrl_c_ends_everything_also_a_task_that_is_running(standalone: Standalone) -> None:
+def test_ctrl_c_ends_everything_also_a_task_that_is_running(standalone: Examples) -> None:
     job = standalone.job
     job.write_spec(
         "daily_snippets", engine={"extra_args": {"delay_s": 20.0}}, planner={"num_shards": 1}
@@ -363,18 +243,12 @@ def commands(session_id: int, name: str) -> list[int]:
     return found
 
 
-def start_script(env: Mapping[str, str], *args: str) -> subprocess.CompletedProcess[str]:
-    """Start what is expected to be refused."""
-    command = ["bash", str(ROOT / "scripts" / "airflow.sh"), *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-
-
 def test_a_busy_port_is_said_at_once(tmp_path: Path, job: Job) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        run = start_script(script_env(tmp_path / "home", job, port))
+        run = start_script(examples_env(tmp_path / "home", job, port))
     assert run.returncode == 1
     assert run.stderr == f"airflow: port {port} is in use; choose another one with PORT=\n"
     assert not (tmp_path / "home" / "airflow.db").exists()
@@ -382,13 +256,13 @@ def test_a_busy_port_is_said_at_once(tmp_path: Path, job: Job) -> None:
 
 @pytest.mark.parametrize("port", ["http", "0", "65536", "80 80", ""])
 def test_what_is_no_port_is_refused(tmp_path: Path, job: Job, port: str) -> None:
-    env = {**script_env(tmp_path / "home", job, 1), "PORT": port or " "}
+    env = {**examples_env(tmp_path / "home", job, 1), "PORT": port or " "}
     run = start_script(env)
     assert run.returncode == 2
     assert "is not a port" in run.stderr
 
 
 def test_a_command_without_an_airflow_says_what_to_do(tmp_path: Path, job: Job) -> None:
-    run = start_script(script_env(tmp_path / "home", job, 8080), "dags", "list")
+    run = start_script(examples_env(tmp_path / "home", job, 8080), "dags", "list")
     assert run.returncode == 1
     assert "make airflow" in run.stderr

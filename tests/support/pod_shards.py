@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.kubernetes.cluster import Cluster
+from support.pod_arguments import pod_arguments
 from support.task_runs import Mode, TaskInstance, TaskRun
 
 from batchllm_operator.operators import BatchLLMGenerateOperator
@@ -45,25 +46,7 @@ class Shards:
 
     def pod_arguments(self) -> dict[str, Any]:
         """An operator's, for pods of the test cluster that see the lake."""
-        mount = {"name": "lake", "mountPath": str(self.lake)}
-        return {
-            "runner": "kubernetes",
-            "image": "job:1",
-            "namespace": self.cluster.namespace,
-            "config_file": str(self.cluster.kubeconfig),
-            "kubernetes_conn_id": None,
-            "poll_interval": 0.05,
-            "cpu": "10m",
-            "memory": "64Mi",
-            "termination_grace_period": 40,
-            "deferrable": True,
-            "pod_template_dict": {
-                "spec": {
-                    "containers": [{"name": "base", "volumeMounts": [mount]}],
-                    "volumes": [{"name": "lake", "hostPath": {"path": str(self.lake)}}],
-                }
-            },
-        }
+        return pod_arguments(self.cluster, self.lake) | {"deferrable": True}
 
     def task(self, **arguments: Any) -> BatchLLMGenerateOperator:
         return BatchLLMGenerateOperator(

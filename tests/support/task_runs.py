@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -49,6 +50,7 @@ class TaskRun:
         self.result: Any = None
         self.error: BaseException | None = None
         self.num_deferrals = 0
+        self.state_takes_s = 0.0  # until Airflow tells a trigger the state of its task
         self.trigger: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: asyncio.Task[Any] | None = None
@@ -95,7 +97,7 @@ class TaskRun:
             self.task.on_kill()
             return
         assert self._loop is not None and self._waiting is not None
-        self._loop.call_soon_threadsafe(self._waiting.cancel)
+        self._loop.call_soon_threadsafe(self._cancel_until_over)
 
     def restart_triggerer(self) -> None:
         """End the trigger and start it again from the database, as another triggerer does."""
@@ -141,23 +143,34 @@ class TaskRun:
                 self._restarting = False
 
     async def _state(self) -> str | None:
+        await asyncio.sleep(self.state_takes_s)
         return "deferred" if self.ti.state == "running" else self.ti.state
 
     async def _first(self, trigger: Any) -> Any:
-        async def first() -> Any:
+        self._loop = asyncio.get_running_loop()
+        self._waiting = asyncio.create_task(self._run_trigger(trigger))
+        try:
+            return await self._waiting
+        finally:
+            self._waiting = None
+            if others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others, timeout=30)  # the triggerer's event loop goes on
+
+    async def _run_trigger(self, trigger: Any) -> Any:
+        try:
             async for event in trigger.run():
                 return event.payload
             raise AssertionError("the trigger ended without an event")
-
-        self._loop = asyncio.get_running_loop()
-        waiting = asyncio.create_task(first())
-        self._waiting = waiting
-        try:
-            return await waiting
         except asyncio.CancelledError:
             if not self._restarting:
-                await trigger.on_kill()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait_for(trigger.on_kill(), 30)
             raise
         finally:
             await trigger.cleanup()
-            self._waiting = None
+
+    def _cancel_until_over(self) -> None:
+        """As Airflow does; its pause is a second."""
+        if self._loop is not None and self._waiting is not None:
+            self._waiting.cancel()
+            self._loop.call_later(0.3, self._cancel_until_over)

@@ -50,6 +50,18 @@ def test_a_killed_pod_finishes_its_open_parts(shards: Shards) -> None:
     assert len(shards.parts()) > 1  # those of the requests that the engine had
 
 
+@in_triggerer
+def test_a_pod_goes_however_long_its_trigger_takes(shards: Shards) -> None:
+    """Airflow cancels a trigger again while it still deals with the first time."""
+    shards.plan(delay_s=0.15)
+    run = shards.start()
+    started(shards, run)
+    run.state_takes_s = 1.0
+    run.kill("failed")
+    assert run.failure() is not None
+    shards.check_nothing_left()
+
+
 def test_the_end_of_a_worker_leaves_the_pod_to_the_next_try(shards: Shards) -> None:
     shards.plan(delay_s=0.1)
     run = shards.start()

@@ -7,7 +7,10 @@ all others alone.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,6 +111,25 @@ class NodeAgent:
         """
         containers = self._core.worker(pod).containers.values()
         return [pid for container in list(containers) for pid in container.processes()]
+
+    def freeze(self, pod: str) -> None:
+        """Let a pod's processes stand still, as a container runtime's `pause` does.
+
+        It is `Running` all the time, and a signal to end waits until `thaw`.
+
+        Raises:
+            PodNotHereError: No node runs it.
+        """
+        self._signal(pod, signal.SIGSTOP)
+
+    def thaw(self, pod: str) -> None:
+        """Let them go on."""
+        self._signal(pod, signal.SIGCONT)
+
+    def _signal(self, pod: str, number: signal.Signals) -> None:
+        for pid in self.processes(pod):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _node(self, name: str) -> Node:
         return self._core.nodes[name or self.default_node]

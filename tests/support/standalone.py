@@ -1,0 +1,168 @@
+"""An Airflow that `scripts/airflow.sh` runs, as its user has it: command line and REST API."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+from support.demo_job import live_processes, wait_until
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "airflow.sh"
+POLL_S = 0.5  # of the API, which works for it
+RUNS = "/api/v2/dags/{}/dagRuns"
+
+
+@dataclass(frozen=True)
+class Standalone:
+    """An Airflow that `scripts/airflow.sh` runs."""
+
+    process: subprocess.Popen[str]
+    env: Mapping[str, str]
+    url: str
+    session_id: int
+    output: Callable[[], str]
+
+    @classmethod
+    @contextmanager
+    def started(cls, env: Mapping[str, str], output: Path, **more: Any) -> Iterator[Self]:
+        """Start one and wait until it is ready; nothing of it is left afterwards.
+
+        `more` are a subclass's own fields.
+        """
+        pid_file = Path(env["BATCHLLM_AIRFLOW_HOME"]) / "pid"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                ["bash", str(SCRIPT)],
+                env=env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                preexec_fn=restore_ctrl_c,
+            )
+        try:
+            wait_until(
+                lambda: process.poll() is not None or "Ctrl-C" in output.read_text(),
+                "it is ready",
+                limit_s=240,
+            )
+            assert process.poll() is None, output.read_text()
+            url = f"http://127.0.0.1:{env['PORT']}"
+            yield cls(process, env, url, int(pid_file.read_text()), output.read_text, **more)
+        finally:
+            process.terminate()
+            process.wait()
+            if pid_file.exists():
+                for pid in live_processes(int(pid_file.read_text())):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+    @property
+    def home(self) -> Path:
+        """AIRFLOW_HOME."""
+        return Path(self.env["BATCHLLM_AIRFLOW_HOME"])
+
+    def command(self, *args: str) -> None:
+        """What the output tells the user to type."""
+        run = start_script(self.env, *args)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+    def printed(self, label: str) -> str:
+        """What the output says of `label`."""
+        (value,) = re.findall(rf"^  {label} +(\S+)$", self.output(), re.MULTILINE)
+        return str(value)
+
+    def log_in(self, password: str) -> httpx.Response:
+        login = {"username": self.printed("user"), "password": password}
+        return httpx.post(f"{self.url}/auth/token", json=login, timeout=60, trust_env=False)
+
+    @cached_property
+    def _headers(self) -> dict[str, str]:
+        token = self.log_in(self.printed("password")).json()["access_token"]
+        return {"Authorization": f"Bearer {token}"}
+
+    def api(self, method: str, path: str, **arguments: Any) -> Any:
+        arguments |= {"headers": self._headers, "timeout": 60, "trust_env": False}
+        answer = httpx.request(method, self.url + path, **arguments)
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    def runs(self, dag_id: str) -> list[dict[str, Any]]:
+        return list(self.api("GET", RUNS.format(dag_id))["dag_runs"])
+
+    def tasks(self, dag_id: str, run_id: str = "~") -> list[dict[str, Any]]:
+        """The task instances of a run of a DAG, or of all."""
+        path = RUNS.format(dag_id) + f"/{run_id}/taskInstances"
+        return list(self.api("GET", path, params={"limit": 500})["task_instances"])
+
+    def wait_for_runs(
+        self, dag_id: str, choose: Callable[[dict[str, Any]], bool], number: int
+    ) -> list[dict[str, Any]]:
+        """Wait until `number` chosen runs have succeeded, and return them."""
+        chosen: list[dict[str, Any]] = []
+
+        def succeeded() -> bool:
+            chosen[:] = [run for run in self.runs(dag_id) if choose(run)]
+            run_ids = {run["dag_run_id"] for run in chosen}
+            failed = [
+                f"{task['dag_run_id']} {task['task_id']} {task['state']}"
+                for task in self.tasks(dag_id)
+                if task["dag_run_id"] in run_ids
+                and task["state"] in ("failed", "up_for_retry", "upstream_failed")
+            ]
+            assert failed == []
+            return len(chosen) == number and all(run["state"] == "success" for run in chosen)
+
+        wait_until(succeeded, f"{number} runs of {dag_id} have succeeded", poll_s=POLL_S)
+        return chosen
+
+    def events(self, asset: str) -> list[dict[str, Any]]:
+        """The events of an asset, the oldest first."""
+        arguments = {"asset_id": self.asset_id(asset), "order_by": "timestamp"}
+        return list(self.api("GET", "/api/v2/assets/events", params=arguments)["asset_events"])
+
+    def asset_id(self, name: str) -> int:
+        assets = self.api("GET", "/api/v2/assets", params={"name_pattern": name})["assets"]
+        (asset_id,) = (asset["id"] for asset in assets if asset["name"] == name)
+        return int(asset_id)
+
+
+def script_env(home: Path, port: int, **settings: str) -> dict[str, str]:
+    """The environment of a caller who has an Airflow of another kind; `settings` are ours."""
+    callers = {"AIRFLOW_HOME": "/nowhere", "AIRFLOW__CORE__EXECUTOR": "NoSuchExecutor"}
+    return {
+        **os.environ,
+        **callers,
+        "BATCHLLM_AIRFLOW_HOME": str(home),
+        "BATCHLLM_VENV": sys.prefix,
+        "PORT": str(port),
+        **settings,
+    }
+
+
+def start_script(env: Mapping[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the script to its end."""
+    command = ["bash", str(SCRIPT), *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def restore_ctrl_c() -> None:
+    """Who starts tests in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
