@@ -5,7 +5,11 @@ BIN := .venv/bin
 PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
 COMPAT_TESTS := tests/engine tests/simulate tests/vllm_plugin \
   tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py tests/e2e/test_attention_outputs.py
-AIRFLOW_TESTS := tests/operators tests/dags
+AIRFLOW_TESTS := $(wildcard tests/operators/*.py) tests/operators/pods tests/dags/test_dags.py \
+  tests/dags/test_standalone_pods.py \
+  $(addprefix tests/operators/kubernetes/test_,generate.py kills.py leaks.py credentials_of_pods.py)
+# Whole files, for their fixtures take long.
+PARALLEL := -n 2 --dist loadfile
 AIRFLOWS := airflow31 airflow32
 # Airflow's scheduler parses these files over and over: no heavy import may run at module level.
 DAG_CODE := batchllm_operator/operators dags
@@ -27,15 +31,15 @@ demo: setup ## Run the DAG daily_snippets for one date on a small lake table
 airflow: setup ## Run Airflow with the example DAGs here until Ctrl-C (PORT=8080)
 	@bash scripts/airflow.sh
 
-test: setup ## Run all tests
-	$(BIN)/pytest
+test: setup ## Run all tests, in two processes
+	$(BIN)/pytest $(PARALLEL)
 
 test-compat: ## Run what touches vLLM with the oldest version that is tested, in .venv-compat
 	@scripts/setup.sh compat
-	.venv-compat/bin/pytest $(COMPAT_TESTS)
+	.venv-compat/bin/pytest $(PARALLEL) $(COMPAT_TESTS)
 
 test-airflow: ## Run what touches Airflow with older versions, in .venv-airflow31 and .venv-airflow32
-	for name in $(AIRFLOWS); do scripts/setup.sh $$name && .venv-$$name/bin/pytest $(AIRFLOW_TESTS) || exit; done
+	for name in $(AIRFLOWS); do scripts/setup.sh $$name && .venv-$$name/bin/pytest $(PARALLEL) $(AIRFLOW_TESTS) || exit; done
 
 lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check

@@ -80,7 +80,7 @@ def test_the_gpus_kernel_gives_the_same_in_tritons_interpreter(
         generate(name, tmp_path / "model", tmp_path) for name in ("stock", "batchllm/triton")
     )
     assert ours["texts"] == stock["texts"]
-    assert len({text for text, _ in ours["texts"]}) > 6
+    assert len({text for text, _ in ours["texts"]}) > 2  # of three documents or so
     assert any("Triton on cpu" in line for line in ours["log"])
 
 

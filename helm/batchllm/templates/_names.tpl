@@ -25,7 +25,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 {{- end -}}
 
-{{/* Account of GPU pods, or with the argument "cpu" of plan and commit pods. */}}
+{{/* Account of GPU pods, or with the argument "cpu" of plan pods. */}}
 {{- define "batchllm.serviceAccountName" -}}
 {{- $account := (index .root.Values .kind).serviceAccount -}}
 {{- if $account.name -}}
