@@ -71,7 +71,7 @@ class TaskRun:
     def is_deferred(self) -> bool:
         return self._waiting is not None
 
-    def wait(self, limit_s: float = 60.0) -> Any:
+    def wait(self, limit_s: float = 180.0) -> Any:
         """The task's return value; raises what it raised."""
         self._thread.join(limit_s)
         assert not self._thread.is_alive(), "the task doesn't end"
@@ -79,7 +79,7 @@ class TaskRun:
             raise self.error
         return self.result
 
-    def failure(self, limit_s: float = 60.0) -> BaseException:
+    def failure(self, limit_s: float = 180.0) -> BaseException:
         """What the task raised, which it has to."""
         self._thread.join(limit_s)
         assert not self._thread.is_alive(), "the task doesn't end"
@@ -88,7 +88,7 @@ class TaskRun:
 
     def join(self) -> None:
         """Let it come to its end."""
-        self._thread.join(60)
+        self._thread.join(180)
 
     def kill(self, state: str | None) -> None:
         """What a user who marks or clears the task does (`state`), or the end of its worker."""

@@ -7,7 +7,6 @@ import base64
 import json
 import logging
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from support.kubernetes.images import Image
 from support.pod_shards import Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
-import batchllm_operator
 from batchllm_operator.operators import BatchLLMGenerateOperator, BatchLLMPlanOperator
 from batchllm_operator.operators.pods.end import EndKind
 
@@ -127,10 +125,9 @@ def test_a_run_that_is_made_anew_does_not_take_the_record_of_the_old_one(shards:
     write_table(shards.lake / "documents", document_rows())
     spec = shards.lake / "job.yaml"
     spec.write_text(yaml.safe_dump(job_fields(str(shards.lake))))
-    compiled = {"NUMBA_CACHE_DIR": str(Path(batchllm_operator.__file__).parent / "__pycache__")}
 
     def make() -> BatchLLMPlanOperator:
-        arguments = shards.pod_arguments() | {"env": compiled}
+        arguments = shards.pod_arguments()
         return BatchLLMPlanOperator(task_id="plan", spec_path=str(spec), ds=DS, **arguments)
 
     TaskRun(make, TaskInstance(task_id="plan"), shards.mode).wait()

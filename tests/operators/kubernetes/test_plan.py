@@ -13,14 +13,12 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance, TaskRun
 
-import batchllm_operator
 from batchllm_operator.operators import BatchLLMPlanOperator
 
 
 def plan_run(shards: Shards, spec: Path, ti: TaskInstance | None = None, **options: Any) -> TaskRun:
     def make() -> BatchLLMPlanOperator:
-        compiled = {"NUMBA_CACHE_DIR": str(Path(batchllm_operator.__file__).parent / "__pycache__")}
-        arguments = shards.pod_arguments() | {"env": compiled} | options
+        arguments = shards.pod_arguments() | options
         return BatchLLMPlanOperator(task_id="plan", spec_path=str(spec), ds=DS, **arguments)
 
     run = TaskRun(make, ti or TaskInstance(task_id="plan"), shards.mode)

@@ -137,7 +137,7 @@ class Cluster:
         pod = self.pod(name)
         return str(pod.status.phase) if pod else "Gone"
 
-    def wait_for(self, predicate: Callable[[], T], what: str, limit_s: float = 30.0) -> T:
+    def wait_for(self, predicate: Callable[[], T], what: str, limit_s: float = 90.0) -> T:
         """Poll until the predicate is true, and return what it did; else fail, saying `what`."""
         deadline = time.monotonic() + limit_s
         while not (found := predicate()):
