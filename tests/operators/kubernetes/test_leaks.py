@@ -29,11 +29,7 @@ def test_a_refused_secret_leaves_no_pod(shards: Shards, monkeypatch: pytest.Monk
     shards.cluster.double.deny("create", "secrets")
     shards.plan()
     shards.start(aws_conn_id="lake").failure()
-    try:
-        assert [pod.metadata.name for pod in shards.live()] == []
-    finally:
-        for pod in shards.cluster.pods():
-            shards.cluster.api.delete_namespaced_pod(pod.metadata.name, shards.cluster.namespace)
+    shards.check_nothing_left()
 
 
 @in_triggerer
