@@ -69,12 +69,13 @@ class PodWatchTrigger(KubernetesPodTrigger):
     Args:
         pod_name: the pod.
         pod_namespace: its namespace.
+        pod_uid: tells it from another of that name.
         container_name: its main container.
         limits: a `WatchLimits`, as a dictionary.
-        kubernetes_conn_id: as for the operator, which also explains the next three.
-        in_cluster: ...
-        cluster_context: ...
-        config_file: read by the triggerer.
+        kubernetes_conn_id: as for the operator, and so are the next two.
+        in_cluster: whether the triggerer's own service account is used.
+        cluster_context: of the kubeconfig.
+        config_file: the kubeconfig's path; the triggerer reads it, so it has to be there too.
         deadline: when the task's `execution_timeout` is reached, in ISO format.
         aws_conn_id: connection whose secrets are to be masked in what the pod says.
         connection_env: likewise.
