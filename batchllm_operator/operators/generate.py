@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from airflow.sdk import Context, XComArg
 
 from batchllm_operator.operators.command import uris_and_counts
-from batchllm_operator.operators.pod_task import BatchLLMStageOperator
 from batchllm_operator.operators.pods.attempt import LABEL
 from batchllm_operator.operators.pods.settings import DRAIN_MARGIN_S
+from batchllm_operator.operators.stage import BatchLLMStageOperator
 
 
 class BatchLLMGenerateOperator(BatchLLMStageOperator):
@@ -41,12 +41,12 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
 
     def command(self) -> list[str]:
         """`batchllm run`, for as many GPUs as were asked for."""
-        gpus = ["--num-gpus", str(self.gpu_count)] if self.gpu is not None else []
-        return ["run", *self._shard(), *gpus]
+        return self._run_command(self.gpu_count if self.gpu is not None else 0)
 
-    def pod_command(self, grace_s: int) -> list[str]:
-        """Besides, to use the pod's grace period for the parts that are open."""
-        return [*self.command(), "--drain-s", str(max(0, grace_s - DRAIN_MARGIN_S))]
+    def pod_command(self, grace_s: int, num_gpus: int) -> list[str]:
+        """The same for the pod's GPUs; its grace period is for the parts that are open."""
+        drain_s = max(0, grace_s - DRAIN_MARGIN_S)
+        return [*self._run_command(num_gpus), "--drain-s", str(drain_s)]
 
     def verify_command(self, pod_uid: str | None) -> list[str]:
         """For the shard, whoever generated it."""
@@ -80,6 +80,9 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
     def _job(self) -> str:
         """A plan lies at .../<job>/<ds>/plan-<id>."""
         return ("", "", *str(self.plan_uri).rstrip("/").split("/"))[-3] or "job"
+
+    def _run_command(self, num_gpus: int) -> list[str]:
+        return ["run", *self._shard(), *(["--num-gpus", str(num_gpus)] if num_gpus else [])]
 
     def _shard(self) -> list[str]:
         return ["--plan", str(self.plan_uri), "--shard", str(self.shard_idx)]

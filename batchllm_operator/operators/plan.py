@@ -11,8 +11,9 @@ from airflow.sdk import Context
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.operators.command import uris_and_counts
-from batchllm_operator.operators.pod_task import UID_PLACE, BatchLLMStageOperator
+from batchllm_operator.operators.pod_task import UID_PLACE
 from batchllm_operator.operators.pods.attempt import LABEL
+from batchllm_operator.operators.stage import BatchLLMStageOperator
 from batchllm_operator.spec import JobSpec, load_spec
 
 PLAN_URI_KEY: Final = "plan_uri"
@@ -50,7 +51,7 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         """`batchllm plan` over the spec's file."""
         return ["plan", "--job", self.spec_path, "--ds", self.ds]
 
-    def pod_command(self, grace_s: int) -> list[str]:
+    def pod_command(self, grace_s: int, num_gpus: int) -> list[str]:
         """The same, with the spec itself, and a record for `verify` that has the pod's UID."""
         return ["plan", *self._job, "--record", UID_PLACE]
 

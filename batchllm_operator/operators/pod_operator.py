@@ -58,14 +58,15 @@ _OURS_REASON: Final = (
 class BatchLLMPodOperator(KubernetesPodOperator):
     """A `KubernetesPodOperator` with what our pods need as its defaults.
 
-    How it runs, and when it succeeds, is in `pod_task.BatchLLMStageOperator`.
+    How it runs, and when it succeeds, is in `stage.BatchLLMStageOperator`.
 
     Args:
         runner: `local` runs the command as a child process of the task, `kubernetes` in a pod.
             None: in a pod if a `gpu` is named, else as a child process.
         gpu: `nvidia` or `amd`: which resource, node labels, taints, image and environment the
             pod gets. None for none.
-        gpu_count: GPUs of the pod, and vLLM's tensor parallel size.
+        gpu_count: GPUs of the pod, and vLLM's tensor parallel size. Without `gpu`, a template's
+            GPUs set that size.
         image: container image (templated); by default `batchllm-cuda`, `batchllm-rocm` or
             `batchllm-airflow` with this release as its tag.
         cpu: processors that the pod asks for, in Kubernetes' notation; by default 4. Here and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -155,6 +156,7 @@ class TaskRun:
             self._waiting = None
             if others := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(others, timeout=30)  # the triggerer's event loop goes on
+            await _no_connections(limit_s=10)
 
     async def _run_trigger(self, trigger: Any) -> Any:
         try:
@@ -174,3 +176,11 @@ class TaskRun:
         if self._loop is not None and self._waiting is not None:
             self._waiting.cancel()
             self._loop.call_later(0.3, self._cancel_until_over)
+
+
+async def _no_connections(limit_s: float) -> None:
+    """Wait until this loop's connections have said farewell; asyncio has no call for that."""
+    selector = vars(asyncio.get_running_loop())["_selector"]
+    give_up_at = time.monotonic() + limit_s
+    while len(selector.get_map()) > 1 and time.monotonic() < give_up_at:  # one wakes the loop
+        await asyncio.sleep(0.01)

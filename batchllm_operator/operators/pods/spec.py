@@ -16,6 +16,7 @@ from batchllm_operator.operators.pods.settings import (
     DEFAULT_GRACE_S,
     DEFAULT_MEMORY,
     DEFAULT_SHM_SIZE,
+    PRESETS,
     PodSettings,
 )
 
@@ -206,6 +207,17 @@ def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
                 f" {count}; they must be the same"
             )
     container.resources.limits = {**(container.resources.limits or {}), name: count}
+
+
+def num_gpus(pod: k8s.V1Pod) -> int:
+    """GPUs that the main container gets, of whichever vendor, whoever asked for them.
+
+    Raises:
+        ValueError: the pod's template asks for something that isn't a number of GPUs.
+    """
+    resources = pod.spec.containers[0].resources
+    limits = (resources.limits if resources is not None else None) or {}
+    return sum(int(limits.get(preset.resource, 0)) for preset in PRESETS.values())
 
 
 def _resources(settings: PodSettings) -> k8s.V1ResourceRequirements:

@@ -15,7 +15,7 @@ from kubernetes.client import models as k8s
 
 from batchllm_operator import __version__
 from batchllm_operator.operators import BatchLLMGenerateOperator, batchllm_task_group
-from batchllm_operator.operators.pods.spec import with_secret
+from batchllm_operator.operators.pods.spec import num_gpus, with_secret
 
 PLAN_URI = "s3://lake/out/_batchllm/snippets/2026-01-31/plan-0123abcd"
 
@@ -222,7 +222,24 @@ def test_worker_and_pod_get_the_same_command() -> None:
     task = operator(gpu_count=2, termination_grace_period=330)
     command = ["run", "--plan", PLAN_URI, "--shard", "3", "--num-gpus", "2"]
     assert task.command() == command
-    assert task.pod_command(330) == [*command, "--drain-s", "300"]
+    assert task.pod_command(330, 2) == [*command, "--drain-s", "300"]
+
+
+@pytest.mark.parametrize("resource", ["nvidia.com/gpu", "amd.com/gpu"])
+def test_the_gpus_of_a_template_are_counted(resource: str) -> None:
+    """With no `gpu` given: they set the tensor parallel size all the same."""
+    given = template(resources={"limits": {resource: 4}})
+    task = operator(gpu=None, runner="kubernetes", pod_template_dict=given)
+    pod = task.build_pod_request_obj(dry_run=True)
+    assert num_gpus(pod) == 4
+    assert "--num-gpus 4 --drain-s" in " ".join(task.pod_command(60, num_gpus(pod)))
+
+
+def test_a_pod_without_gpus_has_none() -> None:
+    assert (
+        num_gpus(operator(gpu=None, runner="kubernetes").build_pod_request_obj(dry_run=True)) == 0
+    )
+    assert "--num-gpus" not in operator(gpu=None, runner="kubernetes").pod_command(60, 0)
 
 
 def pod_of_task(**arguments: Any) -> dict[str, Any]:

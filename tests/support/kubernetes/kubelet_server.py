@@ -54,8 +54,8 @@ class KubeletServer:
             text = f'previous terminated container "{container}" in pod "{pod}" not found'
             return web.Response(status=400, text=text)
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
-        await response.prepare(request)
         try:
+            await response.prepare(request)
             async for line in found.read(_query(request)):
                 await response.write(line)
             await response.write_eof()

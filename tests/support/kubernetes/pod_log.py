@@ -123,8 +123,8 @@ async def answer_log(
 
 async def _stream(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/plain"})
-    await response.prepare(request)
     try:
+        await response.prepare(request)
         async for chunk in answer.content.iter_any():
             await response.write(chunk)
         await response.write_eof()

@@ -1,0 +1,279 @@
+"""How a stage runs as a task: in the worker or in a pod, and the lake decides."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NoReturn
+
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
+from airflow.sdk import Context
+from kubernetes.client import models as k8s
+
+from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.credentials import Credentials
+from batchllm_operator.operators.pod_task import BatchLLMPodTask
+from batchllm_operator.operators.pods.attempt import QuotaExceededError, StoppedError
+from batchllm_operator.operators.pods.end import EndKind, PodEnd
+from batchllm_operator.operators.triggerer import triggerer_runs
+
+_QUOTA_PAUSE: Final = timedelta(seconds=60)
+_LONGEST_QUOTA_PAUSE: Final = timedelta(minutes=5)
+_VERIFY_PAUSES_S: Final = (2.0, 10.0)
+_DEFERRAL_MARGIN: Final = timedelta(minutes=2)
+"""After a task's deadline, when Airflow ends a deferral that the triggerer didn't."""
+_DEFERRAL_FAILED: Final = "__fail__"
+"""What Airflow calls then, in place of our method."""
+_KILLED: Final = "the task was killed; finished parts are kept"
+
+
+class BatchLLMStageOperator(BatchLLMPodTask):
+    """Runs one `batchllm` command in the worker or in a pod.
+
+    A pod's phase, exit code and log are reports of an attempt. The task succeeds when the
+    results are found in the lake, complete, by a command in the worker, which therefore needs
+    to read the lake. A try takes up the live pod that an earlier one left behind, and never
+    one that has ended. A pod that ends for the cluster's sake (eviction, preemption, a lost
+    node) is followed by another in the same try, and goes on from the finished parts.
+
+    Args:
+        kwargs: see `BatchLLMPodOperator`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._command_runner: CommandRunner | None = None
+
+    # What a stage is
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """The arguments of `batchllm` that do the work, the same in worker and pod."""
+
+    @abstractmethod
+    def verify_command(self, pod_uid: str | None) -> list[str] | None:
+        """The arguments of `batchllm` that look for the results, of that pod or of any.
+
+        None if only a pod that has run can have left some, and `pod_uid` is None.
+        """
+
+    @abstractmethod
+    def finish(self, context: Context, result: Mapping[str, Any]) -> Any:
+        """The task's return value, from the result of `command` or `verify_command`."""
+
+    # A try
+
+    def execute(self, context: Context) -> Any:
+        """Run the command to its end, or defer until its pod has ended.
+
+        Raises:
+            AirflowFailException: the spec, the table, the plan, a connection or the pod's
+                template is wrong; a retry won't help.
+            AirflowException: anything else; a retry goes on from what is finished.
+        """
+        if self.runner == "local":
+            command, *arguments = self.command()
+            return self.finish(context, self._commands().run(command, *arguments))
+        with self._released_when_killed(context):
+            found = self._verify(None)
+            if not isinstance(found, str):
+                self.log.info("The results are in the lake already: no pod is needed")
+                self._release(context)  # one that an earlier try left behind
+                return self.finish(context, found)
+            return self._work(context, num_disruptions=0)
+
+    def resume(self, context: Context, event: Mapping[str, Any], num_disruptions: int = 0) -> Any:
+        """Go on when the triggerer has seen the pod's end; see `execute`."""
+        with self._released_when_killed(context):
+            result = self._conclude(context, PodEnd.from_event(event), num_disruptions)
+            if result is not None:
+                return self.finish(context, result)
+            return self._work(context, num_disruptions + 1)
+
+    def resume_waiting(
+        self, context: Context, event: Any, num_disruptions: int, waiting_since: str
+    ) -> Any:
+        """Ask again for a pod that a quota had no room for; see `execute`."""
+        since = datetime.fromisoformat(waiting_since)
+        with self._released_when_killed(context):
+            return self._work(context, num_disruptions, waiting_since=since)
+
+    def resume_execution(
+        self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context
+    ) -> Any:
+        """Remove the pod when Airflow ends the deferral itself, without asking us.
+
+        It does so when the trigger raised, and when the triggerer didn't end it in time.
+        """
+        if next_method == _DEFERRAL_FAILED:
+            self._release(context)
+        return super().resume_execution(next_method, next_kwargs, context)
+
+    def on_kill(self) -> None:
+        """Have whatever `execute` waits for come to an end; `execute` sees to the pods.
+
+        Nothing is asked of the cluster here: Airflow calls this from a signal handler.
+        """
+        self._is_killed = True
+        if self._command_runner is not None:
+            self._command_runner.stop("the task was killed")
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _work(
+        self, context: Context, num_disruptions: int, waiting_since: datetime | None = None
+    ) -> Any:
+        """Take up or make a pod and watch it, or defer; make another after a disruption."""
+        defers = self.wants_deferral
+        if defers is None:
+            defers = triggerer_runs()
+            self.log.info(
+                "%s watches the pod (deferrable isn't given)",
+                "The triggerer" if defers else "No triggerer was found: this worker",
+            )
+        while True:
+            try:
+                pod = self._take_pod(context, num_disruptions)
+            except QuotaExceededError as full:
+                waiting_since = waiting_since or datetime.now(UTC)
+                deadline = self._deadline(context)
+                self._wait_for_quota(
+                    str(full), num_disruptions, waiting_since, defers=defers, deadline=deadline
+                )
+                continue
+            except StoppedError:
+                raise AirflowException(_KILLED) from None
+            waiting_since = None
+            if self._is_killed:
+                raise AirflowException(_KILLED)
+            if defers:
+                self._defer(context, pod, num_disruptions)
+            result = self._conclude(context, self._watch_here(context, pod), num_disruptions)
+            if result is not None:
+                return self.finish(context, result)
+            num_disruptions += 1
+
+    def _conclude(
+        self, context: Context, end: PodEnd, num_disruptions: int
+    ) -> dict[str, Any] | None:
+        """The results, if they are whole; None if another pod shall go on; else the failure.
+
+        The pod is removed, unless nobody knows how it is.
+        """
+        if end.kind is EndKind.STOPPED:
+            raise AirflowException(_KILLED)
+        if end.kind is EndKind.API_LOST:
+            if not self._will_be_retried(context):
+                self._release(context)  # perhaps this worker is let in
+            raise AirflowException(end.explanation())
+        found: dict[str, Any] | str = ""
+        try:
+            found = self._verify(end.pod_uid)
+        except AirflowException as error:
+            raise type(error)(f"{end.explanation()}. In the lake: {error}") from error
+        finally:
+            self._remove_pod(context, end, is_success=not isinstance(found, str))
+        if self._is_killed:
+            raise AirflowException(_KILLED)
+        if not isinstance(found, str):
+            if end.kind is not EndKind.EXITED or end.exit_code != 0:
+                self.log.warning("%s; but its results are whole", end.explanation())
+            return found
+        if end.is_disruption and num_disruptions < self.max_disruptions:
+            self.log.warning(
+                "%s; making pod %d of at most %d",
+                end.explanation(),
+                num_disruptions + 2,
+                self.max_disruptions + 1,
+            )
+            return None
+        message = f"{end.explanation()}. In the lake: {found}"
+        if end.is_final:
+            raise AirflowFailException(message)
+        raise AirflowException(message)
+
+    def _defer(self, context: Context, pod: k8s.V1Pod, num_disruptions: int) -> NoReturn:
+        """Leave the pod to the triggerer."""
+        deadline = self._deadline(context)
+        self.defer(
+            trigger=self._trigger(pod, deadline),
+            method_name="resume",
+            kwargs={"num_disruptions": num_disruptions},
+            timeout=_time_left(deadline),
+        )
+        raise AssertionError("defer always raises")
+
+    def _wait_for_quota(
+        self,
+        said: str,
+        num_disruptions: int,
+        since: datetime,
+        *,
+        defers: bool,
+        deadline: datetime | None = None,
+    ) -> None:
+        """Let some time pass, in the triggerer if there is one: longer, the longer it takes.
+
+        Raises:
+            AirflowException: the time is up, or the task was killed.
+        """
+        now = datetime.now(UTC)
+        if now - since > self.queue_timeout:
+            raise AirflowException(f"no room for a pod in time (queue_timeout): {said}")
+        if deadline is not None and now > deadline:
+            raise AirflowException(f"no room for a pod in time (execution_timeout): {said}")
+        self.log.info("Waiting for room in the namespace's quota: %s", said)
+        shortest = min(_QUOTA_PAUSE, timedelta(seconds=12 * self.poll_interval))
+        pause = min(max(shortest, (now - since) / 4), _LONGEST_QUOTA_PAUSE)
+        if defers:
+            self.defer(
+                trigger=TimeDeltaTrigger(pause),
+                method_name="resume_waiting",
+                kwargs={"num_disruptions": num_disruptions, "waiting_since": since.isoformat()},
+                timeout=_time_left(deadline),
+            )
+        self._sleep(pause.total_seconds())
+
+    # Commands in the worker
+
+    def _commands(self) -> CommandRunner:
+        credentials = Credentials.of(self.aws_conn_id, self.connection_env)
+        self._command_runner = CommandRunner(self.log, self.env, credentials, self.kill_grace_s)
+        return self._command_runner
+
+    def _verify(self, pod_uid: str | None) -> dict[str, Any] | str:
+        """The results in the lake, or what is missing of them; looks again if that fails."""
+        arguments = self.verify_command(pod_uid)
+        if arguments is None:
+            return ""
+        for pause_s in _VERIFY_PAUSES_S:
+            try:
+                return self._commands().verify(*arguments)
+            except AirflowFailException:
+                raise
+            except AirflowException as error:
+                if self._is_killed:
+                    raise
+                self.log.warning("%s; looking again in %d s", error, pause_s)
+                self._sleep(pause_s)
+        return self._commands().verify(*arguments)
+
+    def _sleep(self, seconds: float) -> None:
+        """Let time pass.
+
+        Raises:
+            AirflowException: the task was killed.
+        """
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._is_killed:
+                raise AirflowException(_KILLED)
+            time.sleep(min(0.5, seconds))
+
+
+def _time_left(deadline: datetime | None) -> timedelta | None:
+    """For a deferral, a little longer than until the deadline."""
+    return deadline - datetime.now(UTC) + _DEFERRAL_MARGIN if deadline is not None else None
