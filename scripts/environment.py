@@ -68,7 +68,9 @@ def _airflow(name: str) -> Environment:
 _PACKAGES = frozenset({"batchllm_operator", "batchllm_kernels"})
 _OURS = _PACKAGES | {"torch", "vllm"}
 ENVIRONMENTS = {
-    "cpu": Environment(_lock("cpu"), _OURS | {"airflow"}, extras=("cpu", "airflow", "dev")),
+    "cpu": Environment(
+        _lock("cpu"), _OURS | {"airflow"}, extras=("cpu", "airflow", "iceberg", "delta", "dev")
+    ),
     "compat": Environment(
         _lock("compat"), _OURS, groups=("compat",), left_out=COMPANIONS | {"triton"}
     ),
