@@ -19,6 +19,8 @@ class ExitCode(IntEnum):
     EMPTY = 3  # the partition has no rows and the spec says on_empty: fail
     TOO_MANY_FAILED_ROWS = 4  # more than max_failed_fraction
     INCOMPLETE = 5  # commit before every shard has finished
+    CONFLICT = 6  # somebody else has published the partition meanwhile
+    FENCED = 7  # a later attempt at the shard has taken over
     INTERRUPTED = 130  # 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
 
@@ -73,6 +75,22 @@ class IncompleteRunError(BatchLLMError):
     """Some rows have no output yet; run the named shards, then commit again."""
 
     exit_code = ExitCode.INCOMPLETE
+
+
+class ConflictError(BatchLLMError):
+    """Somebody else has published the partition meanwhile; nothing of ours was."""
+
+    exit_code = ExitCode.CONFLICT
+
+
+class CommitUnknownError(BatchLLMError):
+    """The answer to a commit was lost: it may have happened. Commit again to find out."""
+
+
+class FencedError(BatchLLMError):
+    """A later attempt at the same shard has taken over; this one must stop."""
+
+    exit_code = ExitCode.FENCED
 
 
 class StorageError(BatchLLMError):

@@ -29,9 +29,41 @@ class Snapshot:
     """One partition as it stood when it was looked at."""
 
     partition: str
+    version: str
+    """The table's state: `iceberg:<snapshot id>`, `delta:<version>` or `listing:<digest>`; a plan
+    records it. Equal versions are equal content."""
     files: tuple[InputFile, ...]
     schema: pa.Schema
-    """Columns of the partition, the partition columns (strings) included."""
+    """Columns of the partition, the partition columns included."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files; an upper bound where rows were deleted one by one."""
+        return sum(file.num_rows for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Whose outputs a partition of an output table holds."""
+
+    job: str
+    partition: str
+    plan_id: str
+
+    @property
+    def run_id(self) -> str:
+        """The value of column `run_id` in each of its rows."""
+        return f"{self.job}/{self.partition}/{self.plan_id}"
+
+    @classmethod
+    def of_run_id(cls, run_id: str | None) -> Publication | None:
+        """The publication that a row's `run_id` tells of; None if no job of ours wrote it.
+
+        A job's name and a plan's id hold no `/`; a partition's name may.
+        """
+        job, _, rest = (run_id or "").partition("/")
+        partition, _, plan_id = rest.rpartition("/")
+        return cls(job, partition, plan_id) if job and partition and plan_id else None
 
 
 class LakeTable(Protocol):
@@ -39,7 +71,7 @@ class LakeTable(Protocol):
 
     @property
     def uri(self) -> str:
-        """Where the table lies."""
+        """Where the table lies, as a spec names it."""
         ...
 
     def partitions(self) -> list[str]:
@@ -49,39 +81,60 @@ class LakeTable(Protocol):
     def snapshot(self, partition: str) -> Snapshot:
         """Describe the partition's present content; no files if the table lacks the partition.
 
-        Equal snapshots before and after a scan mean that it read one state of the partition.
-
         Raises:
             TableError: there is no table, it isn't partitioned by the column, or a file
                 can't be read.
+            StorageError: the storage or the catalog fails.
         """
         ...
 
     def scan(
         self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
     ) -> Iterator[pa.RecordBatch]:
-        """Stream the rows that meet all conditions, in an order that never changes.
+        """Stream the snapshot's rows that meet all conditions, in an order that never changes.
+
+        Whatever was committed since, they are the rows of that snapshot, or an error.
 
         Raises:
-            TableError: a column is unknown, or can't be compared as a condition asks.
+            TableError: a column is unknown, can't be compared as a condition asks, or the
+                snapshot is gone.
+            StorageError: the storage or the catalog fails.
         """
         ...
 
-    def published_metadata(self, partition: str) -> Mapping[str, str] | None:
-        """What the published partition's schema was marked with; None if nothing is published.
+    def published(self, partition: str) -> Publication | None:
+        """Whose outputs the partition holds; None if it has no rows, or there is no table.
 
         Raises:
-            TableError: the partition holds data that wasn't published by this package.
+            TableError: the partition holds rows that no job of this package wrote.
+            StorageError: the storage or the catalog fails.
         """
         ...
 
-    def publish(self, partition: str, data: Path) -> None:
-        """Replace the partition by the local Parquet file `data`, in one step.
+    def publish(
+        self,
+        publication: Publication,
+        data: Path,
+        *,
+        replaces: Publication | None,
+        add_columns: bool = False,
+    ) -> None:
+        """Replace the partition by the rows of the local Parquet file `data`, in one step.
 
-        Readers see the old or the new rows, never a mixture. The file's own metadata
-        (`published_schema`) says what it is.
+        Readers see the old or the new rows, never a mixture. Publishing what is published
+        already changes nothing.
+
+        Args:
+            publication: whose rows they are; their column `run_id` says the same.
+            data: all columns but the partition's own, in the table's order when it is new.
+            replaces: what `published` said when the caller decided to publish.
+            add_columns: whether columns that the table lacks may be added to it.
 
         Raises:
-            TableError: the partition holds data that wasn't published by this package.
+            ConflictError: the partition isn't `replaces` any more: somebody else has published.
+            CommitUnknownError: no answer came, and none can be found; it may have happened.
+            TableError: the table's schema or partitioning doesn't take these rows, or the
+                partition holds rows that no job of this package wrote.
+            StorageError: the storage or the catalog fails; nothing was published.
         """
         ...
