@@ -1,14 +1,16 @@
 """The data lake: tables to read and publish, folders to keep plans and parts in."""
 
 from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.parquet import ParquetTable, published_schema
-from batchllm_operator.lake.table import InputFile, LakeTable, Snapshot
+from batchllm_operator.lake.parquet import ParquetTable
+from batchllm_operator.lake.parquet_footer import published_schema
+from batchllm_operator.lake.table import InputFile, LakeTable, Publication, Snapshot
 
 __all__ = [
     "Folder",
     "InputFile",
     "LakeTable",
     "ParquetTable",
+    "Publication",
     "Snapshot",
     "open_table",
     "published_schema",

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from batchllm_operator.errors import EmptyPartitionError, SpecError, StorageError
+from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.arrange import arrange, write_shards
 from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target
@@ -107,15 +107,13 @@ def _build(
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
-    num_rows = sum(file.num_rows for file in snapshot.files)
+    num_rows = snapshot.num_rows
     if not spec.input.filter:  # which may leave any number of rows out
         budget.check(num_rows)
     with PromptStore(spool / _PROMPTS_FILE) as prompts:
         rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)))
         read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
         where = f"table {table.uri}, partition {ds!r}"
-        if table.snapshot(ds).files != snapshot.files:
-            raise StorageError(f"{where}: changed while it was read; plan again")
         _check_rows(spec, rows, where)
         budget.check(rows.num_rows, rows.search.min_merge_bytes)
         requests, ranked = _find_prefixes(spec, rows)
@@ -156,6 +154,7 @@ def _build(
         spec_identity=spec.identity,
         ds=ds,
         input_uri=table.uri,
+        input_version=snapshot.version,
         input_files=tuple(
             SnapshotFile(name=file.name, size_bytes=file.size_bytes, version=file.version)
             for file in snapshot.files

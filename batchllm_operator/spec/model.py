@@ -194,6 +194,9 @@ class OutputSpec(_Section):
     The job keeps plans, parts and reports under `_batchllm/` in it, which readers skip."""
     carry: Columns = ()
     """Input columns to carry over into the output, besides the key."""
+    add_columns: bool = False
+    """Whether columns that the output table lacks are added to it; else they are an error. A
+    column that the job no longer writes is null from then on."""
 
 
 class EngineSpec(_Section):
@@ -379,6 +382,7 @@ class JobSpec(_Section):
                 "profile",
             },
             "planner": {"target_gpu", "gpu_table", "memory_budget_bytes"},
+            "output": {"add_columns", "staging_uri"},
             "on_empty": True,
             "max_failed_fraction": True,
         }
