@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,12 +69,12 @@ class StagedFiles:
 
     def remove(self) -> None:
         """Remove the files. Only when it is certain that no snapshot refers to them."""
+        from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
+
         while self._paths:
-            path = self._paths.pop()
-            try:
-                self._table.io.delete(path)
-            except OSError:  # what is left over does no harm, and the fault that led here matters
-                continue
+            # What is left over does no harm, and the fault that led here is what matters.
+            with suppress(OSError, BotoCoreError):
+                self._table.io.delete(self._paths.pop())
 
     def _open(self) -> FileFormatWriter:
         # Their names sort as the rows do.
@@ -118,10 +119,12 @@ class StagedFiles:
 def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Neighbouring batches as one row group each."""
     pieces: list[pa.RecordBatch] = []
+    num_bytes = 0
     for batch in batches:
-        if pieces and sum(piece.nbytes for piece in pieces) + batch.nbytes > _GROUP_BYTES:
+        if pieces and num_bytes + batch.nbytes > _GROUP_BYTES:
             yield pa.Table.from_batches(pieces)
-            pieces = []
+            pieces, num_bytes = [], 0
         pieces.append(batch)
+        num_bytes += batch.nbytes
     if pieces:
         yield pa.Table.from_batches(pieces)
