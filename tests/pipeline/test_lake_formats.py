@@ -13,9 +13,10 @@ from support.fake_job import DS, document_rows, expected_prompt, fake_spec
 from support.lake_tables import LAKES, Lake, open_lake
 
 from batchllm_operator.engine.fake import fake_text
-from batchllm_operator.errors import ConflictError, SpecError, TableError
+from batchllm_operator.errors import ConflictError, PlanError, SpecError, TableError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.commit import commit_run, load_report, published_plan_uri
+from batchllm_operator.pipeline.partition import write_partition
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher
@@ -128,16 +129,17 @@ def test_a_commit_that_somebody_else_got_ahead_of(
     slow = run_job(spec_of(lakes))
     append(lakes[0], [{**row, "row_key": f"x-{row['row_key']}"} for row in input_rows(2, 2)])
     fast = run_job(spec_of(lakes))
-    write = __import__("batchllm_operator.pipeline.commit", fromlist=["x"]).write_partition
 
     def overtaken(plan: StoredPlan, *args: Any) -> Path:
-        data = write(plan, *args)
+        data = write_partition(plan, *args)
         if plan == slow:
             commit_run(fast.folder.uri)
         return data
 
     monkeypatch.setattr("batchllm_operator.pipeline.commit.write_partition", overtaken)
     with pytest.raises(ConflictError, match=fast.manifest.plan_id):
+        commit_run(slow.folder.uri)
+    with pytest.raises(PlanError, match="a later plan's outputs"):  # a retry doesn't win, either
         commit_run(slow.folder.uri)
     assert len(read(lakes[1], ["row_key"])) == 34
 
