@@ -128,6 +128,27 @@ def test_nulls_at_every_level(lake: IcebergLake, table: LakeTable, tmp_path: Pat
     assert found == found[:5] * 2000
 
 
+def test_statistics_of_numbers_and_flags_rule_files_out(
+    lake: IcebergLake, table: LakeTable
+) -> None:
+    """Where Arrow and Iceberg compare alike; 5.5 isn't a value that Iceberg would take for `n`."""
+    lake.append(DS, pa.table({"n": [1], "x": [0.5], "ok": [False]}))
+    ruled_out = lake.data_files()
+    lake.append(DS, pa.table({"n": [10], "x": [9.5], "ok": [True]}))
+    snapshot = table.snapshot(DS)
+    for path in ruled_out:
+        lake.remove(path)
+    for condition in (
+        FilterTerm(column="x", op=">=", value=1),
+        FilterTerm(column="x", op=">", value=0.75),
+        FilterTerm(column="ok", value=True),
+    ):
+        [batch] = table.scan(snapshot, ["n"], [condition])
+        assert batch.to_pylist() == [{"n": 10}]
+    with pytest.raises(TableError, match="vanished"):
+        list(table.scan(snapshot, ["n"], [FilterTerm(column="n", op=">", value=5.5)]))
+
+
 # Partitioning
 
 

@@ -134,14 +134,13 @@ def test_conditions_on_columns_that_are_not_read(lake: Lake, table: LakeTable) -
 def test_a_file_that_its_statistics_rule_out_is_not_read(lake: Lake, table: LakeTable) -> None:
     if not lake.has_versions:
         pytest.skip("plain Parquet has statistics in the files' own footers")
-    lake.append(DS, pa.table({"n": [1], "word": ["a"], "x": [0.5]}))
+    lake.append(DS, pa.table({"n": [1], "word": ["a"]}))
     ruled_out = lake.data_files()
-    lake.append(DS, pa.table({"n": [10], "word": ["z"], "x": [9.5]}))
+    lake.append(DS, pa.table({"n": [10], "word": ["z"]}))
     conditions = [
         FilterTerm(column="n", op=">", value=5),
         FilterTerm(column="n", op="in", value=(10, 11)),
         FilterTerm(column="word", value="z"),
-        FilterTerm(column="x", op=">=", value=1),
     ]
     snapshot = table.snapshot(DS)
     for path in ruled_out:
@@ -149,7 +148,7 @@ def test_a_file_that_its_statistics_rule_out_is_not_read(lake: Lake, table: Lake
     for condition in conditions:
         [batch] = table.scan(snapshot, ["n"], [condition])
         assert batch.to_pylist() == [{"n": 10}]
-    with pytest.raises(TableError, match="vanished"):
+    with pytest.raises(TableError, match=DS):
         list(table.scan(snapshot, ["n"]))
 
 
@@ -203,7 +202,8 @@ def test_a_vanished_snapshot(lake: Lake, table: LakeTable, tmp_path: Path) -> No
     snapshot = table.snapshot(DS)
     publish(table, numbers(2), tmp_path, of_plan("p2"))
     lake.forget()
-    with pytest.raises(TableError, match=snapshot.version):
+    number = snapshot.version.partition(":")[2]
+    with pytest.raises(TableError, match=f"{number} is gone"):
         list(table.scan(snapshot, ["n"]))
 
 
@@ -212,7 +212,7 @@ def test_vanished_files(lake: Lake, table: LakeTable) -> None:
     snapshot = table.snapshot(DS)
     for path in lake.data_files():
         lake.remove(path)
-    with pytest.raises(TableError, match="vanished"):
+    with pytest.raises(TableError, match=f"(?s)'{DS}'.*(vanished|is gone)"):
         list(table.scan(snapshot, ["n"]))
 
 
@@ -397,7 +397,7 @@ def test_an_unknown_outcome_is_not_cleaned_up(lake: Lake, table: LakeTable, tmp_
 
     def lose_all(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_lost:
-            raise lake.lost
+            raise lake.unreadable
         return real(*args, **kwargs)
 
     def lose_answer(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,9 @@ class Lake(Protocol):
     read: tuple[Any, str]
     """Object and name of a function without which the table can't be looked at."""
     lost: Exception
-    """What such functions raise when the connection is lost."""
+    """What `commit` raises when the connection is lost."""
+    unreadable: Exception
+    """What `read` raises then."""
 
     def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
         """Another program adds a file of rows to a partition."""
@@ -58,6 +60,7 @@ class ParquetLake:
 
     has_versions = False
     lost: Exception = StorageError("connection lost")
+    unreadable: Exception = lost
 
     def __init__(
         self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
@@ -94,6 +97,7 @@ class IcebergLake:
 
     has_versions = True
     lost: Exception = ConnectionError("connection lost")
+    unreadable: Exception = lost
 
     def __init__(
         self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
