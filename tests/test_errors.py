@@ -21,6 +21,9 @@ CODES = {
     "EmptyPartitionError": 3,
     "FailedRowsError": 4,
     "IncompleteRunError": 5,
+    "CommitUnknownError": 1,
+    "ConflictError": 6,
+    "FencedError": 7,
 }
 
 
@@ -41,6 +44,8 @@ def test_exit_codes_are_distinct_and_never_change() -> None:
         "EMPTY": 3,
         "TOO_MANY_FAILED_ROWS": 4,
         "INCOMPLETE": 5,
+        "CONFLICT": 6,
+        "FENCED": 7,
         "INTERRUPTED": 130,
         "TERMINATED": 143,
     }
