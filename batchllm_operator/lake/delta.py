@@ -77,8 +77,7 @@ class DeltaTable:
         yield from self._rows(snapshot, self._pinned(snapshot), columns, conditions)
 
     def published(self, partition: str) -> Publication | None:
-        version = self._log.latest()
-        return None if version is None else self._published_in(version, partition)
+        return self._look(partition)[1]
 
     def publish(
         self,
@@ -91,9 +90,8 @@ class DeltaTable:
         partition = publication.partition
         rows = OutputFile(self._folder, self._new_file_name(partition), data)
         pauses_s = iter(_pauses_s())
-        seen = self._log.latest()
+        seen, found = self._look(partition)
         while True:
-            found = None if seen is None else self._published_in(seen, partition)
             if is_published(self.uri, found, publication, replaces):
                 return
             try:
@@ -101,7 +99,8 @@ class DeltaTable:
                 return
             except CommitRefusedError as error:
                 refusal = error
-            tried, seen = seen, self._look_again(refusal, partition)
+            tried = seen
+            seen, found = self._look_again(partition, refusal)
             if _number(seen) == _number(tried):
                 raise self._failure(refusal, partition)
             # Somebody was first, elsewhere in the table or here; or it was us.
@@ -122,9 +121,16 @@ class DeltaTable:
         kind = StorageError if refusal.is_storage else TableError
         return kind(f"output {self.uri}: partition {partition!r} wasn't published: {refusal}")
 
-    def _look_again(self, refusal: CommitRefusedError, partition: str) -> TableVersion | None:
+    def _look(self, partition: str) -> tuple[TableVersion | None, Publication | None]:
+        """The table as it is now, and whose outputs the partition holds in that version."""
+        version = self._log.latest()
+        return version, None if version is None else self._published_in(version, partition)
+
+    def _look_again(
+        self, partition: str, refusal: CommitRefusedError
+    ) -> tuple[TableVersion | None, Publication | None]:
         try:
-            return self._log.latest()
+            return self._look(partition)
         except StorageError as error:
             raise CommitUnknownError(
                 f"output {self.uri}: no answer came whether partition {partition!r} was published"
