@@ -1,6 +1,7 @@
 """The data lake: tables to read and publish, folders to keep plans and parts in."""
 
 from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.opening import open_table
 from batchllm_operator.lake.parquet import ParquetTable
 from batchllm_operator.lake.parquet_footer import published_schema
 from batchllm_operator.lake.table import InputFile, LakeTable, Publication, Snapshot
@@ -15,8 +16,3 @@ __all__ = [
     "open_table",
     "published_schema",
 ]
-
-
-def open_table(uri: str, partition_column: str) -> LakeTable:
-    """The table at `uri`. Parquet is the only format so far."""
-    return ParquetTable(Folder.open(uri), partition_column)

@@ -45,14 +45,14 @@ from batchllm_operator.planner.plan import (
 )
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
-from batchllm_operator.spec import SPEC_VERSION, JobSpec
+from batchllm_operator.spec import SPEC_VERSION, JobSpec, TableAddress
 
 _log = logging.getLogger(__name__)
 _PROMPTS_FILE: Final = "prompts.bin"
 
 
 def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
-    """Plan the job for partition `ds`, and persist the plan in the output table's folder.
+    """Plan the job for partition `ds`, and persist the plan in the job's staging folder.
 
     Nothing is written there before the whole plan stands. Equal inputs give equal bytes
     in the same folder, so planning again is harmless.
@@ -67,8 +67,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         StorageError: the input changed while it was read, or the disk is full.
         EmptyPartitionError: there are no rows and the spec says `on_empty: fail`.
     """
-    source, target = f"{spec.input.uri}/", f"{spec.output.uri}/"
-    if source.startswith(target) or target.startswith(source):
+    if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
         raise SpecError(
             f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
             " one would be read or overwritten as a part of the other"

@@ -134,4 +134,4 @@ def job_folder(spec: JobSpec, ds: str) -> Folder:
     name = quote(ds, safe="")
     if name in (".", ".."):  # a value like any other, but not as a folder's name
         name = name.replace(".", "%2E")
-    return Folder.open(spec.output.uri).child("_batchllm", spec.name, name)
+    return Folder.open(spec.output.staging_folder).child("_batchllm", spec.name, name)
