@@ -171,14 +171,10 @@ class DeltaTable:
         }
         if seen is None:
             self._check_free(partition)
-            files = rows.put(where, columns, values)
-            schema = columns.append(pa.field(column, pa.string()))
-            self._log.create(schema, column, files, metadata)
-            return
-        known = {field.name: field for field in [*seen.schema, *new]}
+        known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
         files = rows.put(where, pa.schema([known[name] for name in columns.names]), values)
-        if files or new or self._files_of(seen, partition):
-            self._log.replace(seen, (column, partition), files, new, metadata)
+        if seen is None or files or new or self._files_of(seen, partition):
+            self._log.commit(seen, (column, partition), files, new, metadata)
 
     def _rows(
         self,
@@ -192,7 +188,7 @@ class DeltaTable:
         with reading(self.uri, snapshot.partition):
             condition = row_condition(conditions, schema) if files else None
             for file in files:
-                if not all(may_hold(term, file) for term in conditions):
+                if not all(may_hold(term, file, schema) for term in conditions):
                     continue
                 try:
                     with self._folder.open_file(file.name, read_ahead=False) as source:
@@ -202,7 +198,7 @@ class DeltaTable:
                 except FileNotFoundError as error:
                     raise TableError(
                         f"table {self.uri}: partition {snapshot.partition!r} is gone as it was in"
-                        f" version {snapshot.version}: {file.name} was removed, as a vacuum does;"
+                        f" version {snapshot.version}: {file.name} vanished, as after a vacuum;"
                         " plan again"
                     ) from error
 
@@ -294,7 +290,7 @@ class DeltaTable:
         files = self._files_of(self._log.at(int(number)), snapshot.partition)
         if [file.name for file in files] != [file.name for file in snapshot.files]:
             raise TableError(
-                f"table {self.uri}: is another one than when version {number} was looked at; plan"
+                f"table {self.uri}: is another one than when {snapshot.version} was looked at; plan"
                 " again"
             )
         return files

@@ -88,69 +88,75 @@ class DeltaLog:
             TableError: that version is gone, or can't be read.
             StorageError: the storage fails.
         """
-        with self._reading(f"version {number} is gone, or its log is damaged; plan again"):
+        with self._reading(f"version delta:{number} is gone, or its log is damaged; plan again"):
             return self._load(number)
 
-    def create(
+    def commit(
         self,
-        schema: pa.Schema,
-        partition_column: str,
-        files: Sequence[AddAction],
-        metadata: Mapping[str, str],
-    ) -> None:
-        """Write version 0.
-
-        Raises:
-            CommitRefusedError: it was not, as far as is known.
-        """
-        from deltalake import CommitProperties, Schema
-        from deltalake.transaction import create_table_with_add_actions
-
-        with self._committing():
-            create_table_with_add_actions(
-                self._location,
-                Schema.from_arrow(schema),
-                list(files),
-                mode="error",
-                partition_by=partition_column,
-                storage_options=self._options,
-                commit_properties=CommitProperties(dict(metadata), max_commit_retries=0),
-            )
-
-    def replace(
-        self,
-        version: TableVersion,
+        seen: TableVersion | None,
         partition: tuple[str, str],
         files: Sequence[AddAction],
         new_columns: pa.Schema,
         metadata: Mapping[str, str],
     ) -> None:
-        """Write the version after `version`: one partition replaced by `files`.
+        """Write the version after `seen`, in which `files` are all that the partition has.
 
         delta-rs would write a later one if it saw no conflict with those between. Without retries
-        it doesn't, so that the caller decides, knowing what it has seen at `version`.
+        it doesn't, so that the caller decides, knowing what was there in `seen`.
 
         Args:
+            seen: the table; None makes one, of the new columns and the partition column.
             partition: the partition column, and the value as the log has it.
+            files: lie in the table's folder already.
+            new_columns: to add to the table.
+            metadata: what the history says of the commit.
 
         Raises:
-            CommitRefusedError: it was not, as far as is known.
+            CommitRefusedError: it wasn't written, as far as is known.
         """
-        from deltalake import CommitProperties, Schema
+        from deltalake.exceptions import DeltaError
 
-        schema = version.raw.schema()
+        try:
+            self._write(seen, partition, files, new_columns, metadata)
+        except (OSError, DeltaError) as error:
+            is_storage = isinstance(error, OSError) and not isinstance(error, PermissionError)
+            raise CommitRefusedError(_text(error), is_storage=is_storage) from None
+
+    def _write(
+        self,
+        seen: TableVersion | None,
+        partition: tuple[str, str],
+        files: Sequence[AddAction],
+        new_columns: pa.Schema,
+        metadata: Mapping[str, str],
+    ) -> None:
+        from deltalake import CommitProperties, Schema
+        from deltalake.transaction import create_table_with_add_actions
+
+        column, value = partition
+        properties = CommitProperties(dict(metadata), max_commit_retries=0)
+        if seen is None:
+            create_table_with_add_actions(
+                self._location,
+                Schema.from_arrow(new_columns.append(pa.field(column, pa.string()))),
+                list(files),
+                mode="error",
+                partition_by=column,
+                storage_options=self._options,
+                commit_properties=properties,
+            )
+            return
+        schema = seen.raw.schema()
         if new_columns:
             schema = Schema([*schema.fields, *Schema.from_arrow(new_columns).fields])
-        column, value = partition
-        with self._committing():
-            version.raw.create_write_transaction(
-                list(files),
-                "overwrite",
-                schema,
-                list(version.partition_columns),
-                [(column, "=", value)],
-                commit_properties=CommitProperties(dict(metadata), max_commit_retries=0),
-            )
+        seen.raw.create_write_transaction(
+            list(files),
+            "overwrite",
+            schema,
+            list(seen.partition_columns),
+            [(column, "=", value)],
+            commit_properties=properties,
+        )
 
     def _load(self, number: int | None) -> TableVersion:
         from deltalake import DeltaTable
@@ -177,16 +183,6 @@ class DeltaLog:
             raise StorageError(f"table {self.uri}: {_text(error)}") from None
         except DeltaError as error:
             raise TableError(f"table {self.uri}: {what}: {_text(error)}") from None
-
-    @contextmanager
-    def _committing(self) -> Iterator[None]:
-        from deltalake.exceptions import DeltaError
-
-        try:
-            yield
-        except (OSError, DeltaError) as error:
-            is_storage = isinstance(error, OSError) and not isinstance(error, PermissionError)
-            raise CommitRefusedError(_text(error), is_storage=is_storage) from None
 
 
 def _s3_options() -> dict[str, str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import deltalake
 
 _CONSTRAINT: Final = "delta.constraints."
+_MOST_EXACT: Final = 2**53  # integers beyond aren't all doubles
 _COLUMN_RULES: Final = ("delta.invariants", "delta.generationExpression", "delta.identity.")
 
 
@@ -102,14 +103,20 @@ class TableVersion:
         return value if str(value) == partition else None
 
 
-def may_hold(term: FilterTerm, file: DataFile) -> bool:
+def may_hold(term: FilterTerm, file: DataFile, schema: pa.Schema) -> bool:
     """Whether a row of the file may meet the condition, by the least and greatest value.
 
-    Only integers and strings are judged: there comparing in Python is what Arrow does.
+    Integers, doubles and strings are judged: there comparing in Python is what Arrow does.
     """
     low, high = file.lowest.get(term.column), file.highest.get(term.column)
     wanted: tuple[Any, ...] = term.value if isinstance(term.value, tuple) else (term.value,)
-    if type(low) not in (int, str) or any(type(v) is not type(low) for v in (high, *wanted)):
+    is_exact = pa.types.is_float64(schema.field(term.column).type)
+    comparable = (int, float) if is_exact else (type(low),)
+    if type(low) not in (int, float, str) or (type(low) is float and not is_exact):
+        return True
+    if any(type(value) not in comparable for value in (high, *wanted)) or low != low:
+        return True
+    if is_exact and any(abs(value) > _MOST_EXACT for value in wanted):
         return True
     match term.op:
         case "==" | "in":
