@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import and_
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import pyarrow as pa
 import pyarrow.dataset as pds
@@ -32,7 +32,7 @@ _LEAST_READ_BYTES: Final = 64 << 10
 def read_batches(
     file: IO[bytes],
     schema: pa.Schema,
-    folder_values: Mapping[str, str | None],
+    folder_values: Mapping[str, Any],
     condition: pds.Expression | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """The file's rows that meet `condition`, in their order, as columns of `schema`.
@@ -44,6 +44,7 @@ def read_batches(
     Args:
         file: seekable; stays open.
         schema: all columns wanted, those of `condition` included.
+        folder_values: texts, or Python values of the columns' types; None is null.
 
     Returns:
         Batches of at most 4,096 rows and about 16 MiB, decoded; one row may be larger.
@@ -144,7 +145,7 @@ def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def _align(
-    batch: pa.RecordBatch, schema: pa.Schema, folder_values: Mapping[str, str | None]
+    batch: pa.RecordBatch, schema: pa.Schema, folder_values: Mapping[str, Any]
 ) -> pa.RecordBatch:
     """`batch` with the columns of `schema`, as Arrow's dataset scan evolves a file's schema."""
     columns = []
@@ -161,7 +162,7 @@ def _align(
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _known(schema: pa.Schema, folder_values: Mapping[str, str | None]) -> pds.Expression:
+def _known(schema: pa.Schema, folder_values: Mapping[str, Any]) -> pds.Expression:
     """What the folders say of all rows: it may rule the file out before it is read."""
     known = (
         pds.field(name).is_null() if value is None else pds.field(name) == value

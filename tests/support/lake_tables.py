@@ -162,7 +162,57 @@ class IcebergLake:
         table.maintenance.expire_snapshots().by_ids(old).commit()
 
 
-LAKES: dict[str, type[Lake]] = {"parquet": ParquetLake, "iceberg": IcebergLake}
+class DeltaLake:
+    """A table in a folder; other programs write it with delta-rs."""
+
+    has_versions = True
+    lost: Exception = OSError("connection lost")
+
+    def __init__(
+        self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
+    ) -> None:
+        from batchllm_operator.lake.delta_log import DeltaLog
+
+        self.folder = Folder.open(f"{uri}/{name}")
+        self.address, self.staging = f"delta+{uri}/{name}", f"{uri}/staging"
+        self.commit = (DeltaLog, "_write")
+        self.read = (DeltaLog, "_load")
+        is_s3 = uri.startswith("s3://")
+        self._options = {"conditional_put": "etag", "allow_http": "true"} if is_s3 else {}
+
+    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+        from deltalake import write_deltalake
+
+        rows = rows.append_column("ds", pa.array([partition] * rows.num_rows, pa.string()))
+        write_deltalake(
+            self.folder.uri,
+            rows,
+            partition_by="ds",
+            mode="append",
+            schema_mode="merge",
+            storage_options=self._options,
+        )
+
+    def data_files(self) -> list[str]:
+        return [name for name in self.folder.find() if name.endswith(".parquet")]
+
+    def remove(self, path: str) -> None:
+        self.folder.remove(path)
+
+    def forget(self) -> None:
+        from deltalake import DeltaTable
+
+        table = DeltaTable(self.folder.uri, storage_options=self._options)
+        table.create_checkpoint()
+        for version in range(table.version()):
+            self.folder.remove(f"_delta_log/{version:020}.json")
+
+
+LAKES: dict[str, type[Lake]] = {
+    "parquet": ParquetLake,
+    "iceberg": IcebergLake,
+    "delta": DeltaLake,
+}
 
 
 def open_lake(lake: Lake) -> LakeTable:

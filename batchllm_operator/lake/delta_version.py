@@ -1,0 +1,141 @@
+"""One version of a Delta table, as its log describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from batchllm_operator.errors import TableError
+from batchllm_operator.spec import FilterTerm
+
+if TYPE_CHECKING:
+    import deltalake
+
+_CONSTRAINT: Final = "delta.constraints."
+_MOST_EXACT: Final = 2**53  # integers beyond aren't all doubles
+_COLUMN_RULES: Final = ("delta.invariants", "delta.generationExpression", "delta.identity.")
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One data file of a version."""
+
+    name: str
+    """Path relative to the table's root, as the storage knows it."""
+    partition_values: Mapping[str, Any]
+    """By partition column, as Python values of its type; None is null."""
+    size_bytes: int
+    modified_ms: int
+    num_rows: int | None
+    lowest: Mapping[str, Any]
+    """No value of the column is less. Columns may be missing."""
+    highest: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TableVersion:
+    """A table as one of its versions has it."""
+
+    number: int
+    schema: pa.Schema
+    partition_columns: tuple[str, ...]
+    checks: tuple[str, ...]
+    """Names of the rules for new rows that a writer must apply."""
+    takes_local_time: bool
+    """Whether columns may be added that hold timestamps without a time zone."""
+    raw: deltalake.DeltaTable
+
+    @classmethod
+    def of(cls, raw: deltalake.DeltaTable) -> TableVersion:
+        """The version that delta-rs has loaded."""
+        metadata = raw.metadata()
+        return cls(
+            number=raw.version(),
+            schema=pa.schema(raw.schema().to_arrow()),
+            partition_columns=tuple(metadata.partition_columns),
+            checks=tuple(_checks(raw)),
+            takes_local_time="timestampNtz" in (raw.protocol().writer_features or ()),
+            raw=raw,
+        )
+
+    def files(self) -> Iterator[DataFile]:
+        """All files, in no order."""
+        actions = pa.table(self.raw.get_add_actions())
+        for batch in actions.to_batches(1024):
+            for action in batch.to_pylist():
+                yield DataFile(
+                    name=unquote(action["path"]),
+                    partition_values=action.get("partition") or {},
+                    size_bytes=action["size_bytes"],
+                    modified_ms=action["modification_time"],
+                    num_rows=action["num_records"],
+                    lowest=action.get("min") or {},
+                    highest=action.get("max") or {},
+                )
+
+    def partition_value(self, column: str, partition: str) -> str | int | date | None:
+        """The value of the partition column that is written `partition`; None if there is none.
+
+        Raises:
+            TableError: the column isn't one of strings, integers or dates.
+        """
+        kind = self.schema.field(column).type
+        if pa.types.is_string(kind):
+            return partition or None  # Delta keeps an empty text as null
+        try:
+            value: int | date
+            if pa.types.is_integer(kind):
+                value = int(partition)
+            elif pa.types.is_date(kind):
+                value = date.fromisoformat(partition)
+            else:
+                raise TableError(
+                    f"partition column {column!r} holds {kind}; only strings, integers and dates"
+                    " can name a partition"
+                )
+        except ValueError:
+            return None
+        return value if str(value) == partition else None
+
+
+def may_hold(term: FilterTerm, file: DataFile, schema: pa.Schema) -> bool:
+    """Whether a row of the file may meet the condition, by the least and greatest value.
+
+    Integers, doubles and strings are judged: there comparing in Python is what Arrow does.
+    """
+    low, high = file.lowest.get(term.column), file.highest.get(term.column)
+    wanted: tuple[Any, ...] = term.value if isinstance(term.value, tuple) else (term.value,)
+    is_exact = pa.types.is_float64(schema.field(term.column).type)
+    comparable = (int, float) if is_exact else (type(low),)
+    if type(low) not in (int, float, str) or (type(low) is float and not is_exact):
+        return True
+    if any(type(value) not in comparable for value in (high, *wanted)) or low != low:
+        return True
+    if is_exact and any(abs(value) > _MOST_EXACT for value in wanted):
+        return True
+    match term.op:
+        case "==" | "in":
+            return any(low <= value <= high for value in wanted)
+        case "<":
+            return bool(low < wanted[0])
+        case "<=":
+            return bool(low <= wanted[0])
+        case ">":
+            return bool(high > wanted[0])
+        case ">=":
+            return bool(high >= wanted[0])
+        case _:
+            return True
+
+
+def _checks(raw: deltalake.DeltaTable) -> Iterator[str]:
+    """Constraints, and columns whose values are checked or made by the writer."""
+    yield from (name for name in raw.metadata().configuration if name.startswith(_CONSTRAINT))
+    for field in raw.schema().fields:
+        if any(key.startswith(_COLUMN_RULES) for key in field.metadata):
+            yield f"column {field.name}"

@@ -1,0 +1,1168 @@
+"""Delta tables, on local disk and on S3: what all lake tables promise, and what is Delta's own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import multiprocessing
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import deltalake
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable as RawTable
+from deltalake import write_deltalake
+
+from batchllm_operator.errors import (
+    CommitUnknownError,
+    ConflictError,
+    SpecError,
+    StorageError,
+    TableError,
+)
+from batchllm_operator.lake import Folder, LakeTable, Publication
+from batchllm_operator.lake.delta import DeltaTable
+from batchllm_operator.lake.delta_log import CommitRefusedError, DeltaLog
+from batchllm_operator.spec import FilterTerm
+
+DS = "2026-01-31"
+HOSTILE = ["a/b", "..", "x y", "ü", "%2F", "it's", 'q"r', "=&?#", "a\\b", "a:b", "*|<>^{}~`[]"]
+
+
+@pytest.fixture
+def folder(lake_uri: str) -> Folder:
+    return Folder.open(lake_uri).child("table")
+
+
+@pytest.fixture
+def table(folder: Folder) -> DeltaTable:
+    return DeltaTable(folder.uri, "ds")
+
+
+def options(folder: Folder) -> dict[str, str]:
+    return {} if folder.is_local else {"aws_conditional_put": "etag", "allow_http": "true"}
+
+
+def raw(folder: Folder, version: int | None = None) -> RawTable:
+    return RawTable(folder.uri, version=version, storage_options=options(folder))
+
+
+def write(folder: Folder, rows: pa.Table, **how: Any) -> None:
+    """What another writer does."""
+    write_deltalake(
+        folder.uri,
+        rows,
+        **{"mode": "append", "partition_by": "ds", "storage_options": options(folder)} | how,
+    )
+
+
+def numbers(*values: int, ds: Any = DS) -> pa.Table:
+    return pa.table({"n": pa.array(values, pa.int64()), "ds": pa.array([ds] * len(values))})
+
+
+def by(plan_id: str, partition: str = DS) -> Publication:
+    return Publication("job", partition, plan_id)
+
+
+def outputs(folder: Path, publication: Publication, *values: int, **columns: Any) -> Path:
+    """A file of rows to publish."""
+    path = folder / f"{publication.plan_id}.parquet"
+    own = {"n": pa.array(values, pa.int64()), **columns}
+    run_ids = pa.array([publication.run_id] * len(values), pa.string())
+    pq.write_table(pa.table({**own, "run_id": run_ids}), path)
+    return path
+
+
+def rows(
+    table: LakeTable,
+    columns: Sequence[str],
+    conditions: Sequence[FilterTerm] = (),
+    partition: str = DS,
+) -> list[dict[str, Any]]:
+    batches = table.scan(table.snapshot(partition), columns, conditions)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def values(table: LakeTable, partition: str = DS) -> list[int]:
+    return sorted(row["n"] for row in rows(table, ["n"], partition=partition))
+
+
+# Snapshots
+
+
+def test_a_snapshot_pins_the_partitions_files(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1, 2))
+    write(folder, numbers(3))
+    write(folder, numbers(4, ds="2026-02-01"))
+    snapshot = table.snapshot(DS)
+    assert snapshot.partition == DS
+    assert snapshot.version == "delta:2"
+    assert snapshot.num_rows == 3
+    names = [file.name for file in snapshot.files]
+    assert names == sorted(names)
+    found = folder.find()
+    assert all(file.size_bytes == found[file.name]["size"] for file in snapshot.files)
+    assert snapshot.schema == pa.schema([("n", pa.int64()), ("ds", pa.string())])
+
+
+def test_the_uri_is_the_specs(folder: Folder, table: DeltaTable) -> None:
+    assert table.uri == f"delta+{folder.uri}"
+
+
+def test_partitions_are_listed_by_name(folder: Folder, table: DeltaTable) -> None:
+    assert table.partitions() == []
+    for name in ("b", "a/b", None):
+        write(folder, numbers(1, ds=name) if name else numbers(1).set_column(1, "ds", [[None]]))
+    assert table.partitions() == ["a/b", "b"]
+
+
+def test_a_table_that_is_not_there(folder: Folder, table: DeltaTable) -> None:
+    with pytest.raises(TableError, match="there is no Delta table") as caught:
+        table.snapshot(DS)
+    assert table.uri in str(caught.value)
+
+
+def test_a_table_without_the_partition_column(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1), partition_by=None)
+    with pytest.raises(TableError, match="isn't partitioned by 'ds', but by no column"):
+        table.snapshot(DS)
+
+
+def test_an_absent_partition_has_a_schema_and_no_files(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1, ds="2025-01-01"))
+    snapshot = table.snapshot(DS)
+    assert snapshot.files == ()
+    assert snapshot.schema.names == ["n", "ds"]
+    assert list(table.scan(snapshot, ["n"])) == []
+    with pytest.raises(TableError, match="no column 'm'"):
+        list(table.scan(snapshot, ["m"]))
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text", "other"),
+    [
+        (date(2026, 1, 31), pa.date32(), "2026-01-31", "20260131"),
+        (7, pa.int32(), "7", "07"),
+        (-7, pa.int64(), "-7", "+7"),
+    ],
+)
+def test_partitions_of_other_types_are_named_as_they_are_written(
+    folder: Folder, table: DeltaTable, value: Any, kind: pa.DataType, text: str, other: str
+) -> None:
+    write(folder, pa.table({"n": [1, 2], "ds": pa.array([value, None], kind)}))
+    assert table.partitions() == [text]
+    assert rows(table, ["n", "ds"], partition=text) == [{"n": 1, "ds": value}]
+    assert table.snapshot(other).files == ()
+    assert table.snapshot("x").files == ()
+
+
+def test_partitions_of_a_type_without_one_way_to_write_it(
+    folder: Folder, table: DeltaTable
+) -> None:
+    write(folder, pa.table({"n": [1], "ds": [1.5]}))
+    with pytest.raises(TableError, match="holds double; only strings, integers and dates"):
+        table.snapshot("1.5")
+
+
+@pytest.mark.parametrize("partition", HOSTILE)
+def test_any_partition_value_of_another_writer_is_read(
+    folder: Folder, table: DeltaTable, partition: str
+) -> None:
+    write(folder, numbers(1, ds=partition))
+    write(folder, numbers(2, ds="other"))
+    assert rows(table, ["n", "ds"], partition=partition) == [{"n": 1, "ds": partition}]
+
+
+def test_files_whose_rows_were_not_counted(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1, 2))
+    edit_log(folder, 0, "add", lambda add: add.update(stats=None))
+    assert [file.num_rows for file in table.snapshot(DS).files] == [2]
+
+
+def edit_log(folder: Folder, version: int, action: str, edit: Callable[[Any], None]) -> None:
+    name = f"_delta_log/{version:020}.json"
+    lines = [json.loads(line) for line in folder.read_bytes(name).splitlines()]
+    for line in lines:
+        if action in line:
+            edit(line[action])
+    folder.write_bytes(name, "\n".join(map(json.dumps, lines)).encode())
+
+
+def commit_info(folder: Folder, version: int) -> dict[str, Any]:
+    """What the history says. `RawTable.history` would wait for a server in this process."""
+    lines = folder.read_bytes(f"_delta_log/{version:020}.json").splitlines()
+    (info,) = (found["commitInfo"] for line in lines if "commitInfo" in (found := json.loads(line)))
+    return dict(info)
+
+
+@pytest.mark.parametrize("path", ["../other/a.parquet", "/etc/passwd", "s3://other/a.parquet"])
+def test_files_outside_of_the_table(folder: Folder, table: DeltaTable, path: str) -> None:
+    write(folder, numbers(1))
+    edit_log(folder, 0, "add", lambda add: add.update(path=path))
+    with pytest.raises(TableError, match="outside of its folder"):
+        table.snapshot(DS)
+
+
+@pytest.mark.parametrize("feature", ["deletionVectors", "columnMapping", "typeOfTomorrow"])
+def test_features_that_cannot_be_read_are_named(
+    folder: Folder, table: DeltaTable, feature: str
+) -> None:
+    write(folder, numbers(1))
+    versions = {"minReaderVersion": 3, "minWriterVersion": 7}
+    features = {"readerFeatures": [feature], "writerFeatures": [feature]}
+    edit_log(folder, 0, "protocol", lambda protocol: protocol.update(versions | features))
+    mode = {"delta.columnMapping.mode": "name"}
+    if feature == "columnMapping":
+        edit_log(folder, 0, "metaData", lambda meta: meta.update(configuration=mode))
+    with pytest.raises(TableError, match=feature):
+        table.snapshot(DS)
+    with pytest.raises(TableError, match=feature):
+        table.published(DS)
+
+
+def test_a_damaged_log(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1))
+    folder.write_bytes(f"_delta_log/{0:020}.json", b'{"add": 1')
+    with pytest.raises(TableError, match="its log can't be read"):
+        table.snapshot(DS)
+
+
+# Scans
+
+
+def test_scan_gives_the_columns_that_were_asked_for_in_that_order(
+    folder: Folder, table: DeltaTable
+) -> None:
+    write(folder, pa.table({"a": [1], "b": ["x"], "c": [2.5], "ds": [DS]}))
+    assert rows(table, ["c", "ds", "a"]) == [{"c": 2.5, "ds": DS, "a": 1}]
+    assert rows(table, ["ds"]) == [{"ds": DS}]
+    batch = next(table.scan(table.snapshot(DS), ["c", "ds", "a"]))
+    assert batch.schema.names == ["c", "ds", "a"]
+
+
+def test_later_commits_are_not_seen(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1, 2))
+    snapshot = table.snapshot(DS)
+    write(folder, numbers(3))
+    write(folder, numbers(9), mode="overwrite", predicate=f"ds = '{DS}'")
+    found = [n for batch in table.scan(snapshot, ["n"]) for n in batch["n"].to_pylist()]
+    assert found == [1, 2]
+    assert values(table) == [9]
+
+
+def test_a_snapshot_that_a_vacuum_took(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1, 2))
+    snapshot = table.snapshot(DS)
+    write(folder, numbers(9), mode="overwrite", predicate=f"ds = '{DS}'")
+    for file in snapshot.files:
+        folder.remove(file.name)
+    with pytest.raises(TableError, match=r"is gone as it was in version delta:0: .* plan again"):
+        list(table.scan(snapshot, ["n"]))
+
+
+def test_a_snapshot_whose_log_has_expired(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1, 2))
+    snapshot = table.snapshot(DS)
+    write(folder, numbers(3))
+    raw(folder).create_checkpoint()
+    folder.remove(f"_delta_log/{0:020}.json")
+    assert values(table) == [1, 2, 3]
+    with pytest.raises(TableError, match=r"version delta:0 is gone, .*plan again"):
+        list(table.scan(snapshot, ["n"]))
+
+
+def test_a_table_that_was_made_anew(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1, 2))
+    snapshot = table.snapshot(DS)
+    for name in folder.find():
+        folder.remove(name)
+    write(folder, numbers(3))
+    with pytest.raises(TableError, match=r"is another one .* plan again"):
+        list(table.scan(snapshot, ["n"]))
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "expected"),
+    [
+        ("==", 2, [2]),
+        ("!=", 2, [1, 3, 4]),
+        ("<", 2, [1]),
+        ("<=", 2, [1, 2]),
+        (">", 3, [4]),
+        (">=", 3, [3, 4]),
+        ("in", (1, 4, 9), [1, 4]),
+        ("not in", (1, 4, 9), [2, 3]),
+        ("==", 2.0, [2]),
+    ],
+)
+def test_filters(
+    folder: Folder, table: DeltaTable, op: Any, value: Any, expected: list[int]
+) -> None:
+    write(folder, numbers(1, 2))
+    write(folder, numbers(3, 4))
+    found = rows(table, ["n"], [FilterTerm(column="n", op=op, value=value)])
+    assert sorted(row["n"] for row in found) == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "op", "value"),
+    [
+        ("n", "==", 1),
+        ("n", "in", (1, 2)),
+        ("n", "<", 3),
+        ("n", "<=", 2),
+        ("s", "==", "b"),
+        ("s", "<=", "b" * 50),
+        ("x", "<", 2.5),
+        ("x", "<=", 2),
+        ("x", "in", (1, 0.5)),
+    ],
+)
+def test_files_that_are_ruled_out_are_not_read(
+    folder: Folder, table: DeltaTable, column: str, op: Any, value: Any
+) -> None:
+    write(folder, pa.table({"n": [1, 2], "s": ["a", "b"], "x": [0.5, 2.0], "ds": [DS] * 2}))
+    kept = {file.name for file in table.snapshot(DS).files}
+    write(folder, pa.table({"n": [3, 4], "s": ["c" * 99, "d"], "x": [3.5, 4], "ds": [DS] * 2}))
+    for file in table.snapshot(DS).files:
+        if file.name not in kept:
+            folder.remove(file.name)
+    term = FilterTerm(column=column, op=op, value=value)
+    assert rows(table, ["n"], [term])
+    with pytest.raises(TableError, match="vanished"):
+        rows(table, ["n"])
+
+
+@pytest.mark.parametrize(("op", "value"), [(">", 2), (">=", 3), ("==", 4)])
+def test_our_own_files_are_ruled_out_too(
+    folder: Folder, table: DeltaTable, tmp_path: Path, op: Any, value: int
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1, 2), replaces=None)
+    ours = table.snapshot(DS).files[0].name
+    write(folder, raw_rows(3, 4))
+    folder.remove(ours)
+    assert rows(table, ["n"], [FilterTerm(column="n", op=op, value=value)])
+
+
+def raw_rows(*numbers: int, ds: str = DS, run_id: str = "someone else") -> pa.Table:
+    return pa.table({"n": numbers, "run_id": [run_id] * len(numbers), "ds": [ds] * len(numbers)})
+
+
+def test_filters_of_types_whose_order_is_not_pythons(folder: Folder, table: DeltaTable) -> None:
+    amounts = pa.array([Decimal("0.10")], pa.decimal128(10, 2))
+    floats = pa.array([0.1], pa.float32())
+    write(folder, pa.table({"n": [1], "amount": amounts, "x": floats, "ds": [DS]}))
+    for column, op, value in (("amount", "==", 0.1), ("amount", "<", 0.2), ("x", ">", 0.05)):
+        assert rows(table, ["n"], [FilterTerm(column=column, op=op, value=value)]) == [{"n": 1}]  # type: ignore[arg-type]
+
+
+def test_a_filter_of_the_wrong_type(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1))
+    with pytest.raises(TableError, match="can't be read"):
+        rows(table, ["n"], [FilterTerm(column="n", op="==", value="x")])
+    with pytest.raises(TableError, match="no filter column 'm'"):
+        rows(table, ["n"], [FilterTerm(column="m", op="==", value="x")])
+
+
+def test_files_that_lack_a_column_give_nulls(folder: Folder, table: DeltaTable) -> None:
+    write(folder, numbers(1))
+    write(folder, pa.table({"n": [2], "s": ["x"], "ds": [DS]}), schema_mode="merge")
+    found = sorted(rows(table, ["n", "s"]), key=lambda row: row["n"])
+    assert found == [{"n": 1, "s": None}, {"n": 2, "s": "x"}]
+    assert rows(table, ["n"], [FilterTerm(column="s", op="==", value="x")]) == [{"n": 2}]
+
+
+def test_further_partition_columns(folder: Folder, table: DeltaTable) -> None:
+    regions = pa.array([1, 2, None], pa.int32())
+    data = pa.table({"n": [1, 2, 3], "region": regions, "ds": [DS] * 3})
+    write(folder, data, partition_by=["region", "ds"])
+    found = sorted(rows(table, ["n", "region"]), key=lambda row: row["n"])
+    assert [row["region"] for row in found] == [1, 2, None]
+    term = FilterTerm(column="region", op="==", value=2)
+    assert rows(table, ["n"], [term]) == [{"n": 2}]
+
+
+TYPES: Mapping[str, pa.Array] = {
+    "text": pa.array(["ä", None]),
+    "flag": pa.array([True, None]),
+    "small": pa.array([1, None], pa.int8()),
+    "real": pa.array([1.5, None], pa.float32()),
+    "bytes": pa.array([b"\x00", None]),
+    "amount": pa.array([Decimal("1.10"), None], pa.decimal128(10, 2)),
+    "day": pa.array([date(2026, 1, 31), None]),
+    "at": pa.array([datetime(2026, 1, 31, 12, tzinfo=UTC), None], pa.timestamp("us", "UTC")),
+    "local": pa.array([datetime(2026, 1, 31, 12), None], pa.timestamp("us")),
+    "list": pa.array([[1, None], None], pa.list_(pa.int64())),
+    "struct": pa.array([{"a": {"b": [1]}}, None]),
+    "map": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_types_are_published_and_read_back(
+    folder: Folder, table: DeltaTable, tmp_path: Path, name: str
+) -> None:
+    data = outputs(tmp_path, by("a"), 1, 2, **{name: TYPES[name]})
+    table.publish(by("a"), data, replaces=None)
+    assert [row[name] for row in rows(table, [name])] == TYPES[name].to_pylist()
+    assert table.snapshot(DS).schema.field(name).type.equals(TYPES[name].type)
+    # By another reader:
+    theirs = pa.table(raw(folder).scan()).to_pylist()
+    assert [row[name] for row in theirs] == TYPES[name].to_pylist()
+    data = outputs(tmp_path, by("b"), 3, 4, **{name: TYPES[name]})
+    table.publish(by("b"), data, replaces=by("a"))
+    assert [row[name] for row in rows(table, [name])] == TYPES[name].to_pylist()
+
+
+OTHER_TYPES: Mapping[str, tuple[pa.Array, pa.DataType]] = {
+    "large": (pa.array(["a"], pa.large_string()), pa.string()),
+    "dictionary": (pa.array(["a"]).dictionary_encode(), pa.string()),
+    "lists": (pa.array([["a"]], pa.large_list(pa.large_string())), pa.list_(pa.string())),
+    "nanos": (pa.array([1_000], pa.timestamp("ns")), pa.timestamp("us")),
+    "millis": (pa.array([1], pa.timestamp("ms", "Europe/Berlin")), pa.timestamp("us", "UTC")),
+    "unsigned": (pa.array([255], pa.uint8()), pa.int16()),
+    "fixed": (pa.array([b"abc"], pa.binary(3)), pa.binary()),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TYPES)
+def test_types_that_delta_lacks_keep_their_values(
+    folder: Folder, table: DeltaTable, tmp_path: Path, name: str
+) -> None:
+    column, kind = OTHER_TYPES[name]
+    expected = column.cast(kind).to_pylist()
+    last = None
+    for plan in ("a", "b"):
+        data = outputs(tmp_path, by(plan), 1, **{name: column})
+        table.publish(by(plan), data, replaces=by(last) if last else None)
+        assert [row[name] for row in rows(table, [name])] == expected
+        assert [row[name] for row in pa.table(raw(folder).scan()).to_pylist()] == expected
+        assert raw(folder).to_pyarrow_table()[name].to_pylist() == expected
+        last = plan
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array([1], pa.timestamp("ns")), "don't fit the table's types"),
+        (pa.array([1.5], pa.float16()), "halffloat, which Delta has no type for"),
+        (pa.array([2**63], pa.uint64()), "uint64, which Delta has no type for"),
+        (pa.array([[1]], pa.list_(pa.time32("s"))), "which Delta has no type for"),
+        (pa.nulls(1), "no row has a value in a new column"),
+    ],
+)
+def test_values_that_delta_cannot_hold_are_refused(
+    table: DeltaTable, tmp_path: Path, column: pa.Array, message: str
+) -> None:
+    with pytest.raises(TableError, match=message):
+        table.publish(by("a"), outputs(tmp_path, by("a"), 1, x=column), replaces=None)
+    assert table.partitions() == []
+
+
+# Publishing
+
+
+def test_publish_makes_a_table_that_any_reader_reads(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1, 2), replaces=None)
+    assert values(table) == [1, 2]
+    assert table.published(DS) == by("a")
+    theirs = raw(folder)
+    assert theirs.metadata().partition_columns == ["ds"]
+    assert pa.table(theirs.scan()).to_pylist() == [
+        {"n": n, "run_id": by("a").run_id, "ds": DS} for n in (1, 2)
+    ]
+    assert theirs.to_pyarrow_table(filters=[("n", "=", 2)]).num_rows == 1
+    commit = commit_info(folder, 0)
+    told = {name: commit[f"batchllm.{name}"] for name in ("job", "partition", "plan-id")}
+    assert told == {"job": "job", "partition": DS, "plan-id": "a"}
+
+
+def test_publish_replaces_its_partition_and_no_other(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    other = by("o", "2026-02-01")
+    table.publish(other, outputs(tmp_path, other, 7), replaces=None)
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1, 2), replaces=None)
+    table.publish(by("b"), outputs(tmp_path, by("b"), 3), replaces=by("a"))
+    assert values(table) == [3]
+    assert values(table, "2026-02-01") == [7]
+    assert table.published(DS) == by("b")
+    assert table.published("2026-02-01") == other
+    assert raw(folder).version() == 2  # one commit each
+    assert commit_info(folder, 2)["batchllm.plan-id"] == "b"
+
+
+def test_publishing_again_changes_nothing(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    data = outputs(tmp_path, by("a"), 1, 2)
+    table.publish(by("a"), data, replaces=None)
+    before = folder.find().keys()
+    table.publish(by("a"), data, replaces=None)
+    table.publish(by("a"), data, replaces=by("z"))
+    assert folder.find().keys() == before
+    assert raw(folder).version() == 0
+
+
+@pytest.mark.parametrize("partition", HOSTILE)
+def test_any_partition_value_is_published_and_read_back(
+    folder: Folder, table: DeltaTable, tmp_path: Path, partition: str
+) -> None:
+    for other in ("a", "b", f"{quote(partition)}!", f"{unquote(partition)}!!"):
+        write(folder, raw_rows(0, ds=other))
+    for last, plan, n in ((None, "a", 1), ("a", "b", 2)):
+        mine = by(plan, partition)
+        replaces = by(last, partition) if last else None
+        table.publish(mine, outputs(tmp_path, mine, n), replaces=replaces)
+        assert values(table, partition) == [n]
+        assert table.published(partition) == mine
+        assert partition in table.partitions()
+    theirs = pa.table(raw(folder).scan()).to_pylist()
+    assert [row["n"] for row in theirs if row["ds"] == partition] == [2]
+    assert len(theirs) == 5
+    assert raw(folder).to_pyarrow_table().num_rows == 5
+
+
+def test_an_empty_partition_makes_the_table(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a")), replaces=None)
+    assert table.partitions() == []
+    assert table.published(DS) is None
+    assert table.snapshot(DS).schema.names == ["n", "run_id", "ds"]
+    table.publish(by("a"), outputs(tmp_path, by("a")), replaces=None)
+    table.publish(by("b"), outputs(tmp_path, by("b"), 1), replaces=None)
+    table.publish(by("c"), outputs(tmp_path, by("c")), replaces=by("b"))
+    assert values(table) == []
+    assert table.published(DS) is None
+    assert raw(folder).version() == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "good", "bad"),
+    [(pa.date32(), date(2026, 1, 31), DS, "31.1.2026"), (pa.int32(), 7, "7", "07")],
+)
+def test_a_table_with_typed_partitions_takes_outputs(
+    folder: Folder, table: DeltaTable, tmp_path: Path, kind: Any, value: Any, good: str, bad: str
+) -> None:
+    run_id = by("a", good).run_id
+    write(folder, pa.table({"n": [1], "run_id": [run_id], "ds": pa.array([value], kind)}))
+    mine = by("b", good)
+    table.publish(mine, outputs(tmp_path, mine, 5), replaces=by("a", good))
+    assert rows(table, ["n", "ds"], partition=good) == [{"n": 5, "ds": value}]
+    other = by("b", bad)
+    with pytest.raises(TableError, match="isn't how such a value is written"):
+        table.publish(other, outputs(tmp_path, other, 5), replaces=None)
+
+
+def test_rows_are_copied_a_few_at_a_time_when_types_differ(
+    table: DeltaTable, tmp_path: Path
+) -> None:
+    path, num_rows = tmp_path / "large.parquet", 20_000
+    texts = pa.array([f"{n:05}" * 200 for n in range(num_rows)]).dictionary_encode()
+    columns = {"n": pa.array(range(num_rows), pa.uint32()), "text": texts}
+    run_ids = [by("a").run_id] * num_rows
+    pq.write_table(pa.table({**columns, "run_id": run_ids}), path)
+    table.publish(by("a"), path, replaces=None)
+    batches = list(table.scan(table.snapshot(DS), ["n", "text"]))
+    assert [n for batch in batches for n in batch["n"].to_pylist()] == list(range(num_rows))
+    assert pa.chunked_array([batch["text"] for batch in batches]) == pa.chunked_array(
+        [texts.cast(pa.string())]
+    )
+
+
+# Whose rows
+
+
+def test_nothing_is_published(folder: Folder, table: DeltaTable) -> None:
+    assert table.published(DS) is None
+    write(folder, numbers(1, ds="other"))
+    assert table.published(DS) is None
+
+
+@pytest.mark.parametrize(
+    ("run_ids", "message"),
+    [
+        (["job/2026-01-31/a", "job/2026-01-31/b"], "several values"),
+        (["job/2026-01-31/a", None], "several values"),
+        ([None], "is None"),
+        (["nightly"], "is 'nightly'"),
+        (["job/2026-01-30/a"], "is 'job/2026-01-30/a'"),
+    ],
+)
+def test_rows_of_others(
+    folder: Folder, table: DeltaTable, tmp_path: Path, run_ids: list[Any], message: str
+) -> None:
+    n = list(range(len(run_ids)))
+    write(folder, pa.table({"n": n, "run_id": pa.array(run_ids, pa.string()), "ds": [DS] * len(n)}))
+    with pytest.raises(TableError, match=f"no job of this package wrote.*{message}"):
+        table.published(DS)
+    with pytest.raises(TableError, match="no job of this package wrote"):
+        table.publish(by("b"), outputs(tmp_path, by("b"), 3), replaces=None)
+    assert values(table) == n
+
+
+@pytest.mark.parametrize("column", ["x", "run_id"])
+def test_rows_of_a_table_that_is_not_ours(folder: Folder, table: DeltaTable, column: str) -> None:
+    write(folder, pa.table({column: [1], "ds": [DS]}))
+    with pytest.raises(TableError, match="no job of this package wrote"):
+        table.published(DS)
+
+
+# Schema rules
+
+
+def test_new_columns_are_added_only_when_that_is_asked_for(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    other = by("b", "2026-02-01")
+    data = outputs(tmp_path, other, 2, score=pa.array([0.5]))
+    with pytest.raises(TableError, match=r"no column 'score'.*add_columns"):
+        table.publish(other, data, replaces=None)
+    assert raw(folder).version() == 0
+    table.publish(other, data, replaces=None, add_columns=True)
+    assert raw(folder).version() == 1  # rows and column at once
+    assert rows(table, ["n", "score"]) == [{"n": 1, "score": None}]
+    assert rows(table, ["n", "score"], partition="2026-02-01") == [{"n": 2, "score": 0.5}]
+    assert table.snapshot(DS).schema.names == ["n", "run_id", "ds", "score"]
+
+
+def test_columns_that_are_not_written_any_more_are_null(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    data = outputs(tmp_path, by("a"), 1, score=pa.array([0.5]))
+    table.publish(by("a"), data, replaces=None)
+    table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a"))
+    expected = [{"n": 2, "score": None}]
+    assert rows(table, ["n", "score"]) == expected
+    assert pa.table(raw(folder).scan(columns=["n", "score"])).to_pylist() == expected
+
+
+def test_a_column_of_nulls_gets_the_tables_type(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    data = outputs(tmp_path, by("a"), 1, score=pa.array([0.5]))
+    table.publish(by("a"), data, replaces=None)
+    data = outputs(tmp_path, by("b"), 2, score=pa.nulls(1))
+    table.publish(by("b"), data, replaces=by("a"))
+    assert rows(table, ["n", "score"]) == [{"n": 2, "score": None}]
+    assert pa.table(raw(folder).scan()).to_pylist()[0]["score"] is None
+
+
+def test_a_column_of_another_type(table: DeltaTable, tmp_path: Path) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1, x=pa.array(["1"])), replaces=None)
+    data = outputs(tmp_path, by("b"), 2, x=pa.array([1]))
+    with pytest.raises(TableError, match="'x' holds string, the job's outputs int64"):
+        table.publish(by("b"), data, replaces=by("a"))
+    assert table.published(DS) == by("a")
+
+
+def test_a_new_column_of_local_time_needs_a_feature(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    """Without it, delta-rs would leave a table that nobody can open."""
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    data = outputs(tmp_path, by("b"), 2, at=pa.array([[1]], pa.list_(pa.timestamp("us"))))
+    with pytest.raises(TableError, match="timestampNtz"):
+        table.publish(by("b"), data, replaces=by("a"), add_columns=True)
+    raw(folder).alter.add_feature(
+        deltalake.TableFeatures.TimestampWithoutTimezone, allow_protocol_versions_increase=True
+    )
+    table.publish(by("b"), data, replaces=by("a"), add_columns=True)
+    assert table.published(DS) == by("b")
+
+
+def test_columns_that_may_not_be_null(folder: Folder, table: DeltaTable, tmp_path: Path) -> None:
+    fields = [("n", pa.int64(), False), ("run_id", pa.string()), ("ds", pa.string())]
+    schema = deltalake.Schema.from_arrow(pa.schema([pa.field(*field) for field in fields]))
+    RawTable.create(folder.uri, schema, partition_by="ds", storage_options=options(folder))
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    with_null = outputs(tmp_path, by("b"), 1, None)  # type: ignore[arg-type]
+    with pytest.raises(TableError, match="'n' may not be null"):
+        table.publish(by("b"), with_null, replaces=by("a"))
+    without = tmp_path / "without.parquet"
+    pq.write_table(pa.table({"run_id": [by("b").run_id]}), without)
+    with pytest.raises(TableError, match="'n' may not be null, and the job doesn't write it"):
+        table.publish(by("b"), without, replaces=by("a"))
+
+
+def test_rules_for_new_rows_are_named(folder: Folder, table: DeltaTable, tmp_path: Path) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    raw(folder).alter.add_constraint({"positive": "n > 0"})
+    with pytest.raises(TableError, match=r"delta\.constraints\.positive"):
+        table.publish(by("b"), outputs(tmp_path, by("b"), -1), replaces=by("a"))
+
+
+def test_a_table_that_is_only_appended_to(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    only = {"delta.appendOnly": "true"}
+    edit_log(folder, 0, "metaData", lambda meta: meta.update(configuration=only))
+    with pytest.raises(TableError, match="wasn't published"):
+        table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a"))
+    assert values(table) == [1]
+
+
+def test_outputs_go_to_tables_partitioned_by_one_column(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    data = pa.table({"n": [1], "run_id": ["x"], "region": ["eu"], "ds": ["other"]})
+    write(folder, data, partition_by=["ds", "region"])
+    with pytest.raises(TableError, match="is partitioned by ds, region"):
+        table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+
+
+def test_rows_that_hold_the_partition_column(table: DeltaTable, tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="partition column 'ds' themselves"):
+        table.publish(by("a"), outputs(tmp_path, by("a"), 1, ds=pa.array([DS])), replaces=None)
+
+
+def test_other_files_in_the_way_of_a_new_table(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    data = outputs(tmp_path, by("a"), 1)
+    folder.write_bytes(f"_batchllm/ds={DS}/rows.parquet", b"ours")
+    folder.write_bytes(f"ds={DS}/batchllm-0123.parquet", b"of an attempt that died")
+    folder.write_bytes(f"ds={DS}/data.parquet", b"of a Parquet table")
+    with pytest.raises(TableError, match=r"data\.parquet', but is no Delta table"):
+        table.publish(by("a"), data, replaces=None)
+    folder.remove(f"ds={DS}/data.parquet")
+    table.publish(by("a"), data, replaces=None)
+    assert values(table) == [1]
+
+
+def test_an_empty_name_is_no_partition(table: DeltaTable, tmp_path: Path) -> None:
+    mine = by("a", "")
+    with pytest.raises(TableError, match="empty name"):
+        table.publish(mine, outputs(tmp_path, mine, 1), replaces=None)
+
+
+def test_a_vacuum_leaves_what_a_job_keeps_beside_the_data(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    folder.write_bytes("_batchllm/plan/rows.parquet", b"ours")
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a"))
+    gone = raw(folder).vacuum(0, dry_run=False, enforce_retention_duration=False, full=True)
+    assert len(gone) == 1
+    assert folder.read_bytes("_batchllm/plan/rows.parquet") == b"ours"
+    assert values(table) == [2]
+
+
+# Compare and swap
+
+
+def test_a_partition_that_somebody_else_has_published(table: DeltaTable, tmp_path: Path) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    for replaces in (None, by("z")):
+        with pytest.raises(ConflictError, match="holds job/2026-01-31/a where"):
+            table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=replaces)
+    assert values(table) == [1]
+
+
+def test_a_partition_that_is_empty_where_something_was_expected(
+    table: DeltaTable, tmp_path: Path
+) -> None:
+    with pytest.raises(ConflictError, match="holds nothing where"):
+        table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a"))
+
+
+def meanwhile(
+    monkeypatch: pytest.MonkeyPatch, action: Callable[[], object], times: int = 1
+) -> None:
+    """Do something just before the next commits, when the table has been looked at."""
+    left = iter(range(times))
+    commit = DeltaLog.commit
+
+    def committing(self: DeltaLog, *args: Any) -> None:
+        if next(left, None) is not None:
+            action()
+        commit(self, *args)
+
+    monkeypatch.setattr(DeltaLog, "commit", committing)
+
+
+@pytest.mark.parametrize("was_there", [True, False], ids=["filled", "new table"])
+def test_another_job_that_is_first(
+    table: DeltaTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool
+) -> None:
+    if was_there:
+        table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    replaces = by("a") if was_there else None
+    theirs = outputs(tmp_path, by("c"), 3)
+    other = DeltaTable(table.uri.removeprefix("delta+"), "ds")
+    meanwhile(monkeypatch, lambda: other.publish(by("c"), theirs, replaces=replaces))
+    with pytest.raises(ConflictError, match="holds job/2026-01-31/c"):
+        table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=replaces)
+    assert values(table) == [3]
+
+
+@pytest.mark.parametrize("was_there", [True, False], ids=["filled", "empty"])
+def test_a_foreign_append_that_is_first(
+    folder: Folder,
+    table: DeltaTable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    was_there: bool,
+) -> None:
+    write(folder, raw_rows(0, ds="other"))
+    if was_there:
+        table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    meanwhile(monkeypatch, lambda: write(folder, raw_rows(9)))
+    with pytest.raises(TableError, match="no job of this package wrote"):
+        table.publish(
+            by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a") if was_there else None
+        )
+    assert values(table) == ([1, 9] if was_there else [9])
+
+
+def test_commits_to_other_partitions_are_no_conflict(
+    folder: Folder, table: DeltaTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    meanwhile(monkeypatch, lambda: write(folder, raw_rows(9, ds="other")), times=3)
+    table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a"))
+    assert values(table) == [2]
+    assert values(table, "other") == [9, 9, 9]
+    ours = [name for name in folder.find() if "batchllm-" in name]
+    assert len(ours) == 2  # put there once for all tries
+
+
+def test_a_table_that_never_rests(
+    folder: Folder, table: DeltaTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchllm_operator.lake.delta._ATTEMPTS", 3)
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    meanwhile(monkeypatch, lambda: write(folder, raw_rows(9, ds="other")), times=99)
+    with pytest.raises(StorageError, match="another commit to the table always came first"):
+        table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a"))
+    assert table.published(DS) == by("a")
+
+
+def test_a_schema_that_changes_meanwhile(
+    folder: Folder, table: DeltaTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    more = raw_rows(9, ds="other").append_column("score", pa.array(["high"]))
+    meanwhile(monkeypatch, lambda: write(folder, more, schema_mode="merge"))
+    data = outputs(tmp_path, by("b"), 2, score=pa.array([0.5]))
+    with pytest.raises(TableError, match="'score' holds string"):
+        table.publish(by("b"), data, replaces=by("a"), add_columns=True)
+    assert values(table) == [1]
+
+
+@pytest.mark.parametrize("was_there", [True, False], ids=["filled", "new table"])
+def test_an_answer_that_is_lost(
+    folder: Folder,
+    table: DeltaTable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    was_there: bool,
+) -> None:
+    if was_there:
+        table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    commit = DeltaLog.commit
+
+    def losing(self: DeltaLog, *args: Any) -> None:
+        commit(self, *args)
+        raise CommitRefusedError("connection reset", is_storage=True)
+
+    monkeypatch.setattr(DeltaLog, "commit", losing)
+    table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a") if was_there else None)
+    assert values(table) == [2]
+    assert raw(folder).version() == int(was_there)
+
+
+@pytest.mark.parametrize("unreadable", ["log", "rows"])
+def test_an_answer_that_is_lost_for_good(
+    folder: Folder,
+    table: DeltaTable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unreadable: str,
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    commit = DeltaLog.commit
+    where, name = (DeltaLog, "latest") if unreadable == "log" else (DeltaTable, "_published_in")
+    look = getattr(where, name)
+
+    def unreachable(*args: Any) -> None:
+        raise StorageError("connection refused")
+
+    def losing(self: DeltaLog, *args: Any) -> None:
+        commit(self, *args)
+        monkeypatch.setattr(where, name, unreachable)
+        raise CommitRefusedError("connection reset", is_storage=True)
+
+    monkeypatch.setattr(DeltaLog, "commit", losing)
+    data = outputs(tmp_path, by("b"), 2)
+    with pytest.raises(CommitUnknownError, match="commit again to find out"):
+        table.publish(by("b"), data, replaces=by("a"))
+    monkeypatch.setattr(where, name, look)
+    table.publish(by("b"), data, replaces=by("a"))
+    assert values(table) == [2]
+    assert raw(folder).version() == 1
+
+
+def test_a_commit_that_never_arrives(
+    folder: Folder, table: DeltaTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On S3 the request may still be on its way; on local disk nothing is."""
+
+    def failing(self: DeltaLog, *args: Any) -> None:
+        raise CommitRefusedError("out of order", is_storage=True)
+
+    monkeypatch.setattr(DeltaLog, "commit", failing)
+    expected = StorageError if folder.is_local else CommitUnknownError
+    with pytest.raises(expected, match="out of order"):
+        table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    assert [name for name in folder.find() if "batchllm-" in name]  # a commit might refer to it
+
+
+class LossyProxy(ThreadingHTTPServer):
+    """Hands requests on to an S3 server, and loses answers to commits while it is told to."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(("127.0.0.1", 0), LossyHandler)
+        self.upstream = endpoint.removeprefix("http://")
+        self.answers_to_lose = 0
+        self.is_cut = False
+        self.refusal: tuple[int, str, bytes] | None = None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are no news."""
+
+
+class LossyHandler(BaseHTTPRequestHandler):
+    server: LossyProxy
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+    def handle_any(self) -> None:
+        proxy = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if proxy.is_cut:
+            self.connection.close()
+            return
+        if proxy.refusal is not None and proxy.refusal[1] in self.path:
+            self.answer(proxy.refusal[0], {}, proxy.refusal[2])
+            return
+        upstream = http.client.HTTPConnection(proxy.upstream)
+        upstream.request(self.command, self.path, body, dict(self.headers))
+        reply = upstream.getresponse()
+        data = reply.read()
+        upstream.close()
+        if self.command == "PUT" and "_delta_log/" in self.path and proxy.answers_to_lose:
+            proxy.answers_to_lose -= 1
+            proxy.is_cut = proxy.is_cut or proxy.answers_to_lose > 9
+            self.connection.close()
+            return
+        self.answer(reply.status, dict(reply.getheaders()), data)
+
+    def answer(self, status: int, headers: Mapping[str, str], data: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("connection", "transfer-encoding", "content-length"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", str(len(data)))
+        self.send_header("Content-Length", length if self.command == "HEAD" else str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_any  # noqa: N815
+
+
+@pytest.fixture
+def proxy(
+    s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LossyProxy]:
+    """What delta-rs talks to; s3fs is connected to the server behind, and stays so."""
+    Folder.open(s3_bucket).exists("any")
+    server = LossyProxy(s3_endpoint)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.server_port}")
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("attempts", ["1", "3"])
+@pytest.mark.parametrize("was_there", [True, False], ids=["filled", "new table"])
+def test_s3_that_loses_the_answer_to_a_commit(
+    s3_bucket: str,
+    proxy: LossyProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attempts: str,
+    was_there: bool,
+) -> None:
+    """delta-rs tries again, and is told that somebody was first: it was itself."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
+    table = DeltaTable(f"{s3_bucket}/table", "ds")
+    if was_there:
+        table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    proxy.answers_to_lose = 1
+    table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a") if was_there else None)
+    assert proxy.answers_to_lose == 0
+    assert values(table) == [2]
+    assert table.snapshot(DS).version == f"delta:{int(was_there)}"
+
+
+def test_s3_that_goes_away_in_a_commit(s3_bucket: str, proxy: LossyProxy, tmp_path: Path) -> None:
+    table = DeltaTable(f"{s3_bucket}/table", "ds")
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    proxy.answers_to_lose = 99
+    data = outputs(tmp_path, by("b"), 2)
+    with pytest.raises(CommitUnknownError, match="can't be read; commit again to find out"):
+        table.publish(by("b"), data, replaces=by("a"))
+    with pytest.raises(StorageError):
+        table.published(DS)  # not "nothing"
+    with pytest.raises(StorageError):
+        table.partitions()
+    proxy.is_cut, proxy.answers_to_lose = False, 0
+    table.publish(by("b"), data, replaces=by("a"))
+    assert values(table) == [2]
+    assert table.snapshot(DS).version == "delta:1"
+
+
+@pytest.mark.parametrize("status", [403, 500, 503])
+@pytest.mark.parametrize("request_path", ["list-type=2", ".json"])
+def test_s3_that_refuses_requests(
+    s3_bucket: str, proxy: LossyProxy, tmp_path: Path, status: int, request_path: str
+) -> None:
+    """An unreadable log is the storage's fault, and neither a damaged table nor none."""
+    table = DeltaTable(f"{s3_bucket}/table", "ds")
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    snapshot = table.snapshot(DS)
+    proxy.refusal = (status, request_path, b"<Error><Code>SlowDown</Code></Error>")
+    for action in (lambda: table.published(DS), lambda: list(table.scan(snapshot, ["n"]))):
+        with pytest.raises(StorageError):
+            action()
+
+
+def test_no_secret_gets_into_errors(
+    s3_bucket: str, proxy: LossyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 servers echo a token that they don't know."""
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, f"canary-{name}")
+    table = DeltaTable(f"{s3_bucket}/table", "ds")
+    body = b"<Error><Code>InvalidToken</Code><Token-0>canary-AWS_SESSION_TOKEN</Token-0></Error>"
+    proxy.refusal = (403, "", body)
+    with pytest.raises(StorageError) as caught:
+        table.published(DS)
+    assert "InvalidToken" in str(caught.value)
+    assert "canary" not in "".join(traceback.format_exception(caught.value))
+
+
+# Races
+
+
+def test_only_one_of_many_tables_in_one_process_wins(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), 0), replaces=None)
+    start = threading.Barrier(4)
+    won: list[int] = []
+
+    def publish(n: int) -> None:
+        mine = by(f"p{n}")
+        data = outputs(tmp_path, mine, n, n)
+        start.wait()
+        try:
+            DeltaTable(folder.uri, "ds").publish(mine, data, replaces=by("a"))
+        except ConflictError:
+            return
+        won.append(n)
+
+    threads = [threading.Thread(target=publish, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert values(table) == won * 2
+
+
+def publish_many(uri: str, partitions: list[str], plan: str, folder: str, start: Any) -> None:
+    """In a process of its own: publish each partition once, or find another's there."""
+    table = DeltaTable(uri, "ds")
+    start.wait()
+    for partition in partitions:
+        mine = by(plan, partition)
+        with contextlib.suppress(ConflictError):
+            table.publish(mine, outputs(Path(folder), mine, 1, 2), replaces=None)
+
+
+def test_processes_that_race_for_partitions_of_a_new_table(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    """Each partition is published once, by one of them."""
+    partitions = [f"{n:02}" for n in range(8)]
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(2)
+    processes = []
+    for plan in ("a", "b"):
+        (tmp_path / plan).mkdir()
+        args = (folder.uri, partitions, plan, str(tmp_path / plan), start)
+        processes.append(context.Process(target=publish_many, args=args))
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert table.partitions() == partitions
+    for partition in partitions:
+        found = table.published(partition)
+        assert found is not None and found.plan_id in ("a", "b")
+        assert values(table, partition) == [1, 2]
+    assert raw(folder).version() == len(partitions) - 1
+
+
+# Places
+
+
+@pytest.mark.parametrize("name", ["a b", "ü", "a+b", "a=b&c"])
+def test_places_with_unusual_names(lake_uri: str, tmp_path: Path, name: str) -> None:
+    table = DeltaTable(f"{lake_uri}/{name}", "ds")
+    table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
+    raw(Folder.open(f"{lake_uri}/{name}")).create_checkpoint()
+    table.publish(by("b"), outputs(tmp_path, by("b"), 2), replaces=by("a"))
+    assert values(table) == [2]
+
+
+def test_places_that_delta_rs_takes_for_others(lake_uri: str) -> None:
+    with pytest.raises(SpecError, match="can't lie at a place with '%'"):
+        DeltaTable(f"{lake_uri}/a%20b", "ds")
+
+
+def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    with pytest.raises(SpecError, match="extra `delta`"):
+        DeltaTable(str(tmp_path), "ds")
+
+
+def test_the_lake_is_imported_without_it() -> None:
+    code = "import sys, batchllm_operator.lake.delta; print('deltalake' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
