@@ -320,11 +320,13 @@ def test_an_api_server_that_stays_away_fails_the_try_and_the_next_takes_the_pod_
     name = shards.pod()
     if shards.mode == "deferred":
         shards.wait(lambda: run.is_deferred, "the trigger")
+    shards.cluster.agent.freeze(name)  # or it may have ended by then
     shards.cluster.proxy.down()
     error = run.failure()
     assert "the next try looks for it" in str(error)
     shards.cluster.proxy.up()
     assert shards.pod() == name
+    shards.cluster.agent.thaw(name)
     shards.start(TaskInstance(try_number=2)).wait()
     assert shards.report()["num_resumed_parts"] == 0
     shards.check_whole()
