@@ -7,7 +7,10 @@ to do. Callers branch on the class, never on the text.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Final
+
+ERROR_MARK: Final = "batchllm: error: "
+"""What the command puts before the message of an error that ends it, on stderr."""
 
 
 class ExitCode(IntEnum):
@@ -21,6 +24,10 @@ class ExitCode(IntEnum):
     INCOMPLETE = 5  # commit before every shard has finished
     INTERRUPTED = 130  # 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
+
+
+FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS)
+"""Failures that a retry can't mend. An empty partition isn't one: data may come late."""
 
 
 class BatchLLMError(Exception):
