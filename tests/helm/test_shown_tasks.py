@@ -36,7 +36,7 @@ def test_the_shown_tasks_have_pods(tmp_path: Path) -> None:
     spec = pods["generate"]["spec"]
     assert pods["generate"]["metadata"]["namespace"] == NAMESPACE
     assert image_of(pods["generate"]) == f"{REGISTRY}/batchllm-rocm:{__version__}"
-    assert spec["securityContext"]["supplementalGroups"] == [44, 109]
+    assert spec["securityContext"]["supplementalGroups"] == [44, 110]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["tolerations"][0]["key"] == "amd.com/gpu"
 
