@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator import __version__
-from batchllm_operator.errors import BatchLLMError, ExitCode, Interrupted
+from batchllm_operator.errors import ERROR_MARK, BatchLLMError, ExitCode, Interrupted
 from batchllm_operator.pipeline import simulate_command
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _write_result(args.result, args.name, result)
         return ExitCode.OK
     except BatchLLMError as error:
-        print(f"batchllm: error: {error}", file=sys.stderr)
+        print(f"{ERROR_MARK}{error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:  # the machine's or the storage's, met where no stage expects it
-        print(f"batchllm: error: {error}", file=sys.stderr)
+        print(f"{ERROR_MARK}{error}", file=sys.stderr)
         return ExitCode.FAILURE
     except Interrupted as stop:
         print(
@@ -335,7 +335,7 @@ def _die_with_parent(parent_pid: int) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # it ended before the kernel was told
-        print(f"batchllm: error: process {parent_pid} isn't the parent (any more)", file=sys.stderr)
+        print(f"{ERROR_MARK}process {parent_pid} isn't the parent (any more)", file=sys.stderr)
         sys.exit(ExitCode.FAILURE)
 
 

@@ -7,7 +7,10 @@ to do. Callers branch on the class, never on the text.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Final
+
+ERROR_MARK: Final = "batchllm: error: "
+"""What the command puts before the message of an error that ends it, on stderr."""
 
 
 class ExitCode(IntEnum):
@@ -23,6 +26,12 @@ class ExitCode(IntEnum):
     FENCED = 7  # a later attempt at the shard has taken over
     INTERRUPTED = 130  # 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
+
+
+FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS, ExitCode.CONFLICT)
+"""Failures that a retry can't mend. An empty partition isn't one: data may come late. To have been
+fenced isn't, either: a try looks first whether the results are whole, and goes on from what the
+others left."""
 
 
 class BatchLLMError(Exception):

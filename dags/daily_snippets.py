@@ -3,6 +3,7 @@
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from airflow.sdk import DAG, Asset
 from airflow.timetables.interval import CronDataIntervalTimetable  # airflow.sdk: from 3.2 on
@@ -10,6 +11,18 @@ from airflow.timetables.interval import CronDataIntervalTimetable  # airflow.sdk
 from batchllm_operator.operators import batchllm_task_group
 
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
+# nvidia or amd: shards are generated in pods with such GPUs. Unset: in the worker, on what it has.
+GPU = os.environ.get("BATCHLLM_GPU") or None
+
+
+def pod_args(template: str | None) -> dict[str, Any]:
+    """Namespace of a task's pods, and their template: a file of the Helm chart's ConfigMap."""
+    folder = os.environ.get("BATCHLLM_POD_TEMPLATE_DIR")
+    return {
+        "namespace": os.environ.get("BATCHLLM_NAMESPACE") or None,
+        "pod_template_file": f"{folder}/{template}.yaml" if folder and template else None,
+    }
+
 
 with DAG(
     "daily_snippets",
@@ -31,8 +44,10 @@ with DAG(
         # of a pool that nobody made wait for ever, so without the variable it's the one that
         # every Airflow has.
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",
-        # nvidia or amd: in pods with such GPUs. Unset: in the worker, on what it has.
-        gpu=os.environ.get("BATCHLLM_GPU") or None,
-        generate_args={"namespace": os.environ.get("BATCHLLM_NAMESPACE")},
+        gpu=GPU,
+        gpu_count=int(os.environ.get("BATCHLLM_GPU_COUNT") or 1),  # as many as the template has
+        generate_args=pod_args(GPU),
+        # kubernetes: in a pod, too. Unset: in the worker.
+        plan_args={"runner": os.environ.get("BATCHLLM_PLAN_RUNNER") or None, **pod_args("cpu")},
         output_asset=Asset("snippets"),
     )

@@ -3,6 +3,7 @@
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from airflow.sdk import DAG, Asset
 from airflow.timetables.interval import CronDataIntervalTimetable  # airflow.sdk: from 3.2 on
@@ -11,6 +12,17 @@ from batchllm_operator.operators import batchllm_task_group
 
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
 FIRST_DAY = os.environ.get("BATCHLLM_FIRST_DAY") or "2026-01-01"
+GPU = os.environ.get("BATCHLLM_GPU") or None  # see daily_snippets.py
+
+
+def pod_args(template: str | None) -> dict[str, Any]:
+    """Of tasks in pods; see daily_snippets.py."""
+    folder = os.environ.get("BATCHLLM_POD_TEMPLATE_DIR")
+    return {
+        "namespace": os.environ.get("BATCHLLM_NAMESPACE") or None,
+        "pod_template_file": f"{folder}/{template}.yaml" if folder and template else None,
+    }
+
 
 with DAG(
     "offline_ranking",
@@ -28,7 +40,9 @@ with DAG(
         SPEC_DIR / "offline_ranking.yaml",
         group_id="ranking",
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",  # see daily_snippets.py
-        gpu=os.environ.get("BATCHLLM_GPU") or None,  # so, too
-        generate_args={"namespace": os.environ.get("BATCHLLM_NAMESPACE")},
+        gpu=GPU,
+        gpu_count=int(os.environ.get("BATCHLLM_GPU_COUNT") or 1),
+        generate_args=pod_args(GPU),
+        plan_args={"runner": os.environ.get("BATCHLLM_PLAN_RUNNER") or None, **pod_args("cpu")},
         output_asset=Asset("ranking"),
     )

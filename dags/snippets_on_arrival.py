@@ -6,6 +6,7 @@ Both run one job (the same spec), so a partition that one has published the othe
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from airflow.sdk import DAG, Asset, Param
 
@@ -13,6 +14,17 @@ from batchllm_operator.operators import batchllm_task_group, one_run_per_partiti
 
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
 DOCUMENTS = Asset("documents")  # its events say which partition: {"ds": "2026-01-31"}
+GPU = os.environ.get("BATCHLLM_GPU") or None  # see daily_snippets.py
+
+
+def pod_args(template: str | None) -> dict[str, Any]:
+    """Of tasks in pods; see daily_snippets.py."""
+    folder = os.environ.get("BATCHLLM_POD_TEMPLATE_DIR")
+    return {
+        "namespace": os.environ.get("BATCHLLM_NAMESPACE") or None,
+        "pod_template_file": f"{folder}/{template}.yaml" if folder and template else None,
+    }
+
 
 with DAG(
     "snippets_on_arrival",
@@ -30,7 +42,9 @@ with DAG(
         group_id="snippets",
         ds=one_run_per_partition(DOCUMENTS),
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",  # see daily_snippets.py
-        gpu=os.environ.get("BATCHLLM_GPU") or None,  # so, too
-        generate_args={"namespace": os.environ.get("BATCHLLM_NAMESPACE")},
+        gpu=GPU,
+        gpu_count=int(os.environ.get("BATCHLLM_GPU_COUNT") or 1),
+        generate_args=pod_args(GPU),
+        plan_args={"runner": os.environ.get("BATCHLLM_PLAN_RUNNER") or None, **pod_args("cpu")},
         output_asset=Asset("snippets"),
     )

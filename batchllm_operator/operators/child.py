@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Final
 
+from batchllm_operator.errors import ERROR_MARK
+
 _POLL_S: Final = 0.2
 _DRAIN_S: Final = 5.0  # for output that is still in the pipes when the command has ended
-_ERROR_MARK: Final = "batchllm: error: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,6 @@ class ChildProcess:
                     log(line)
                     if is_stderr:
                         self._last_line = line
-                    if line.startswith(_ERROR_MARK):
-                        self._error = line.removeprefix(_ERROR_MARK)
+                    if line.startswith(ERROR_MARK):
+                        self._error = line.removeprefix(ERROR_MARK)
                 is_stderr, line = self._lines.get_nowait()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, NoReturn
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from airflow.sdk import BaseOperator
 
-from batchllm_operator.errors import ExitCode
+from batchllm_operator.errors import FINAL_EXIT_CODES, ExitCode
 from batchllm_operator.operators.child import ChildOutcome, ChildProcess
 from batchllm_operator.operators.credentials import Credentials
 
@@ -23,13 +23,6 @@ RESULT_VERSION: Final = 1
 # -P: what lies in the working directory must not shadow a package (kernels/ would be taken
 # for Hugging Face's).
 _COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator.cli")
-
-_FINAL_EXIT_CODES: Final = (
-    ExitCode.INVALID,
-    ExitCode.TOO_MANY_FAILED_ROWS,
-    ExitCode.CONFLICT,
-)
-"""Failures that a retry can't mend. An empty partition isn't one: data may come late."""
 
 
 class CommandRunner:
@@ -214,6 +207,6 @@ def _raise_failure(command: str, outcome: ChildOutcome) -> NoReturn:
             f"batchllm {command} was stopped: {outcome.stop_reason}; finished parts are kept"
         )
     message = f"batchllm {command}: {outcome.error or 'no message'} (exit code {outcome.exit_code})"
-    if outcome.exit_code in _FINAL_EXIT_CODES:
+    if outcome.exit_code in FINAL_EXIT_CODES:
         raise AirflowFailException(message)
     raise AirflowException(message)

@@ -24,9 +24,10 @@ _CONTRADICTED: Final[Mapping[str, tuple[str, ...]]] = {
 # What the Amazon provider also takes, and what would lead to another identity or endpoint than
 # the connection means if it were passed over.
 _UNSUPPORTED_EXTRAS: Final = ("profile_name", "role_arn", "service_config", "session_kwargs")
+_VERIFY: Final = "verify"
 
 _FIELDS: Final = ("login", "password", "host", "schema", "port")
-_OPEN_FIELDS: Final = (".login", ".host", ".schema", ".port")
+_OPEN_FIELDS: Final = ("login", "host", "schema", "port")
 
 _MIN_SECRET_LEN: Final = 5  # as for Airflow: hiding a shorter one would spoil every line
 
@@ -56,8 +57,8 @@ class Credentials:
         variables, secrets = dict(aws.variables), set(aws.secrets)
         for name, reference in (connection_env or {}).items():
             value = variables[name] = _read_field(name, reference)
-            if len(value) >= _MIN_SECRET_LEN and not reference.endswith(_OPEN_FIELDS):
-                secrets.add(value)
+            if reference.partition(".")[2] not in _OPEN_FIELDS:
+                secrets |= _hidden_parts(value)
         mask_secret(list(secrets))
         return cls(variables, tuple(sorted(secrets, key=len, reverse=True)))
 
@@ -95,10 +96,10 @@ class Credentials:
         }
         variables = {name: value for name, value in values.items() if value}
         _check_aws(conn_id, variables)
-        hidden = {variables[name] for name in (*_KEY_PAIR, _TOKEN) if name in variables}
-        secrets = sorted((v for v in hidden if len(v) >= _MIN_SECRET_LEN), key=len, reverse=True)
-        mask_secret(secrets)
-        return cls(variables, tuple(secrets))
+        names = [name for name in (*_KEY_PAIR, _TOKEN) if name in variables]
+        hidden = set().union(*(_hidden_parts(variables[name]) for name in names))
+        mask_secret(list(hidden))
+        return cls(variables, tuple(sorted(hidden, key=len, reverse=True)))
 
     def masked(self, text: str) -> str:
         """`text` with asterisks in place of secrets."""
@@ -111,6 +112,11 @@ class Credentials:
         contradicted = {each for name in self.variables for each in _CONTRADICTED.get(name, ())}
         kept = {name: value for name, value in env.items() if name not in contradicted}
         return kept | dict(self.variables)
+
+
+def _hidden_parts(value: str) -> set[str]:
+    """A secret and its lines, for logs come line by line."""
+    return {part for part in (value, *value.splitlines()) if len(part) >= _MIN_SECRET_LEN}
 
 
 def _check_aws(conn_id: str, variables: Mapping[str, Any]) -> None:
@@ -161,8 +167,17 @@ def _get_connection(conn_id: str, wanted_by: str = "aws_conn_id") -> Any:
 
 
 def _aws_extra(conn_id: str, text: str | None) -> dict[str, Any]:
-    """An AWS connection's extra fields, if nothing in them would have to be passed over."""
+    """An AWS connection's extra fields; what only tunes a client (`config_kwargs`) is passed over.
+
+    Raises:
+        AirflowFailException: they mean another identity, endpoint or trust than could be passed on.
+    """
     extra = _parse_extra(conn_id, text)
+    if extra.get(_VERIFY, True) is not True:
+        raise AirflowFailException(
+            f"Airflow connection {conn_id!r}: verify in extra isn't supported; set AWS_CA_BUNDLE in"
+            " env, for worker and pod"
+        )
     for name in _UNSUPPORTED_EXTRAS:
         if extra.get(name):
             raise AirflowFailException(

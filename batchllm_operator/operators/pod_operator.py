@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Literal
 from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
 from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
 from airflow.sdk import Context
-from kubernetes.client import CoreV1Api
+from kubernetes.client import ApiClient, CoreV1Api
 from kubernetes.client import models as k8s
 
 from batchllm_operator.operators.pods.settings import GpuVendor, PodSettings
@@ -19,6 +19,7 @@ from batchllm_operator.operators.pods.spec import (
     check_gpus,
     default_pod,
     merged_pod,
+    overlaid,
     with_arguments,
     without_repetitions,
 )
@@ -142,6 +143,8 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         do_xcom_push: bool = True,
         **kwargs: Any,
     ) -> None:
+        if memory is not None and kwargs.get("container_resources") is not None:
+            raise ValueError("give memory or container_resources, not both")
         for name in _OURS.intersection(kwargs):
             raise ValueError(f"{name} isn't yours to give: {_OURS_REASON}")
         if runner not in (None, "local", "kubernetes"):
@@ -159,6 +162,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         self.wants_deferral = deferrable
         self.runner: Runner = runner or ("kubernetes" if gpu else "local")
         self.gpu, self.gpu_count = gpu, gpu_count
+        self._has_node_selector = kwargs.get("node_selector") is not None
         self.cpu, self.memory, self.shm_size = cpu, memory, shm_size
         self.model_claim, self.cache_claim = model_claim, cache_claim
         self.env, self.secret_names = env, secret_names
@@ -177,6 +181,8 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         """
         settings = self._settings()
         default = default_pod(settings, self.base_container_name)
+        if self._has_node_selector:
+            default.spec.node_selector = None
         template = merged_pod(default, self._user_template(), self.base_container_name)
         template = with_arguments(template, settings)
         with self._given(
@@ -187,8 +193,20 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             env_vars=[*_variables(self.env), *_variables(self.env_vars)],
         ):
             pod = super().build_pod_request_obj(context, **kwargs)
+        pod = overlaid(pod, template, self._security_and_resources())
         check_gpus(pod, settings)
         return without_repetitions(pod)
+
+    def _security_and_resources(self) -> k8s.V1Pod:
+        """What Airflow's own arguments say of these, as a pod."""
+        plain = ApiClient().sanitize_for_serialization  # each may be a dictionary already
+        main = {
+            "name": self.base_container_name,
+            "resources": plain(self.container_resources),
+            "securityContext": plain(self.container_security_context),
+        }
+        spec = {"containers": [main], "securityContext": plain(self.security_context or None)}
+        return PodGenerator.deserialize_model_dict({"spec": spec})
 
     @contextmanager
     def _given(self, **arguments: Any) -> Iterator[None]:

@@ -21,12 +21,11 @@ from airflow.providers.common.compat.sdk import (
 from airflow.sdk import Context
 from kubernetes.client import models as k8s
 from kubernetes.client.exceptions import ApiException
-from kubernetes.config import ConfigException
-from urllib3.exceptions import HTTPError
 
 from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.pod_operator import BatchLLMPodOperator
-from batchllm_operator.operators.pods.attempt import Attempt, AttemptPods, message_of
+from batchllm_operator.operators.pods.api_errors import message_of
+from batchllm_operator.operators.pods.attempt import Attempt, AttemptPods, QuotaExceededError
 from batchllm_operator.operators.pods.end import PodEnd
 from batchllm_operator.operators.pods.spec import UID_VARIABLE, num_gpus, with_secret
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
@@ -89,7 +88,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         request = self._request(context, attempt, ordinal, variables)
         pods = self._pods(attempt, request.metadata.namespace, self.api_timeout.total_seconds())
         try:
-            pod = pods.find(keep_dead=self.on_finish_action != OnFinishAction.DELETE_POD)
+            pod = pods.find(keep_dead=self._keeps_dead)
             taken_up = pod is not None
             while pod is None and (pod := pods.create(request)) is None:
                 ordinal += 1  # one that has ended was kept under that name
@@ -110,6 +109,9 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         """Give the pod its credentials, or remove it: it would wait for them for ever."""
         try:
             pods.put_secret(pod, variables)
+        except QuotaExceededError:
+            pods.delete(pod.metadata.name)
+            raise
         except ApiException as error:
             pods.delete(pod.metadata.name)
             raise _refusal("the pod's Secret", error) from error
@@ -157,14 +159,14 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             self.log,
             has_secrets=self.has_secrets,
             patience_s=patience_s,
-            is_stopped=lambda: self._is_killed and not is_cleaning_up,
+            is_stopped=lambda: self._is_over and not is_cleaning_up,
             poll_s=min(2.0, self.poll_interval),
         )
 
     def _remove_pod(self, context: Context, end: PodEnd, *, is_success: bool) -> None:
         """Remove a pod that has ended, as `on_finish_action` wants it, or that shall end."""
-        keeps = self.on_finish_action == OnFinishAction.KEEP_POD or (
-            self.on_finish_action == OnFinishAction.DELETE_SUCCEEDED_POD and not is_success
+        keeps = self._keeps_dead and not (
+            is_success and self.on_finish_action == OnFinishAction.DELETE_SUCCEEDED_POD
         )
         patience_s = _LAST_CALL_S if self._is_killed else self.api_timeout.total_seconds()
         with self._telling_of_leftovers():
@@ -202,18 +204,29 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         with self._telling_of_leftovers():
             namespace = self.build_pod_request_obj(context).metadata.namespace
             pods = self._pods(self._attempt(context), namespace, _LAST_CALL_S, is_cleaning_up=True)
-            pods.delete_all()
+            pods.delete_all(keep_dead=self._keeps_dead)
+
+    @property
+    def _keeps_dead(self) -> bool:
+        """Whether pods that have ended may stay for the user to look at."""
+        return bool(self.on_finish_action != OnFinishAction.DELETE_POD)
 
     def _is_orphan(self) -> bool:
         """Whether Airflow's supervisor of this process has died: nobody waits for the result."""
         return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether this try must not do anything more."""
+        return self._is_killed or self._is_orphan()
 
     @contextmanager
     def _telling_of_leftovers(self) -> Iterator[None]:
         """Remove pods, and say so if that fails: it isn't what the task ends with."""
         try:
             yield
-        except (ApiException, ConfigException, HTTPError, ValueError) as error:
+        # Whatever it is: whether the results are in the lake has nothing to do with the cluster.
+        except Exception as error:  # noqa: BLE001
             self.log.error(
                 "A pod couldn't be removed (%s); the next try will do it, or the cluster after"
                 " active_deadline_seconds",
@@ -225,23 +238,34 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
         A user who marks or clears a task changes its state first.
         """
-        ti = context["ti"]
         if not self._will_be_retried(context):
             return False
         if self._is_orphan():  # Airflow will find out by the heartbeats that it misses
             return True
         try:
-            states = ti.get_task_states(
-                dag_id=ti.dag_id,
-                task_ids=[ti.task_id],
-                run_ids=[ti.run_id],
-                map_index=ti.map_index,
-            )
+            return self._task_state(context) == "running"
         # Whatever it is: a pod that nobody looks for costs money.
         except Exception as error:  # noqa: BLE001
             self.log.warning("Can't tell why this task was stopped: %s", error)
             return False
-        return list(states.get(ti.run_id, {}).values()) == ["running"]
+
+    def _is_still_wanted(self, context: Context) -> bool:
+        """Whether nobody has marked or cleared the task meanwhile, as far as Airflow can tell."""
+        try:
+            return self._task_state(context) in ("running", None)
+        # Whatever it is, the task goes on as it would have.
+        except Exception as error:  # noqa: BLE001
+            self.log.warning("Can't tell whether this task is still wanted: %s", error)
+            return True
+
+    @staticmethod
+    def _task_state(context: Context) -> str | None:
+        """The task's state in Airflow's database, None if it isn't there any more."""
+        ti = context["ti"]
+        states = ti.get_task_states(
+            dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], map_index=ti.map_index
+        )
+        return next(iter(states.get(ti.run_id, {}).values()), None)
 
     @staticmethod
     def _will_be_retried(context: Context) -> bool:

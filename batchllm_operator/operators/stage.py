@@ -165,7 +165,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         """
         if end.kind is EndKind.STOPPED:
             raise AirflowException(_KILLED)
-        if end.kind is EndKind.API_LOST:
+        if end.is_unseen:
             if not self._will_be_retried(context):
                 self._release(context)  # perhaps this worker is let in
             raise AirflowException(end.explanation())
@@ -196,7 +196,15 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         raise AirflowException(message)
 
     def _defer(self, context: Context, pod: k8s.V1Pod, num_disruptions: int) -> NoReturn:
-        """Leave the pod to the triggerer."""
+        """Leave the pod to the triggerer.
+
+        Raises:
+            AirflowException: the user has marked or cleared the task meanwhile: Airflow would
+                refuse the deferral, and nobody would have the pod.
+        """
+        if not self._is_still_wanted(context):
+            self._release(context)
+            raise AirflowException(_KILLED)
         deadline = self._deadline(context)
         self.defer(
             trigger=self._trigger(pod, deadline),
@@ -265,11 +273,11 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         """Let time pass.
 
         Raises:
-            AirflowException: the task was killed.
+            AirflowException: the task was killed, or its supervisor has died.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self._is_killed:
+            if self._is_over:
                 raise AirflowException(_KILLED)
             time.sleep(min(0.5, seconds))
 

@@ -16,7 +16,6 @@ from airflow.triggers.base import TriggerEvent
 from asgiref.sync import sync_to_async
 
 from batchllm_operator.operators.credentials import Credentials
-from batchllm_operator.operators.pods.end import EndKind
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
 
 _STATE_LIMIT_S: Final = 10.0
@@ -44,7 +43,6 @@ def make_hook(
     in_cluster: bool | None,
     cluster_context: str | None,
     config_file: str | None,
-    connection_extras: dict[str, Any] | None = None,
 ) -> AsyncKubernetesHook:
     """A hook that reads its configuration where it is used; no credential is handed on."""
     config_dict = None
@@ -55,7 +53,6 @@ def make_hook(
         in_cluster=in_cluster,
         cluster_context=cluster_context,
         config_dict=config_dict,
-        connection_extras=connection_extras,
     )
 
 
@@ -69,7 +66,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
     Args:
         pod_name: the pod.
         pod_namespace: its namespace.
-        pod_uid: tells it from another of that name.
+        pod_uid: its UID, under which a plan's result is recorded.
         container_name: its main container.
         limits: a `WatchLimits`, as a dictionary.
         kubernetes_conn_id: as for the operator, and so are the next two.
@@ -202,7 +199,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
             masked=await self._mask(),
         )
         end = await watch.until_end()
-        if end.kind is not EndKind.API_LOST and (self._removes or not end.may_stay):
+        if not end.is_unseen and (self._removes or not end.may_stay):
             await self._remove(at_once=end.is_unreachable)
         self._fired_event = True
         yield TriggerEvent(end.as_event())  # type: ignore[no-untyped-call]

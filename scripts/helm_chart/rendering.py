@@ -77,14 +77,14 @@ def examples() -> dict[str, Values]:
     return found
 
 
-def render(values: Values, *, namespace: str = NAMESPACE) -> list[Rendered]:
+def render(values: Values, *, name: str = RELEASE, namespace: str = NAMESPACE) -> list[Rendered]:
     """All objects that the chart makes of the values.
 
     Raises:
         HelmError: a template failed, or the values aren't what values.schema.json asks for.
         yaml.YAMLError: a template's output isn't YAML, or has a key twice.
     """
-    texts = chart().render(dict(values), name=RELEASE, namespace=namespace)
+    texts = chart().render(dict(values), name=name, namespace=namespace)
     return [
         Rendered(Path(path).name, content)
         for path, text in sorted(texts.items())
@@ -92,6 +92,16 @@ def render(values: Values, *, namespace: str = NAMESPACE) -> list[Rendered]:
         for content in yaml.load_all(text, _UniqueKeyLoader)
         if content
     ]
+
+
+def notes(values: Values, *, namespace: str = NAMESPACE) -> str:
+    """What `helm install` prints.
+
+    Raises:
+        HelmError: as `render`.
+    """
+    texts = chart().render(dict(values), name=RELEASE, namespace=namespace)
+    return str(texts[f"{RELEASE}/templates/NOTES.txt"])
 
 
 def pod_templates(objects: list[Rendered]) -> Iterator[Rendered]:

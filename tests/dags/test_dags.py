@@ -35,6 +35,15 @@ dags = {
             for task in dag.tasks
             if "gpu" in getattr(task, "partial_kwargs", {})
         ],
+        "pods": {
+            task.task_id.rpartition(".")[2]: {
+                name: given.get(name)
+                for name in ("runner", "gpu", "gpu_count", "namespace", "pod_template_file")
+            }
+            for task in dag.tasks
+            for given in [getattr(task, "partial_kwargs", vars(task))]
+            if "pod_template_file" in given
+        },
         "first_day": str(dag.start_date.date()),
         "catchup": dag.catchup,
         "max_active_runs": dag.max_active_runs,
@@ -126,6 +135,47 @@ def test_a_deployment_names_pool_specs_gpus_and_first_day(airflow: Airflow) -> N
     assert dags["daily_snippets"]["spec_path"] == ["/no/such/folder/daily_snippets.yaml"]
     assert dags["offline_ranking"]["first_day"] == "2026-03-01"
     assert [dags[dag_id]["gpus"] for dag_id in sorted(dags)] == [["amd"], [], ["amd"], ["amd"]]
+
+
+WITH_JOBS = ("daily_snippets", "offline_ranking", "snippets_on_arrival")
+
+
+def test_by_default_a_dag_runs_in_the_worker(airflow: Airflow) -> None:
+    dags = parse_dags(airflow)
+    none = {"gpu": None, "gpu_count": 1, "namespace": None, "pod_template_file": None}
+    for dag_id in WITH_JOBS:
+        plan, generate = dags[dag_id]["pods"]["plan"], dags[dag_id]["pods"]["generate"]
+        assert plan == {"runner": "local", **none}
+        assert generate == {"runner": None, **none}
+
+
+def test_a_deployment_names_namespace_and_templates_of_pods(airflow: Airflow) -> None:
+    """As docs/kubernetes.md has it: the DAGs needn't be edited for a cluster."""
+    dags = parse_dags(
+        airflow,
+        BATCHLLM_GPU="nvidia",
+        BATCHLLM_GPU_COUNT="2",
+        BATCHLLM_NAMESPACE="batch-gpu",
+        BATCHLLM_POD_TEMPLATE_DIR="/opt/batchllm/pods",
+        BATCHLLM_PLAN_RUNNER="kubernetes",
+    )
+    for dag_id in WITH_JOBS:
+        assert {task: dags[dag_id]["pods"][task] for task in ("plan", "generate")} == {
+            "plan": {
+                "runner": "kubernetes",
+                "gpu": None,
+                "gpu_count": 1,
+                "namespace": "batch-gpu",
+                "pod_template_file": "/opt/batchllm/pods/cpu.yaml",
+            },
+            "generate": {
+                "runner": None,
+                "gpu": "nvidia",
+                "gpu_count": 2,
+                "namespace": "batch-gpu",
+                "pod_template_file": "/opt/batchllm/pods/nvidia.yaml",
+            },
+        }
 
 
 @pytest.mark.parametrize("name", ["daily_snippets", "offline_ranking"])

@@ -312,7 +312,7 @@ def check_triggers(airflow: Airflow) -> None:
         text=True,
         check=True,
     )
-    triggers = json.loads(run.stdout)
+    triggers = json.loads(run.stdout.splitlines()[-1])  # Airflow 3.2 logs to the same stream
     assert len(triggers) == 2
     for arguments in triggers:
         assert arguments["config_file"] == str(airflow.cluster.kubeconfig)

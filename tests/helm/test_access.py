@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helm_chart.rendering import NAMESPACE, Rendered, examples, pod_templates, render
+from helm_chart.rendering import NAMESPACE, Rendered, examples, notes, pod_templates, render
 
 WORKER = {
     "pods": {"create", "get", "list", "delete"},
@@ -42,11 +42,22 @@ def test_roles_hold_exactly_the_verbs_that_airflow_needs(example: str) -> None:
     roles = of_kind(objects, "Role")
     creates_secrets = values.get("connections", {}).get("createSecrets", False)
     assert verbs(roles["batchllm-worker"]) == (WORKER | SECRETS if creates_secrets else WORKER)
-    if example == "hardened":  # its triggerer has no accounts
-        assert set(roles) == {"batchllm-worker"}
-    else:
-        assert verbs(roles["batchllm-triggerer"]) == TRIGGERER
+    assert verbs(roles["batchllm-triggerer"]) == TRIGGERER
     assert not {each.kind for each in objects} & {"ClusterRole", "ClusterRoleBinding", "Secret"}
+
+
+def test_without_a_triggerer_the_notes_say_what_operators_need() -> None:
+    """It would watch pods wherever one is healthy, and be refused each look."""
+    values = {"airflow": {"serviceAccounts": {"triggerer": []}}}
+    assert set(of_kind(render(values), "Role")) == {"batchllm-worker"}
+    assert "deferrable=False" in notes(values)
+    assert "deferrable" not in notes({})
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_no_example_leaves_the_triggerer_out(example: str) -> None:
+    bindings = of_kind(render(examples()[example]), "RoleBinding")
+    assert bindings["batchllm-triggerer"]["subjects"]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -98,12 +109,12 @@ def secrets_of(pod: Rendered) -> list[str]:
     ("cache", "gpu", "cpu"),
     [
         ({"enabled": False}, ["lake", "hub"], ["lake", "catalog", "hub"]),
-        ({"enabled": True}, ["lake"], ["lake", "catalog"]),
+        ({"enabled": True, "existingClaim": "models"}, ["lake"], ["lake", "catalog"]),
         ({"enabled": True, "readOnly": False}, ["lake", "hub"], ["lake", "catalog", "hub"]),
     ],
 )
 def test_pods_get_the_secrets_that_they_need(
-    cache: dict[str, bool], gpu: list[str], cpu: list[str]
+    cache: dict[str, Any], gpu: list[str], cpu: list[str]
 ) -> None:
     values = {
         "cpu": {"enabled": True},
@@ -138,6 +149,35 @@ def test_pods_connect_to_dns_and_the_given_addresses() -> None:
     assert storage == {
         "to": [{"ipBlock": {"cidr": "10.20.0.0/24"}}],
         "ports": [{"protocol": "TCP", "port": 9000}],
+    }
+
+
+def test_dns_pods_may_listen_on_other_ports() -> None:
+    """OpenShift's do; a policy is about the pod's port. A node-local cache has its own."""
+    dns = {
+        "namespace": "openshift-dns",
+        "podLabels": {"k8s-app": None, "dns.operator.openshift.io/daemonset-dns": "default"},
+        "ports": [5353],
+        "cidrs": ["169.254.20.10/32"],
+    }
+    policies = of_kind(render({"networkPolicy": {"dns": dns}}), "NetworkPolicy")
+    pods, node_local, _ = policies["batchllm-tasks"]["spec"]["egress"]
+    assert pods == {
+        "to": [
+            {
+                "namespaceSelector": {
+                    "matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}
+                },
+                "podSelector": {
+                    "matchLabels": {"dns.operator.openshift.io/daemonset-dns": "default"}
+                },
+            }
+        ],
+        "ports": [{"protocol": "UDP", "port": 5353}, {"protocol": "TCP", "port": 5353}],
+    }
+    assert node_local == {
+        "to": [{"ipBlock": {"cidr": "169.254.20.10/32"}}],
+        "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from helm_chart.rendering import (
     Values,
     chart,
     examples,
+    notes,
     pod_templates,
     render,
 )
@@ -132,11 +134,13 @@ def test_a_preset_asks_for_its_gpus_and_nodes(
 def test_both_presets_stand_side_by_side() -> None:
     pods = pods_of(examples()["both"])
     assert set(pods) == {"nvidia", "amd"}
-    assert {pod["spec"]["priorityClassName"] for pod in pods.values()} == {"batchllm-batch"}
+    assert {pod["spec"]["priorityClassName"] for pod in pods.values()} == {
+        one(render(examples()["both"]), "PriorityClass")["metadata"]["name"]
+    }
 
 
 def test_pods_need_no_writable_root() -> None:
-    [container] = pods_of({"modelCache": {"enabled": True}})["nvidia"]["spec"]["containers"]
+    [container] = pods_of(pre_pull([MODEL]))["nvidia"]["spec"]["containers"]
     env = {each["name"]: each["value"] for each in container["env"]}
     mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
     assert set(mounts) == {"/dev/shm", "/tmp", "/cache", "/models"}
@@ -185,7 +189,7 @@ def test_templates_lie_where_airflow_can_mount_them() -> None:
 
 
 def test_the_model_cache_outlives_the_release() -> None:
-    claim = one(render({"modelCache": {"enabled": True}}), "PersistentVolumeClaim")
+    claim = one(render(pre_pull([MODEL])), "PersistentVolumeClaim")
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     assert "storageClassName" not in claim["spec"]
     kinds = {each.kind for each in render(examples()["hardened"])}
@@ -243,18 +247,103 @@ def test_the_packaged_chart_renders_the_same(tmp_path: Path) -> None:
 
 
 def test_names_fit_whatever_the_release_is_called() -> None:
-    values = dict(pre_pull([MODEL], priorityClass={"create": True}))
-    texts = chart().render(values, name="a" * 53, namespace="b" * 63)
-    for path, text in texts.items():
-        if path.endswith(".yaml"):
-            names = [each["metadata"]["name"] for each in yaml.safe_load_all(text) if each]
-            assert all(len(name) <= 63 for name in names)
+    values = pre_pull([MODEL], priorityClass={"create": True})
+    for each in render(values, name="a" * 53, namespace="b" * 63):
+        in_namespace = each.kind not in ("ConfigMap", "PriorityClass")
+        assert len(each.name) <= (63 if in_namespace else 253), each.name
+
+
+EVERYTHING = pre_pull(
+    [MODEL],
+    cpu={"enabled": True},
+    priorityClass={"create": True},
+    quota={"enabled": True},
+    monitoring=examples()["monitoring"]["monitoring"],
+)
+
+
+@pytest.mark.parametrize(
+    ("one_release", "another"),
+    [
+        (("batchllm", "batch-gpu"), ("batchllm", "batch-gpu-2")),
+        (("batchllm", "b-c"), ("batchllm-b", "c")),
+        (("a" * 50 + "-eu", "batch-gpu"), ("a" * 50 + "-us", "batch-gpu")),
+        (("a" * 30 + "." + "a" * 20, "batch-gpu"), ("a" * 30 + "." + "a" * 21, "batch-gpu")),
+    ],
+)
+def test_releases_share_no_object(one_release: tuple[str, str], another: tuple[str, str]) -> None:
+    """Two write into Airflow's namespace, and PriorityClasses are the cluster's."""
+    objects = [
+        {each.identity for each in render(EVERYTHING, name=name, namespace=namespace)}
+        for name, namespace in (one_release, another)
+    ]
+    assert objects[0] and not objects[0] & objects[1]
+    for _, _, name in objects[0] | objects[1]:
+        assert re.fullmatch(
+            r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", name
+        )
+
+
+def test_the_default_release_has_short_names() -> None:
+    names = {each.kind: each.name for each in render(EVERYTHING)}
+    assert names["ConfigMap"] == "batchllm-pod-templates.batch-gpu"
+    assert names["PriorityClass"] == "batchllm-batch.batch-gpu"
+    assert names["ResourceQuota"] == "batchllm"
+    assert "batchllm-pod-templates.batch-gpu" in notes({})
+
+
+def test_an_overridden_name_is_cut_with_a_digest_too() -> None:
+    quotas = [
+        one(render({"quota": {"enabled": True}, "fullnameOverride": name}), "ResourceQuota")
+        for name in ("a" * 60 + "-eu", "a" * 60 + "-us", "a" * 40)
+    ]
+    names = [quota["metadata"]["name"] for quota in quotas]
+    assert len(set(names)) == 3
+    assert {len(name) for name in names} == {40}
+
+
+def test_pods_share_an_account_that_one_of_them_makes() -> None:
+    shared = {"name": "batch"}
+    objects = render(
+        {
+            "gpu": {"serviceAccount": shared},
+            "cpu": {"enabled": True, "serviceAccount": {**shared, "create": False}},
+        }
+    )
+    assert [each.name for each in objects if each.kind == "ServiceAccount"] == ["batch"]
+    assert {each.content["spec"]["serviceAccountName"] for each in pod_templates(objects)} == {
+        "batch"
+    }
 
 
 def test_null_takes_a_default_away() -> None:
     selector = {"nvidia.com/gpu.present": None, "cloud.google.com/gke-accelerator": "nvidia-l4"}
     spec = pods_of({"gpu": {"nvidia": {"nodeSelector": selector}}})["nvidia"]["spec"]
     assert spec["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-l4"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "label"),
+    [("nvidia", "nvidia.com/gpu.present"), ("amd", "feature.node.kubernetes.io/amd-gpu")],
+)
+def test_a_template_can_be_without_a_node_selector(preset: str, label: str) -> None:
+    """The operator takes it as it is, where nodes have no labels of their GPUs."""
+    added = pods_of({"gpu": {preset: {"enabled": True, "nodeSelector": {"pool": "gpus"}}}})
+    assert added[preset]["spec"]["nodeSelector"] == {label: "true", "pool": "gpus"}
+    none = pods_of({"gpu": {preset: {"enabled": True, "nodeSelector": {label: None}}}})
+    assert "nodeSelector" not in none[preset]["spec"]
+
+
+def test_a_volume_that_pods_may_write_needs_no_job() -> None:
+    pod = pods_of({"modelCache": {"enabled": True, "readOnly": False}})["nvidia"]["spec"]
+    env = {each["name"] for each in pod["containers"][0]["env"]}
+    assert "HF_HUB_OFFLINE" not in env
+
+
+def test_a_claim_that_is_filled_may_be_read_only() -> None:
+    cache = {"enabled": True, "existingClaim": "models", "accessModes": ["ReadOnlyMany"]}
+    kinds = {each.kind for each in render({"modelCache": cache})}
+    assert not kinds & {"PersistentVolumeClaim", "Job"}
 
 
 def test_a_wrong_field_is_found() -> None:

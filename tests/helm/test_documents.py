@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md shows is so."""
+"""What docs/kubernetes.md and README.md show is so."""
 
 from __future__ import annotations
 
@@ -8,28 +8,63 @@ from pathlib import Path
 import pytest
 import yaml
 from helm_chart.rendering import CHART, ROOT, RUNBOOKS, render
+from support.pages import MOUNTED_AT, PAGE, README, REGISTRY, shown_values
 
 from batchllm_operator import __version__
 
-PAGE = ROOT / "docs" / "kubernetes.md"
-PAGES = [PAGE, CHART / "README.md", ROOT / "helm" / "README.md", *sorted(RUNBOOKS.glob("*.md"))]
+FAULTS = ROOT / "docs" / "faults.md"
+PAGES = [
+    *(PAGE, FAULTS, CHART / "README.md", ROOT / "helm" / "README.md"),
+    *sorted(RUNBOOKS.glob("*.md")),
+]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def anchors(page: Path) -> set[str]:
+    """What a link to a part of the page may end with."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [README, *PAGES], ids=lambda page: f"{page.parent.name}/{page.stem}"
+)
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
-    for target in targets:
-        assert (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if path.startswith("https://"):
+            continue
+        leads_to = page.parent / path if path else page
+        assert leads_to.exists(), target
+        assert not anchor or anchor in anchors(leads_to), target
 
 
 def test_the_shown_values_render() -> None:
-    blocks = PAGE.read_text(encoding="utf-8").split("```yaml\n")[1:]
-    ours, airflows = (yaml.safe_load(block.partition("```")[0]) for block in blocks)
+    ours, airflows, _ = shown_values()
     [config] = [each for each in render(ours) if each.kind == "ConfigMap"]
-    [volume] = airflows["workers"]["extraVolumes"]
-    assert volume["configMap"]["name"] == config.name
+    workers = airflows["workers"]
+    volumes = {volume["name"]: volume["configMap"]["name"] for volume in workers["extraVolumes"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in workers["extraVolumeMounts"]}
+    assert volumes["batchllm-pods"] == config.name
+    assert mounts == {"batchllm-pods": MOUNTED_AT, "batchllm-specs": "/etc/batchllm"}
     assert config.content["metadata"]["namespace"] == ours["airflow"]["namespace"]
     assert airflows["images"]["airflow"]["tag"] == __version__
+    assert airflows["images"]["airflow"]["repository"] == f"{REGISTRY}/batchllm-airflow"
+    [source] = yaml.safe_load(airflows["extraEnvFrom"])
+    assert source["secretRef"]["name"] == ours["secrets"]["s3"]
+
+
+def test_the_example_dags_take_the_named_variables() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `(BATCHLLM_[A-Z_]+)`", text, re.MULTILINE))
+    dags = ["daily_snippets", "offline_ranking", "snippets_on_arrival"]
+    for dag in dags:
+        taken = re.findall(r"BATCHLLM_[A-Z_]+", (ROOT / "dags" / f"{dag}.py").read_text("utf-8"))
+        assert set(taken) - {"BATCHLLM_FIRST_DAY"} == named
+    _, airflows, example_dags = shown_values()
+    env = {each["name"]: each["value"] for each in example_dags["env"]}
+    assert env.keys() <= named
+    mounts = {mount["mountPath"] for mount in airflows["workers"]["extraVolumeMounts"]}
+    assert {env["BATCHLLM_POD_TEMPLATE_DIR"], env["BATCHLLM_SPEC_DIR"]} == mounts
 
 
 def test_the_charts_readme_names_every_example() -> None:

@@ -13,6 +13,7 @@ from helm_chart.rendering import CHART, render
 from helm_python import HelmError, HelmValuesError
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+PRE_PULL = {"enabled": True, "models": [{"repo": "org/model", "revision": "0" * 40}]}
 
 
 @pytest.mark.parametrize(("place", "values"), REFUSED)
@@ -47,14 +48,7 @@ def test_no_secret_can_be_given(values: dict[str, Any], message: str) -> None:
             "/modelCache/prePull/models",
         ),
         (
-            {
-                "modelCache": {
-                    "prePull": {
-                        "enabled": True,
-                        "models": [{"repo": "org/model", "revision": "0" * 40}],
-                    }
-                }
-            },
+            {"modelCache": {"prePull": PRE_PULL}},
             "set modelCache.enabled",
         ),
         (
@@ -75,6 +69,44 @@ def test_no_secret_can_be_given(values: dict[str, Any], message: str) -> None:
             "there is no alert BatchLLMTypo",
         ),
         ({"gpu": {"serviceAccount": {"create": False}}}, "gpu.serviceAccount"),
+        (
+            {
+                "gpu": {"serviceAccount": {"name": "batch"}},
+                "cpu": {"enabled": True, "serviceAccount": {"name": "batch"}},
+            },
+            "would both make the account batch",
+        ),
+        (
+            {"gpu": {"serviceAccount": {"name": "batchllm-cpu"}}, "cpu": {"enabled": True}},
+            "would both make the account batchllm-cpu",
+        ),
+        ({"modelCache": {"enabled": True}}, "offline with an empty volume"),
+        (
+            {"modelCache": {"enabled": True, "accessModes": ["ReadOnlyMany"], "prePull": PRE_PULL}},
+            "modelCache.accessModes",
+        ),
+        (
+            {
+                "modelCache": {
+                    "enabled": True,
+                    "existingClaim": "models",
+                    "accessModes": ["ReadOnlyMany"],
+                    "prePull": PRE_PULL,
+                }
+            },
+            "modelCache.accessModes",
+        ),
+        (
+            {
+                "modelCache": {
+                    "enabled": True,
+                    "readOnly": False,
+                    "accessModes": ["ReadOnlyMany"],
+                }
+            },
+            "modelCache.accessModes",
+        ),
+        ({"networkPolicy": {"dns": {"ports": []}}}, "/networkPolicy/dns/ports"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:

@@ -141,6 +141,26 @@ def test_fields_of_other_connections_become_variables(
     assert Credentials.of(None, None) == Credentials()
 
 
+def test_fields_of_extra_are_secrets_whatever_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    extra = {"login": "hidden-login", "token.host": "hidden-host"}
+    catalog = {"conn_type": "generic", "login": "shown-login", "extra": extra}
+    monkeypatch.setenv("AIRFLOW_CONN_CATALOG", json.dumps(catalog))
+    wanted = ("catalog.login", "catalog.extra.login", "catalog.extra.token.host")
+    credentials = Credentials.of(None, {f"V{idx}": name for idx, name in enumerate(wanted)})
+    assert set(credentials.secrets) == {"hidden-login", "hidden-host"}
+
+
+def test_a_secret_of_several_lines_is_hidden_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "-----BEGIN KEY-----\nMIIEvQIBADAN\n-----END KEY-----\n"
+    catalog = {"conn_type": "generic", "password": key}
+    monkeypatch.setenv("AIRFLOW_CONN_CATALOG", json.dumps(catalog))
+    credentials = Credentials.of(None, {"KEY": "catalog.password"})
+    assert credentials.variables["KEY"] == key
+    assert credentials.masked("it is MIIEvQIBADAN") == "it is ***"
+
+
 @pytest.mark.parametrize(
     ("reference", "reason"),
     [
@@ -161,6 +181,7 @@ def test_a_field_that_is_not_there_fails_the_task(lake: Any, reference: str, rea
     ("fields", "reason"),
     [
         ({"conn_type": "http", "password": KEY}, "'lake' is of type 'http'"),
+        ({"extra": {"verify": "/etc/ca.pem"}}, "'lake': verify in extra isn't supported"),
         ({"login": KEY_ID}, "'lake': an access key id"),
         ({"password": KEY}, "'lake': an access key id"),
         ({"login": KEY_ID, "extra": {"aws_secret_access_key": KEY}}, "'lake': an access key id"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import time
@@ -16,15 +15,19 @@ from kubernetes.client import models as k8s
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
-from batchllm_operator.operators.pods.state import PodState, Stage
+from batchllm_operator.operators.pods.api_errors import (
+    NOT_FOUND,
+    is_over_quota,
+    is_passing,
+    message_of,
+    reason_of,
+)
+from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, Stage
 
 LABEL: Final = "batchllm.io"
 _MAX_NAME: Final = 63  # a pod's name is its host name too
-_CONFLICT, _NOT_FOUND, _FORBIDDEN, _TOO_MANY = 409, 404, 403, 429
 _REQUEST_S: Final = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
-_ENDING_MARGIN_S: Final = 60.0
-"""What a kubelet may take after the grace period to report a pod's end."""
 _Answer = TypeVar("_Answer")
 
 
@@ -123,7 +126,7 @@ class AttemptPods:
 
         Raises:
             ApiException: the cluster refuses.
-            StoppedError: the task was killed.
+            StoppedError: the task was killed, or its supervisor has died.
         """
         told = ""
         while True:
@@ -155,11 +158,12 @@ class AttemptPods:
             ApiException: the cluster refuses the pod for another reason.
             StoppedError: the task was killed.
         """
+        if self._is_stopped():
+            raise StoppedError
         try:
             made = self._call(self._create_or_read, pod)
         except ApiException as error:
-            if error.status == _FORBIDDEN and "exceeded quota" in (error.body or ""):
-                # A refusal by policy has the same status and reason; only the text tells.
+            if is_over_quota(error):
                 raise QuotaExceededError(message_of(error)) from error
             raise
         return made if self._state(made).is_live else None
@@ -169,6 +173,11 @@ class AttemptPods:
 
         It belongs to the pod from the beginning, so that the cluster removes it with the pod
         whatever happens here; until it is there, the pod's container waits for it.
+
+        Raises:
+            QuotaExceededError: a quota has no room for it.
+            ApiException: the cluster refuses it for another reason.
+            StoppedError: the task was killed.
         """
         name, owner = pod.metadata.name, pod.metadata
         secret = V1Secret(
@@ -187,6 +196,8 @@ class AttemptPods:
         try:
             self._call(self._unlogged("create_namespaced_secret"), self._namespace, secret)
         except ApiException as error:
+            if is_over_quota(error):
+                raise QuotaExceededError(message_of(error)) from error
             if reason_of(error) != "AlreadyExists":
                 raise
             self._call(self._unlogged("patch_namespaced_secret"), name, self._namespace, secret)
@@ -197,14 +208,16 @@ class AttemptPods:
         try:
             self._call(self._api_call("delete_namespaced_pod"), name, self._namespace, **options)
         except ApiException as error:
-            if error.status != _NOT_FOUND:
+            if error.status != NOT_FOUND:
                 raise
         self.delete_secret(name)
 
-    def delete_all(self) -> None:
-        """Ask every pod of the owner to stop, and remove those that have."""
+    def delete_all(self, *, keep_dead: bool) -> None:
+        """Ask every pod of the owner to stop, and remove those that have (unless `keep_dead`)."""
         for pod in self._list():
-            if pod.metadata.deletion_timestamp is None:
+            if keep_dead and self._state(pod).is_over:
+                self.delete_secret(pod.metadata.name)
+            elif pod.metadata.deletion_timestamp is None:
                 self._log.info("Removing pod %s", pod.metadata.name)
                 self.delete(pod.metadata.name)
 
@@ -215,7 +228,7 @@ class AttemptPods:
         try:
             self._call(self._unlogged("delete_namespaced_secret"), name, self._namespace)
         except ApiException as error:
-            if error.status != _NOT_FOUND:
+            if error.status != NOT_FOUND:
                 raise
 
     def _list(self) -> list[k8s.V1Pod]:
@@ -241,7 +254,7 @@ class AttemptPods:
         if metadata.deletion_timestamp is None or self._state(pod).stage is Stage.ENDED:
             return False
         since = self._ending_since.setdefault(name, time.monotonic())
-        allowed_s = (metadata.deletion_grace_period_seconds or 0) + _ENDING_MARGIN_S
+        allowed_s = (metadata.deletion_grace_period_seconds or 0) + ENDING_MARGIN_S
         if time.monotonic() - since > allowed_s:
             self._ending_since[name] = time.monotonic()
             self._log.warning("Pod %s doesn't stop; removing it by force", name)
@@ -249,12 +262,18 @@ class AttemptPods:
         return True
 
     def _create_or_read(self, pod: k8s.V1Pod, **options: Any) -> k8s.V1Pod:
-        try:
-            return self._api.create_namespaced_pod(self._namespace, pod, **options)
-        except ApiException as error:
-            if reason_of(error) != "AlreadyExists":
-                raise
-            return self._api.read_namespaced_pod(pod.metadata.name, self._namespace, **options)
+        while True:
+            try:
+                return self._api.create_namespaced_pod(self._namespace, pod, **options)
+            except ApiException as error:
+                if reason_of(error) != "AlreadyExists":
+                    raise
+            try:
+                return self._api.read_namespaced_pod(pod.metadata.name, self._namespace, **options)
+            except ApiException as error:
+                if error.status != NOT_FOUND:
+                    raise
+            self._pause(self._poll_s)  # its namesake has just gone
 
     # Calls
 
@@ -277,7 +296,7 @@ class AttemptPods:
             try:
                 return function(*args, _request_timeout=_REQUEST_S, **options)
             except (ApiException, HTTPError) as error:
-                if not _is_passing(error) or time.monotonic() > give_up_at:
+                if not is_passing(error) or time.monotonic() > give_up_at:
                     raise
                 self._log.warning("The cluster's API: %s; trying again", message_of(error))
                 self._pause(pause_s)
@@ -290,36 +309,6 @@ class AttemptPods:
             if self._is_stopped():
                 raise StoppedError
             time.sleep(min(left_s, 0.5))
-
-
-def _is_passing(error: Exception) -> bool:
-    """Whether the same call may be answered later."""
-    if not isinstance(error, ApiException):
-        return True
-    if error.status == _CONFLICT:  # over a quota that many change at a time
-        return reason_of(error) == "Conflict"
-    return error.status in (0, 401, _TOO_MANY) or (error.status or 0) >= 500
-
-
-def status_of(error: Any) -> Mapping[str, Any]:
-    """The `Status` that the API answered an error with; empty if it wasn't the API, or no JSON."""
-    try:
-        body = json.loads(error.body or "")
-    except (TypeError, ValueError):
-        return {}
-    return body if isinstance(body, dict) and body.get("kind") == "Status" else {}
-
-
-def reason_of(error: ApiException) -> str:
-    """The API's word for an error, such as `AlreadyExists`."""
-    return str(status_of(error).get("reason", ""))
-
-
-def message_of(error: Exception) -> str:
-    """What the API said, on one line."""
-    if isinstance(error, ApiException):
-        return f"{error.status} {status_of(error).get('message') or error.reason}"
-    return f"{type(error).__name__}: {error}"
 
 
 def _digest(text: str) -> str:

@@ -7,12 +7,9 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from batchllm_operator.errors import ExitCode
+from batchllm_operator.errors import ERROR_MARK, FINAL_EXIT_CODES
 
 _SIGKILL_CODE: Final = 137
-_ERROR_MARK: Final = "batchllm: error: "
-# Failures of the command that a retry can't mend, as in `operators.command`.
-_FINAL_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS)
 
 
 class EndKind(StrEnum):
@@ -31,6 +28,8 @@ class EndKind(StrEnum):
     """The task's `execution_timeout`."""
     API_LOST = "api_lost"
     """The cluster's API didn't answer for too long; the pod may be well."""
+    FORBIDDEN = "forbidden"
+    """Whoever watched may not read pods; the pod may be well."""
     STOPPED = "stopped"
     """Whoever watched was asked to stop."""
 
@@ -57,6 +56,11 @@ class PodEnd:
         return self.kind in (EndKind.DISRUPTED, EndKind.GONE)
 
     @property
+    def is_unseen(self) -> bool:
+        """Whether nobody knows how the pod is, so that it is left to the next try."""
+        return self.kind in (EndKind.API_LOST, EndKind.FORBIDDEN)
+
+    @property
     def may_stay(self) -> bool:
         """Whether the pod costs nothing any more, so that a user may look at it."""
         return self.is_over and not self.is_unreachable
@@ -66,7 +70,7 @@ class PodEnd:
         """Whether a retry can't help."""
         if self.kind is EndKind.STUCK:
             return self.reason in ("InvalidImageName", "ErrImageNeverPull")
-        return self.kind is EndKind.EXITED and self.exit_code in _FINAL_CODES
+        return self.kind is EndKind.EXITED and self.exit_code in FINAL_EXIT_CODES
 
     def as_event(self) -> dict[str, Any]:
         """For `from_event`, through JSON."""
@@ -105,6 +109,12 @@ class PodEnd:
                     f"the cluster's API didn't answer for too long ({said}); {pod} was left alone,"
                     " the next try looks for it"
                 )
+            case EndKind.FORBIDDEN:
+                return (
+                    f"whoever watches {pod} may not read pods: give the triggerer's (or, with"
+                    " deferrable=False, the worker's) service account the chart's Role; the pod was"
+                    " left alone, the next try looks for it"
+                )
             case EndKind.STOPPED:
                 return f"{pod} is no longer watched"
 
@@ -130,5 +140,5 @@ def _exit_words(end: PodEnd) -> str:
 
 def _clipped(text: str, limit: int = 600) -> str:
     """The command's own error if there is one, else the end of what was said; on one line."""
-    line = " ".join(text.rpartition(_ERROR_MARK)[2].split())
+    line = " ".join(text.rpartition(ERROR_MARK)[2].split())
     return line if len(line) <= limit else "..." + line[-limit:]

@@ -25,6 +25,8 @@ class GpuPreset:
     node_selector: Mapping[str, str]
     """Labels that GPU feature discovery or node feature discovery put on such nodes."""
     env: Mapping[str, str]
+    groups: tuple[int, ...] = ()
+    """That the device files belong to, beside the user's own."""
 
 
 def _image(variant: str) -> str:
@@ -49,6 +51,7 @@ PRESETS: Final[Mapping[GpuVendor, GpuPreset]] = MappingProxyType(
                 "MIOPEN_USER_DB_PATH": "/cache/miopen",
                 "MIOPEN_CUSTOM_CACHE_DIR": "/cache/miopen",
             },
+            groups=(44, 109),  # video and render, as Ubuntu numbers them
         ),
     }
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
@@ -45,6 +45,9 @@ _QUIET_ENV: Final = {
 }
 
 
+_MODEL_ENV: Final = {"HF_HOME": "/models", "HF_HUB_OFFLINE": "1"}
+
+
 def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
     """A pod that may do as little as a stage needs, without a name, a command or labels.
 
@@ -66,6 +69,7 @@ def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
                 run_as_group=_GPU_USER if preset else 0,  # as Airflow's image has it
                 fs_group=_GPU_USER,
                 fs_group_change_policy="OnRootMismatch",
+                supplemental_groups=(list(preset.groups) or None) if preset else None,
                 seccomp_profile=k8s.V1SeccompProfile(type="RuntimeDefault"),
             ),
             containers=[
@@ -73,10 +77,6 @@ def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
                     name=container_name,
                     image=preset.image if preset else CPU_IMAGE,
                     env=_environment(settings),
-                    env_from=[
-                        k8s.V1EnvFromSource(secret_ref=k8s.V1SecretEnvSource(name=name))
-                        for name in settings.secret_names
-                    ],
                     resources=_resources(settings),
                     security_context=k8s.V1SecurityContext(
                         allow_privilege_escalation=False,
@@ -95,29 +95,69 @@ def merged_pod(default: k8s.V1Pod, template: k8s.V1Pod | None, container_name: s
     """`default` with what `template` says instead; the main container comes first.
 
     Lists of things with names (volumes, mounts, variables) are united, and so are security
-    contexts and resources, field by field; the template's win.
+    contexts and resources, field by field; the template's win. A node selector of the
+    template, even an empty one, takes the place of the default.
+
+    Raises:
+        ValueError: the template has containers, and none is the main one.
     """
     if template is None:
         return default
-    if template.spec is not None and template.spec.containers:
-        template.spec.containers.sort(key=lambda each: each.name != container_name)
-    merged = PodGenerator.reconcile_pods(default, template)
     if template.spec is not None:
-        merged.spec.security_context = _overlaid(
-            default.spec.security_context, template.spec.security_context
-        )
         if template.spec.containers:
-            below, above = default.spec.containers[0], template.spec.containers[0]
-            main = merged.spec.containers[0]
-            main.security_context = _overlaid(below.security_context, above.security_context)
-            main.resources = _overlaid(below.resources, above.resources)
-    return without_repetitions(merged)
+            _put_first(template.spec.containers, container_name)
+        if template.spec.node_selector is not None:
+            default.spec.node_selector = None
+    merged = PodGenerator.reconcile_pods(default, template)
+    return without_repetitions(overlaid(merged, default, template))
 
 
-def _overlaid(below: Any, above: Any) -> Any:
+def overlaid(merged: k8s.V1Pod, below: k8s.V1Pod, above: k8s.V1Pod) -> k8s.V1Pod:
+    """`merged`, changed so that security contexts and resources are united, field by field.
+
+    Args:
+        merged: of `below` and `above`, by Airflow, which takes such an object from one or the
+            other.
+        below: whose fields stay where `above` has none.
+        above: whose fields win. What it only limits isn't requested from `below`, and what it
+            only requests is its limit too: the one must never be above the other.
+    """
+    if above.spec is None:
+        return merged
+    merged.spec.security_context = _united(below.spec.security_context, above.spec.security_context)
+    if above.spec.containers:
+        main = merged.spec.containers[0]
+        low, high = below.spec.containers[0], above.spec.containers[0]
+        main.security_context = _united(low.security_context, high.security_context)
+        main.resources = _united(low.resources, high.resources)
+        if low.resources is not None and high.resources is not None:
+            _fit_resources(main.resources, high.resources)
+    return merged
+
+
+def _put_first(containers: list[k8s.V1Container], name: str) -> None:
+    """The main container before all others."""
+    containers.sort(key=lambda each: each.name != name)
+    if containers[0].name != name:
+        names = ", ".join(each.name for each in containers)
+        raise ValueError(
+            f"the pod template has no container named {name!r} (base_container_name), only {names}"
+        )
+
+
+def _fit_resources(united: k8s.V1ResourceRequirements, given: k8s.V1ResourceRequirements) -> None:
+    limits, requests = given.limits or {}, given.requests or {}
+    for name in limits.keys() - requests.keys():
+        (united.requests or {}).pop(name, None)
+    for name in requests.keys() - limits.keys():
+        if name in (united.limits or {}):
+            united.limits[name] = requests[name]
+
+
+def _united(below: Any, above: Any) -> Any:
     """An object of the API with the fields of `above` that are set, else those of `below`."""
-    if above is None:
-        return below
+    if above is None or below is None:
+        return below if above is None else above
     united = copy.deepcopy(below)
     for name in above.openapi_types:
         value = getattr(above, name)
@@ -150,6 +190,9 @@ def with_arguments(pod: k8s.V1Pod, settings: PodSettings) -> k8s.V1Pod:
     names = {volume.name for volume in volumes}
     mounts = [mount for mount in _mounts(settings) if mount.name in names]
     main.volume_mounts = [*(main.volume_mounts or []), *mounts]
+    if settings.model_claim is not None:
+        main.env = [*(main.env or []), *_variables(_MODEL_ENV)]
+    main.env_from = [*(main.env_from or []), *_secrets(settings)]  # a later source wins
     if settings.deadline_s is not None:
         spec.active_deadline_seconds = settings.deadline_s
     if settings.grace_s is not None:
@@ -192,7 +235,7 @@ def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
     """See to it that the main container gets the GPUs that the command is told of; mutates it.
 
     Raises:
-        ValueError: the pod's template asks for another number of them.
+        ValueError: the pod's template asks for another number of them, or for another vendor's.
     """
     if settings.preset is None:
         return
@@ -201,6 +244,8 @@ def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
     name, count = settings.preset.resource, str(settings.gpu_count)
     for kind in ("limits", "requests"):
         given = getattr(container.resources, kind) or {}
+        for other in {preset.resource for preset in PRESETS.values()} & given.keys() - {name}:
+            raise ValueError(f"the pod template asks for {other}, the operator for {name}")
         if str(given.get(name, count)) != count:
             raise ValueError(
                 f"the pod template asks for {given[name]} x {name}, the operator's gpu_count is"
@@ -239,12 +284,18 @@ def _environment(settings: PodSettings) -> list[k8s.V1EnvVar]:
     variables = {**_CACHE_ENV, **_QUIET_ENV}
     if settings.preset is not None:
         variables |= settings.preset.env
-    if settings.model_claim is not None:
-        variables |= {"HF_HOME": "/models", "HF_HUB_OFFLINE": "1"}
     own_uid = k8s.V1EnvVarSource(field_ref=k8s.V1ObjectFieldSelector(field_path="metadata.uid"))
+    return [*_variables(variables), k8s.V1EnvVar(name=UID_VARIABLE, value_from=own_uid)]
+
+
+def _variables(values: Mapping[str, str]) -> list[k8s.V1EnvVar]:
+    return [k8s.V1EnvVar(name=name, value=value) for name, value in values.items()]
+
+
+def _secrets(settings: PodSettings) -> list[k8s.V1EnvFromSource]:
     return [
-        *(k8s.V1EnvVar(name=name, value=value) for name, value in variables.items()),
-        k8s.V1EnvVar(name=UID_VARIABLE, value_from=own_uid),
+        k8s.V1EnvFromSource(secret_ref=k8s.V1SecretEnvSource(name=name))
+        for name in settings.secret_names
     ]
 
 

@@ -7,6 +7,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final
 
+ENDING_MARGIN_S: Final = 60.0
+"""What a kubelet may take after the grace period to report a pod's end."""
+
 
 class Stage(StrEnum):
     """How far a pod has come."""

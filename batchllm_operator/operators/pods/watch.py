@@ -16,16 +16,18 @@ from airflow.providers.cncf.kubernetes.hooks.kubernetes import AsyncKubernetesHo
 from kubernetes_asyncio import client as async_client
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from batchllm_operator.operators.pods.attempt import status_of
+from batchllm_operator.operators.pods.api_errors import (
+    FORBIDDEN,
+    NOT_FOUND,
+    UNAUTHORIZED,
+    status_of,
+)
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.pods.pod_log import LogReader
-from batchllm_operator.operators.pods.state import PodState, Stage
+from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, Stage
 
-_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
 _REPEAT: Final = timedelta(minutes=10)
 """How often a state that lasts is told again."""
-_GONE_MARGIN_S: Final = 60.0
-"""What a kubelet may take after the grace period to report a pod's end."""
 _LONGEST_PAUSE_S: Final = 60.0
 _LAST_READS: Final = 3
 """Looks at a pod that has ended, while its log can't be read."""
@@ -152,7 +154,7 @@ class PodWatch:
                 self._pod.name, self._pod.namespace, _request_timeout=self._request_s
             )
         except (*_ANSWERLESS, NoConnectionError) as error:
-            if isinstance(error, ClientSSLError) or getattr(error, "status", 0) == _UNAUTHORIZED:
+            if isinstance(error, ClientSSLError) or getattr(error, "status", 0) == UNAUTHORIZED:
                 await self.aclose()  # the next look reads the configuration anew
             return self._without_answer(error)
         self._answered_at, self._num_failures = time.monotonic(), 0
@@ -206,7 +208,7 @@ class PodWatch:
         """Somebody deletes the pod; if its node doesn't answer, that doesn't come to an end."""
         if self._deleting_since is None:
             self._deleting_since = time.monotonic()
-        allowed_s = (pod.metadata.deletion_grace_period_seconds or 0) + _GONE_MARGIN_S
+        allowed_s = (pod.metadata.deletion_grace_period_seconds or 0) + ENDING_MARGIN_S
         if time.monotonic() - self._deleting_since <= allowed_s:
             return None
         end = self._end(EndKind.DISRUPTED, state, "its node doesn't answer")
@@ -215,17 +217,18 @@ class PodWatch:
     def _without_answer(self, error: Exception) -> PodEnd | None:
         """What an error of the API means: the pod is gone, or there is reason to wait."""
         status = error.status if isinstance(error, ApiException) else None
-        if status == _NOT_FOUND and status_of(error).get("reason") == "NotFound":
+        if status == NOT_FOUND and status_of(error).get("reason") == "NotFound":
             return self._end(EndKind.GONE)
         self._num_failures += 1
         reason = error.reason if isinstance(error, ApiException) else str(error)
         text = f"{type(error).__name__}: {reason}".rstrip(": ")
         if self._said != text:
             self._said, self._said_at = text, self._now()
-            hint = "; may this Airflow read pods?" if status == _FORBIDDEN else ""
+            hint = "; may this Airflow read pods?" if status == FORBIDDEN else ""
             self._log(f"Can't see pod {self._pod.name} at the moment ({text}){hint}")
         if time.monotonic() - self._answered_at > self._limits.api_s:
-            return self._end(EndKind.API_LOST, message=text)
+            kind = EndKind.FORBIDDEN if status == FORBIDDEN else EndKind.API_LOST
+            return self._end(kind, message=text)
         return None
 
     def _tell(self, state: PodState) -> None:

@@ -1,20 +1,28 @@
 {{/* Names and labels of objects. */}}
 
-{{- define "batchllm.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{/* Prefix of all names, unique within the release's namespace. One that is cut ends with a digest of the whole. */}}
+{{- define "batchllm.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- end -}}
+{{- if gt (len $full) 40 -}}
+{{- $full = printf "%s-%s" (regexReplaceAll "[-.]+$" (trunc 31 $full) "") (sha256sum $full | trunc 8) -}}
+{{- end -}}
+{{- $full -}}
 {{- end -}}
 
-{{- define "batchllm.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- $name := include "batchllm.name" . -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{/*
+Name of what lies outside of the release's namespace, beside those of other releases; arguments: root, suffix.
+No namespace has a dot in its name, so no two releases make the same.
+*/}}
+{{- define "batchllm.outsideName" -}}
+{{- printf "%s-%s.%s" (include "batchllm.fullname" .root) .suffix .root.Release.Namespace -}}
 {{- end -}}
-{{- end -}}
+
+{{- define "batchllm.podTemplatesName" -}}
+{{- include "batchllm.outsideName" (dict "root" . "suffix" "pod-templates") -}}
 {{- end -}}
 
 {{- define "batchllm.labels" -}}
@@ -41,7 +49,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 {{- if .Values.priorityClass.name -}}
 {{- .Values.priorityClass.name -}}
 {{- else if .Values.priorityClass.create -}}
-{{- printf "%s-batch" (include "batchllm.fullname" .) -}}
+{{- include "batchllm.outsideName" (dict "root" . "suffix" "batch") -}}
 {{- end -}}
 {{- end -}}
 

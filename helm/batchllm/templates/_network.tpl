@@ -8,13 +8,21 @@
       podSelector:
         matchLabels:
           {{- toYaml $dns.podLabels | nindent 10 }}
-    {{- range $dns.cidrs }}
+  ports:
+    {{- range $dns.ports }}
+    - {protocol: UDP, port: {{ int64 . }}}
+    - {protocol: TCP, port: {{ int64 . }}}
+    {{- end }}
+{{- with $dns.cidrs }}
+- to:
+    {{- range . }}
     - ipBlock:
         cidr: {{ . | quote }}
     {{- end }}
   ports:
     - {protocol: UDP, port: 53}
     - {protocol: TCP, port: 53}
+{{- end }}
 {{- range .targets }}
 - to:
     - ipBlock:

@@ -17,7 +17,10 @@ from support.task_runs import TaskInstance
 
 def test_a_shard_is_generated_in_a_pod(shards: Shards, capfd: pytest.CaptureFixture[str]) -> None:
     shards.plan()
-    result = shards.start().wait()
+    run = shards.start()
+    pod = shards.cluster.pod(shards.pod())
+    assert [each.name for each in pod.spec.containers] == ["base"]  # no sidecar
+    result = run.wait()
     assert result["num_rows"] == NUM_ROWS
     assert result["plan_uri"] == shards.plan_uri
     assert all(isinstance(value, str | int | float) for value in result.values())
@@ -158,6 +161,61 @@ def test_a_lost_node(shards: Shards) -> None:
     shards.check_whole()
 
 
+def test_a_lost_node_whose_pods_nobody_collects(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that doesn't come back, and no controller that forces its pods away."""
+    for module in ("watch", "attempt"):
+        monkeypatch.setattr(f"batchllm_operator.operators.pods.{module}.ENDING_MARGIN_S", 0.5)
+    shards.plan(delay_s=0.05)
+    agent = shards.cluster.agent
+    run = shards.start()
+    name = shards.pod()
+    shards.wait_for_parts(1)
+    agent.lose_node()
+    agent.add_node(NodeSettings("spare"))
+    agent.mark_node_unreachable()
+    shards.cluster.api.delete_namespaced_pod(name, shards.cluster.namespace, grace_period_seconds=1)
+    run.wait()
+    shards.check_whole()
+
+
+def test_a_pod_on_a_lost_node_does_not_keep_the_next_try_waiting(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchllm_operator.operators.pods.attempt.ENDING_MARGIN_S", 0.5)
+    shards.plan(delay_s=0.05)
+    run = shards.start()
+    name = shards.pod()
+    if shards.mode == "deferred":
+        shards.wait(lambda: run.is_deferred, "the trigger")
+    run.kill("running")  # the worker goes, or the triggerer, and the next try will look
+    run.join()
+    agent = shards.cluster.agent
+    agent.lose_node()
+    agent.add_node(NodeSettings("spare"))
+    agent.mark_node_unreachable()
+    shards.cluster.api.delete_namespaced_pod(name, shards.cluster.namespace, grace_period_seconds=1)
+    shards.start(TaskInstance(try_number=2)).wait()
+    shards.check_whole()
+
+
+def test_a_watcher_that_may_not_read_pods_says_so(shards: Shards) -> None:
+    shards.plan(delay_s=0.05)
+    run = shards.start(api_timeout=timedelta(seconds=0.5))
+    name = shards.pod()
+    if shards.mode == "deferred":
+        shards.wait(lambda: run.is_deferred, "the trigger")
+    shards.cluster.agent.freeze(name)
+    shards.cluster.double.deny("get", "pods")
+    assert "may not read pods" in str(run.failure())
+    shards.cluster.double.allow_all()
+    shards.cluster.agent.thaw(name)
+    shards.start(TaskInstance(try_number=2)).wait()
+    assert shards.report()["num_resumed_parts"] == 0  # the same pod did it all
+    shards.check_whole()
+
+
 @in_triggerer
 def test_running_out_of_memory_says_so_and_a_retry_goes_on(shards: Shards) -> None:
     shards.plan(delay_s=0.05)
@@ -287,6 +345,10 @@ def test_a_pod_that_the_cluster_refuses_is_not_tried_again(shards: Shards) -> No
     missing = shards.start(namespace="no-such-namespace").failure()
     assert isinstance(missing, AirflowFailException)
     assert 'namespaces "no-such-namespace" not found' in str(missing)
+    shards.cluster.double.deny("create", "pods")
+    forbidden = shards.start().failure()
+    assert isinstance(forbidden, AirflowFailException)
+    assert "the cluster refuses the pod: 403" in str(forbidden)
 
 
 @in_triggerer
@@ -320,11 +382,13 @@ def test_an_api_server_that_stays_away_fails_the_try_and_the_next_takes_the_pod_
     name = shards.pod()
     if shards.mode == "deferred":
         shards.wait(lambda: run.is_deferred, "the trigger")
+    shards.cluster.agent.freeze(name)  # or it may have ended by then
     shards.cluster.proxy.down()
     error = run.failure()
     assert "the next try looks for it" in str(error)
     shards.cluster.proxy.up()
     assert shards.pod() == name
+    shards.cluster.agent.thaw(name)
     shards.start(TaskInstance(try_number=2)).wait()
     assert shards.report()["num_resumed_parts"] == 0
     shards.check_whole()

@@ -236,3 +236,27 @@ def test_a_task_whose_supervisor_died_leaves_the_pod_to_the_next_try(shards: Sha
     run.kill("failed")
     run.failure()
     shards.check_nothing_left()
+
+
+@in_worker
+def test_a_task_whose_supervisor_died_makes_no_pod_any_more(
+    shards: Shards, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would be the second one, beside that of the next try."""
+    shards.plan()
+    shards.cluster.set_quota({"pods": "0"})
+    run = shards.start()
+    shards.wait(lambda: "exceeded quota" in "".join(capfd.readouterr()), "the refusal")
+    run.task._supervisor_pid = -1  # what it was when the try began
+    run.failure(limit_s=30)
+    shards.cluster.api.delete_namespaced_resource_quota("quota", shards.cluster.namespace)
+    assert shards.cluster.pods() == []
+
+
+@in_triggerer
+def test_a_task_that_is_marked_before_it_is_deferred_leaves_no_pod(shards: Shards) -> None:
+    """Airflow refuses the deferral then, and only logs that."""
+    shards.plan(delay_s=0.1)
+    error = shards.start(TaskInstance(state="failed")).failure()
+    assert "was killed" in str(error)
+    shards.check_nothing_left()

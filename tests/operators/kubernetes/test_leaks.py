@@ -14,7 +14,8 @@ import yaml
 from airflow.providers.common.compat.sdk import AirflowException, TaskDeferred
 from support.fake_job import DS, document_rows, job_fields, write_table
 from support.kubernetes.images import Image
-from support.pod_shards import Shards, in_triggerer, in_worker
+from support.kubernetes.status import ApiError
+from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
 from batchllm_operator.operators import BatchLLMGenerateOperator, BatchLLMPlanOperator
@@ -209,6 +210,54 @@ def test_a_kept_pod_keeps_no_credentials(shards: Shards, monkeypatch: pytest.Mon
     for pod in shards.cluster.pods():
         shards.cluster.api.delete_namespaced_pod(pod.metadata.name, namespace)
     assert [name for name in names if name.startswith("batchllm")] == []
+
+
+@in_worker
+@pytest.mark.parametrize("action", ["keep_pod", "delete_active_pod"])
+def test_a_kept_pod_stays_when_the_next_try_finds_the_results(shards: Shards, action: str) -> None:
+    shards.plan()
+    shards.start(on_finish_action=action).wait()
+    (name,) = [pod.metadata.name for pod in shards.cluster.pods()]
+    shards.start(TaskInstance(try_number=2), on_finish_action=action).wait()
+    assert [pod.metadata.name for pod in shards.cluster.pods()] == [name]
+    shards.cluster.api.delete_namespaced_pod(name, shards.cluster.namespace)
+
+
+@in_worker
+def test_results_count_whatever_the_cluster_is_asked_with(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is whole in the lake is a success, though nobody can tidy up."""
+    shards.plan()
+    shards.start().wait()
+
+    def broken(self: object) -> None:
+        raise yaml.parser.ParserError("a kubeconfig that is being written")
+
+    monkeypatch.setattr(BatchLLMGenerateOperator, "_connect", broken)
+    assert shards.start(TaskInstance(try_number=2)).wait()["num_rows"] == NUM_ROWS
+
+
+@in_worker
+def test_a_quota_for_secrets_is_waited_for(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lake = {"conn_type": "aws", "login": "AKIACANARY", "password": "canary-secret-key"}
+    monkeypatch.setenv("AIRFLOW_CONN_LAKE", json.dumps(lake))
+    shards.plan()
+    message = 'secrets "s" is forbidden: exceeded quota: q, requested: secrets=1, used: secrets=9'
+    shards.cluster.double.fail_next("POST", "secrets", ApiError(403, "Forbidden", message))
+    run = shards.start(aws_conn_id="lake")
+    seen = ""
+
+    def waits() -> bool:
+        nonlocal seen
+        seen += "".join(capfd.readouterr())
+        return "Waiting for room in the namespace's quota" in seen
+
+    shards.wait(waits, "it to wait")
+    run.wait()
+    shards.check_whole()
 
 
 def test_waiting_for_a_quota_keeps_to_the_execution_timeout() -> None:

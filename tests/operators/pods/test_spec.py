@@ -199,6 +199,7 @@ def test_a_template_with_other_gpus_is_refused() -> None:
         ({"secret_names": "s3"}, "list of names"),
         ({"termination_grace_period": 30}, "above 30 seconds"),
         ({"cmds": ["sh"]}, "cmds isn't yours"),
+        ({"memory": "1Gi", "container_resources": k8s.V1ResourceRequirements()}, "not both"),
         ({"on_kill_action": "keep_pod"}, "on_kill_action isn't yours"),
         ({"callbacks": [object]}, "callbacks isn't yours"),
         ({"startup_timeout_seconds": 600}, "see queue_timeout"),
@@ -277,6 +278,86 @@ def test_groups_for_amd_do_not_take_the_hardening_away() -> None:
     spec = pod_of_task(gpu="amd", pod_template_dict=given)["spec"]
     assert spec["securityContext"].get("runAsNonRoot") is True
     assert spec["containers"][0]["securityContext"].get("readOnlyRootFilesystem") is True
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_airflows_own_arguments_do_not_take_the_hardening_away(as_dict: bool) -> None:
+    groups: Any = {"supplementalGroups": [109]}
+    writable: Any = {"runAsUser": 1000}
+    if not as_dict:
+        groups = k8s.V1PodSecurityContext(supplemental_groups=[109])
+        writable = k8s.V1SecurityContext(run_as_user=1000)
+    pod = pod_of_task(gpu="amd", security_context=groups, container_security_context=writable)
+    assert pod["spec"]["securityContext"]["supplementalGroups"] == [109]
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    context = container_of(pod)["securityContext"]
+    assert (context["runAsUser"], context["readOnlyRootFilesystem"]) == (1000, True)
+
+
+def test_the_device_files_of_amd_belong_to_groups() -> None:
+    assert pod_of_task(gpu="amd")["spec"]["securityContext"]["supplementalGroups"] == [44, 109]
+    assert "supplementalGroups" not in pod_of_task()["spec"]["securityContext"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "requests", "limits"),
+    [
+        ({"limits": {"memory": "16Gi"}}, {"cpu": "4"}, {"memory": "16Gi"}),
+        ({"limits": {"cpu": "2"}}, {"memory": "32Gi"}, {"memory": "32Gi", "cpu": "2"}),
+        ({"requests": {"memory": "64Gi"}}, {"cpu": "4", "memory": "64Gi"}, {"memory": "64Gi"}),
+    ],
+)
+def test_no_request_is_above_its_limit(
+    resources: dict[str, Any], requests: dict[str, str], limits: dict[str, str]
+) -> None:
+    """What is only limited, Kubernetes requests by itself."""
+    whole = {"requests": requests, "limits": {**limits, "nvidia.com/gpu": "1"}}
+    assert (
+        container_of(pod_of_task(pod_template_dict=template(resources=resources)))["resources"]
+        == whole
+    )
+    given = k8s.V1ResourceRequirements(**resources)
+    assert container_of(pod_of_task(container_resources=given))["resources"] == whole
+
+
+def test_a_node_selector_takes_the_place_of_the_default() -> None:
+    assert pod_of_task()["spec"]["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    given = template()
+    given["spec"]["nodeSelector"] = {}
+    assert not pod_of_task(pod_template_dict=given)["spec"].get("nodeSelector")
+    assert not pod_of_task(node_selector={})["spec"].get("nodeSelector")
+    given["spec"]["nodeSelector"] = {"pool": "h100"}
+    spec = pod_of_task(pod_template_dict=given, node_selector={"zone": "a"})["spec"]
+    assert spec["nodeSelector"] == {"zone": "a"}
+    assert pod_of_task(pod_template_dict=template())["spec"]["nodeSelector"] == {
+        "nvidia.com/gpu.present": "true"
+    }
+
+
+def test_a_given_claim_of_models_is_where_they_are_looked_for() -> None:
+    given = template(env=[{"name": "HF_HOME", "value": "/cache/huggingface"}])
+    env = env_of(pod_of_task(pod_template_dict=given, model_claim="models"))
+    assert (env["HF_HOME"], env["HF_HUB_OFFLINE"]) == ("/models", "1")
+
+
+def test_given_secrets_win_over_the_templates() -> None:
+    """Of sources with the same key the last one counts."""
+    given = template(envFrom=[{"secretRef": {"name": "chart-s3"}}])
+    pod = pod_of_task(pod_template_dict=given, secret_names=["own-s3"])
+    names = [each["secretRef"]["name"] for each in container_of(pod)["envFrom"]]
+    assert names == ["chart-s3", "own-s3"]
+
+
+def test_a_template_for_another_vendors_gpus_is_refused() -> None:
+    given = template(resources={"limits": {"amd.com/gpu": 1}})
+    with pytest.raises(ValueError, match=r"asks for amd.com/gpu, the operator for nvidia"):
+        pod_of_task(pod_template_dict=given)
+
+
+def test_a_template_without_the_main_container_is_refused() -> None:
+    given = {"spec": {"containers": [{"name": "sidecar", "image": "sidecar:1"}]}}
+    with pytest.raises(ValueError, match=r"no container named 'base'.*only sidecar"):
+        pod_of_task(pod_template_dict=given)
 
 
 def test_resources_of_a_template_do_not_take_the_memory_limit_away() -> None:

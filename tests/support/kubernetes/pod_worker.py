@@ -94,6 +94,7 @@ class PodWorker:
     async def run(self) -> None:
         life = asyncio.create_task(self._live())
         clock = asyncio.create_task(self._watch_deadline())
+        next_end = None
         try:
             forgotten = False
             while not forgotten:
@@ -106,8 +107,8 @@ class PodWorker:
                 await self._finish(end)
                 forgotten = end.forgets
         finally:
-            await _cancelled(life)
-            await _cancelled(clock)
+            for task in filter(None, (life, clock, next_end)):
+                await _cancelled(task)
             await self._clean()
 
     async def _clean(self) -> None:

@@ -1,0 +1,63 @@
+"""The tasks that docs/kubernetes.md and README.md show have the pods that they should."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from helm_chart.rendering import NAMESPACE
+from support.pages import PAGE, README, REGISTRY, blocks, image_of, pods_of, shown_values
+
+from batchllm_operator import __version__
+
+
+@pytest.fixture(autouse=True)
+def airflow_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one, if no other tests have given Airflow one: it's imported by the first test."""
+    if "AIRFLOW_HOME" not in os.environ:
+        monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path / "airflow"))
+
+
+def test_the_shown_tasks_have_pods(tmp_path: Path) -> None:
+    """As the page's values make them, with nothing else given."""
+    ours, _, _ = shown_values()
+    generating, planning, amd = blocks(PAGE, "python")
+    pods = pods_of(generating, ours, tmp_path)
+    assert {name: image_of(pod) for name, pod in pods.items()} == {
+        "generate": f"{REGISTRY}/batchllm-cuda:{__version__}"
+    }
+    pods = pods_of(planning, {**ours, "cpu": {"enabled": True}}, tmp_path)
+    assert {name: image_of(pod) for name, pod in pods.items()} == {
+        "generate": f"{REGISTRY}/batchllm-cuda:{__version__}",
+        "plan": f"{REGISTRY}/batchllm-airflow:{__version__}",
+    }
+    pods = pods_of(amd, ours, tmp_path)
+    spec = pods["generate"]["spec"]
+    assert pods["generate"]["metadata"]["namespace"] == NAMESPACE
+    assert image_of(pods["generate"]) == f"{REGISTRY}/batchllm-rocm:{__version__}"
+    assert spec["securityContext"]["supplementalGroups"] == [44, 110]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["tolerations"][0]["key"] == "amd.com/gpu"
+
+
+def test_the_readmes_tasks_have_pods(tmp_path: Path) -> None:
+    text = README.read_text(encoding="utf-8")
+    ours, _, _ = shown_values()
+    for value in ("gpu.nvidia.count: 2", "cpu.enabled: true", "connections.createSecrets: true"):
+        assert f"`{value}`" in text
+    values = {
+        **ours,
+        "gpu": {"nvidia": {"count": 2}},
+        "cpu": {"enabled": True},
+        "connections": {"createSecrets": True},
+    }
+    [code] = [block for block in blocks(README, "python") if "pod_template_file" in block]
+    pods = pods_of(code, values, tmp_path)
+    assert {name: image_of(pod) for name, pod in pods.items()} == {
+        "generate": f"{REGISTRY}/batchllm-cuda:{__version__}",
+        "plan": f"{REGISTRY}/batchllm-airflow:{__version__}",
+    }
+    assert {pod["metadata"]["namespace"] for pod in pods.values()} == {NAMESPACE}
+    [container] = pods["generate"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"memory": "96Gi", "nvidia.com/gpu": "2"}
