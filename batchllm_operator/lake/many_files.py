@@ -1,0 +1,42 @@
+"""The same for many files of a folder, a few at a time: storage answers late, not slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from batchllm_operator.lake.folder import Folder
+
+_NUM_THREADS: Final = 8
+"""Each holds a few megabytes of a file at most."""
+
+T = TypeVar("T")
+
+
+def read_files(folder: Folder, names: Iterable[str]) -> dict[str, bytes]:
+    """The content of each of `names` that is there; all of it in memory: for small files."""
+    return _each(names, folder.read_bytes)
+
+
+def hash_files(folder: Folder, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 (hex) of each of `names` that is there."""
+    return _each(names, folder.sha256)
+
+
+def remove_files(folder: Folder, names: Iterable[str]) -> None:
+    """Remove those of `names` that are there."""
+    _each(names, folder.remove)
+
+
+def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
+    """The result for each name that there is a file of. What one raises ends the others."""
+
+    def done(name: str) -> tuple[str, T] | None:
+        try:
+            return name, work(name)
+        except FileNotFoundError:
+            return None
+
+    with ThreadPoolExecutor(_NUM_THREADS, "batchllm-files") as pool:
+        return dict(result for result in pool.map(done, names) if result is not None)
