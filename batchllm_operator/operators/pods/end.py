@@ -11,7 +11,8 @@ from batchllm_operator.errors import ExitCode
 
 _SIGKILL_CODE: Final = 137
 _ERROR_MARK: Final = "batchllm: error: "
-# Failures of the command that a retry can't mend, as in `operators.command`.
+# Failures of the command that a retry can't mend, as in `operators.command`. To have been fenced is
+# none: a try looks first whether the results are whole, and goes on from what the others left.
 _FINAL_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS)
 
 
@@ -121,6 +122,8 @@ def _exit_words(end: PodEnd) -> str:
             "ended well, but its results aren't in the lake: does it run the right image, and"
             " does it write where this worker reads?"
         )
+    if end.exit_code == ExitCode.FENCED:
+        return "stopped, because another attempt at its work had begun (exit code 7)"
     if end.exit_code == _SIGKILL_CODE:
         return (
             "was killed (exit code 137): by its node for lack of memory, or after its grace period"
