@@ -2,14 +2,17 @@
 
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.many_files import hash_files, read_files, remove_files
-from batchllm_operator.lake.parquet import ParquetTable, published_schema
-from batchllm_operator.lake.table import InputFile, LakeTable, Snapshot
+from batchllm_operator.lake.opening import open_table
+from batchllm_operator.lake.parquet import ParquetTable
+from batchllm_operator.lake.parquet_footer import published_schema
+from batchllm_operator.lake.table import InputFile, LakeTable, Publication, Snapshot
 
 __all__ = [
     "Folder",
     "InputFile",
     "LakeTable",
     "ParquetTable",
+    "Publication",
     "Snapshot",
     "hash_files",
     "open_table",
@@ -17,8 +20,3 @@ __all__ = [
     "read_files",
     "remove_files",
 ]
-
-
-def open_table(uri: str, partition_column: str) -> LakeTable:
-    """The table at `uri`. Parquet is the only format so far."""
-    return ParquetTable(Folder.open(uri), partition_column)

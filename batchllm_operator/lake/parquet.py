@@ -1,35 +1,37 @@
 """Hive-partitioned Parquet on local disk or S3.
 
 A published partition is one file, `<column>=<value>/data.parquet`, because one file can be
-replaced in one step both locally (rename) and on S3 (PUT), without a transaction log.
+replaced in one step both locally (rename) and on S3 (PUT), without a transaction log. Its footer
+says whose outputs it holds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
-from operator import and_
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
 import pyarrow as pa
-import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.parquet_footer import publication_of, read_footer
+from batchllm_operator.lake.publishing import has_happened, is_published
 from batchllm_operator.lake.row_stream import read_batches
-from batchllm_operator.lake.table import InputFile, Snapshot
+from batchllm_operator.lake.scanning import check_columns, reading, row_condition
+from batchllm_operator.lake.schema import check_fit
+from batchllm_operator.lake.swap import FileChangedError, etag_of, exclusive, replace_file
+from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
-_METADATA_PREFIX: Final = "batchllm."
 _HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
-_MAGIC: Final = b"PAR1"
-_FOOTER_TAIL_BYTES: Final = 8  # the footer's length (4 bytes, little endian) and the magic
-_FOOTER_GUESS_BYTES: Final = 1 << 16  # read first: most footers are smaller
+_ATTEMPTS: Final = 3  # where the file changes and holds the same publication again
+_log = logging.getLogger(__name__)
 
 
 class ParquetTable:
@@ -60,99 +62,127 @@ class ParquetTable:
                 f"table {self.uri}: isn't partitioned by {self._partition_column!r}: there are no"
                 f" folders named {self._partition_column}=..."
             )
-        chosen = {
-            name: details
-            for name, details in files.items()
-            if _hive_values(name).get(self._partition_column) == partition
-        }
+        chosen = self._chosen(files, partition)
         schema_of = chosen or dict(list(files.items())[-1:])  # an absent partition has a schema too
         schemas: list[pa.Schema] = []
         pinned: list[InputFile] = []
         for name, details in schema_of.items():
-            footer, footer_digest = self._read_footer(name, int(details["size"]))
+            footer, file = self._pin(name, details)
             schemas.append(footer.schema.to_arrow_schema())
-            etag = str(details.get("ETag", "")).strip('"')
-            version = f"etag:{etag}" if etag else f"footer-sha256:{footer_digest}"
-            pinned.append(InputFile(name, int(details["size"]), footer.num_rows, version))
+            pinned.append(file)
+        pinned = [file for file in pinned if file.name in chosen]
         return Snapshot(
             partition=partition,
-            files=tuple(file for file in pinned if file.name in chosen),
+            version=_listing_version(pinned),
+            files=tuple(pinned),
             schema=self._merge(schemas, next(iter(schema_of))),
         )
 
     def scan(
         self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
     ) -> Iterator[pa.RecordBatch]:
-        for what, names in (
-            ("column", columns),
-            ("filter column", [c.column for c in conditions]),
-        ):
-            for name in names:
-                if name not in snapshot.schema.names:
-                    raise TableError(
-                        f"table {self.uri}: there is no {what} {name!r}; the table has"
-                        f" {', '.join(snapshot.schema.names)}"
-                    )
-        from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
+        """Stream the rows, and list the partition again after the last one.
 
+        Raises:
+            StorageError: it changed meanwhile.
+        """
+        check_columns(self.uri, snapshot.schema, columns, conditions)
         wanted = dict.fromkeys([*columns, *(c.column for c in conditions)])
         schema = pa.schema([snapshot.schema.field(name) for name in wanted])
-        try:
-            condition = reduce(and_, map(_expression, conditions)) if conditions else None
-            if snapshot.files and condition is not None:
-                schema.empty_table().filter(condition)  # a file without rows wouldn't refuse it
+        with reading(self.uri, snapshot.partition):
+            condition = row_condition(conditions, schema) if snapshot.files else None
             for file in snapshot.files:
                 values = _folder_values(snapshot, file.name)
                 with self._folder.open_file(file.name, read_ahead=False) as source:
                     for batch in read_batches(source, schema, values, condition):
                         yield batch.select(list(columns))
-        except FileNotFoundError as error:
-            raise TableError(
-                f"table {self.uri}: a file of partition {snapshot.partition!r} vanished while it"
-                f" was read: {error}"
-            ) from error
-        except (pa.ArrowException, OSError, BotoCoreError) as error:
-            # Arrow says OSError for damaged data too, without the errno of a real one.
-            is_storage = isinstance(error, BotoCoreError) or getattr(error, "errno", None)
-            kind = StorageError if is_storage else TableError
-            raise kind(
-                f"table {self.uri}: partition {snapshot.partition!r} can't be read: {error}"
-            ) from error
+        if not self._is_current(snapshot):
+            raise StorageError(
+                f"table {self.uri}, partition {snapshot.partition!r}: changed while it was read;"
+                " start again"
+            )
 
-    def published_metadata(self, partition: str) -> Mapping[str, str] | None:
+    def published(self, partition: str) -> Publication | None:
+        return self._look(partition)[0]
+
+    def publish(
+        self,
+        publication: Publication,
+        data: Path,
+        *,
+        replaces: Publication | None,
+        add_columns: bool = False,
+    ) -> None:
+        """See the protocol; the footer of `data` must name the publication (`published_schema`)."""
+        footer = pq.read_metadata(data)
+        if publication_of(footer) != publication:
+            raise ValueError(f"{data}: its footer doesn't name {publication.run_id}")
+        rows = footer.schema.to_arrow_schema()
+        known = self._published_schema(but=publication.partition) or rows
+        check_fit(f"table {self.uri}", known, rows, add_columns=add_columns)
+        folder = self._partition_folder(publication.partition)
+        with exclusive(self._folder, self._folder_name(publication.partition)):
+            for _ in range(_ATTEMPTS):
+                found, etag = self._look(publication.partition)
+                if is_published(self.uri, found, publication, replaces):
+                    return
+                try:
+                    replace_file(folder, data, DATA_FILE, etag=etag)
+                    return
+                except FileChangedError as error:
+                    failure: Exception = error
+                except StorageError as error:
+                    failure = error
+                    break
+            if has_happened(self, publication, replaces):
+                _log.info("%s: the answer was lost, but the file is published", folder.uri)
+                return
+        raise StorageError(f"output {folder.uri}: wasn't published: {failure}") from failure
+
+    def _look(self, partition: str) -> tuple[Publication | None, str | None]:
+        """Whose outputs the partition holds, and the ETag of its file where there are ETags.
+
+        Raises:
+            TableError: it holds anything else.
+        """
         folder = self._partition_folder(partition)
         names = [name for name in folder.find() if _is_visible(name)]
-        if not names:
-            return None
         foreign = [name for name in names if name != DATA_FILE]
         if foreign:
             raise TableError(
                 f"output {folder.uri}: holds {foreign[0]!r}, which no job of this package wrote;"
                 " move it away or choose another output table"
             )
-        with folder.open_file(DATA_FILE) as file:
-            try:
-                footer = pq.read_metadata(file).metadata or {}
-            except (pa.ArrowException, OSError) as error:
-                raise TableError(f"output {folder.uri}/{DATA_FILE}: {error}") from error
-        ours = {
-            key.decode().removeprefix(_METADATA_PREFIX): value.decode()
-            for key, value in footer.items()
-            if key.startswith(_METADATA_PREFIX.encode())
-        }
-        if not ours:
+        if not names:
+            return None, None
+        where = f"{folder.uri}/{DATA_FILE}"
+        try:
+            with folder.open_file(DATA_FILE) as file, reading(where, partition):
+                etag, found = etag_of(file), publication_of(pq.read_metadata(file))
+        except FileNotFoundError:  # it went since it was listed
+            return None, None
+        if found is None:
             raise TableError(
-                f"output {folder.uri}/{DATA_FILE}: wasn't written by a job of this package; move it"
+                f"output {where}: wasn't written by a job of this package; move it"
                 " away or choose another output table"
             )
-        return ours
+        return found, etag
 
-    def publish(self, partition: str, data: Path) -> None:
-        self.published_metadata(partition)  # refuses to replace somebody else's files
-        self._partition_folder(partition).publish_file(data, DATA_FILE)
+    def _published_schema(self, but: str) -> pa.Schema | None:
+        """Columns of the newest partition with a file of ours, by name, other than `but`."""
+        for partition in reversed(self.partitions()):
+            folder = self._partition_folder(partition)
+            if partition == but or DATA_FILE not in (files := folder.find()):
+                continue
+            footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
+            return footer.schema.to_arrow_schema()
+        return None
+
+    def _folder_name(self, partition: str) -> str:
+        return f"{self._partition_column}={quote(partition, safe='')}"
 
     def _partition_folder(self, partition: str) -> Folder:
-        return self._folder.child(f"{self._partition_column}={quote(partition, safe='')}")
+        return self._folder.child(self._folder_name(partition))
 
     def _files_near(self, partition: str) -> dict[str, dict[str, Any]]:
         """Parquet files that readers see, by name: the partition's, or all if it has none.
@@ -172,27 +202,31 @@ class ParquetTable:
         }
         return _visible(found) or _visible(self._folder.find())
 
-    def _read_footer(self, name: str, size_bytes: int) -> tuple[pq.FileMetaData, str]:
-        """A file's Parquet footer, and its SHA-256."""
-        broken = f"table {self.uri}: {name} isn't a whole Parquet file"
-        try:
-            end = self._folder.read_bytes(name, max(0, size_bytes - _FOOTER_GUESS_BYTES))
-            if len(end) < _FOOTER_TAIL_BYTES or not end.endswith(_MAGIC):
-                raise TableError(broken)
-            footer_bytes = int.from_bytes(end[-_FOOTER_TAIL_BYTES:][:4], "little")
-            footer_bytes += _FOOTER_TAIL_BYTES
-            if footer_bytes > size_bytes:
-                raise TableError(broken)
-            if footer_bytes > len(end):
-                end = self._folder.read_bytes(name, size_bytes - footer_bytes)
-        except FileNotFoundError as error:
-            raise TableError(f"table {self.uri}: {name} vanished while it was read") from error
-        footer = end[-footer_bytes:]
-        try:
-            metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
-        except (pa.ArrowException, OSError) as error:
-            raise TableError(f"{broken}: {error}") from error
-        return metadata, hashlib.sha256(footer).hexdigest()
+    def _chosen(
+        self, files: Mapping[str, dict[str, Any]], partition: str
+    ) -> dict[str, dict[str, Any]]:
+        return {
+            name: details
+            for name, details in files.items()
+            if _hive_values(name).get(self._partition_column) == partition
+        }
+
+    def _is_current(self, snapshot: Snapshot) -> bool:
+        """Whether the partition still has the snapshot's files, as they were."""
+        now = self._chosen(self._files_near(snapshot.partition), snapshot.partition)
+        sizes = {name: int(details["size"]) for name, details in now.items()}
+        return sizes == {file.name: file.size_bytes for file in snapshot.files} and all(
+            (_etag_version(now[file.name]) or self._pin(file.name, now[file.name])[1].version)
+            == file.version
+            for file in snapshot.files
+        )
+
+    def _pin(self, name: str, details: Mapping[str, Any]) -> tuple[pq.FileMetaData, InputFile]:
+        """A file's footer, and the file as a snapshot has it."""
+        size_bytes = int(details["size"])
+        footer, digest = read_footer(self._folder, name, size_bytes)
+        version = _etag_version(details) or f"footer-sha256:{digest}"
+        return footer, InputFile(name, size_bytes, footer.num_rows, version)
 
     def _merge(self, schemas: list[pa.Schema], name: str) -> pa.Schema:
         """One schema for all files; the folders' columns are strings and win."""
@@ -207,9 +241,14 @@ class ParquetTable:
         return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
 
 
-def published_schema(schema: pa.Schema, metadata: Mapping[str, str]) -> pa.Schema:
-    """`schema` marked with `metadata`, as `published_metadata` will give it back."""
-    return schema.with_metadata({f"{_METADATA_PREFIX}{k}": v for k, v in metadata.items()})
+def _etag_version(details: Mapping[str, Any]) -> str | None:
+    etag = str(details.get("ETag", "")).strip('"')
+    return f"etag:{etag}" if etag else None
+
+
+def _listing_version(files: Sequence[InputFile]) -> str:
+    listed = "".join(f"{file.name}\0{file.size_bytes}\0{file.version}\n" for file in files)
+    return f"listing:{hashlib.sha256(listed.encode()).hexdigest()}"
 
 
 def _hive_values(name: str) -> dict[str, str]:
@@ -237,29 +276,3 @@ def _visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     seen = {n: details for n, details in files.items() if _is_visible(n) and details["size"]}
     return {n: details for n, details in seen.items() if n.endswith(".parquet")} or seen
-
-
-def _expression(term: FilterTerm) -> pds.Expression:
-    field = pds.field(term.column)
-    match term.op:
-        case "in":
-            return field.isin(list(_values(term)))
-        case "not in":
-            return ~field.isin(list(_values(term)))
-        case "==":
-            return field == term.value
-        case "!=":
-            return field != term.value
-        case "<":
-            return field < term.value
-        case "<=":
-            return field <= term.value
-        case ">":
-            return field > term.value
-        case ">=":
-            return field >= term.value
-
-
-def _values(term: FilterTerm) -> tuple[str | int | float | bool, ...]:
-    assert isinstance(term.value, tuple)  # the spec checks it
-    return term.value

@@ -57,7 +57,7 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         return " ".join(self._shard())
 
     def table_uri(self) -> str:
-        """The output table, in which plans lie."""
+        """The folder in which plans lie: the output table's, if the job has no other."""
         return str(self.plan_uri).partition("/_batchllm/")[0]
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:

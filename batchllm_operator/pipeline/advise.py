@@ -55,7 +55,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
         alternatives = _try_orders(spec, sample, tokenizer)
     # Stable, and the given order is the first.
     alternatives.sort(key=lambda alternative: -alternative.planned_saving_ratio)
-    return Advice(num_sampled, sum(file.num_rows for file in snapshot.files), tuple(alternatives))
+    return Advice(num_sampled, snapshot.num_rows, tuple(alternatives))
 
 
 def _try_orders(

@@ -38,7 +38,10 @@ def commit_run(plan_uri: str) -> RunReport:
             answer each row once, or a later plan's outputs have replaced its own.
         IncompleteRunError: parts are missing; names the shards to run.
         FailedRowsError: more rows failed than the spec allows.
-        TableError: the output partition holds what another job or program wrote.
+        TableError: the output partition holds what another job or program wrote, or the table
+            lacks a column of the outputs, or has it with another type.
+        ConflictError: somebody else has published the partition meanwhile.
+        CommitUnknownError: it may have been published; commit again to find out.
     """
     plan = StoredPlan.open(plan_uri)
     manifest = plan.manifest
@@ -48,19 +51,19 @@ def commit_run(plan_uri: str) -> RunReport:
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
         return load_report(plan_uri)
     shards = _finished_shards(plan)
-    published_id = check_publisher(table, spec, manifest.ds)
+    seen = check_publisher(table, spec, manifest.ds)
     errors = _count_errors(plan, shards)
-    if published_id == manifest.plan_id:
+    if seen == plan.publication:
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
         return _write_report(plan, table, shards, errors)
     plan.check_current()
     _check_failed_fraction(spec, manifest, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         data = write_partition(plan, shards, Path(spool))
-        if published_id is not None:
-            old = job_folder(spec, manifest.ds).child(f"plan-{published_id}")
+        if seen is not None:
+            old = job_folder(spec, manifest.ds).child(f"plan-{seen.plan_id}")
             StoredPlan.mark_superseded_at(old, by=manifest.plan_id)
-        table.publish(manifest.ds, data)
+        table.publish(plan.publication, data, replaces=seen, add_columns=spec.output.add_columns)
     return _write_report(plan, table, shards, errors)
 
 
@@ -87,10 +90,10 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
         TableError: nothing is published there, or not by this job.
     """
     table = open_table(spec.output.uri, spec.input.partition_column)
-    plan_id = check_publisher(table, spec, ds)
-    if plan_id is None:
+    found = check_publisher(table, spec, ds)
+    if found is None:
         raise TableError(f"table {table.uri}: partition {ds!r} has not been published")
-    return job_folder(spec, ds).child(f"plan-{plan_id}").uri
+    return job_folder(spec, ds).child(f"plan-{found.plan_id}").uri
 
 
 def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:

@@ -59,7 +59,10 @@ def find_committed(plan: StoredPlan) -> Committed | None:
     if not is_its_own or len(committed.shards) != len(manifest.shards):
         _log.warning("%s/%s doesn't count: it belongs elsewhere", plan.folder.uri, COMMITTED_FILE)
         return None
-    return committed if published_plan_id(plan) == manifest.plan_id else None
+    spec = manifest.spec
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    is_there = check_publisher(table, spec, manifest.ds) == plan.publication
+    return committed if is_there else None
 
 
 def committed_shard(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
@@ -72,15 +75,3 @@ def committed_shard(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
     plan.shard(shard_idx)
     committed = find_committed(plan)
     return None if committed is None else committed.shards[shard_idx]
-
-
-def published_plan_id(plan: StoredPlan) -> str | None:
-    """Which of the job's plans the output partition holds the rows of.
-
-    Raises:
-        TableError: it holds what another job or program wrote.
-        StorageError: the storage fails.
-    """
-    spec = plan.manifest.spec
-    table = open_table(spec.output.uri, spec.input.partition_column)
-    return check_publisher(table, spec, plan.manifest.ds)

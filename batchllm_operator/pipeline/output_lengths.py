@@ -80,14 +80,14 @@ def learn_output_lengths(
     table = open_table(spec.output.uri, spec.input.partition_column)
     for earlier in reversed([name for name in table.partitions() if name < ds]):
         try:
-            plan_id = check_publisher(table, spec, earlier)
+            found = check_publisher(table, spec, earlier)
         except TableError:
             continue
-        if plan_id is not None and (buckets := _count(table, earlier)):
-            by_group = learn_group_lengths(spec, table, earlier, plan_id, budget)
+        if found is not None and (buckets := _count(table, earlier)):
+            by_group = learn_group_lengths(spec, table, earlier, found.plan_id, budget)
             num_known = 0 if by_group is None else len(by_group.hashes)
             by_length = LearnedOutputs(
-                ds=earlier, plan_id=plan_id, buckets=buckets, num_known_prefixes=num_known
+                ds=earlier, plan_id=found.plan_id, buckets=buckets, num_known_prefixes=num_known
             )
             return Learned(by_length, by_group)
     return None

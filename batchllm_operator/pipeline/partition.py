@@ -61,12 +61,11 @@ def write_partition(plan: StoredPlan, shards: Sequence[FinishedShard], spool: Pa
     num_rows = manifest.counts.num_rows
     bucket_rows = max(_BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
     buckets = _spread(shards, num_rows, bucket_rows, spool)
-    constants = {"model": model_name(spec), "run_id": manifest.run_id}
-    metadata = {"plan_id": manifest.plan_id, "run_id": manifest.run_id, "job": spec.name}
+    constants = {"model": model_name(spec), "run_id": plan.publication.run_id}
     data = spool / "data.parquet"
     with plan.open_file(ROWS_FILE) as file:
         rows_file = pq.ParquetFile(file)
-        schema = published_schema(_output_schema(spec, rows_file.schema_arrow), metadata)
+        schema = published_schema(_output_schema(spec, rows_file.schema_arrow), plan.publication)
         with pq.ParquetWriter(data, schema, compression="zstd") as writer:
             row_idx = 0
             for rows, bucket in zip(_rebatch(rows_file, bucket_rows), buckets, strict=True):

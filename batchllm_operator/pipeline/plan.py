@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from batchllm_operator.errors import EmptyPartitionError, SpecError, StorageError
+from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.arrange import arrange, write_shards
 from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target
@@ -45,14 +45,14 @@ from batchllm_operator.planner.plan import (
 )
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
-from batchllm_operator.spec import SPEC_VERSION, JobSpec
+from batchllm_operator.spec import SPEC_VERSION, JobSpec, TableAddress
 
 _log = logging.getLogger(__name__)
 _PROMPTS_FILE: Final = "prompts.bin"
 
 
 def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
-    """Plan the job for partition `ds`, and persist the plan in the output table's folder.
+    """Plan the job for partition `ds`, and persist the plan in the job's staging folder.
 
     Nothing is written there before the whole plan stands. Equal inputs give equal bytes
     in the same folder, so planning again is harmless.
@@ -67,8 +67,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         StorageError: the input changed while it was read, or the disk is full.
         EmptyPartitionError: there are no rows and the spec says `on_empty: fail`.
     """
-    source, target = f"{spec.input.uri}/", f"{spec.output.uri}/"
-    if source.startswith(target) or target.startswith(source):
+    if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
         raise SpecError(
             f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
             " one would be read or overwritten as a part of the other"
@@ -107,15 +106,13 @@ def _build(
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
-    num_rows = sum(file.num_rows for file in snapshot.files)
+    num_rows = snapshot.num_rows
     if not spec.input.filter:  # which may leave any number of rows out
         budget.check(num_rows)
     with PromptStore(spool / _PROMPTS_FILE) as prompts:
         rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)))
         read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
         where = f"table {table.uri}, partition {ds!r}"
-        if table.snapshot(ds).files != snapshot.files:
-            raise StorageError(f"{where}: changed while it was read; plan again")
         _check_rows(spec, rows, where)
         budget.check(rows.num_rows, rows.search.min_merge_bytes)
         requests, ranked = _find_prefixes(spec, rows)
@@ -156,6 +153,7 @@ def _build(
         spec_identity=spec.identity,
         ds=ds,
         input_uri=table.uri,
+        input_version=snapshot.version,
         input_files=tuple(
             SnapshotFile(name=file.name, size_bytes=file.size_bytes, version=file.version)
             for file in snapshot.files

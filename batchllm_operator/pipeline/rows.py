@@ -83,7 +83,7 @@ def read_rows(
     num_at_once = _FIRST_ROWS
     with (
         pq.ParquetWriter(path, schema, compression="zstd") as writer,
-        Progress("read and tokenize", sum(file.num_rows for file in snapshot.files)) as progress,
+        Progress("read and tokenize", snapshot.num_rows) as progress,
     ):
         for batch in table.scan(snapshot, spec.input_columns, spec.input.filter):
             if batch.num_rows == 0:

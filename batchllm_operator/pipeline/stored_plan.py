@@ -10,7 +10,7 @@ from typing import IO, Final
 from urllib.parse import quote
 
 from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.lake import Folder, LakeTable
+from batchllm_operator.lake import Folder, LakeTable, Publication
 from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest, ShardInfo
 from batchllm_operator.spec import JobSpec
 
@@ -39,6 +39,11 @@ class StoredPlan:
                 f"plan {uri}: there is no {MANIFEST_FILE}: not a plan, or one never completed"
             ) from error
         return cls(folder, PlanManifest.from_bytes(data, source=uri))
+
+    @property
+    def publication(self) -> Publication:
+        """What a partition with the plan's outputs holds."""
+        return Publication(self.manifest.spec.name, self.manifest.ds, self.manifest.plan_id)
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[IO[bytes]]:
@@ -103,21 +108,25 @@ class StoredPlan:
             )
 
 
-def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> str | None:
-    """The id of the plan whose outputs partition `ds` holds, None if it has none.
+def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | None:
+    """Which of the job's plans partition `ds` holds the outputs of, None if it has none.
 
     Raises:
-        TableError: the partition was published by another job, or by another program.
+        TableError: the partition was published by another job, for another partition, or by
+            another program.
     """
-    metadata = table.published_metadata(ds)
-    if metadata is None:
-        return None
-    if metadata.get("job") != spec.name:
+    found = table.published(ds)
+    if found is not None and found.job != spec.name:
         raise TableError(
-            f"output {table.uri}: partition {ds!r} holds the outputs of job"
-            f" {metadata.get('job')!r}; give job {spec.name!r} an output table of its own"
+            f"output {table.uri}: partition {ds!r} holds the outputs of job {found.job!r}; give"
+            f" job {spec.name!r} an output table of its own"
         )
-    return metadata["plan_id"]
+    if found is not None and found.partition != ds:
+        raise TableError(
+            f"output {table.uri}: partition {ds!r} holds the outputs for partition"
+            f" {found.partition!r}; move it away or choose another output table"
+        )
+    return found
 
 
 def job_folder(spec: JobSpec, ds: str) -> Folder:
@@ -125,4 +134,4 @@ def job_folder(spec: JobSpec, ds: str) -> Folder:
     name = quote(ds, safe="")
     if name in (".", ".."):  # a value like any other, but not as a folder's name
         name = name.replace(".", "%2E")
-    return Folder.open(spec.output.uri).child("_batchllm", spec.name, name)
+    return Folder.open(spec.output.staging_folder).child("_batchllm", spec.name, name)

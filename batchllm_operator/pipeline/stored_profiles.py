@@ -41,8 +41,8 @@ class StoredProfiles:
 
 
 def profiles_folder(spec: JobSpec) -> Folder:
-    """Where profiles lie, for all jobs that write to this output table."""
-    return Folder.open(spec.output.uri).child("_batchllm", "profiles")
+    """Where profiles lie, for all jobs that keep their plans there."""
+    return Folder.open(spec.output.staging_folder).child("_batchllm", "profiles")
 
 
 def _file_name(key: str) -> str:

@@ -187,6 +187,9 @@ class PlanManifest(_Frozen):
     spec_identity: str
     ds: str
     input_uri: str
+    input_version: str | None = None
+    """State of the table that was read, such as `iceberg:<snapshot id>`; None in plans of releases
+    that read nothing but Parquet."""
     input_files: tuple[SnapshotFile, ...]
     tokenizer_fingerprint: str
     model_version: str

@@ -1,5 +1,6 @@
 """The job spec: what a job reads, asks, runs and writes. Untrusted input enters here."""
 
+from batchllm_operator.spec.addresses import TableAddress
 from batchllm_operator.spec.loading import load_spec, parse_spec, parse_spec_json
 from batchllm_operator.spec.model import (
     OUTPUT_COLUMNS,
@@ -30,6 +31,7 @@ __all__ = [
     "PlannerSpec",
     "PromptSpec",
     "SamplingSpec",
+    "TableAddress",
     "load_spec",
     "parse_spec",
     "parse_spec_json",

@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from batchllm_operator.errors import SpecError
+from batchllm_operator.spec.addresses import TableAddress
 from batchllm_operator.spec.model import SPEC_VERSION, JobSpec
 
 
@@ -112,16 +113,22 @@ def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
         except RuntimeError as error:  # ~somebody
             raise SpecError(f"{uri}: there is no such home folder") from error
 
+    def resolve_table(uri: str) -> str:
+        return TableAddress.parse(uri).resolved(resolve).uri
+
     model = spec.model
     if model.path.startswith(("/", "./", "../", "~/")):
         model = model.model_copy(update={"path": resolve(model.path)})
     planner = spec.planner
     if planner.gpu_table is not None:
         planner = planner.model_copy(update={"gpu_table": resolve(planner.gpu_table)})
+    output = {"uri": resolve_table(spec.output.uri)}
+    if spec.output.staging_uri is not None:
+        output["staging_uri"] = resolve(spec.output.staging_uri)
     return spec.model_copy(
         update={
-            "input": spec.input.model_copy(update={"uri": resolve(spec.input.uri)}),
-            "output": spec.output.model_copy(update={"uri": resolve(spec.output.uri)}),
+            "input": spec.input.model_copy(update={"uri": resolve_table(spec.input.uri)}),
+            "output": spec.output.model_copy(update=output),
             "model": model,
             "planner": planner,
         }

@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from batchllm_operator.spec.addresses import TableAddress
 from batchllm_operator.spec.secrets import find_secrets
 
 SPEC_VERSION: Final = 1
@@ -72,9 +73,15 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(columns)
 
 
+def _check_address(uri: str) -> str:
+    TableAddress.parse(uri)
+    return uri
+
+
 _LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
 NonEmpty = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[str, ...], _LIST]
+TableUri = Annotated[str, Field(min_length=1), AfterValidator(_check_address)]
 Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
 
 
@@ -110,10 +117,14 @@ class FilterTerm(_Section):
 class InputSpec(_Section):
     """The table that the job reads."""
 
-    uri: str = Field(min_length=1)
-    """Parquet dataset: a local path (relative to the spec file) or `s3://bucket/table`."""
+    uri: TableUri
+    """The table's address. A local path (relative to the spec file) or `s3://bucket/table` is a
+    Parquet dataset, or the Delta table that lies there; `delta+` before it insists on Delta.
+    `iceberg://CATALOG/NAMESPACE.TABLE` is an Iceberg table of a catalog that pyiceberg's own
+    configuration (`PYICEBERG_CATALOG__*`, `.pyiceberg.yaml`) says how to reach."""
     partition_column: str = Field(default="ds", min_length=1)
-    """Hive-style partition column (`uri/ds=2026-01-31/...`) that `--ds` selects."""
+    """Column that `--ds` selects a value of: of Parquet, a Hive-style folder
+    (`uri/ds=2026-01-31/...`)."""
     key: Annotated[Columns, Field(min_length=1)]
     """Column, or list of columns, that identifies a row within the partition."""
     filter: tuple[FilterTerm, ...] = ()
@@ -189,11 +200,36 @@ class SamplingSpec(_Section):
 class OutputSpec(_Section):
     """The table that the job writes."""
 
-    uri: str = Field(min_length=1)
-    """Parquet dataset, partitioned like the input: a local path or `s3://bucket/table`.
-    The job keeps plans, parts and reports under `_batchllm/` in it, which readers skip."""
+    uri: TableUri
+    """The table's address, in any of the input's forms; the first commit creates the table, which
+    is partitioned by the same column as the input."""
+    staging_uri: NonEmpty | None = None
+    """Folder under whose `_batchllm/` the job keeps plans, parts and reports: a local path
+    (relative to the spec file) or `s3://bucket/folder`. Unset: the output table's own folder, where
+    readers skip that name. An Iceberg table has no folder of ours, so there it is required."""
     carry: Columns = ()
     """Input columns to carry over into the output, besides the key."""
+    add_columns: bool = False
+    """Whether columns that the output table lacks are added to it; else they are an error. A
+    column that the job no longer writes is null from then on."""
+
+    @model_validator(mode="after")
+    def _check_staging(self) -> OutputSpec:
+        if self.staging_uri is None and TableAddress.parse(self.uri).folder is None:
+            raise ValueError(
+                "an Iceberg table's folder belongs to its catalog: name a folder for the job's"
+                " plans and parts, as staging_uri"
+            )
+        if self.staging_uri and TableAddress.parse(self.staging_uri).format != "parquet":
+            raise ValueError("staging_uri is a folder: a path or s3://BUCKET/FOLDER, not a table")
+        return self
+
+    @property
+    def staging_folder(self) -> str:
+        """Path or URI of the folder that `_batchllm/` is in."""
+        folder = self.staging_uri or TableAddress.parse(self.uri).folder
+        assert folder is not None  # checked above
+        return folder
 
 
 class EngineSpec(_Section):
@@ -226,7 +262,7 @@ class EngineSpec(_Section):
     is refused. It has yet to be timed on a GPU, so vLLM's own is the default."""
     profile: bool | None = None
     """Measure steps of the device once, before the first request, for the chunk size and for
-    how prefill is spread; what was measured is kept in the output table's `_batchllm/profiles`.
+    how prefill is spread; what was measured is kept in `_batchllm/profiles`, beside the plans.
     Unset: on for GPUs, off for CPU. Only our scheduler makes use of it."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs; unset: on for CPU, off for GPUs."""
@@ -379,6 +415,7 @@ class JobSpec(_Section):
                 "profile",
             },
             "planner": {"target_gpu", "gpu_table", "memory_budget_bytes"},
+            "output": {"add_columns", "staging_uri"},
             "on_empty": True,
             "max_failed_fraction": True,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchllm_operator.errors import StorageError, TableError
-from batchllm_operator.lake import Folder, LakeTable, ParquetTable, open_table, published_schema
+from batchllm_operator.lake import (
+    Folder,
+    LakeTable,
+    ParquetTable,
+    Publication,
+    open_table,
+    published_schema,
+)
 from batchllm_operator.spec import FilterTerm
 
 DS = "2026-01-31"
@@ -193,7 +200,7 @@ def test_any_partition_value_is_published_and_read_back(
 ) -> None:
     publish(table, value, numbers(7), tmp_path)
     assert rows(table, ["n", "ds"], partition=value) == [{"n": 7, "ds": value}]
-    assert table.published_metadata(value) == {"plan_id": "p1"}
+    assert table.published(value) == publication(value)
     assert [f.count("/") for f in folder.find()] == [1]  # ds=.../data.parquet, never deeper
     others = [other for other in AWKWARD_VALUES if other != value]
     assert not any(table.snapshot(other).files for other in others)
@@ -416,24 +423,29 @@ def test_s3_that_goes_away_under_a_scan(s3_bucket: str, monkeypatch: pytest.Monk
 # Publishing
 
 
-def published_file(path: Path, data: pa.Table, metadata: Mapping[str, str]) -> Path:
-    pq.write_table(data.cast(published_schema(data.schema, metadata)), path)
+def publication(partition: str = DS, plan_id: str = "p1") -> Publication:
+    return Publication("job", partition, plan_id)
+
+
+def published_file(path: Path, data: pa.Table, whose: Publication) -> Path:
+    pq.write_table(data.cast(published_schema(data.schema, whose)), path)
     return path
 
 
 def publish(
     table: LakeTable, partition: str, data: pa.Table, spool: Path, plan_id: str = "p1"
 ) -> None:
-    metadata = {"plan_id": plan_id}
-    table.publish(partition, published_file(spool / "spooled", data, metadata))
+    whose = publication(partition, plan_id)
+    source = published_file(spool / "spooled", data, whose)
+    table.publish(whose, source, replaces=table.published(partition))
 
 
 def test_publish_makes_a_partition_that_any_reader_reads(
     folder: Folder, table: LakeTable, tmp_path: Path
 ) -> None:
-    assert table.published_metadata(DS) is None
+    assert table.published(DS) is None
     publish(table, DS, numbers(1, 2), tmp_path)
-    assert table.published_metadata(DS) == {"plan_id": "p1"}
+    assert table.published(DS) == publication()
     assert list(folder.find()) == [f"ds={DS}/data.parquet"]
     plain = pq.read_table(
         folder.full_path(""), filesystem=folder.fs, partitioning="hive"
@@ -448,7 +460,7 @@ def test_publish_replaces_its_partition_and_no_other(
     publish(table, "2026-02-01", numbers(9), tmp_path)
     publish(table, DS, numbers(4), tmp_path, plan_id="p2")
     assert rows(table, ["n"]) == [{"n": 4}]
-    assert table.published_metadata(DS) == {"plan_id": "p2"}
+    assert table.published(DS) == publication(plan_id="p2")
     assert rows(table, ["n"], partition="2026-02-01") == [{"n": 9}]
     assert len(folder.find()) == 2
 
@@ -475,7 +487,7 @@ def test_a_foreign_partition_is_neither_replaced_nor_added_to(
     name, data = make()
     folder.write_bytes(f"ds={DS}/{name}", data)
     with pytest.raises(TableError, match=name):
-        table.published_metadata(DS)
+        table.published(DS)
     with pytest.raises(TableError, match=name):
         publish(table, DS, numbers(1), tmp_path)
     assert list(folder.find()) == [f"ds={DS}/{name}"]
@@ -497,7 +509,7 @@ def test_folder_markers_on_s3_are_no_files(s3_bucket: str, tmp_path: Path) -> No
     for key in ("table/", f"table/ds={DS}/", "table/ds=2026-02-01/"):
         folder.fs.call_s3("put_object", Bucket=bucket, Key=key, Body=b"")
     table = ParquetTable(folder, "ds")
-    assert table.published_metadata(DS) is None
+    assert table.published(DS) is None
     publish(table, DS, numbers(1), tmp_path)
     assert rows(table, ["n"]) == [{"n": 1}]
     assert table.snapshot("2026-02-01").files == ()

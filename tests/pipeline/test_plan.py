@@ -143,11 +143,14 @@ def test_an_input_that_changes_under_the_plan_is_refused(
     write_table(tmp_path / "documents", document_rows())
     scan = ParquetTable.scan
 
-    def scan_after_a_change(*args: Any) -> Iterator[pa.RecordBatch]:
+    def scan_with_a_change(*args: Any) -> Iterator[pa.RecordBatch]:
+        batches = scan(*args)
+        first = next(batches)
         write_table(tmp_path / "documents", document_rows(2, 2))
-        return scan(*args)
+        yield first
+        yield from batches
 
-    monkeypatch.setattr(ParquetTable, "scan", scan_after_a_change)
+    monkeypatch.setattr(ParquetTable, "scan", scan_with_a_change)
     with pytest.raises(StorageError, match="changed while it was read"):
         plan_job(fake_spec(tmp_path), DS)
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,62 @@
+"""Footers of Parquet files: read with few requests, and marked with whose outputs a file holds."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.table import Publication
+
+_PREFIX: Final = b"batchllm."
+_MAGIC: Final = b"PAR1"
+_TAIL_BYTES: Final = 8  # the footer's length (4 bytes, little endian) and the magic
+_GUESS_BYTES: Final = 1 << 16  # read first: most footers are smaller
+
+
+def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMetaData, str]:
+    """The footer of file `name`, and its SHA-256.
+
+    Raises:
+        TableError: the file vanished, or isn't a whole Parquet file.
+        StorageError: the storage fails.
+    """
+    where = f"table {folder.uri}"
+    broken = f"{where}: {name} isn't a whole Parquet file"
+    try:
+        end = folder.read_bytes(name, max(0, size_bytes - _GUESS_BYTES))
+        if len(end) < _TAIL_BYTES or not end.endswith(_MAGIC):
+            raise TableError(broken)
+        footer_bytes = int.from_bytes(end[-_TAIL_BYTES:][:4], "little") + _TAIL_BYTES
+        if footer_bytes > size_bytes:
+            raise TableError(broken)
+        if footer_bytes > len(end):
+            end = folder.read_bytes(name, size_bytes - footer_bytes)
+    except FileNotFoundError as error:
+        raise TableError(f"{where}: {name} vanished while it was read") from error
+    footer = end[-footer_bytes:]
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+    except (pa.ArrowException, OSError) as error:
+        raise TableError(f"{broken}: {error}") from error
+    return metadata, hashlib.sha256(footer).hexdigest()
+
+
+def published_schema(schema: pa.Schema, publication: Publication) -> pa.Schema:
+    """`schema` marked with whose outputs a file of it holds."""
+    mark = {
+        "plan_id": publication.plan_id,
+        "run_id": publication.run_id,
+        "job": publication.job,
+    }
+    return schema.with_metadata({_PREFIX + key.encode(): value for key, value in mark.items()})
+
+
+def publication_of(footer: pq.FileMetaData) -> Publication | None:
+    """Whose outputs a file holds; None if no job of this package wrote it."""
+    run_id = (footer.metadata or {}).get(_PREFIX + b"run_id", b"")
+    return Publication.of_run_id(run_id.decode(errors="replace"))

@@ -1,0 +1,42 @@
+"""What all formats answer when a partition is to be published: done, go on, or a conflict."""
+
+from __future__ import annotations
+
+from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError
+from batchllm_operator.lake.table import LakeTable, Publication
+
+
+def is_published(
+    uri: str, found: Publication | None, wanted: Publication, replaces: Publication | None
+) -> bool:
+    """Whether the partition holds what is wanted already; if not, it holds `replaces`.
+
+    Raises:
+        ConflictError: it holds something else.
+    """
+    if found == wanted:
+        return True
+    if found == replaces:
+        return False
+    there, expected = (each.run_id if each else "nothing" for each in (found, replaces))
+    raise ConflictError(
+        f"output {uri}: partition {wanted.partition!r} holds {there} where {expected} was expected:"
+        f" somebody else has published it meanwhile; {wanted.run_id} wasn't published"
+    )
+
+
+def has_happened(table: LakeTable, wanted: Publication, replaces: Publication | None) -> bool:
+    """The same, by another look at the table after a commit that got no good answer.
+
+    Raises:
+        ConflictError: somebody else has published.
+        CommitUnknownError: the table can't be read now.
+    """
+    try:
+        found = table.published(wanted.partition)
+    except StorageError as error:
+        raise CommitUnknownError(
+            f"output {table.uri}: no answer came whether partition {wanted.partition!r} was"
+            f" published, and the table can't be read; commit again to find out: {error}"
+        ) from error
+    return is_published(table.uri, found, wanted, replaces)

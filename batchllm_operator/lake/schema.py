@@ -1,0 +1,64 @@
+"""Whether rows fit a table: the same columns, of the same types as a table format sees them."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from pyarrow import types
+
+from batchllm_operator.errors import TableError
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type as a table format knows it.
+
+    How Arrow holds the values in memory (dictionaries, large offsets, fixed list sizes) doesn't
+    count, nor do names of list elements and what may be null.
+    """
+    if types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if types.is_large_string(kind) or types.is_string_view(kind):
+        return pa.string()
+    if types.is_large_binary(kind) or types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pa.list_(plain_type(kind.value_type))
+    if types.is_map(kind):
+        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    if types.is_struct(kind):
+        return pa.struct([(field.name, plain_type(field.type)) for field in kind])
+    return kind
+
+
+def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: bool) -> list[str]:
+    """Names of the columns that `rows` would add to the table.
+
+    Columns that only the table has are fine: they will be null. So are those of type null.
+
+    Args:
+        where: names the table, in errors.
+        table: its columns, without the partition's own.
+        rows: what is to be published.
+        add_columns: whether the table may get more columns.
+
+    Raises:
+        TableError: a column has another type, or is new and none may be.
+    """
+    for field in rows:
+        if field.name not in table.names:
+            continue
+        theirs, ours = plain_type(table.field(field.name).type), plain_type(field.type)
+        if theirs != ours and pa.null() not in (theirs, ours):
+            raise TableError(
+                f"{where}: column {field.name!r} holds {theirs}, the job's outputs {ours};"
+                " give the job an output table of its own, or rename the column in a view of the"
+                " input"
+            )
+    new = [name for name in rows.names if name not in table.names]
+    if new and not add_columns:
+        raise TableError(
+            f"{where}: has no column {new[0]!r}"
+            + (f" nor {', '.join(map(repr, new[1:]))}" if new[1:] else "")
+            + "; set output.add_columns to true to add it, plan again and commit: finished parts"
+            " are kept"
+        )
+    return new

@@ -1,0 +1,141 @@
+"""Replacing a file only if it is still the one that was seen: what Parquet's commits rest on.
+
+On S3 the storage itself compares: `If-Match` with the ETag that was seen, `If-None-Match: *` where
+there was no file. On local disk a lock keeps everybody else of this package out meanwhile; it ends
+with its process, however that ends. Other storages offer neither: the last writer wins there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from batchllm_operator.errors import StorageError
+from batchllm_operator.lake.folder import Folder
+
+_PART_BYTES: Final = 64 << 20  # what a single request may hold, and a part of a larger upload
+_MOST_PARTS: Final = 10_000
+_UPLOADS: Final = 4  # at a time; each has a part in memory
+_CONDITION_FAILS: Final = frozenset({409, 412})  # HTTP status; 404 too, where a file was expected
+
+
+class FileChangedError(Exception):
+    """The file isn't the one that was seen any more; nothing was written."""
+
+
+@contextmanager
+def exclusive(folder: Folder, name: str) -> Iterator[None]:
+    """Keep others from replacing the local file `name` meanwhile; on other storages do nothing.
+
+    Raises:
+        StorageError: the folder can't be made, or can't hold a lock.
+    """
+    if not folder.is_local:
+        yield
+        return
+    path = Path(folder.full_path(f".{name}.lock"))
+    try:
+        descriptor = _lock(path)
+    except OSError as error:
+        raise StorageError(f"{path}: can't be locked: {error}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before the lock goes, or another's would be removed
+        os.close(descriptor)
+
+
+def etag_of(file: Any) -> str | None:
+    """The ETag of a file that `Folder.open_file` opened: reading it goes on in that version only.
+
+    None where the storage has no ETags.
+    """
+    details = getattr(file, "details", None)
+    return details.get("ETag") if isinstance(details, dict) else None
+
+
+def replace_file(folder: Folder, source: Path, name: str, *, etag: str | None) -> None:
+    """Put a copy of the local file `source` in place of `name`, in one step.
+
+    Args:
+        folder: where to; the caller is `exclusive` in it.
+        source: the new content.
+        name: the file to create or replace.
+        etag: of the file to replace; None if there is none.
+
+    Raises:
+        FileChangedError: on S3, it is another file meanwhile, or there is one.
+        StorageError: the storage fails; whether the file was replaced may be open.
+    """
+    if not hasattr(folder.fs, "call_s3"):
+        folder.publish_file(source, name)
+        return
+    from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
+
+    condition = {"IfMatch": etag} if etag is not None else {"IfNoneMatch": "*"}
+    try:
+        _upload(folder, source, name, condition)
+    except (OSError, BotoCoreError) as error:
+        where = f"{folder.uri}/{name}"
+        response = getattr(error.__cause__, "response", None) or {}
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        if status in _CONDITION_FAILS or (status == 404 and etag is not None):
+            raise FileChangedError(f"{where}: {error}") from error
+        raise StorageError(f"{where}: {error}") from error
+
+
+def _lock(path: Path) -> int:
+    """The descriptor of the locked file; waits for whoever holds the lock."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # The one before may have removed it meanwhile: that is no lock against newer ones.
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:  # just now
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _upload(folder: Folder, source: Path, name: str, condition: dict[str, str]) -> None:
+    fs = folder.fs
+    bucket, key, _ = fs.split_path(folder.full_path(name))
+    target = {"Bucket": bucket, "Key": key}
+    num_bytes = source.stat().st_size
+    if num_bytes <= _PART_BYTES:
+        fs.call_s3("put_object", **target, Body=source.read_bytes(), **condition)
+        return
+    target["UploadId"] = fs.call_s3("create_multipart_upload", **target)["UploadId"]
+    try:
+        parts = _upload_parts(fs, target, source, num_bytes)
+    except BaseException:
+        fs.call_s3("abort_multipart_upload", **target)
+        raise
+    # Not aborted if this fails: its answer may be what was lost.
+    fs.call_s3("complete_multipart_upload", **target, MultipartUpload={"Parts": parts}, **condition)
+
+
+def _upload_parts(
+    fs: Any, target: dict[str, str], source: Path, num_bytes: int
+) -> list[dict[str, Any]]:
+    part_bytes = max(_PART_BYTES, -(-num_bytes // _MOST_PARTS))
+
+    def upload(number: int) -> dict[str, Any]:
+        with source.open("rb") as file:
+            file.seek((number - 1) * part_bytes)
+            body = file.read(part_bytes)
+        answer = fs.call_s3("upload_part", **target, PartNumber=number, Body=body)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    with ThreadPoolExecutor(_UPLOADS) as pool:
+        return list(pool.map(upload, range(1, -(-num_bytes // part_bytes) + 1)))

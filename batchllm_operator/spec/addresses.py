@@ -1,0 +1,76 @@
+"""Addresses of tables: which format, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+_ICEBERG: Final = "iceberg://"
+_DELTA: Final = "delta+"
+
+
+@dataclass(frozen=True, slots=True)
+class TableAddress:
+    """Where a table is: in a catalog, or in a folder.
+
+    Attributes:
+        format: what the address says; a folder without a word before it may hold a Delta table.
+        location: an Iceberg table's `CATALOG/NAMESPACE.TABLE`, else the folder's path or URI.
+    """
+
+    format: Literal["iceberg", "delta", "parquet"]
+    location: str
+
+    @classmethod
+    def parse(cls, uri: str) -> TableAddress:
+        """Read `iceberg://CATALOG/NAMESPACE.TABLE`, `delta+FOLDER` or `FOLDER`.
+
+        Raises:
+            ValueError: it isn't one of these.
+        """
+        if uri.startswith(_ICEBERG):
+            catalog, _, name = uri.removeprefix(_ICEBERG).rstrip("/").partition("/")
+            levels = name.split(".")
+            if not catalog or len(levels) < 2 or "" in levels or "/" in name:
+                raise ValueError("write iceberg://CATALOG/NAMESPACE.TABLE")
+            return cls("iceberg", f"{catalog}/{name}")
+        if uri.startswith(_DELTA):
+            folder = uri.removeprefix(_DELTA)
+            if not folder or folder.startswith((_ICEBERG, _DELTA)):
+                raise ValueError("write delta+ and a path or s3://BUCKET/TABLE")
+            return cls("delta", folder)
+        return cls("parquet", uri)
+
+    @property
+    def folder(self) -> str | None:
+        """The table's folder; None if a catalog knows it."""
+        return None if self.format == "iceberg" else self.location
+
+    @property
+    def catalog(self) -> str:
+        """The Iceberg catalog's name."""
+        return self.location.partition("/")[0]
+
+    @property
+    def identifier(self) -> str:
+        """The Iceberg table's name in its catalog, the namespace before it."""
+        return self.location.partition("/")[2]
+
+    @property
+    def uri(self) -> str:
+        """The address as it is written."""
+        return {"iceberg": _ICEBERG, "delta": _DELTA, "parquet": ""}[self.format] + self.location
+
+    def resolved(self, resolve: Callable[[str], str]) -> TableAddress:
+        """The same table; `resolve` makes a folder's path absolute."""
+        if self.format == "iceberg":
+            return self
+        return TableAddress(self.format, resolve(self.location))
+
+    def overlaps(self, other: TableAddress) -> bool:
+        """Whether both are one table, or one lies in the other's folder."""
+        if "iceberg" in (self.format, other.format):
+            return self == other
+        ours, theirs = f"{self.location}/", f"{other.location}/"
+        return ours.startswith(theirs) or theirs.startswith(ours)
