@@ -46,8 +46,14 @@ class Folder:
         Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client.
 
         Raises:
-            SpecError: no file system is installed for the URI's scheme.
+            SpecError: no file system is installed for the URI's scheme, or it can't be a path.
         """
+        try:
+            is_path = b"\0" not in os.fsencode(uri)
+        except UnicodeEncodeError:
+            is_path = False
+        if not is_path:
+            raise SpecError(f"{uri!r}: isn't a path or a URI")
         try:
             # No listings are cached: other processes write here too.
             fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False, **s3_options(uri))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, TypeVar
 
 from batchllm_operator.lake.folder import Folder
@@ -12,6 +15,24 @@ _NUM_THREADS: Final = 8
 """Each holds a few megabytes of a file at most."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """What the storage says of a file."""
+
+    size_bytes: int
+    modified_at: float
+    """Seconds since 1970, by the storage's clock."""
+
+
+def list_files(folder: Folder) -> dict[str, StoredFile]:
+    """All files below a folder, by name relative to it, sorted."""
+    found = {}
+    for name, details in folder.find().items():
+        when = details["mtime"] if folder.is_local else details["LastModified"].timestamp()
+        found[name] = StoredFile(int(details["size"]), float(when))
+    return found
 
 
 def read_files(folder: Folder, names: Iterable[str]) -> dict[str, bytes]:
@@ -25,8 +46,15 @@ def hash_files(folder: Folder, names: Iterable[str]) -> dict[str, str]:
 
 
 def remove_files(folder: Folder, names: Iterable[str]) -> None:
-    """Remove those of `names` that are there."""
+    """Remove those of `names` that are there; on local disk, folders that are empty then, too."""
+    names = list(names)
     _each(names, folder.remove)
+    if folder.is_local:
+        parents = {name.rpartition("/")[0] for name in names} - {""}
+        above = {"/".join(p.split("/")[:n]) for p in parents for n in range(1, p.count("/") + 2)}
+        for path in [*sorted(above, key=len, reverse=True), ""]:
+            with suppress(OSError):  # it isn't empty, or is gone
+                Path(folder.full_path(path)).rmdir()
 
 
 def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
