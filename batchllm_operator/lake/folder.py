@@ -26,7 +26,7 @@ from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.lake.s3_settings import s3_options
 
 _CHUNK_BYTES: Final = 1 << 20
-_READ_AHEAD_BYTES: Final = 4 << 20
+_READ_AHEAD_BYTES: Final = 8 << 20
 _CONFLICT_WAITS_S: Final = (0.1, 0.4, 1.6, 6.4)
 """Before a conditional write is made again that met another one under way."""
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)

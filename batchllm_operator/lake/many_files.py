@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from batchllm_operator.lake.folder import Folder
 
 _NUM_THREADS: Final = 8
-"""Each holds a few megabytes of a file at most."""
+"""Each holds what is read ahead of one file at most: 16 MiB."""
 
 T = TypeVar("T")
 

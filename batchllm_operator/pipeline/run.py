@@ -102,6 +102,8 @@ def run_shard(
             # An earlier attempt may have gone on until it could see the claim.
             entries = read_ledger(folder, plan.manifest.plan_id, entries)
             resumed = len(entries)
+            if attempt.number > 1:
+                _log.info("attempt %d: %d parts are finished already", attempt.number, resumed)
             _generate(plan, shard_idx, file, attempt, entries, start, drain)
     else:
         resumed = len(entries)

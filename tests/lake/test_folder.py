@@ -264,7 +264,8 @@ def test_a_create_that_failed_says_so(
 def test_two_conditional_writes_at_once_are_made_again(
     s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, waits = Folder.open(s3_bucket), []
+    folder = Folder.open(s3_bucket)
+    waits: list[float] = []
     original = folder.fs.pipe_file
 
     def put(path: str, data: bytes, **options: Any) -> None:

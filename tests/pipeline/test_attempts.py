@@ -133,7 +133,8 @@ def test_an_entry_that_comes_late_is_a_part_like_any_other(
     plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attempt 2 does all of its work between the look of attempt 1 and its entry."""
-    original, looked = Attempt.check_current, []
+    original = Attempt.check_current
+    looked: list[int] = []
 
     def check(self: Attempt) -> None:
         original(self)
