@@ -11,7 +11,13 @@ import pytest
 import yaml
 
 from batchllm_operator.errors import ExitCode, SpecError
-from batchllm_operator.spec import JobSpec, load_spec, parse_spec, template_columns
+from batchllm_operator.spec import (
+    JobSpec,
+    TableAddress,
+    load_spec,
+    parse_spec,
+    template_columns,
+)
 
 MINIMAL: dict[str, Any] = {
     "spec_version": 1,
@@ -460,6 +466,61 @@ def test_absolute_uris_are_kept(tmp_path: Path, uri: str, expected: str) -> None
     assert load(tmp_path, input__uri=uri).input.uri == expected
 
 
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("delta+../lake/in", "delta+{folder}/lake/in"),
+        ("delta+/lake/in/", "delta+/lake/in"),
+        ("delta+file:///lake/in", "delta+/lake/in"),
+        ("delta+s3://bucket/in/", "delta+s3://bucket/in"),
+        ("iceberg://lake/ns.in", "iceberg://lake/ns.in"),
+        ("iceberg://lake/a.b.in/", "iceberg://lake/a.b.in"),
+    ],
+)
+def test_addresses_of_tables(tmp_path: Path, uri: str, expected: str) -> None:
+    (tmp_path / "jobs").mkdir()
+    spec = load(tmp_path / "jobs", input__uri=uri)
+    assert spec.input.uri == expected.format(folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["iceberg://", "iceberg://lake", "iceberg://lake/in", "iceberg:///ns.in", "iceberg://lake/ns.",
+     "iceberg://lake/ns/in", "delta+", "delta+delta+x", "delta+iceberg://lake/ns.in"],
+)  # fmt: skip
+def test_addresses_that_are_none(uri: str) -> None:
+    with pytest.raises(SpecError, match=r"input\.uri: write "):
+        parse(input__uri=uri)
+
+
+def test_an_iceberg_output_needs_a_folder_for_the_job(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"output: an Iceberg table's folder.*staging_uri"):
+        parse(output__uri="iceberg://lake/ns.out")
+    spec = load(tmp_path, output__uri="iceberg://lake/ns.out", output__staging_uri="jobs/")
+    assert spec.output.staging_folder == str(tmp_path / "jobs")
+    assert load(tmp_path, output__uri="delta+out").output.staging_folder == str(tmp_path / "out")
+    assert load(tmp_path, output__uri="out").output.staging_folder == str(tmp_path / "out")
+    with pytest.raises(SpecError, match="staging_uri is a folder"):
+        parse(output__staging_uri="delta+out")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("/lake/a", "/lake/a", True),
+        ("/lake/a", "delta+/lake/a", True),
+        ("s3://b/lake", "delta+s3://b/lake/out", True),
+        ("/lake/a", "/lake/ab", False),
+        ("iceberg://c/ns.t", "iceberg://c/ns.t", True),
+        ("iceberg://c/ns.t", "iceberg://c/ns.u", False),
+        ("iceberg://c/ns.t", "/lake/a", False),
+    ],
+)
+def test_tables_that_overlap(one: str, other: str, expected: bool) -> None:
+    first, second = TableAddress.parse(one), TableAddress.parse(other)
+    assert first.overlaps(second) == second.overlaps(first) == expected
+
+
 def test_the_home_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     spec = load(tmp_path, input__uri="~/in", model__path="~/model")
@@ -493,6 +554,8 @@ def test_a_hub_name_is_not_a_path(tmp_path: Path) -> None:
         ("engine__attention", "batchllm"),
         ("on_empty", "commit"),
         ("max_failed_fraction", 0.1),
+        ("output__add_columns", True),
+        ("output__staging_uri", "s3://lake/jobs"),
     ],
 )
 def test_tuning_keeps_the_identity(where: str, value: Any) -> None:
@@ -526,6 +589,12 @@ def test_tuning_keeps_the_identity(where: str, value: Any) -> None:
 )
 def test_what_outputs_depend_on_changes_the_identity(where: str, value: Any) -> None:
     assert parse(**{where: value}).identity != parse().identity
+
+
+def test_specs_of_earlier_releases_keep_their_identity() -> None:
+    """Or an upgrade would pay for the parts again that lie there."""
+    expected = "56a246441ba578f97b5a6287455905a474f4e1d2fb27414f08c04634198738aa"
+    assert parse().identity == expected
 
 
 def test_identity_does_not_depend_on_how_the_file_is_written() -> None:

@@ -21,7 +21,8 @@ class InputFile:
     size_bytes: int
     num_rows: int
     version: str
-    """What changes when the content does: an ETag, or a digest of the Parquet footer."""
+    """What changes when the content does: an ETag, or a digest of the Parquet footer. Iceberg
+    never changes a file: `immutable`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Snapshot:
 
     partition: str
     version: str
-    """The table's state: `iceberg:<snapshot id>`, `delta:<version>` or `listing:<digest>`; a plan
-    records it. Equal versions are equal content."""
+    """The table's state: `iceberg:<snapshot id>` (`iceberg:none` before the first),
+    `delta:<version>` or `listing:<digest>`; a plan records it. Equal versions are equal content."""
     files: tuple[InputFile, ...]
     schema: pa.Schema
     """Columns of the partition, the partition columns included."""

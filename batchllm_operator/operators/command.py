@@ -24,7 +24,11 @@ RESULT_VERSION: Final = 1
 # for Hugging Face's).
 _COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator.cli")
 
-_FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS)
+_FINAL_EXIT_CODES: Final = (
+    ExitCode.INVALID,
+    ExitCode.TOO_MANY_FAILED_ROWS,
+    ExitCode.CONFLICT,
+)
 """Failures that a retry can't mend. An empty partition isn't one: data may come late. To have been
 fenced isn't, either: nobody listens to a try that Airflow has given up; where somebody else took
 over, the next try goes on from what is finished by then."""

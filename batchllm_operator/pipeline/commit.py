@@ -12,8 +12,14 @@ from typing import Final
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
-from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.errors import (
+    ConflictError,
+    FailedRowsError,
+    IncompleteRunError,
+    PlanError,
+    TableError,
+)
+from batchllm_operator.lake import LakeTable, Publication, open_table
 from batchllm_operator.pipeline.committed import find_committed, mark_committed
 from batchllm_operator.pipeline.partition import FinishedShard, model_name, write_partition
 from batchllm_operator.pipeline.parts import read_ledger
@@ -40,7 +46,8 @@ def commit_run(plan_uri: str) -> RunReport:
         FailedRowsError: more rows failed than the spec allows.
         TableError: the output partition holds what another job or program wrote, or the table
             lacks a column of the outputs, or has it with another type.
-        ConflictError: somebody else has published the partition meanwhile.
+        ConflictError: somebody else has published the partition meanwhile; plan again to replace
+            that.
         CommitUnknownError: it may have been published; commit again to find out.
     """
     plan = StoredPlan.open(plan_uri)
@@ -63,7 +70,7 @@ def commit_run(plan_uri: str) -> RunReport:
         if seen is not None:
             old = job_folder(spec, manifest.ds).child(f"plan-{seen.plan_id}")
             StoredPlan.mark_superseded_at(old, by=manifest.plan_id)
-        table.publish(plan.publication, data, replaces=seen, add_columns=spec.output.add_columns)
+        _publish(plan, table, data, seen)
     return _write_report(plan, table, shards, errors)
 
 
@@ -110,6 +117,16 @@ def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
             " `batchllm run --plan ... --shard I` for these, then commit again"
         )
     return shards
+
+
+def _publish(plan: StoredPlan, table: LakeTable, data: Path, seen: Publication | None) -> None:
+    add_columns = plan.manifest.spec.output.add_columns
+    try:
+        table.publish(plan.publication, data, replaces=seen, add_columns=add_columns)
+    except ConflictError:
+        # A retry would see the winner's outputs, and replace what may be newer.
+        StoredPlan.mark_superseded_at(plan.folder, by="another plan, published meanwhile")
+        raise
 
 
 def _count_errors(plan: StoredPlan, shards: Sequence[FinishedShard]) -> Counter[str]:

@@ -137,7 +137,7 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
         return Kept(folder, f"it can't be told whether it is published: {error}")
     if not is_published:
         if SUPERSEDED_FILE in files or COMMITTED_FILE in files:
-            what = "was published, and has been replaced"
+            what = "another plan has taken its place"
         elif MANIFEST_FILE in files:
             what = "was never published"
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchllm_operator.errors import StorageError, TableError
+from batchllm_operator.errors import ConflictError, StorageError, TableError
 from batchllm_operator.lake import (
     Folder,
     LakeTable,
@@ -513,3 +514,50 @@ def test_folder_markers_on_s3_are_no_files(s3_bucket: str, tmp_path: Path) -> No
     publish(table, DS, numbers(1), tmp_path)
     assert rows(table, ["n"]) == [{"n": 1}]
     assert table.snapshot("2026-02-01").files == ()
+
+
+def test_a_partition_that_an_earlier_release_has_committed(
+    folder: Folder, table: LakeTable, tmp_path: Path
+) -> None:
+    """Its footer says who wrote it, as it does today."""
+    mark = {"plan_id": "p0", "run_id": f"job/{DS}/p0", "job": "job"}
+    schema = numbers(1).schema.with_metadata({f"batchllm.{k}": v for k, v in mark.items()})
+    put(folder, f"ds={DS}/data.parquet", numbers(1).cast(schema))
+    assert table.published(DS) == publication(plan_id="p0")
+    publish(table, DS, numbers(2), tmp_path)
+    assert rows(table, ["n"]) == [{"n": 2}]
+
+
+def test_publishers_side_by_side(folder: Folder, tmp_path: Path) -> None:
+    """Of those who have seen the same, exactly one publishes."""
+    sources = {
+        plan_id: published_file(tmp_path / plan_id, numbers(number), publication(plan_id=plan_id))
+        for number, plan_id in enumerate(("p0", "p1", "p2", "p3"))
+    }
+    outcomes: dict[str, type[Exception] | None] = {}
+
+    def run(plan_id: str) -> None:
+        table = open_table(folder.uri, "ds")
+        try:
+            table.publish(publication(plan_id=plan_id), sources[plan_id], replaces=None)
+            outcomes[plan_id] = None
+        except ConflictError as error:
+            outcomes[plan_id] = type(error)
+
+    threads = [threading.Thread(target=run, args=(plan_id,)) for plan_id in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [winner] = [plan_id for plan_id, failure in outcomes.items() if failure is None]
+    assert len(outcomes) == 4
+    table = open_table(folder.uri, "ds")
+    assert table.published(DS) == publication(plan_id=winner)
+    assert rows(table, ["n"]) == [{"n": int(winner[1])}]
+    assert list(folder.find()) == [f"ds={DS}/data.parquet"]
+
+
+def test_a_file_that_does_not_say_whose_it_is(table: LakeTable, tmp_path: Path) -> None:
+    source = published_file(tmp_path / "x", numbers(1), publication(plan_id="p2"))
+    with pytest.raises(ValueError, match="doesn't name"):
+        table.publish(publication(), source, replaces=None)

@@ -63,7 +63,9 @@ def test_result_is_returned_and_lines_are_logged(
     assert f'"--die-with-parent", "{os.getpid()}"]' in logged
 
 
-@pytest.mark.parametrize("code", [ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS])
+@pytest.mark.parametrize(
+    "code", [ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS, ExitCode.CONFLICT]
+)
 def test_failures_that_a_retry_cannot_mend_fail_the_task(stand_in: None, code: ExitCode) -> None:
     with pytest.raises(AirflowFailException, match="plan: no column 'x' "):
         operator(CODE=str(int(code)), ERROR="no column 'x'").run_command("plan")
@@ -75,7 +77,6 @@ def test_failures_that_a_retry_cannot_mend_fail_the_task(stand_in: None, code: E
         ExitCode.FAILURE,
         ExitCode.EMPTY,
         ExitCode.INCOMPLETE,
-        ExitCode.CONFLICT,
         ExitCode.FENCED,
         ExitCode.TERMINATED,
         137,

@@ -165,7 +165,7 @@ def test_a_replaced_plan_goes_and_the_one_that_replaced_it_stays(plan: StoredPla
     second = run_and_commit(plan_job(changed, DS))
     whats = {garbage.folder.uri: garbage.what for garbage in collect(spec)[0]}
     assert whats == {
-        plan.folder.uri: "was published, and has been replaced",
+        plan.folder.uri: "another plan has taken its place",
         second.folder.uri: "is published: parts and shards",
     }
     assert not plan.folder.exists()

@@ -1,0 +1,107 @@
+"""Iceberg tables of any catalog that pyiceberg knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+from pyiceberg.table import Table
+
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake.iceberg_catalog import CatalogTable
+from batchllm_operator.lake.iceberg_partition import PartitionView, partition_names
+from batchllm_operator.lake.iceberg_publish import Publisher
+from batchllm_operator.lake.iceberg_schema import arrow_schema
+from batchllm_operator.lake.table import InputFile, Publication, Snapshot
+from batchllm_operator.spec import FilterTerm, TableAddress
+
+_VERSION: Final = "iceberg:"
+_NO_SNAPSHOT: Final = "iceberg:none"
+
+
+class IcebergTable:
+    """A table in a catalog, with one snapshot after the other."""
+
+    def __init__(self, address: TableAddress, partition_column: str) -> None:
+        """The table at an address; it need not exist yet.
+
+        Raises:
+            SpecError: pyiceberg's configuration has no such catalog.
+            StorageError: the catalog can't be reached.
+        """
+        self._catalog_table = CatalogTable(address)
+        self._partition_column = partition_column
+
+    @property
+    def uri(self) -> str:
+        return self._catalog_table.uri
+
+    def partitions(self) -> list[str]:
+        """From the table's metadata, so the table must be partitioned by the column's values."""
+        table = self._catalog_table.load()
+        return [] if table is None else partition_names(table, self.uri, self._partition_column)
+
+    def snapshot(self, partition: str) -> Snapshot:
+        table = self._load()
+        view = PartitionView.now(table, self.uri, self._partition_column, partition)
+        root = f"{table.location().rstrip('/')}/"
+        return Snapshot(
+            partition=partition,
+            version=_NO_SNAPSHOT if view.snapshot_id is None else f"{_VERSION}{view.snapshot_id}",
+            files=tuple(
+                InputFile(
+                    name=task.file.file_path.removeprefix(root),
+                    size_bytes=task.file.file_size_in_bytes,
+                    num_rows=task.file.record_count,
+                    version="immutable",
+                )
+                for task in view.tasks()
+            ),
+            schema=view.arrow_schema,
+        )
+
+    def scan(
+        self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+    ) -> Iterator[pa.RecordBatch]:
+        table = self._load()
+        where = f"table {self.uri}: snapshot {snapshot.version}"
+        snapshot_id = None
+        if snapshot.version != _NO_SNAPSHOT:
+            snapshot_id = int(snapshot.version.removeprefix(_VERSION))
+            if table.metadata.snapshot_by_id(snapshot_id) is None:
+                raise TableError(
+                    f"{where} is gone: it was expired; keep snapshots for as long as jobs read"
+                )
+        schemas = (table.schema(), *table.schemas().values())
+        schema = next((each for each in schemas if arrow_schema(each) == snapshot.schema), None)
+        if schema is None:
+            raise TableError(f"{where}: its schema is gone from the table's metadata")
+        view = PartitionView(
+            table, self.uri, self._partition_column, snapshot.partition, snapshot_id, schema
+        )
+        yield from view.scan(columns, conditions)
+
+    def published(self, partition: str) -> Publication | None:
+        table = self._catalog_table.load()
+        if table is None:
+            return None
+        return PartitionView.now(table, self.uri, self._partition_column, partition).published()
+
+    def publish(
+        self,
+        publication: Publication,
+        data: Path,
+        *,
+        replaces: Publication | None,
+        add_columns: bool = False,
+    ) -> None:
+        publisher = Publisher(self._catalog_table, self._partition_column, publication, data)
+        publisher.publish(replaces, add_columns=add_columns)
+
+    def _load(self) -> Table:
+        table = self._catalog_table.load()
+        if table is None:
+            raise TableError(f"table {self.uri}: the catalog has no such table")
+        return table

@@ -1,0 +1,117 @@
+"""An Iceberg table in its catalog: found, created, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import (
+    NoSuchNamespaceError,
+    NoSuchTableError,
+    NotInstalledError,
+    ResolveError,
+    TableAlreadyExistsError,
+    ValidationException,
+)
+from pyiceberg.exceptions import ValidationError as IcebergValidationError
+from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
+from pyiceberg.table import Table
+from pyiceberg.transforms import IdentityTransform
+
+from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
+from batchllm_operator.lake.iceberg_schema import iceberg_schema
+from batchllm_operator.spec import TableAddress
+
+_FAULTS_OF_THE_TABLE = (
+    *(FileNotFoundError, ValueError, TypeError, NotImplementedError, pa.ArrowException),
+    *(ResolveError, ValidationException, IcebergValidationError),
+)
+
+
+class CatalogTable:
+    """A table that may not exist yet."""
+
+    def __init__(self, address: TableAddress) -> None:
+        """Find the catalog by pyiceberg's own configuration.
+
+        Raises:
+            SpecError: there is no such catalog, or a library that it needs is missing.
+            StorageError: the catalog can't be reached.
+        """
+        self.uri = address.uri
+        self._identifier = tuple(address.identifier.split("."))
+        try:
+            self._catalog: Catalog = load_catalog(address.catalog)
+        except (ValueError, NotInstalledError) as error:
+            raise SpecError(
+                f"table {self.uri}: catalog {address.catalog!r} can't be set up from pyiceberg's"
+                f" configuration (PYICEBERG_CATALOG__*, .pyiceberg.yaml): {error}"
+            ) from error
+        except Exception as error:
+            raise _failure(self.uri, error) from error
+
+    def load(self) -> Table | None:
+        """The table as it is now; None if there is none.
+
+        Raises:
+            StorageError: the catalog fails.
+        """
+        try:
+            return self._catalog.load_table(self._identifier)
+        except NoSuchTableError:
+            return None
+        except Exception as error:
+            raise _failure(self.uri, error) from error
+
+    def create(self, rows: pa.Schema, partition_column: str) -> Table:
+        """Create the table for such rows, partitioned by a further column, of strings.
+
+        Raises:
+            TableError: there is no such namespace, or a column's type isn't one of Iceberg's.
+            StorageError: the catalog fails.
+        """
+        with iceberg_errors(self.uri):
+            schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
+            source = schema.find_field(partition_column)
+            field: Any = PartitionField(
+                source_id=source.field_id,
+                field_id=PARTITION_FIELD_ID_START,
+                transform=IdentityTransform(),
+                name=partition_column,
+            )
+            try:
+                return self._catalog.create_table(
+                    self._identifier, schema, partition_spec=PartitionSpec(field)
+                )
+            except TableAlreadyExistsError:  # just now
+                return self._catalog.load_table(self._identifier)
+            except NoSuchNamespaceError as error:
+                raise TableError(
+                    f"table {self.uri}: the catalog has no such namespace; create it first"
+                ) from error
+
+
+@contextmanager
+def iceberg_errors(uri: str) -> Iterator[None]:
+    """Turn what pyiceberg, its catalogs and its storage raise into this package's errors.
+
+    Raises:
+        TableError: the table is at fault, or what is asked of it can't be done.
+        StorageError: the storage or the catalog fails.
+    """
+    try:
+        yield
+    except BatchLLMError:
+        raise
+    except _FAULTS_OF_THE_TABLE as error:
+        raise TableError(f"table {uri}: {error}") from error
+    except Exception as error:
+        raise _failure(uri, error) from error
+
+
+def _failure(uri: str, error: Exception) -> StorageError:
+    """Of whatever kind: each catalog has errors of its own, with no base in common."""
+    return StorageError(f"table {uri}: {type(error).__name__}: {error}")

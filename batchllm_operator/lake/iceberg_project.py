@@ -1,0 +1,70 @@
+"""Values of a data file as the table's columns: found by field id at every level of nesting.
+
+pyiceberg's own projection makes empty lists of null ones (0.12, lists of structs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StructType
+
+
+def project(array: pa.Array, held: IcebergType, wanted: IcebergType, kind: pa.DataType) -> pa.Array:
+    """The values of `array`, which are of type `held`, as `wanted`.
+
+    Args:
+        array: of any length and offset.
+        held: its type, with the file's names and ids.
+        wanted: the column's type now.
+        kind: the same in Arrow's words.
+
+    Raises:
+        pa.ArrowException: a value can't be of that type.
+    """
+    match held, wanted:
+        case StructType(), StructType():
+            places = {field.field_id: place for place, field in enumerate(held.fields)}
+            names = [field.name for field in array.type]
+            columns = [
+                project(
+                    array.field(names.index(held.fields[places[field.field_id]].name)),
+                    held.fields[places[field.field_id]].field_type,
+                    field.field_type,
+                    kind.field(place).type,
+                )
+                if field.field_id in places
+                else absent(field, kind.field(place).type, len(array))
+                for place, field in enumerate(wanted.fields)
+            ]
+            return pa.StructArray.from_arrays(columns, fields=list(kind), mask=array.is_null())
+        case ListType(), ListType():
+            offsets, values = _lists(array, array.values)
+            items = project(values, held.element_type, wanted.element_type, kind.value_type)
+            return pa.ListArray.from_arrays(offsets, items, type=kind, mask=array.is_null())
+        case MapType(), MapType():
+            offsets, values = _lists(array, array.keys)
+            keys = project(values, held.key_type, wanted.key_type, kind.key_type)
+            _, values = _lists(array, array.items)
+            items = project(values, held.value_type, wanted.value_type, kind.item_type)
+            return pa.MapArray.from_arrays(offsets, keys, items, type=kind, mask=array.is_null())
+    return array.cast(kind)
+
+
+def absent(
+    field: NestedField, kind: pa.DataType, num_rows: int, constants: Mapping[int, Any] | None = None
+) -> pa.Array:
+    """A column that the file lacks: constant in its partition, or what older rows have, or null."""
+    value = (constants or {}).get(field.field_id, field.initial_default)
+    return (
+        pa.nulls(num_rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), num_rows)
+    )
+
+
+def _lists(array: pa.Array, values: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Where each list begins and ends, and the values there: those of a slice only."""
+    offsets = array.offsets.to_numpy()
+    start, end = int(offsets[0]), int(offsets[-1])
+    return pa.array(offsets - start), values.slice(start, end - start)

@@ -1,0 +1,173 @@
+"""Replacing a partition of an Iceberg table by one snapshot, and by none of ours twice."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.manifest import DataFile
+from pyiceberg.table import Table
+
+from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
+from batchllm_operator.lake.iceberg_catalog import CatalogTable, iceberg_errors
+from batchllm_operator.lake.iceberg_commit import NotCommittedError, Overwrite
+from batchllm_operator.lake.iceberg_partition import PartitionView
+from batchllm_operator.lake.iceberg_schema import iceberg_schema, storable_schema
+from batchllm_operator.lake.iceberg_write import StagedFiles
+from batchllm_operator.lake.publishing import is_published
+from batchllm_operator.lake.schema import check_fit
+from batchllm_operator.lake.table import Publication
+
+_ATTEMPTS: Final = 10
+_MIN_WAIT_S: Final = 0.1
+_MAX_WAIT_S: Final = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes one partition, however many commits that takes.
+
+    Data files are written once. They are removed when no snapshot can refer to them: not while
+    the outcome of a commit is open.
+    """
+
+    def __init__(
+        self, catalog_table: CatalogTable, column: str, publication: Publication, data: Path
+    ) -> None:
+        self._catalog_table = catalog_table
+        self._uri = catalog_table.uri
+        self._column = column
+        self._publication = publication
+        self._data = data
+        footer = pq.read_metadata(data)
+        self._num_rows = footer.num_rows
+        rows = footer.schema.to_arrow_schema()
+        self._rows = storable_schema(f"table {self._uri}", rows)
+        self._staged: StagedFiles | None = None
+        self._overwrites: list[Overwrite] = []
+        self._is_open = False  # whether a commit of the staged files may have happened
+
+    def publish(self, replaces: Publication | None, *, add_columns: bool) -> None:
+        """See `LakeTable.publish`."""
+        try:
+            for attempt in range(_ATTEMPTS):
+                if attempt:
+                    wait_s = min(_MIN_WAIT_S * 2**attempt, _MAX_WAIT_S)
+                    time.sleep(wait_s * random.uniform(0.5, 1.0))
+                failure = self._try(replaces, add_columns)
+                if failure is None:
+                    return
+        finally:
+            if self._staged is not None and not self._is_open:
+                self._staged.remove()
+        kind = CommitUnknownError if self._is_open else StorageError
+        raise kind(
+            f"output {self._uri}: partition {self._publication.partition!r}: gave up after"
+            f" {_ATTEMPTS} commits; commit again: {failure}"
+        ) from failure
+
+    def _try(self, replaces: Publication | None, add_columns: bool) -> Exception | None:
+        """Look at the table and commit on top of it; return why that wasn't to be."""
+        with self._looking():
+            table = self._catalog_table.load()
+            if table is None:
+                table = self._catalog_table.create(self._rows, self._column)
+            if self._has_happened(table):
+                return None
+            view = PartitionView.now(table, self._uri, self._column, self._publication.partition)
+            found = view.published()
+        if found is None and self._num_rows == 0:
+            return None
+        if is_published(self._uri, found, self._publication, replaces):
+            return None
+        with iceberg_errors(self._uri):
+            overwrite = self._prepare(table, view, add_columns)
+        if overwrite is None:
+            return None
+        was_open, self._is_open = self._is_open, True
+        try:
+            overwrite.commit()
+            return None
+        except Exception as error:  # noqa: BLE001 - each catalog has its own; judged below
+            failure = error
+        with self._looking():
+            now = self._catalog_table.load()
+        if now is not None and self._has_happened(now):
+            return None
+        if isinstance(failure, NotCommittedError):
+            self._is_open = was_open
+            overwrite.clean_up()
+        _log.warning("%s: not committed, trying again: %s", self._uri, failure)
+        return failure
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """While a commit's outcome is open, what can't be read leaves it so."""
+        try:
+            yield
+        except StorageError as error:
+            if not self._is_open:
+                raise
+            raise CommitUnknownError(
+                f"output {self._uri}: no answer came whether partition"
+                f" {self._publication.partition!r} was published, and the table can't be read;"
+                f" commit again to find out: {error}"
+            ) from error
+
+    def _has_happened(self, table: Table) -> bool:
+        """Whether a commit of ours is part of the table, whatever its answer was."""
+        if not any(overwrite.is_in(table) for overwrite in self._overwrites):
+            return False
+        _log.info("%s: the answer was lost, but the snapshot is there", self._uri)
+        return True
+
+    def _prepare(self, table: Table, view: PartitionView, add_columns: bool) -> Overwrite | None:
+        """A commit over the table as it is now, its data files written; None for nothing to do.
+
+        Raises:
+            TableError: the table or its partition isn't one that can be replaced so.
+        """
+        where = f"table {self._uri}"
+        old = [task.file for task in view.tasks()]
+        self._check_partitioning(table, view, old)
+        new_names = check_fit(where, view.arrow_schema, self._rows, add_columns=add_columns)
+        new_columns = pa.schema([self._rows.field(name) for name in new_names])
+        overwrite = Overwrite(table, iceberg_schema(new_columns))
+        if self._staged is None or self._staged.schema != overwrite.metadata.schema():
+            if self._staged is not None and not self._is_open:
+                self._staged.remove()
+            self._staged = StagedFiles(table, overwrite.metadata, self._column, view.value)
+            self._staged.write(self._data, self._rows)
+        if not old and not self._staged.files:
+            return None
+        self._overwrites.append(overwrite)
+        whose = self._publication
+        properties = {
+            "batchllm.job": whose.job,
+            "batchllm.partition": whose.partition,
+            "batchllm.plan-id": whose.plan_id,
+        }
+        overwrite.stage(old, self._staged.files, properties)
+        return overwrite
+
+    def _check_partitioning(
+        self, table: Table, view: PartitionView, old: Sequence[DataFile]
+    ) -> None:
+        parts = table.spec().fields
+        if len(parts) != 1 or not view.is_identity(table.spec()):
+            raise TableError(
+                f"table {self._uri}: outputs go to tables partitioned by the values of"
+                f" {self._column!r} alone; this one has {table.spec()}"
+            )
+        if not all(view.is_whole(file) for file in old):
+            raise TableError(
+                f"table {self._uri}: partition {self._publication.partition!r} has files from"
+                f" before the table was partitioned by {self._column!r}; rewrite them first"
+            )

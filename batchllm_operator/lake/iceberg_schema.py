@@ -1,0 +1,107 @@
+"""Between Arrow's types and Iceberg's, and from a partition's name to the column's value."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import Any, Final
+
+import pyarrow as pa
+from pyarrow import types
+from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids, schema_to_pyarrow
+from pyiceberg.schema import Schema, assign_fresh_schema_ids
+from pyiceberg.types import DateType, IntegerType, LongType, StringType
+
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake.schema import plain_type
+
+_EPOCH: Final = datetime.date(1970, 1, 1)
+_SAME: Final = (
+    *(types.is_int32, types.is_int64, types.is_float32, types.is_float64, types.is_boolean),
+    *(types.is_string, types.is_binary, types.is_fixed_size_binary, types.is_date32),
+    types.is_null,
+)
+
+
+def arrow_schema(schema: Schema) -> pa.Schema:
+    """Columns of a table as a scan gives them."""
+    return pa.schema(
+        [
+            pa.field(field.name, plain_type(field.type), field.nullable)
+            for field in schema_to_pyarrow(schema, include_field_ids=False)
+        ]
+    )
+
+
+def storable_schema(where: str, rows: pa.Schema) -> pa.Schema:
+    """The types that Iceberg has for `rows`: wider integers, microseconds, UTC.
+
+    Raises:
+        TableError: it has none for a column.
+    """
+    fields = []
+    for field in rows:
+        try:
+            fields.append(pa.field(field.name, _storable_type(plain_type(field.type))))
+        except TypeError as error:
+            raise TableError(f"{where}: column {field.name!r}: {error}") from error
+    return pa.schema(fields)
+
+
+def iceberg_schema(rows: pa.Schema) -> Schema:
+    """A new table's schema, or columns to add to one, with ids that mean nothing yet."""
+    return assign_fresh_schema_ids(_pyarrow_to_schema_without_ids(rows))
+
+
+def partition_value(where: str, kind: Any, partition: str) -> str | int | datetime.date:
+    """The partition's name as a value of the column's type.
+
+    Raises:
+        TableError: it isn't one, or partitions of that type have no names here.
+    """
+    match kind:
+        case StringType():
+            return partition
+        case IntegerType() | LongType() if re.fullmatch(r"-?[0-9]{1,18}", partition):
+            return int(partition)
+        case DateType() if re.fullmatch(r"\d{4}-\d\d-\d\d", partition, re.ASCII):
+            try:
+                return datetime.date.fromisoformat(partition)
+            except ValueError as error:
+                raise TableError(f"{where}: {partition!r}: {error}") from error
+    raise TableError(
+        f"{where}: the partition column holds {kind}, and {partition!r} isn't one; partitions are"
+        " named by strings, integers, and dates such as 2026-01-31"
+    )
+
+
+def partition_name(kind: Any, value: Any) -> str:
+    """The reverse, of a value as partition records hold it: dates are days since 1970."""
+    if isinstance(kind, DateType) and isinstance(value, int):
+        return (_EPOCH + datetime.timedelta(days=value)).isoformat()
+    return str(value)
+
+
+def _storable_type(kind: pa.DataType) -> pa.DataType:
+    """Raises TypeError where Iceberg has no such type."""
+    if any(is_kind(kind) for is_kind in _SAME):
+        return kind
+    if types.is_integer(kind) and kind.bit_width < 64:
+        return pa.int64() if types.is_uint32(kind) else pa.int32()
+    if types.is_float16(kind):
+        return pa.float32()
+    if types.is_decimal(kind) and kind.precision <= 38:
+        return pa.decimal128(kind.precision, kind.scale)
+    if types.is_timestamp(kind):
+        return pa.timestamp("us", None if kind.tz is None else "UTC")
+    if types.is_date64(kind):
+        return pa.date32()
+    if types.is_time(kind):
+        return pa.time64("us")
+    if types.is_struct(kind):
+        return pa.struct([(field.name, _storable_type(field.type)) for field in kind])
+    if types.is_list(kind):
+        return pa.list_(_storable_type(kind.value_type))
+    if types.is_map(kind):
+        return pa.map_(_storable_type(kind.key_type), _storable_type(kind.item_type))
+    raise TypeError(f"Iceberg has no type for {kind}")

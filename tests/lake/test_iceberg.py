@@ -1,0 +1,382 @@
+"""What only Iceberg tables have: schemas that evolve, hidden partitioning, row-level deletes."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.manifest import (
+    DataFile,
+    DataFileContent,
+    FileFormat,
+    ManifestContent,
+    ManifestEntry,
+    ManifestEntryStatus,
+    ManifestWriterV2,
+)
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
+from pyiceberg.types import LongType
+from support.lake_tables import DS, IcebergLake, of_plan, open_lake, publish, wrapped
+
+import batchllm_operator.lake.iceberg_write as iceberg_write
+from batchllm_operator.errors import SpecError, StorageError, TableError
+from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.lake.iceberg_schema import iceberg_schema
+from batchllm_operator.spec import FilterTerm
+
+
+@pytest.fixture
+def lake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IcebergLake:
+    return IcebergLake(str(tmp_path / "lake"), tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def table(lake: IcebergLake) -> LakeTable:
+    return open_lake(lake)
+
+
+def numbers(*values: int) -> pa.Table:
+    return pa.table({"n": pa.array(values, pa.int64())})
+
+
+def read(
+    table: LakeTable, columns: list[str], *conditions: FilterTerm, partition: str = DS
+) -> list[dict[str, Any]]:
+    batches = table.scan(table.snapshot(partition), columns, conditions)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def create(lake: IcebergLake, rows: pa.Table, column: str, transform: Transform[Any, Any]) -> None:
+    """A table of another program, partitioned by a transform of a column."""
+    schema = iceberg_schema(rows.schema)
+    field = PartitionField(schema.find_field(column).field_id, 1000, transform, f"{column}_part")
+    made = lake.catalog.create_table("ns.table", schema, partition_spec=PartitionSpec(field))
+    if rows.num_rows:
+        made.append(rows)
+
+
+# Schemas that have evolved
+
+
+def test_columns_are_found_by_their_ids(lake: IcebergLake, table: LakeTable) -> None:
+    """Renamed, swapped, dropped and made again, at each level."""
+    old = {"a": [1], "b": [2], "c": ["gone"], "s": [{"x": 1, "y": "u"}], "l": [[{"x": 1}, None]]}
+    lake.append(DS, pa.table({**old, "m": pa.array([[("k", {"x": 1})]], MAP)}))
+    with lake.load().update_schema() as update:
+        update.rename_column("a", "t").rename_column(("s", "x"), "z")
+        update.delete_column("c").add_column(("l", "new"), LongType())
+        update.rename_column(("l", "x"), "renamed").rename_column(("m", "x"), "renamed")
+    with lake.load().update_schema() as update:
+        update.rename_column("b", "a").add_column("c", LongType())
+    columns = ["t", "a", "c", "s", "l", "m"]
+    assert read(table, columns, FilterTerm(column="t", op="<", value=2)) == [
+        {
+            "t": 1,
+            "a": 2,
+            "c": None,
+            "s": {"z": 1, "y": "u"},
+            "l": [{"renamed": 1, "new": None}, None],
+            "m": [("k", {"renamed": 1})],
+        }
+    ]
+    assert read(table, ["t"], FilterTerm(column="c", value=3)) == []
+    assert read(table, ["t"], FilterTerm(column="a", value=2)) == [{"t": 1}]
+
+
+MAP = pa.map_(pa.string(), pa.struct([("x", pa.int64())]))
+
+
+def test_a_column_that_was_made_wider(lake: IcebergLake, table: LakeTable) -> None:
+    lake.append(DS, pa.table({"n": pa.array([1, 2], pa.int32())}))
+    with lake.load().update_schema() as update:
+        update.update_column("n", LongType())
+    lake.append(DS, numbers(2**40))
+    assert [row["n"] for row in read(table, ["n"])] in ([1, 2, 2**40], [2**40, 1, 2])
+    assert read(table, ["n"], FilterTerm(column="n", value=2**40)) == [{"n": 2**40}]
+
+
+def test_a_snapshot_is_read_with_the_names_it_was_looked_at(
+    lake: IcebergLake, table: LakeTable
+) -> None:
+    lake.append(DS, numbers(1))
+    snapshot = table.snapshot(DS)
+    with lake.load().update_schema() as update:
+        update.rename_column("n", "m")
+    [batch] = table.scan(snapshot, ["n"], [FilterTerm(column="n", value=1)])
+    assert batch.to_pylist() == [{"n": 1}]
+    assert read(table, ["m"]) == [{"m": 1}]
+
+
+def test_nulls_at_every_level(lake: IcebergLake, table: LakeTable, tmp_path: Path) -> None:
+    """In slices too. pyiceberg would make empty lists of null ones, reading as well as writing."""
+    lists = [[{"x": 1}], None, [], [None], [{"x": None}]] * 2000
+    maps = [[("k", {"x": 1})], None, [], [("k", None)], None] * 2000
+    column = pa.array(lists, pa.list_(pa.struct([("x", pa.int64())])))
+    publish(table, pa.table({"l": column, "m": pa.array(maps, MAP)}), tmp_path)
+    with lake.load().update_schema() as update:
+        update.rename_column(("l", "x"), "z").rename_column(("m", "x"), "z")
+    found = read(table, ["l", "m"])
+    assert [row["l"] for row in found[:5]] == [[{"z": 1}], None, [], [None], [{"z": None}]]
+    assert [row["m"] for row in found[:5]] == [[("k", {"z": 1})], None, [], [("k", None)], None]
+    assert found == found[:5] * 2000
+
+
+# Partitioning
+
+
+@pytest.mark.parametrize(
+    ("column", "partition", "value"),
+    [
+        (pa.array([datetime.date(2026, 1, 30), datetime.date(2026, 1, 31)]), DS, 2),
+        (pa.array([7, -8], pa.int32()), "-8", 2),
+        (pa.array([7, 8], pa.int64()), "7", 1),
+    ],
+    ids=["date", "int", "long"],
+)
+def test_partition_columns_of_other_types(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path, column: Any, partition: str, value: int
+) -> None:
+    """Read, and replaced, where another program has made the table."""
+    rows = pa.table({"n": [1, 2], "ds": column, "run_id": pa.nulls(2, pa.string())})
+    create(lake, rows, "ds", IdentityTransform())
+    assert [row["n"] for row in read(table, ["n"], partition=partition)] == [value]
+    assert partition in table.partitions()
+    free = "2026-02-01" if pa.types.is_date(column.type) else "9"
+    publish(table, numbers(5), tmp_path, of_plan(partition=free))
+    assert [row["n"] for row in read(table, ["n"], partition=free)] == [5]
+    assert table.published(free) == of_plan(partition=free)
+    assert table.partitions() == sorted([*map(str, column.to_pylist()), free])
+    with pytest.raises(TableError, match="'tomorrow' isn't one"):
+        table.snapshot("tomorrow")
+
+
+def test_hidden_partitioning_is_read_by_rows_and_not_written(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path
+) -> None:
+    """A month's file holds rows of many days: to remove it would remove them all."""
+    days = [datetime.date(2026, 1, day) for day in range(1, 31)]
+    rows = pa.table({"n": range(30), "ds": days})
+    create(lake, rows.slice(0, 0), "ds", MonthTransform())
+    pq.write_table(rows, tmp_path / "january.parquet")  # has no field ids, and gets a name mapping
+    lake.load().add_files([str(tmp_path / "january.parquet")])
+    assert read(table, ["n"], partition="2026-01-15") == [{"n": 14}]
+    assert read(table, ["n"], FilterTerm(column="n", value=14), partition="2026-01-15")
+    assert read(table, ["n", "ds"], partition="2026-02-01") == []
+    with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
+        publish(table, numbers(1), tmp_path, of_plan(partition="2026-02-01"))
+    with pytest.raises(TableError, match="isn't partitioned by the values"):
+        table.partitions()
+
+
+def test_a_table_that_is_not_partitioned_by_the_column(lake: IcebergLake, tmp_path: Path) -> None:
+    lake.append(DS, numbers(1))
+    other = open_table(lake.address, "n")
+    for use in (lambda: other.snapshot("1"), lambda: publish(other, numbers(1), tmp_path)):
+        with pytest.raises(TableError, match="isn't partitioned by 'n'"):
+            use()
+
+
+# Deletes
+
+
+class DeleteManifestWriter(ManifestWriterV2):
+    """pyiceberg writes manifests of data files only."""
+
+    def content(self) -> ManifestContent:
+        return ManifestContent.DELETES
+
+    @property
+    def _meta(self) -> dict[str, str]:
+        return {**super()._meta, "content": "deletes"}
+
+
+def delete_rows(lake: IcebergLake, places: list[int]) -> None:
+    """Delete rows of the table's only file by place, as Spark's merge-on-read does."""
+    table = lake.load()
+    [task] = table.scan().plan_files()
+    path = f"{table.location()}/data/deletes.parquet"
+    fields = [
+        pa.field("file_path", pa.string(), False, {"PARQUET:field_id": "2147483546"}),
+        pa.field("pos", pa.int64(), False, {"PARQUET:field_id": "2147483545"}),
+    ]
+    deletes = pa.table(
+        [[task.file.file_path] * len(places), places],
+        schema=pa.schema(fields),
+    )
+    with table.io.new_output(path).create() as file:
+        pq.write_table(deletes, file)
+    transaction = table.transaction()
+    producer = transaction.update_snapshot().fast_append()
+    entry = DataFile.from_args(
+        content=DataFileContent.POSITION_DELETES,
+        file_path=path,
+        file_format=FileFormat.PARQUET,
+        partition=task.file.partition,
+        record_count=len(places),
+        file_size_in_bytes=len(table.io.new_input(path)),
+        spec_id=task.file.spec_id,
+    )
+    manifests = producer._manifests
+
+    def with_deletes() -> Any:
+        output = producer.new_manifest_output()
+        spec, schema = table.spec(), table.schema()
+        with DeleteManifestWriter(spec, schema, output, producer.snapshot_id, "deflate") as writer:
+            writer.add(
+                ManifestEntry.from_args(
+                    status=ManifestEntryStatus.ADDED,
+                    snapshot_id=producer.snapshot_id,
+                    data_file=entry,
+                )
+            )
+        return [*manifests(), writer.to_manifest_file()]
+
+    producer._manifests = with_deletes
+    producer.commit()
+    transaction.commit_transaction()
+
+
+def test_deleted_rows_stay_deleted(lake: IcebergLake, table: LakeTable, tmp_path: Path) -> None:
+    publish(table, numbers(*range(10_000)), tmp_path)
+    delete_rows(lake, [0, 5, 9_999])
+    left = [n for n in range(10_000) if n not in (0, 5, 9_999)]
+    assert [row["n"] for row in read(table, ["n"])] == left
+    assert read(table, ["n"], FilterTerm(column="n", op="<", value=7)) == [
+        {"n": n} for n in (1, 2, 3, 4, 6)
+    ]
+    assert table.published(DS) == of_plan()
+    publish(table, numbers(*range(100)), tmp_path, of_plan("p2"))
+    assert [row["n"] for row in read(table, ["n"])] == list(range(100))
+    assert lake.load().scan().to_arrow().num_rows == 100
+
+
+# Commits
+
+
+def test_a_publish_is_one_snapshot_that_names_the_job(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iceberg_write, "_GROUP_BYTES", 10_000)
+    monkeypatch.setattr(iceberg_write, "FILE_BYTES", 50_000)
+    monkeypatch.setattr("batchllm_operator.lake.row_stream._BATCH_ROWS", 100)
+    publish(table, numbers(1), tmp_path, of_plan(partition="other"))
+    for number, plan_id in enumerate(("p1", "p2")):
+        publish(table, numbers(*range(5000)), tmp_path, of_plan(plan_id))
+        assert [row["n"] for row in read(table, ["n"])] == list(range(5000))
+        assert len(table.snapshot(DS).files) > 3
+        assert len(lake.load().snapshots()) == number + 2
+    summary = lake.load().current_snapshot().summary
+    assert summary["batchllm.job"] == "job"
+    assert summary["batchllm.partition"] == DS
+    assert summary["batchllm.plan-id"] == "p2"
+    found = lake.load().scan().to_arrow()  # by another reader
+    assert found.num_rows == 5001
+    assert {"n", "run_id", "ds"} == set(found.column_names)
+
+
+def test_statistics_are_written_for_other_readers(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path
+) -> None:
+    publish(table, numbers(3, 1, 2), tmp_path)
+    [task] = lake.load().scan("n >= 3").plan_files()
+    assert task.file.record_count == 3
+    assert list(lake.load().scan("n > 3").plan_files()) == []
+    [path] = lake.data_files()
+    with lake.warehouse.open_file(path) as file:
+        schema = pq.read_schema(file)
+    assert schema.field("n").metadata[b"PARQUET:field_id"] == b"1"
+    assert schema.names == schema_to_pyarrow(lake.load().schema()).names
+
+
+def test_a_refused_commit_leaves_no_files(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    before = {name for name in lake.warehouse.find() if not name.endswith(".metadata.json")}
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    tries: list[int] = []
+
+    def refuse(real: Any, *args: Any) -> Any:
+        tries.append(1)
+        raise CommitFailedException("somebody else was faster")
+
+    with wrapped(lake.commit, refuse), pytest.raises(StorageError, match="commit again"):
+        publish(table, numbers(1), tmp_path)
+    assert len(tries) > 3
+    assert {n for n in lake.warehouse.find() if not n.endswith(".metadata.json")} == before
+
+
+def test_a_commit_that_was_never_answered_keeps_its_files(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still happen, whatever the table looks like now."""
+    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    late: list[Any] = []
+
+    def delay(real: Any, *args: Any) -> Any:
+        late.append((real, args))
+        raise TimeoutError
+
+    with wrapped(lake.commit, delay), pytest.raises(Exception, match="commit again"):
+        publish(table, numbers(1), tmp_path)
+    assert [row["n"] for row in read(table, ["n"])] == [0]
+    real, args = late[0]
+    real(*args)
+    assert [row["n"] for row in read(table, ["n"])] == [1]
+    with pytest.raises(CommitFailedException):
+        late[1][0](*late[1][1])
+    publish(table, numbers(1), tmp_path, replaces=of_plan("p0"))
+    assert [row["n"] for row in read(table, ["n"])] == [1]
+
+
+def test_a_value_that_a_type_cannot_hold(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path
+) -> None:
+    exact = pa.array([1_000], pa.timestamp("ns"))
+    publish(table, pa.table({"n": exact}), tmp_path)
+    with pytest.raises(TableError, match="lose data"):
+        publish(table, pa.table({"n": pa.array([1], pa.timestamp("ns"))}), tmp_path, of_plan("p2"))
+    with pytest.raises(TableError, match="no type for uint64"):
+        publish(table, pa.table({"n": pa.array([1], pa.uint64())}), tmp_path, of_plan("p2"))
+    assert len(lake.data_files()) == 1
+
+
+def test_a_column_of_nulls_takes_the_tables_type(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path
+) -> None:
+    with pytest.raises(TableError, match="x"):
+        publish(table, pa.table({"n": [1], "x": pa.nulls(1)}), tmp_path)
+    publish(table, pa.table({"n": [1], "x": ["a"]}), tmp_path, of_plan(partition="2026-01-01"))
+    publish(table, pa.table({"n": [1], "x": pa.nulls(1)}), tmp_path)
+    assert read(table, ["x"]) == [{"x": None}]
+
+
+# Catalogs
+
+
+def test_a_catalog_that_is_not_set_up() -> None:
+    with pytest.raises(SpecError, match="catalog 'nowhere' can't be set up"):
+        open_table("iceberg://nowhere/ns.table", "ds")
+
+
+def test_a_namespace_that_is_not_there(lake: IcebergLake, tmp_path: Path) -> None:
+    table = open_table("iceberg://tests/no.table", "ds")
+    assert table.partitions() == []
+    with pytest.raises(TableError, match="no such namespace"):
+        publish(table, numbers(1), tmp_path)
+
+
+def test_a_catalog_that_fails(lake: IcebergLake, table: LakeTable) -> None:
+    def fail(real: Any, *args: Any) -> Any:
+        raise ConnectionError("no route")
+
+    with wrapped(lake.read, fail), pytest.raises(StorageError, match="no route"):
+        table.published(DS)

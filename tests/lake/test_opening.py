@@ -1,0 +1,76 @@
+"""Which table an address opens, and what it costs not to use a format."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchllm_operator.errors import SpecError, TableError
+from batchllm_operator.lake import Folder, ParquetTable, open_table
+
+
+def test_a_plain_folder_is_parquet(lake_uri: str) -> None:
+    assert isinstance(open_table(f"{lake_uri}/table", "ds"), ParquetTable)
+    Folder.open(f"{lake_uri}/table/metadata").write_bytes("notes.txt", b"")
+    assert isinstance(open_table(f"{lake_uri}/table", "ds"), ParquetTable)
+
+
+def test_an_iceberg_folder_needs_its_catalog(lake_uri: str) -> None:
+    """Read as Parquet it would bring deleted rows back."""
+    Folder.open(f"{lake_uri}/table/metadata").write_bytes("00001-x.metadata.json", b"{}")
+    with pytest.raises(TableError, match="iceberg://CATALOG"):
+        open_table(f"{lake_uri}/table", "ds")
+
+
+@pytest.mark.parametrize("uri", ["iceberg://", "iceberg://catalog/table", "delta+"])
+def test_what_is_no_address(uri: str) -> None:
+    with pytest.raises(SpecError, match="write "):
+        open_table(uri, "ds")
+
+
+WITHOUT = """
+import importlib.abc, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from batchllm_operator.errors import SpecError
+from batchllm_operator.lake import open_table
+try:
+    open_table(sys.argv[2], "ds")
+except SpecError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "uri", "extra"),
+    [("pyiceberg", "iceberg://c/ns.t", "iceberg")],
+)
+def test_a_library_that_is_missing(library: str, uri: str, extra: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", WITHOUT, library, uri],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"pip install 'batchllm-operator[{extra}]'" in found.stdout
+
+
+def test_formats_that_are_not_used_are_not_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; import batchllm_operator.pipeline.plan as plan;"
+        f" plan.open_table({str(tmp_path)!r}, 'ds');"
+        " print(sorted({name.partition('.')[0] for name in sys.modules}"
+        " & {'pyiceberg', 'deltalake'}))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "[]"

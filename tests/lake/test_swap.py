@@ -1,0 +1,125 @@
+"""Files replaced only if they are the ones that were seen."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from batchllm_operator.errors import StorageError
+from batchllm_operator.lake import Folder
+from batchllm_operator.lake.swap import FileChangedError, etag_of, exclusive, replace_file
+
+
+def seen(folder: Folder, name: str) -> str | None:
+    with folder.open_file(name) as file:
+        return etag_of(file)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("part_bytes", [64 << 20, 6 << 20], ids=["one request", "parts"])
+def test_s3_compares(
+    s3_bucket: str, source: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr("batchllm_operator.lake.swap._PART_BYTES", part_bytes)
+    folder = Folder.open(f"{s3_bucket}/table")
+    data = os.urandom(13 << 20)
+    source.write_bytes(data)
+    replace_file(folder, source, "data", etag=None)
+    assert folder.read_bytes("data") == data
+    with pytest.raises(FileChangedError):
+        replace_file(folder, source, "data", etag=None)
+    etag = seen(folder, "data")
+    source.write_bytes(b"second")
+    replace_file(folder, source, "data", etag=etag)
+    with pytest.raises(FileChangedError):
+        replace_file(folder, source, "data", etag=etag)
+    assert folder.read_bytes("data") == b"second"
+    folder.remove("data")
+    with pytest.raises(FileChangedError):
+        replace_file(folder, source, "data", etag=etag)
+
+
+def test_a_part_that_fails_leaves_no_upload(
+    s3_bucket: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchllm_operator.lake.swap._PART_BYTES", 6 << 20)
+    folder = Folder.open(f"{s3_bucket}/table")
+    source.write_bytes(bytes(13 << 20))
+    real = type(folder.fs).call_s3
+
+    def failing(fs: object, method: str, *args: object, **kwargs: object) -> object:
+        if method == "upload_part" and kwargs["PartNumber"] == 2:
+            raise OSError(5, "connection lost")
+        return real(fs, method, *args, **kwargs)
+
+    monkeypatch.setattr(type(folder.fs), "call_s3", failing)
+    with pytest.raises(StorageError, match="connection lost"):
+        replace_file(folder, source, "data", etag=None)
+    bucket = s3_bucket.removeprefix("s3://")
+    assert not folder.fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads")
+    assert folder.find() == {}
+
+
+def test_a_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = Folder.open(str(tmp_path / "table"))
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work() -> None:
+        for _ in range(20):
+            with exclusive(folder, "ds=x"):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.001)
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (max(most), len(most)) == (1, 80)
+    assert folder.find() == {}
+
+
+def _hold(path: str, ready: threading.Event) -> None:
+    with exclusive(Folder.open(path), "ds=x"):
+        ready.set()
+        time.sleep(600)
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """Killed so that it can't clean up; its file stays and locks nobody out."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    holder = context.Process(target=_hold, args=(str(tmp_path), ready))
+    holder.start()
+    try:
+        assert ready.wait(60)
+    finally:
+        assert holder.pid is not None
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.join()
+    assert [path.name for path in tmp_path.iterdir()] == [".ds=x.lock"]
+    with exclusive(Folder.open(str(tmp_path)), "ds=x"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
+    (tmp_path / "table").write_bytes(b"a file")
+    with (
+        pytest.raises(StorageError, match="can't be locked"),
+        exclusive(Folder.open(str(tmp_path / "table")), "ds=x"),
+    ):
+        pass

@@ -1,0 +1,506 @@
+"""What every lake table promises: each format, on local disk and on S3."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.lake_tables import DS, LAKES, Lake, of_plan, open_lake, publish, wrapped
+
+from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
+from batchllm_operator.lake import LakeTable
+from batchllm_operator.spec import FilterTerm
+
+
+@pytest.fixture(params=LAKES)
+def lake(
+    request: pytest.FixtureRequest, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Lake:
+    return LAKES[request.param](lake_uri, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def table(lake: Lake) -> LakeTable:
+    return open_lake(lake)
+
+
+def numbers(*values: int) -> pa.Table:
+    return pa.table({"n": pa.array(values, pa.int64())})
+
+
+def rows(
+    table: LakeTable,
+    columns: Sequence[str] = ("n",),
+    conditions: Sequence[FilterTerm] = (),
+    partition: str = DS,
+) -> list[dict[str, Any]]:
+    batches = table.scan(table.snapshot(partition), columns, conditions)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def values(table: LakeTable, partition: str = DS) -> list[int]:
+    return [row["n"] for row in rows(table, partition=partition)]
+
+
+# Reading
+
+
+def test_a_table_that_is_not_there(table: LakeTable) -> None:
+    assert table.partitions() == []
+    assert table.published(DS) is None
+    with pytest.raises(TableError, match="table"):
+        table.snapshot(DS)
+
+
+def test_columns_come_as_they_were_asked_for(lake: Lake, table: LakeTable) -> None:
+    lake.append(DS, pa.table({"a": [1], "b": ["x"], "c": [2.5]}))
+    [batch] = table.scan(table.snapshot(DS), ["ds", "b"])
+    assert batch.to_pylist() == [{"ds": DS, "b": "x"}]
+    assert batch.schema.names == ["ds", "b"]
+    assert sum(each.num_rows for each in table.scan(table.snapshot(DS), [])) == 1
+
+
+def test_an_absent_partition_has_a_schema_and_no_rows(lake: Lake, table: LakeTable) -> None:
+    lake.append("2026-01-01", numbers(1))
+    snapshot = table.snapshot(DS)
+    assert (snapshot.files, snapshot.num_rows) == ((), 0)
+    assert snapshot.schema.names == ["n", "ds"]
+    assert list(table.scan(snapshot, ["n"])) == []
+
+
+def test_rows_keep_the_order_of_files_and_of_rows_in_them(lake: Lake, table: LakeTable) -> None:
+    for start in (0, 10_000):
+        lake.append(DS, numbers(*range(start, start + 10_000)))
+    found = values(table)
+    assert found == values(table)
+    assert sorted(found) == list(range(20_000))
+    assert found[:10_000] == sorted(found[:10_000])
+
+
+def test_another_partitions_files_are_not_read(lake: Lake, table: LakeTable) -> None:
+    lake.append("2026-01-01", numbers(1))
+    others = lake.data_files()
+    lake.append(DS, numbers(2))
+    for path in others:
+        lake.remove(path)
+    assert values(table) == [2]
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "expected"),
+    [
+        ("==", 2, [2]),
+        ("!=", 2, [1, 3]),
+        ("<", 2, [1]),
+        ("<=", 2, [1, 2]),
+        (">", 2, [3]),
+        (">=", 2, [2, 3]),
+        ("in", (1, 3, 9), [1, 3]),
+        ("not in", (1, 9), [2, 3]),
+        ("in", (), []),
+        ("not in", (), [1, 2, 3]),
+        (">", 1.5, [2, 3]),
+        ("<", 1.5, [1]),
+        ("==", 2.5, []),
+    ],
+)
+def test_filters(lake: Lake, table: LakeTable, op: Any, value: Any, expected: list[int]) -> None:
+    lake.append(DS, pa.table({"n": [1, 2, 3, None], "m": [0, 0, 0, 0]}))
+    condition = FilterTerm(column="n", op=op, value=value)
+    found = [row["n"] for row in rows(table, ["n", "m"], [condition])]
+    assert [each for each in found if each is not None] == expected
+    assert (None in found) == (op == "not in")  # as Arrow has it, whatever a format would say
+
+
+def test_conditions_on_columns_that_are_not_read(lake: Lake, table: LakeTable) -> None:
+    data = {"n": [1, 2, 3], "lang": ["en", "de", "en"], "ok": [True, True, False]}
+    lake.append(DS, pa.table(data))
+    conditions = [FilterTerm(column="lang", value="en"), FilterTerm(column="ok", value=True)]
+    assert rows(table, ["n"], conditions) == [{"n": 1}]
+    with pytest.raises(TableError, match="no filter column 'nothing'"):
+        rows(table, ["n"], [FilterTerm(column="nothing", value=1)])
+    with pytest.raises(TableError, match="no column 'nothing'"):
+        rows(table, ["nothing"])
+    with pytest.raises(TableError, match="table"):
+        rows(table, ["n"], [FilterTerm(column="n", value="two")])
+
+
+def test_a_file_that_its_statistics_rule_out_is_not_read(lake: Lake, table: LakeTable) -> None:
+    if not lake.has_versions:
+        pytest.skip("plain Parquet has statistics in the files' own footers")
+    lake.append(DS, pa.table({"n": [1], "word": ["a"], "x": [0.5]}))
+    ruled_out = lake.data_files()
+    lake.append(DS, pa.table({"n": [10], "word": ["z"], "x": [9.5]}))
+    conditions = [
+        FilterTerm(column="n", op=">", value=5),
+        FilterTerm(column="n", op="in", value=(10, 11)),
+        FilterTerm(column="word", value="z"),
+        FilterTerm(column="x", op=">=", value=1),
+    ]
+    snapshot = table.snapshot(DS)
+    for path in ruled_out:
+        lake.remove(path)
+    for condition in conditions:
+        [batch] = table.scan(snapshot, ["n"], [condition])
+        assert batch.to_pylist() == [{"n": 10}]
+    with pytest.raises(TableError, match="vanished"):
+        list(table.scan(snapshot, ["n"]))
+
+
+def test_a_row_group_that_its_statistics_rule_out_is_not_decoded(
+    lake: Lake, table: LakeTable
+) -> None:
+    lake.append(DS, numbers(*range(1000)))
+    condition = FilterTerm(column="n", op="<", value=0)
+    with wrapped((pq.ParquetFile, "iter_batches"), lambda real, *args, **kwargs: pytest.fail()):
+        assert rows(table, ["n"], [condition]) == []
+
+
+# Versions
+
+
+def test_a_later_write_is_not_seen_or_is_an_error(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    publish(table, numbers(1, 2), tmp_path)
+    snapshot = table.snapshot(DS)
+    assert table.snapshot(DS) == snapshot
+    publish(open_lake(lake), numbers(7), tmp_path, of_plan("p2"))
+    assert table.snapshot(DS).version != snapshot.version
+    if lake.has_versions:
+        assert [row["n"] for b in table.scan(snapshot, ["n"]) for row in b.to_pylist()] == [1, 2]
+    else:
+        with pytest.raises((StorageError, TableError), match=DS):
+            list(table.scan(snapshot, ["n"]))
+    assert values(table) == [7]
+
+
+def test_a_write_while_rows_are_read_is_not_seen_or_is_an_error(
+    lake: Lake, table: LakeTable
+) -> None:
+    lake.append(DS, numbers(*range(5000)))
+    snapshot = table.snapshot(DS)
+    batches = table.scan(snapshot, ["n"])
+    found = next(batches).num_rows
+    lake.append(DS, numbers(1))
+    if lake.has_versions:
+        assert found + sum(batch.num_rows for batch in batches) == 5000
+    else:
+        with pytest.raises(StorageError, match="changed while it was read"):
+            list(batches)
+
+
+def test_a_vanished_snapshot(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    if not lake.has_versions:
+        pytest.skip("plain Parquet has no versions")
+    publish(table, numbers(1), tmp_path)
+    snapshot = table.snapshot(DS)
+    publish(table, numbers(2), tmp_path, of_plan("p2"))
+    lake.forget()
+    with pytest.raises(TableError, match=snapshot.version):
+        list(table.scan(snapshot, ["n"]))
+
+
+def test_vanished_files(lake: Lake, table: LakeTable) -> None:
+    lake.append(DS, numbers(1))
+    snapshot = table.snapshot(DS)
+    for path in lake.data_files():
+        lake.remove(path)
+    with pytest.raises(TableError, match="vanished"):
+        list(table.scan(snapshot, ["n"]))
+
+
+# Values
+
+AWKWARD = ["a/b", "a b", "naïve-表", "50%", "%2F", "..", ".", "a=b", "a+b", "x&y?z#", "'\""]
+
+
+@pytest.mark.parametrize("value", AWKWARD)
+def test_any_partition_value(lake: Lake, table: LakeTable, tmp_path: Path, value: str) -> None:
+    whose = of_plan(partition=value)
+    publish(table, numbers(7), tmp_path, whose)
+    assert rows(table, ["n", "ds"], partition=value) == [{"n": 7, "ds": value}]
+    assert table.published(value) == whose
+    assert table.partitions() == [value]
+    assert not any(table.snapshot(other).files for other in AWKWARD if other != value)
+
+
+KINDS: dict[str, pa.Array] = {
+    "nested": pa.array([{"a": [1, 2], "b": {"c": "x"}}, None]),
+    "list": pa.array([["a", None], []]),
+    "structs": pa.array([[{"x": 1}], None]),
+    "map": pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())),
+    "dictionary": pa.array(["x", None]).dictionary_encode(),
+    "large": pa.array(["x" * 100_000, ""], pa.large_string()),
+    "binary": pa.array([b"\0\xff", None]),
+    "decimal": pa.array([Decimal("123456.78"), None], pa.decimal128(10, 2)),
+    "date": pa.array([datetime.date(2026, 1, 1), None]),
+    "timestamp": pa.array([datetime.datetime(2026, 1, 1, 1, 2, 3, 456), None]),
+    "utc": pa.array([datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), None]),
+    "nanoseconds": pa.array([1_000, None], pa.timestamp("ns")),
+    "float": pa.array([1.5, None], pa.float32()),
+    "bool": pa.array([True, None]),
+    "small": pa.array([-5, None], pa.int8()),
+    "unsigned": pa.array([2**32 - 1, None], pa.uint32()),
+}
+
+
+def same(value: Any) -> Any:
+    """Values as Python has them, whatever the unit: pandas' timestamps are equal to Python's."""
+    return value.to_pydatetime() if hasattr(value, "to_pydatetime") else value
+
+
+@pytest.mark.filterwarnings("ignore:Discarding nonzero nanoseconds")
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_all_kinds_come_back(
+    lake: Lake, table: LakeTable, tmp_path: Path, kind: str
+) -> None:
+    column = KINDS[kind]
+    publish(table, pa.table({"n": [1, 2], "x": column}), tmp_path)
+    found = [same(row["x"]) for row in rows(table, ["x"])]
+    assert found == [same(value) for value in column.to_pylist()]
+    publish(table, pa.table({"n": [3, 4], "x": column}), tmp_path, of_plan("p2"))
+    publish(table, pa.table({"n": [3, 4], "x": column}), tmp_path, of_plan(partition="other"))
+
+
+@pytest.mark.parametrize("name", ["a b", "a.b", "ü", "1st", "select", "a/b", "Ab"])
+def test_column_names(lake: Lake, table: LakeTable, tmp_path: Path, name: str) -> None:
+    publish(table, pa.table({name: [1, 2], "n": [3, 4]}), tmp_path)
+    assert rows(table, [name]) == [{name: 1}, {name: 2}]
+    assert rows(table, ["n"], [FilterTerm(column=name, value=2)]) == [{"n": 4}]
+
+
+def test_batches_stay_small(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    text = pa.array(["x" * 2000] * 20_000)
+    publish(table, pa.table({"n": range(20_000), "text": text}), tmp_path)
+    batches = list(table.scan(table.snapshot(DS), ["n", "text"]))
+    assert sum(batch.num_rows for batch in batches) == 20_000
+    assert all(batch.num_rows <= 4096 for batch in batches)
+    assert all(batch.nbytes <= 17 << 20 for batch in batches)
+
+
+# Publishing
+
+
+def test_publish_replaces_its_partition_and_no_other(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    assert table.published(DS) is None
+    publish(table, numbers(1, 2, 3), tmp_path)
+    publish(table, numbers(9), tmp_path, of_plan(partition="2026-02-01"))
+    publish(table, numbers(4), tmp_path, of_plan("p2"))
+    assert values(open_lake(lake)) == [4]
+    assert table.published(DS) == of_plan("p2")
+    assert values(table, "2026-02-01") == [9]
+    assert table.partitions() == [DS, "2026-02-01"]
+
+
+def test_publishing_again_changes_nothing(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    for seen in (None, None, of_plan()):
+        publish(table, numbers(1, 2), tmp_path, replaces=seen)
+        version = table.snapshot(DS).version
+        assert len(lake.data_files()) == 1
+    assert values(table) == [1, 2]
+    publish(table, numbers(1, 2), tmp_path, replaces=of_plan("p0"))
+    assert table.snapshot(DS).version == version
+
+
+def test_an_empty_partition(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    for _ in range(2):
+        publish(table, numbers(), tmp_path)
+        assert rows(table) == []
+    publish(table, numbers(1), tmp_path, of_plan("p2"))
+    assert values(table) == [1]
+    for _ in range(2):
+        publish(table, numbers(), tmp_path, of_plan("p3"))
+        assert rows(table) == []
+
+
+@pytest.mark.parametrize("seen", [None, of_plan("p0")])
+def test_somebody_else_has_published(
+    lake: Lake, table: LakeTable, tmp_path: Path, seen: Any
+) -> None:
+    if seen:
+        publish(table, numbers(0), tmp_path, seen)
+    publish(table, numbers(1), tmp_path, of_plan("p1"), replaces=seen)
+    files = lake.data_files()
+    with pytest.raises(ConflictError, match="p1"):
+        publish(open_lake(lake), numbers(2), tmp_path, of_plan("p2"), replaces=seen)
+    assert (values(table), table.published(DS)) == ([1], of_plan("p1"))
+    assert lake.data_files() == files
+
+
+def first_call(action: Callable[[], None]) -> Callable[..., Any]:
+    """Around a function: the action comes before its first call."""
+    done: list[int] = []
+
+    def around(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not done:
+            done.append(1)
+            action()
+        return real(*args, **kwargs)
+
+    return around
+
+
+@pytest.mark.parametrize("seen", [None, of_plan("p0")])
+def test_two_publishers_race(lake: Lake, table: LakeTable, tmp_path: Path, seen: Any) -> None:
+    """The winner comes between the loser's look at the table and its commit."""
+    if seen:
+        publish(table, numbers(0), tmp_path, seen)
+    if lake.address.startswith("/") and not lake.has_versions:
+        pytest.skip("the lock keeps the winner out until the loser has won")
+
+    def win() -> None:
+        publish(open_lake(lake), numbers(1), tmp_path, of_plan("winner"), replaces=seen)
+
+    with wrapped(lake.commit, first_call(win)), pytest.raises(ConflictError, match="winner"):
+        publish(table, numbers(2), tmp_path, of_plan("loser"), replaces=seen)
+    assert (values(table), table.published(DS)) == ([1], of_plan("winner"))
+
+
+def test_another_partition_is_published_meanwhile(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    other = of_plan(partition="other")
+    with wrapped(
+        lake.commit, first_call(lambda: publish(open_lake(lake), numbers(9), tmp_path, other))
+    ):
+        publish(table, numbers(1), tmp_path)
+    assert (values(table), values(table, "other")) == ([1], [9])
+
+
+def test_a_lost_answer_of_a_commit_that_has_happened(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    publish(table, numbers(0), tmp_path, of_plan("p0"))
+
+    def lose_answer(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        real(*args, **kwargs)
+        raise lake.lost
+
+    with wrapped(lake.commit, lose_answer):
+        publish(table, numbers(1, 2), tmp_path)
+    assert (values(table), table.published(DS)) == ([1, 2], of_plan())
+
+
+def test_an_unknown_outcome_is_not_cleaned_up(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    is_lost: list[int] = []
+
+    def lose_all(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if is_lost:
+            raise lake.lost
+        return real(*args, **kwargs)
+
+    def lose_answer(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        real(*args, **kwargs)
+        is_lost.append(1)
+        raise lake.lost
+
+    with (
+        wrapped(lake.read, lose_all),
+        wrapped(lake.commit, lose_answer),
+        pytest.raises(CommitUnknownError, match="commit again"),
+    ):
+        publish(table, numbers(1, 2), tmp_path)
+    assert (values(table), table.published(DS)) == ([1, 2], of_plan())
+    publish(table, numbers(1, 2), tmp_path, replaces=of_plan("p0"))
+    assert values(table) == [1, 2]
+
+
+def test_a_failed_commit_leaves_the_table_as_it_was(
+    lake: Lake, table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def fail(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise lake.lost
+
+    with (
+        wrapped(lake.commit, fail),
+        pytest.raises((StorageError, CommitUnknownError), match=DS),
+    ):
+        publish(table, numbers(1), tmp_path)
+    assert (values(table), table.published(DS)) == ([0], of_plan("p0"))
+    publish(table, numbers(1), tmp_path)
+    assert values(table) == [1]
+
+
+@pytest.mark.parametrize("name", ["n", "run_id"])
+def test_foreign_rows_are_neither_replaced_nor_taken_for_ours(
+    lake: Lake, table: LakeTable, tmp_path: Path, name: str
+) -> None:
+    foreign = pa.table({"n": [5], "run_id": ["some other program's"]}).select(["n", name][:2])
+    lake.append(DS, foreign if name != "n" else numbers(5))
+    with pytest.raises(TableError, match="no job of this"):
+        table.published(DS)
+    with pytest.raises(TableError, match="no job of this"):
+        publish(table, numbers(1), tmp_path, replaces=None)
+    assert values(table) == [5]
+
+
+def test_rows_that_another_program_adds_to_ours(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    publish(table, numbers(1), tmp_path)
+    lake.append(DS, pa.table({"n": [5], "run_id": ["theirs"]}))
+    with pytest.raises(TableError, match="no job of this"):
+        publish(table, numbers(2), tmp_path, of_plan("p2"), replaces=of_plan())
+    assert sorted(values(table)) == [1, 5]
+
+
+# Schemas
+
+
+def test_columns_of_another_type_are_refused(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    publish(table, numbers(1), tmp_path, of_plan(partition="2026-01-01"))
+    files = lake.data_files()
+    for add_columns in (False, True):
+        with pytest.raises(TableError, match=r"column 'n' holds int64.*string"):
+            publish(table, pa.table({"n": ["1"]}), tmp_path, add_columns=add_columns)
+    assert lake.data_files() == files
+
+
+def test_new_columns_are_added_if_asked_for(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    publish(table, numbers(1), tmp_path, of_plan(partition="2026-01-01"))
+    wide = pa.table({"n": [2], "word": ["x"], "nested": [{"a": [1]}]})
+    with pytest.raises(TableError, match=r"no column 'word' nor 'nested'.*add_columns"):
+        publish(table, wide, tmp_path)
+    publish(table, wide, tmp_path, add_columns=True)
+    assert rows(table, ["n", "word", "nested"]) == wide.to_pylist()
+    assert values(table, "2026-01-01") == [1]
+    if lake.has_versions:
+        assert rows(table, ["word"], partition="2026-01-01") == [{"word": None}]
+
+
+def test_a_column_that_is_no_longer_written_is_null(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    wide = pa.table({"n": [2], "word": ["x"]})
+    publish(table, wide, tmp_path, of_plan(partition="2026-01-01"))
+    publish(table, numbers(1), tmp_path)
+    assert values(table) == [1]
+    if lake.has_versions:
+        assert rows(table, ["n", "word"]) == [{"n": 1, "word": None}]
+
+
+def test_equal_types_that_arrow_holds_otherwise_fit(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    words = pa.array(["x", "y"])
+    for number, kind in enumerate(
+        (pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string()))
+    ):
+        whose = of_plan(partition=f"p{number}")
+        publish(table, pa.table({"word": words.cast(kind)}), tmp_path, whose)
+        found = [row["word"] for row in rows(table, ["word"], partition=whose.partition)]
+        assert found == ["x", "y"]

@@ -1,0 +1,174 @@
+"""A whole job from and to a table of each format, on local disk and on S3."""
+
+from __future__ import annotations
+
+import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from support.fake_job import DS, document_rows, expected_prompt, fake_spec
+from support.lake_tables import LAKES, Lake, open_lake
+
+from batchllm_operator.engine.fake import fake_text
+from batchllm_operator.errors import ConflictError, PlanError, SpecError, TableError
+from batchllm_operator.lake import Folder
+from batchllm_operator.pipeline.commit import commit_run, load_report, published_plan_uri
+from batchllm_operator.pipeline.partition import write_partition
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher
+from batchllm_operator.spec import JobSpec
+
+
+@pytest.fixture(params=LAKES)
+def lakes(
+    request: pytest.FixtureRequest, lake_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Lake, Lake]:
+    """Input and output."""
+    make = LAKES[request.param]
+    source, target = (make(lake_uri, tmp_path, monkeypatch, name) for name in ("docs", "out"))
+    return source, target
+
+
+def spec_of(lakes: tuple[Lake, Lake], **output: Any) -> JobSpec:
+    source, target = lakes
+    return fake_spec(
+        "unused",
+        input={"uri": source.address, "key": ["row_key", "number"]},
+        output={"uri": target.address, "staging_uri": target.staging, **output},
+        planner={"estimated_output_tokens": {"learned": True}},
+    )
+
+
+def run_job(spec: JobSpec, ds: str = DS) -> StoredPlan:
+    plan = plan_job(spec, ds)
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    return plan
+
+
+def input_rows(num_documents: int = 6, num_queries: int = 5) -> list[dict[str, Any]]:
+    extra = {
+        "price": Decimal("1.50"),
+        "tags": ["a", None],
+        "origin": {"site": "x", "at": datetime.datetime(2026, 1, 1)},
+    }
+    rows = document_rows(num_documents, num_queries)
+    return [{**row, "number": number, **extra} for number, row in enumerate(rows)]
+
+
+CARRY = ["query", "price", "tags", "origin", "color"]
+
+
+def append(lake: Lake, rows: list[dict[str, Any]], ds: str = DS) -> None:
+    color = pa.array(["red"] * len(rows)).dictionary_encode()
+    lake.append(ds, pa.Table.from_pylist(rows).append_column("color", color))
+
+
+def read(lake: Lake, columns: list[str], ds: str = DS) -> list[dict[str, Any]]:
+    table = open_lake(lake)
+    batches = table.scan(table.snapshot(ds), columns)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def test_a_job_runs_from_table_to_table(lakes: tuple[Lake, Lake]) -> None:
+    rows = input_rows()
+    append(lakes[0], rows)
+    spec = spec_of(lakes, carry=CARRY)
+    plan = run_job(spec)
+    manifest = plan.manifest
+    assert manifest.input_version == open_lake(lakes[0]).snapshot(DS).version
+    assert manifest.input_uri == lakes[0].address
+    assert plan.folder.uri.startswith(f"{lakes[1].staging}/_batchllm/job/{DS}/")
+    report = commit_run(plan.folder.uri)
+    assert (report.num_rows_out, len(report.sample_rows)) == (30, 3)
+
+    columns = ["row_key", "number", "generated_text", "run_id", "ds", *CARRY]
+    found = read(lakes[1], columns)
+    for row, given in zip(found, rows, strict=True):
+        text = fake_text(list(expected_prompt(given).encode()))
+        own = {"generated_text": text, "ds": DS, "run_id": plan.publication.run_id, "color": "red"}
+        assert row == {name: own.get(name, given.get(name)) for name in columns}
+    assert published_plan_uri(spec, DS) == plan.folder.uri
+    assert load_report(plan.folder.uri) == report
+
+    version = open_lake(lakes[1]).snapshot(DS).version
+    assert commit_run(plan.folder.uri) == report
+    assert open_lake(lakes[1]).snapshot(DS).version == version
+
+
+def test_a_changed_input_replaces_the_partition_and_teaches_the_next(
+    lakes: tuple[Lake, Lake],
+) -> None:
+    append(lakes[0], input_rows())
+    spec = spec_of(lakes, carry=["query"])
+    first = run_job(spec)
+    commit_run(first.folder.uri)
+    append(lakes[0], [{**row, "row_key": f"x-{row['row_key']}"} for row in input_rows(2, 2)])
+    second = run_job(spec)
+    assert second.folder != first.folder
+    commit_run(second.folder.uri)
+    assert len(read(lakes[1], ["row_key"])) == 34
+    assert check_publisher(open_lake(lakes[1]), spec, DS) == second.publication
+
+    append(lakes[0], input_rows(), "2026-02-01")
+    learned = plan_job(spec, "2026-02-01").manifest.learned
+    assert learned is not None
+    assert (learned.ds, learned.plan_id, learned.num_rows) == (DS, second.manifest.plan_id, 34)
+    assert learned.num_known_prefixes > 0
+
+
+def test_a_commit_that_somebody_else_got_ahead_of(
+    lakes: tuple[Lake, Lake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two plans for one partition, committed at the same time: one wins, the other is told."""
+    append(lakes[0], input_rows())
+    slow = run_job(spec_of(lakes))
+    append(lakes[0], [{**row, "row_key": f"x-{row['row_key']}"} for row in input_rows(2, 2)])
+    fast = run_job(spec_of(lakes))
+
+    def overtaken(plan: StoredPlan, *args: Any) -> Path:
+        data = write_partition(plan, *args)
+        if plan == slow:
+            commit_run(fast.folder.uri)
+        return data
+
+    monkeypatch.setattr("batchllm_operator.pipeline.commit.write_partition", overtaken)
+    with pytest.raises(ConflictError, match=fast.manifest.plan_id):
+        commit_run(slow.folder.uri)
+    with pytest.raises(PlanError, match="a later plan's outputs"):  # a retry doesn't win, either
+        commit_run(slow.folder.uri)
+    assert len(read(lakes[1], ["row_key"])) == 34
+
+
+def test_more_carried_columns_need_leave(lakes: tuple[Lake, Lake]) -> None:
+    append(lakes[0], input_rows(), "2026-01-01")
+    append(lakes[0], input_rows())
+    commit_run(run_job(spec_of(lakes), "2026-01-01").folder.uri)
+    refused = run_job(spec_of(lakes, carry=["price"]))
+    with pytest.raises(TableError, match=r"'price'.*output\.add_columns"):
+        commit_run(refused.folder.uri)
+    allowed = plan_job(spec_of(lakes, carry=["price"], add_columns=True), DS)
+    assert allowed.folder == refused.folder  # and all its parts are there
+    commit_run(allowed.folder.uri)
+    assert read(lakes[1], ["price"])[0] == {"price": Decimal("1.50")}
+
+
+def test_a_partition_without_rows(lakes: tuple[Lake, Lake]) -> None:
+    append(lakes[0], input_rows(), "2026-01-01")
+    spec = spec_of(lakes).model_copy(update={"on_empty": "commit"})
+    plan = run_job(spec)
+    for _ in range(2):
+        assert commit_run(plan.folder.uri).num_rows_in == 0
+    assert read(lakes[1], ["row_key"]) == []
+
+
+def test_input_and_output_must_be_apart(lakes: tuple[Lake, Lake]) -> None:
+    append(lakes[0], input_rows())
+    files = Folder.open(lakes[0].staging).find()
+    with pytest.raises(SpecError, match=r"output\.uri"):
+        plan_job(spec_of((lakes[0], lakes[0])), DS)
+    assert Folder.open(lakes[0].staging).find() == files

@@ -1,0 +1,200 @@
+"""One table in each format, for the tests that all formats pass, and what other programs do to it.
+
+A format is added by a class like `IcebergLake` and an entry in `LAKES`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchllm_operator.errors import StorageError
+from batchllm_operator.lake import Folder, LakeTable, Publication, open_table, published_schema
+
+DS = "2026-01-31"
+
+
+class Lake(Protocol):
+    """An empty place for one table of a format, partitioned by strings in column `ds`."""
+
+    has_versions: bool
+    """Whether a snapshot can be read after a later write."""
+    address: str
+    """What a spec calls the table."""
+    staging: str
+    """A folder for a job that writes the table."""
+    commit: tuple[Any, str]
+    """Object and name of the function whose answer says whether a commit has happened."""
+    read: tuple[Any, str]
+    """Object and name of a function without which the table can't be looked at."""
+    lost: Exception
+    """What such functions raise when the connection is lost."""
+
+    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+        """Another program adds a file of rows to a partition."""
+
+    def data_files(self) -> list[str]:
+        """Paths of all data files, those included that no version refers to."""
+
+    def remove(self, path: str) -> None:
+        """Take a data file away."""
+
+    def forget(self) -> None:
+        """Make all versions but the newest unreadable."""
+
+
+class ParquetLake:
+    """A plain dataset. Its commits go through one function of ours."""
+
+    has_versions = False
+    lost: Exception = StorageError("connection lost")
+
+    def __init__(
+        self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
+    ) -> None:
+        import batchllm_operator.lake.parquet as parquet
+
+        self.address, self.staging = f"{uri}/{name}", f"{uri}/staging"
+        self.folder = Folder.open(self.address)
+        self.commit = (parquet, "replace_file")
+        self.read = (Folder, "find")
+        self._num_files = 0
+
+    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+        from urllib.parse import quote
+
+        sink = io.BytesIO()
+        pq.write_table(rows, sink, **options)
+        self._num_files += 1
+        name = f"ds={quote(partition, safe='')}/part-{self._num_files:05d}.parquet"
+        self.folder.write_bytes(name, sink.getvalue())
+
+    def data_files(self) -> list[str]:
+        return [name for name in self.folder.find() if name.endswith(".parquet")]
+
+    def remove(self, path: str) -> None:
+        self.folder.remove(path)
+
+    def forget(self) -> None:
+        raise NotImplementedError
+
+
+class IcebergLake:
+    """A table of a SQL catalog in a file; the warehouse is where the test's lake is."""
+
+    has_versions = True
+    lost: Exception = ConnectionError("connection lost")
+
+    def __init__(
+        self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
+    ) -> None:
+        import pyiceberg.catalog
+        from pyiceberg.catalog.sql import SqlCatalog
+        from pyiceberg.utils.config import Config
+
+        self.warehouse = Folder.open(uri)
+        settings = {
+            "TYPE": "sql",
+            "URI": f"sqlite:///{spool}/catalog.db",
+            "WAREHOUSE": uri if "://" in uri else f"file://{uri}",
+        }
+        if uri.startswith("s3://"):
+            settings |= {
+                "S3__ENDPOINT": os.environ["AWS_ENDPOINT_URL"],
+                "S3__ACCESS_KEY_ID": "test",
+                "S3__SECRET_ACCESS_KEY": "test",
+                "S3__REGION": "us-east-1",
+            }
+        for setting, value in settings.items():
+            monkeypatch.setenv(f"PYICEBERG_CATALOG__TESTS__{setting}", value)
+        # It was read when pyiceberg was imported.
+        monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
+        self.catalog = pyiceberg.catalog.load_catalog("tests")
+        self.catalog.create_namespace_if_not_exists("ns")
+        self.name = f"ns.{name}"
+        self.address, self.staging = f"iceberg://tests/{self.name}", f"{uri}/staging"
+        self.commit = (SqlCatalog, "commit_table")
+        self.read = (SqlCatalog, "load_table")
+
+    def load(self) -> Any:
+        """The table, as pyiceberg has it."""
+        return self.catalog.load_table(self.name)
+
+    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+        from pyiceberg.partitioning import PartitionField, PartitionSpec
+        from pyiceberg.transforms import IdentityTransform
+
+        from batchllm_operator.lake.iceberg_schema import iceberg_schema, storable_schema
+
+        rows = rows.cast(storable_schema("test", rows.schema))
+        rows = rows.append_column("ds", pa.array([partition] * rows.num_rows, pa.string()))
+        if not self.catalog.table_exists(self.name):
+            schema = iceberg_schema(rows.schema)
+            source_id = schema.find_field("ds").field_id
+            field = PartitionField(source_id, 1000, IdentityTransform(), "ds")
+            self.catalog.create_table(self.name, schema, partition_spec=PartitionSpec(field))
+        self.load().append(rows)
+
+    def data_files(self) -> list[str]:
+        return [name for name in self.warehouse.find() if name.endswith(".parquet")]
+
+    def remove(self, path: str) -> None:
+        self.warehouse.remove(path)
+
+    def forget(self) -> None:
+        table = self.load()
+        newest = table.current_snapshot().snapshot_id
+        old = [each.snapshot_id for each in table.snapshots() if each.snapshot_id != newest]
+        table.maintenance.expire_snapshots().by_ids(old).commit()
+
+
+LAKES: dict[str, type[Lake]] = {"parquet": ParquetLake, "iceberg": IcebergLake}
+
+
+def open_lake(lake: Lake) -> LakeTable:
+    """The table as a job opens it."""
+    return open_table(lake.address, "ds")
+
+
+def of_plan(plan_id: str = "p1", partition: str = DS, job: str = "job") -> Publication:
+    return Publication(job, partition, plan_id)
+
+
+def publish(
+    table: LakeTable,
+    rows: pa.Table,
+    spool: Path,
+    whose: Publication | None = None,
+    **options: Any,
+) -> None:
+    """Publish rows as commit does, over what the partition holds unless `replaces` says else."""
+    whose = whose or of_plan()
+    rows = rows.append_column("run_id", pa.array([whose.run_id] * rows.num_rows, pa.string()))
+    path = spool / f"{uuid.uuid4().hex}.parquet"
+    pq.write_table(rows.cast(published_schema(rows.schema, whose)), path)
+    if "replaces" not in options:
+        options["replaces"] = table.published(whose.partition)
+    table.publish(whose, path, **options)
+
+
+@contextmanager
+def wrapped(target: tuple[Any, str], around: Any) -> Iterator[None]:
+    """While inside, calls of the function go to `around`, with the function itself first."""
+    owner, name = target
+    function = getattr(owner, name)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs)
+
+    with mock.patch.object(owner, name, replacement):
+        yield
