@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator import __version__
 from batchllm_operator.errors import ERROR_MARK, BatchLLMError, ExitCode, Interrupted
-from batchllm_operator.pipeline import simulate_command
+from batchllm_operator.pipeline import gc_command, simulate_command
 
 if TYPE_CHECKING:
     from batchllm_operator.spec import JobSpec
@@ -165,6 +165,10 @@ def _report(args: argparse.Namespace) -> Result:
     return report.model_dump(exclude={"sample_rows"})
 
 
+def _gc(args: argparse.Namespace) -> Result:
+    return gc_command.run(_load_job(args), args)
+
+
 def _schema(args: argparse.Namespace) -> Result:
     from batchllm_operator.spec import JobSpec
 
@@ -276,6 +280,12 @@ def _parser() -> argparse.ArgumentParser:
             "Play a job through vLLM's scheduler step by step, without a model.",
         )
     )
+
+    gc = add_stage(
+        "gc", _gc, "List what a job has left behind and nobody needs any more; --yes removes it."
+    )
+    _add_job(gc)
+    gc_command.add_arguments(gc)
 
     add("schema", _schema, "Print the JSON schema of the job spec.")
 

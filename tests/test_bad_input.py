@@ -661,8 +661,8 @@ def test_a_damaged_part_is_not_published_but_generated_again(
     job: Job, finished: Path, damage: str
 ) -> None:
     folder = finished / "runs" / "shard-00000"
-    [part] = folder.glob("part-00000-*.parquet")
-    entry = folder / "part-00000.json"
+    [part] = folder.glob("*/part-00000-*.parquet")
+    entry = part.with_name("part-00000.json")
     if damage == "altered":
         flip(part, 50)
     elif damage == "missing":

@@ -46,7 +46,7 @@ def plan(job: Path) -> str:
 
 
 def run_parts(plan_uri: str) -> list[Path]:
-    return sorted((Path(plan_uri) / "runs" / "shard-00000").glob("part-*.json"))
+    return sorted((Path(plan_uri) / "runs" / "shard-00000").glob("*/part-*.json"))
 
 
 def test_the_three_commands_leave_versioned_results(job: Path) -> None:

@@ -1,6 +1,13 @@
 """The data lake: tables to read and publish, folders to keep plans and parts in."""
 
 from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.many_files import (
+    StoredFile,
+    hash_files,
+    list_files,
+    read_files,
+    remove_files,
+)
 from batchllm_operator.lake.opening import open_table
 from batchllm_operator.lake.parquet import ParquetTable
 from batchllm_operator.lake.parquet_footer import published_schema
@@ -13,6 +20,11 @@ __all__ = [
     "ParquetTable",
     "Publication",
     "Snapshot",
+    "StoredFile",
+    "hash_files",
+    "list_files",
     "open_table",
     "published_schema",
+    "read_files",
+    "remove_files",
 ]

@@ -6,22 +6,30 @@ fsync and rename, on S3 by the single request that completes an upload.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import random
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from batchllm_operator.errors import SpecError, StorageError
+from batchllm_operator.lake.s3_settings import s3_options
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES: Final = 1 << 20
+_READ_AHEAD_BYTES: Final = 8 << 20
+_CONFLICT_WAITS_S: Final = (0.1, 0.4, 1.6, 6.4)
+"""Before a conditional write is made again that met another one under way."""
+_NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +46,17 @@ class Folder:
         Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client.
 
         Raises:
-            SpecError: no file system is installed for the URI's scheme.
+            SpecError: no file system is installed for the URI's scheme, or it can't be a path.
         """
         try:
+            is_path = b"\0" not in os.fsencode(uri)
+        except UnicodeEncodeError:
+            is_path = False
+        if not is_path:
+            raise SpecError(f"{uri!r}: isn't a path or a URI")
+        try:
             # No listings are cached: other processes write here too.
-            fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
+            fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False, **s3_options(uri))
         except (ValueError, ImportError) as error:
             raise SpecError(f"{uri}: no storage for this kind of URI: {error}") from error
         return cls(fs, path.rstrip("/"))
@@ -74,20 +88,29 @@ class Folder:
         """Names of the folders directly in this one, sorted; none if it doesn't exist."""
         with self._errors():
             try:
-                entries = self.fs.ls(self.path, detail=True)
-            except FileNotFoundError:
+                if self.is_local:  # entries that vanish meanwhile are no reason to miss others
+                    with os.scandir(self.path) as entries:
+                        return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
+                found = self.fs.ls(self.path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
                 return []
-        return sorted(_base(e["name"]) for e in entries if e["type"] == "directory")
+        return sorted(_base(e["name"]) for e in found if e["type"] == "directory")
 
     def find(self) -> dict[str, dict[str, Any]]:
         """All files below, by name relative to the folder, sorted; values are fsspec's details.
 
         Objects that stand for a folder on S3 (a name ending in `/`) aren't files.
+
+        Raises:
+            StorageError: a folder can't be listed: nothing is left out silently.
         """
         with self._errors():
             try:
-                found = self.fs.find(self.path, detail=True)
-            except FileNotFoundError:
+                if self.is_local:
+                    found = dict(self._walk(self.path))
+                else:
+                    found = self.fs.find(self.path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
                 return {}
         names = ((path[len(self.path) + 1 :], path) for path in sorted(found))
         return {n: found[path] for n, path in names if n and not n.endswith("/")}
@@ -124,7 +147,8 @@ class Folder:
             FileNotFoundError: there is no such file.
         """
         digest = hashlib.sha256()
-        with self._errors(name), self.open_file(name) as file:
+        options = {} if self.is_local else {"block_size": _READ_AHEAD_BYTES}
+        with self._errors(name), self.fs.open(self.full_path(name), "rb", **options) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
         return digest.hexdigest()
@@ -137,6 +161,31 @@ class Folder:
                 return
             with self._replacing(name) as temporary:
                 temporary.write_bytes(data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write `name` in one step unless it is there; whether it holds what this call was given.
+
+        The outcome is read back when the storage doesn't tell it: an answer may be lost after
+        the write was made. So callers that compete put a random token into `data`.
+
+        Raises:
+            StorageError: nothing was written, as far as can be known.
+        """
+        from botocore.exceptions import BotoCoreError
+
+        with self._errors(name, writing=True):
+            for wait_s in (*_CONFLICT_WAITS_S, None):
+                try:
+                    self._create(name, data)
+                    return True
+                except (OSError, BotoCoreError) as error:
+                    try:
+                        return bytes(self.fs.cat_file(self.full_path(name))) == data
+                    except FileNotFoundError:
+                        if wait_s is None or not _is_conflict(error):
+                            raise error from None
+                time.sleep(wait_s * random.uniform(0.5, 1.0))
+            raise AssertionError("the last try returns or raises")
 
     def publish_file(self, source: Path, name: str) -> None:
         """Create or replace `name` by a copy of the local file `source`, in one step."""
@@ -152,19 +201,64 @@ class Folder:
         with self._errors(name), suppress(FileNotFoundError):
             self.fs.rm_file(self.full_path(name))
 
+    def _create(self, name: str, data: bytes) -> None:
+        """Write `name` if it isn't there.
+
+        Raises:
+            OSError: it is there, or couldn't be written, or nobody knows.
+        """
+        if not self.is_local:
+            self.fs.pipe_file(self.full_path(name), data, mode="create")
+            return
+        target = Path(self.full_path(name))
+        with self._temporary(target) as temporary:
+            temporary.write_bytes(data)
+            _fsync(temporary)
+            try:
+                target.hardlink_to(temporary)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                with target.open("xb") as file:  # whoever reads it half-written won't trust it
+                    file.write(data)
+                _fsync(target)
+            _fsync(target.parent)
+
     @contextmanager
     def _replacing(self, name: str) -> Iterator[Path]:
         """A temporary path beside the local `name`; renamed to it, durably, on success."""
         target = Path(self.full_path(name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
+        with self._temporary(target) as temporary:
             yield temporary
             _fsync(temporary)
             temporary.replace(target)
             _fsync(target.parent)
+
+    @contextmanager
+    def _temporary(self, target: Path) -> Iterator[Path]:
+        """A path beside the local file `target`; nothing is there afterwards."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _walk(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Paths and details of all files below a local folder; what vanishes meanwhile isn't one.
+
+        fsspec's own walk leaves out whole folders that it can't list.
+        """
+        with os.scandir(path) as entries:
+            for entry in entries:
+                try:
+                    details = self.fs.info(entry)
+                    if details["type"] == "directory":
+                        yield from self._walk(entry.path)
+                    else:
+                        yield details["name"], details
+                except FileNotFoundError:
+                    continue
 
     @contextmanager
     def _errors(self, name: str = "", *, writing: bool = False) -> Iterator[None]:
@@ -178,6 +272,12 @@ class Folder:
                 raise
             where = f"{self.uri}/{name}" if name else self.uri
             raise StorageError(f"{where}: {error}") from error
+
+
+def _is_conflict(error: Exception) -> bool:
+    """Whether S3 says that another conditional write to the same name was under way."""
+    response = getattr(error.__cause__, "response", None) or {}
+    return bool(response.get("Error", {}).get("Code") == "ConditionalRequestConflict")
 
 
 def _base(path: str) -> str:

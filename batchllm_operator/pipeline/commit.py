@@ -20,9 +20,10 @@ from batchllm_operator.errors import (
     TableError,
 )
 from batchllm_operator.lake import LakeTable, Publication, open_table
+from batchllm_operator.pipeline.committed import find_committed, mark_committed
 from batchllm_operator.pipeline.partition import FinishedShard, model_name, write_partition
 from batchllm_operator.pipeline.parts import read_ledger
-from batchllm_operator.pipeline.run import REPORT_FILE, ShardReport
+from batchllm_operator.pipeline.shard_report import REPORT_FILE, ShardReport
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import saving_ratio
 from batchllm_operator.planner.plan import ERROR_COLUMN, ROWS_FILE, PlanManifest
@@ -53,6 +54,9 @@ def commit_run(plan_uri: str) -> RunReport:
     manifest = plan.manifest
     spec = manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column)
+    if find_committed(plan) is not None and plan.folder.exists(REPORT_FILE):
+        _log.info("partition %s already holds the outputs of this plan", manifest.ds)
+        return load_report(plan_uri)
     shards = _finished_shards(plan)
     seen = check_publisher(table, spec, manifest.ds)
     errors = _count_errors(plan, shards)
@@ -161,6 +165,7 @@ def _check_failed_fraction(spec: JobSpec, manifest: PlanManifest, errors: Counte
 def _write_report(
     plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: Counter[str]
 ) -> RunReport:
+    """Write what the published plan did, then that it is committed: the report is there by then."""
     manifest = plan.manifest
     counts, spec = manifest.counts, manifest.spec
     entries = [entry for shard in shards for entry in shard.entries]
@@ -195,6 +200,13 @@ def _write_report(
         sample_rows=_sample(table, manifest),
     )
     plan.folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
+    mark_committed(
+        plan,
+        [
+            ShardReport.of(manifest.plan_id, shard_idx, shard.entries, len(shard.entries))
+            for shard_idx, shard in enumerate(shards)
+        ],
+    )
     return report
 
 

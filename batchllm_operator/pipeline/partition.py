@@ -44,7 +44,7 @@ class FinishedShard:
     def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Read the parts, one at a time."""
         for entry in self.entries:
-            with self.folder.open_file(entry.file) as file:
+            with self.folder.open_file(entry.path) as file:
                 yield pq.read_table(file, columns=list(columns))
 
 

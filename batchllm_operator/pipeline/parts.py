@@ -1,8 +1,8 @@
 """Output parts and their ledger: what makes a shard's run restartable.
 
 A part holds the outputs of one row group of the shard file. Its file is named by its
-content, so that two writers of one part can't spoil each other's; its ledger entry, written
-after it, says which file counts.
+content; its ledger entry, written after it, says which file counts. Both lie in the folder of
+the attempt that made them, and neither is ever replaced.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchllm_operator.engine import EngineOutput
-from batchllm_operator.lake import Folder
+from batchllm_operator.errors import FencedError
+from batchllm_operator.lake import Folder, hash_files, read_files
+from batchllm_operator.pipeline.attempts import Attempt, attempt_name
 from batchllm_operator.planner.plan import describe_file
 
 _log = logging.getLogger(__name__)
-_ENTRY_NAME: Final = re.compile(r"part-(\d{5,})\.json")
+_ENTRY_PATH: Final = re.compile(r"(?:attempt-([0-9]{5,})/)?part-([0-9]{5,})\.json")
 
 PART_SCHEMA: Final = pa.schema(
     [
@@ -40,31 +42,46 @@ PART_SCHEMA: Final = pa.schema(
 """One row per request; output columns are named as in the output table."""
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
 class PartEntry(BaseModel):
     """The ledger entry of a part."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    entry_version: Literal[1] = 1
+    entry_version: Literal[1, 2] = 2
+    """Version 1, of releases without attempts, has neither `attempt` nor the range."""
     plan_id: str
-    part_idx: int
+    part_idx: Count
+    attempt: Count = 0
+    """Whose folder it lies in; 0 for the shard's own."""
+    first_request_idx: Count | None = None
+    last_request_idx: Count | None = None
+    """The part's requests, both inclusive: `request_idx` counts through all shards."""
     file: str
-    sha256: str
-    num_requests: int
-    num_rows: int
-    num_failed_rows: int
-    num_logical_tokens: int
+    """Name in the attempt's folder."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    num_requests: Count
+    num_rows: Count
+    num_failed_rows: Count
+    num_logical_tokens: Count
     """Prompt tokens of the rows that got a text, duplicates included."""
-    num_prompt_tokens: int
+    num_prompt_tokens: Count
     """Prompt tokens of the requests that got a text."""
-    num_cached_tokens: int
-    num_output_tokens: int
-    engine_s: float
+    num_cached_tokens: Count
+    num_output_tokens: Count
+    engine_s: Annotated[float, Field(ge=0)]
     """Seconds from the part before it (or the start of the stream) to this one."""
+
+    @property
+    def path(self) -> str:
+        """Where the part's file lies, relative to the shard's run folder."""
+        return _path(self.attempt, self.file)
 
 
 def write_part(
-    folder: Folder,
+    attempt: Attempt,
     plan_id: str,
     part_idx: int,
     outputs: Sequence[EngineOutput],
@@ -74,12 +91,15 @@ def write_part(
     """Write a part's file, then its ledger entry, each in one step.
 
     Args:
-        folder: the shard's run folder.
+        attempt: who has generated it.
         plan_id: the plan that the part belongs to.
         part_idx: row group of the shard file.
-        outputs: one for each request of the part, in any order.
+        outputs: one for each request of the part, in any order; at least one.
         row_idxs: for each request_idx, the rows that it stands for.
         engine_s: see `PartEntry`.
+
+    Raises:
+        FencedError: a later attempt has begun: there is no entry, whatever became of the file.
     """
     outputs = sorted(outputs, key=lambda output: output.request_idx)
     rows = [list(row_idxs[output.request_idx]) for output in outputs]
@@ -97,13 +117,16 @@ def write_part(
         path = Path(spool) / "part.parquet"
         pq.write_table(pa.table(columns, schema=PART_SCHEMA), path, compression="zstd")
         sha256 = describe_file(path).sha256
-        name = f"part-{part_idx:05d}-{sha256[:12]}.parquet"
-        folder.publish_file(path, name)
+        name = _file_name(part_idx, sha256)
+        attempt.folder.publish_file(path, name)
     answered = [(o, len(r)) for o, r in zip(outputs, rows, strict=True) if o.error is None]
     num_rows = sum(map(len, rows))
     entry = PartEntry(
         plan_id=plan_id,
         part_idx=part_idx,
+        attempt=attempt.number,
+        first_request_idx=outputs[0].request_idx,
+        last_request_idx=outputs[-1].request_idx,
         file=name,
         sha256=sha256,
         num_requests=len(outputs),
@@ -115,29 +138,79 @@ def write_part(
         num_output_tokens=sum(o.num_output_tokens for o, _ in answered),
         engine_s=round(engine_s, 3),
     )
-    folder.write_bytes(f"part-{part_idx:05d}.json", entry.model_dump_json(indent=1).encode())
+    attempt.check_current()
+    entry_name, data = f"part-{part_idx:05d}.json", entry.model_dump_json(indent=1).encode()
+    if not attempt.folder.create(entry_name, data):
+        raise FencedError(
+            f"{attempt.folder.uri}/{entry_name}: another process has written it, as if it were the"
+            " same attempt; does this storage know conditional writes (If-None-Match)?"
+        )
     return entry
 
 
-def read_ledger(folder: Folder, plan_id: str) -> dict[int, PartEntry]:
-    """The parts of plan `plan_id` that are finished and whole, by part_idx, in order.
+def read_ledger(
+    folder: Folder, plan_id: str, known: Mapping[int, PartEntry] | None = None
+) -> dict[int, PartEntry]:
+    """The parts of a shard that can be trusted, by part_idx: of all attempts together.
 
-    An entry that can't be read, that belongs to another plan, or whose file is absent or
-    altered, doesn't count; a warning says so, and the part will be generated again.
+    For each part that is the entry of the latest attempt whose file has its checksum. Entries
+    that can't be read, that belong elsewhere, or whose file is absent or altered don't count; a
+    warning says so.
+
+    Args:
+        folder: the shard's run folder.
+        plan_id: the plan that the parts have to be of.
+        known: what was found before; these parts aren't looked at again.
     """
-    entries: dict[int, PartEntry] = {}
-    for name in folder.find():
-        if not (match := _ENTRY_NAME.fullmatch(name)):
-            continue
-        try:
-            entry = PartEntry.model_validate_json(folder.read_bytes(name))
-            whole = folder.sha256(entry.file) == entry.sha256
-        except (ValidationError, FileNotFoundError) as error:
-            _log.warning("%s/%s doesn't count: %s", folder.uri, name, type(error).__name__)
-            continue
-        if not whole or (entry.part_idx, entry.plan_id) != (int(match[1]), plan_id):
-            reason = "belongs elsewhere" if whole else f"{entry.file} was altered"
-            _log.warning("%s/%s doesn't count: %s", folder.uri, name, reason)
-            continue
-        entries[entry.part_idx] = entry
-    return dict(sorted(entries.items()))
+    trusted = dict(known or {})
+    matches = filter(None, map(_ENTRY_PATH.fullmatch, folder.find()))
+    contents = read_files(folder, (m[0] for m in matches if int(m[2]) not in trusted))
+    candidates: dict[int, list[PartEntry]] = {}
+    for path, data in contents.items():
+        if (entry := _parse(folder, path, data, plan_id)) is not None:
+            candidates.setdefault(entry.part_idx, []).append(entry)
+    for entries in candidates.values():
+        entries.sort(key=lambda entry: entry.attempt)
+    while candidates:
+        latest = {part_idx: entries.pop() for part_idx, entries in candidates.items()}
+        trusted |= _whole(folder, latest.values())
+        candidates = {idx: e for idx, e in candidates.items() if e and idx not in trusted}
+    return dict(sorted(trusted.items()))
+
+
+def _parse(folder: Folder, path: str, data: bytes, plan_id: str) -> PartEntry | None:
+    """The entry at `path`, if it says what its place says."""
+    match = _ENTRY_PATH.fullmatch(path)
+    assert match is not None, "only paths of entries are read"
+    try:
+        entry = PartEntry.model_validate_json(data)
+    except ValidationError:
+        _log.warning("%s/%s doesn't count: it can't be read", folder.uri, path)
+        return None
+    expected = (plan_id, int(match[1] or 0), int(match[2]), _file_name(int(match[2]), entry.sha256))
+    if (entry.plan_id, entry.attempt, entry.part_idx, entry.file) != expected:
+        _log.warning("%s/%s doesn't count: it belongs elsewhere", folder.uri, path)
+        return None
+    return entry
+
+
+def _whole(folder: Folder, entries: Iterable[PartEntry]) -> dict[int, PartEntry]:
+    """Those whose file is what was written, by part_idx."""
+    entries = list(entries)
+    found = hash_files(folder, (entry.path for entry in entries))
+    whole = {}
+    for entry in entries:
+        if found.get(entry.path) == entry.sha256:
+            whole[entry.part_idx] = entry
+        else:
+            how = "was altered" if entry.path in found else "is missing"
+            _log.warning("%s/%s doesn't count: it %s", folder.uri, entry.path, how)
+    return whole
+
+
+def _file_name(part_idx: int, sha256: str) -> str:
+    return f"part-{part_idx:05d}-{sha256[:12]}.parquet"
+
+
+def _path(attempt: int, name: str) -> str:
+    return f"{attempt_name(attempt)}/{name}" if attempt else name

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict
 
 from batchllm_operator.engine import (
     Engine,
@@ -22,9 +21,11 @@ from batchllm_operator.engine import (
     start_engine,
 )
 from batchllm_operator.errors import PlanError, SpecError
-from batchllm_operator.lake import Folder
+from batchllm_operator.pipeline.attempts import Attempt, claim_attempt
+from batchllm_operator.pipeline.committed import committed_shard
 from batchllm_operator.pipeline.draining import Drain
 from batchllm_operator.pipeline.parts import PartEntry, read_ledger, write_part
+from batchllm_operator.pipeline.shard_report import ShardReport, write_report
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_folder
 from batchllm_operator.pipeline.traces import traced
@@ -36,48 +37,6 @@ from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.hints import StepCost
 
 _log = logging.getLogger(__name__)
-REPORT_FILE: Final = "report.json"
-
-
-class ShardReport(BaseModel):
-    """What became of a shard, all attempts together."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    report_version: Literal[1] = 1
-    plan_id: str
-    shard_idx: int
-    num_parts: int
-    num_resumed_parts: int
-    """Parts that earlier attempts had finished."""
-    num_requests: int
-    num_rows: int
-    num_failed_rows: int
-    num_logical_tokens: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    engine_s: float
-
-    @classmethod
-    def of(
-        cls, plan_id: str, shard_idx: int, entries: Sequence[PartEntry], num_resumed_parts: int
-    ) -> ShardReport:
-        """Add up the ledger entries of a finished shard."""
-        return cls(
-            plan_id=plan_id,
-            shard_idx=shard_idx,
-            num_parts=len(entries),
-            num_resumed_parts=num_resumed_parts,
-            num_requests=sum(e.num_requests for e in entries),
-            num_rows=sum(e.num_rows for e in entries),
-            num_failed_rows=sum(e.num_failed_rows for e in entries),
-            num_logical_tokens=sum(e.num_logical_tokens for e in entries),
-            num_prompt_tokens=sum(e.num_prompt_tokens for e in entries),
-            num_cached_tokens=sum(e.num_cached_tokens for e in entries),
-            num_output_tokens=sum(e.num_output_tokens for e in entries),
-            engine_s=round(sum(e.engine_s for e in entries), 3),
-        )
 
 
 @dataclass(slots=True)
@@ -102,10 +61,10 @@ def run_shard(
 ) -> ShardReport:
     """Generate for every request of a shard that has no finished part yet.
 
-    Parts are written as they finish; an interruption drops the open ones, and the next
-    run begins with them. Memory holds the open parts only. If nothing is left to do, no
-    engine is started; a shard below `planner.num_shards` that a small partition didn't need
-    has nothing to do either.
+    Parts are written as they finish, by an attempt of its own; an interruption drops the open
+    ones, and the next run begins with them. Memory holds the open parts only. If nothing is left
+    to do, no attempt and no engine is started: so for a plan that is committed, and for a shard
+    below `planner.num_shards` that a small partition didn't need.
 
     Args:
         plan_uri: where the plan lies.
@@ -121,42 +80,75 @@ def run_shard(
         ModelError: the model's tokenizer can't be loaded.
         SpecError: the engine doesn't know a setting, or the spec wants another number of GPUs.
         EngineError: the engine can't start, or keeps dying.
+        FencedError: a later attempt at the shard has begun meanwhile.
         Interrupted: `drain` has begun, and parts are left to do.
     """
     plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
-    spec = plan.manifest.spec
     drain = drain or Drain()
-    if len(plan.manifest.shards) <= shard_idx < spec.planner.num_shards:
+    num_planned = plan.manifest.spec.planner.num_shards
+    if len(plan.manifest.shards) <= shard_idx < num_planned:
         _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
         return ShardReport.of(plan.manifest.plan_id, shard_idx, [], 0)
+    if (committed := committed_shard(plan, shard_idx)) is not None:
+        _log.info("shard %d is committed: there is nothing left to do", shard_idx)
+        return committed
     folder = plan.run_folder(shard_idx)
-    shard = plan.manifest.shards[shard_idx]
     entries = read_ledger(folder, plan.manifest.plan_id)
-    resumed = len(entries)
-    missing = [part_idx for part_idx in range(shard.num_parts) if part_idx not in entries]
-    if missing:
-        with plan.open_file(shard.file) as file:
+    attempt = None
+    if _missing(plan, shard_idx, entries):
+        with plan.open_file(plan.manifest.shards[shard_idx].file) as file:
             _check_model(plan)
-            work = _ShardWork(pq.ParquetFile(file), missing, has_estimates=_has_estimates(spec))
-            run = _ShardRun(folder, plan.manifest.plan_id, work, drain)
-            with traced(folder) as trace_folder:
-                engine = start(_pin_revision(plan.manifest), _job(plan, work, trace_folder))
-                try:
-                    rows_before = sum(entry.num_rows for entry in entries.values())
-                    with Progress(
-                        f"shard {shard_idx}", shard.num_rows, initial=rows_before
-                    ) as progress:
-                        for entry in run.entries(engine, progress):
-                            entries[entry.part_idx] = entry
-                    drain.end()
-                finally:
-                    engine.close()
-    drain.check(num_left=shard.num_parts - len(entries))
+            attempt = claim_attempt(folder)
+            # An earlier attempt may have gone on until it could see the claim.
+            entries = read_ledger(folder, plan.manifest.plan_id, entries)
+            resumed = len(entries)
+            if attempt.number > 1:
+                _log.info("attempt %d: %d parts are finished already", attempt.number, resumed)
+            _generate(plan, shard_idx, file, attempt, entries, start, drain)
+    else:
+        resumed = len(entries)
+    drain.check(num_left=len(_missing(plan, shard_idx, entries)))
     report = ShardReport.of(
         plan.manifest.plan_id, shard_idx, [entries[i] for i in sorted(entries)], resumed
     )
-    folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
+    if attempt is not None:
+        attempt.check_current()
+    write_report(folder, report)
     return report
+
+
+def _missing(plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry]) -> list[int]:
+    """The parts of a shard that aren't in the ledger."""
+    num_parts = plan.manifest.shards[shard_idx].num_parts
+    return [part_idx for part_idx in range(num_parts) if part_idx not in entries]
+
+
+def _generate(
+    plan: StoredPlan,
+    shard_idx: int,
+    file: IO[bytes],
+    attempt: Attempt,
+    entries: dict[int, PartEntry],
+    start: Callable[[JobSpec, EngineJob], Engine],
+    drain: Drain,
+) -> None:
+    """Generate the parts that `entries` lacks, and add theirs; stop early if `drain` has begun."""
+    missing = _missing(plan, shard_idx, entries)
+    if not missing:
+        return
+    spec, shard = plan.manifest.spec, plan.manifest.shards[shard_idx]
+    work = _ShardWork(pq.ParquetFile(file), missing, has_estimates=_has_estimates(spec))
+    run = _ShardRun(attempt, plan.manifest.plan_id, work, drain)
+    with traced(attempt.folder) as trace_folder:
+        engine = start(_pin_revision(plan.manifest), _job(plan, work, trace_folder))
+        try:
+            rows_before = sum(entry.num_rows for entry in entries.values())
+            with Progress(f"shard {shard_idx}", shard.num_rows, initial=rows_before) as progress:
+                for entry in run.entries(engine, progress):
+                    entries[entry.part_idx] = entry
+            drain.end()
+        finally:
+            engine.close()
 
 
 def _check_model(plan: StoredPlan) -> None:
@@ -253,8 +245,8 @@ class _ShardWork:
 class _ShardRun:
     """Feeds parts to the engine and collects what comes back."""
 
-    def __init__(self, folder: Folder, plan_id: str, work: _ShardWork, drain: Drain) -> None:
-        self._folder = folder
+    def __init__(self, attempt: Attempt, plan_id: str, work: _ShardWork, drain: Drain) -> None:
+        self._attempt = attempt
         self._drain = drain
         self._plan_id = plan_id
         self._parts = work.parts()
@@ -278,7 +270,7 @@ class _ShardRun:
                 del self._open_parts[part_idx]
                 now = time.monotonic()
                 entry = write_part(
-                    self._folder,
+                    self._attempt,
                     self._plan_id,
                     part_idx,
                     part.outputs,

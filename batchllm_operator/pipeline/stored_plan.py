@@ -14,7 +14,7 @@ from batchllm_operator.lake import Folder, LakeTable, Publication
 from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest, ShardInfo
 from batchllm_operator.spec import JobSpec
 
-_SUPERSEDED_FILE: Final = "superseded.json"
+SUPERSEDED_FILE: Final = "superseded.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class StoredPlan:
         try:
             found = self.folder.sha256(name)
         except FileNotFoundError as error:
-            raise PlanError(f"plan {self.folder.uri}: {name} is missing") from error
+            raise PlanError(
+                f"plan {self.folder.uri}: {name} is missing; make the plan again"
+            ) from error
         if found != expected.sha256:
             raise PlanError(
                 f"plan {self.folder.uri}: {name} is corrupted: its checksum doesn't hold; make the"
@@ -89,11 +91,11 @@ class StoredPlan:
     @staticmethod
     def mark_superseded_at(folder: Folder, *, by: str) -> None:
         """Note in a plan's folder that the outputs of plan `by` take the place of its own."""
-        folder.write_bytes(_SUPERSEDED_FILE, json.dumps({"superseded_by": by}).encode())
+        folder.write_bytes(SUPERSEDED_FILE, json.dumps({"superseded_by": by}).encode())
 
     def mark_current(self) -> None:
         """Take the note away: the input was planned again and gave this plan."""
-        self.folder.remove(_SUPERSEDED_FILE)
+        self.folder.remove(SUPERSEDED_FILE)
 
     def check_current(self) -> None:
         """Refuse a plan whose outputs were replaced by a later plan's.
@@ -101,7 +103,7 @@ class StoredPlan:
         Raises:
             PlanError: committing it would bring old outputs back.
         """
-        if self.folder.exists(_SUPERSEDED_FILE):
+        if self.folder.exists(SUPERSEDED_FILE):
             raise PlanError(
                 f"plan {self.folder.uri}: a later plan's outputs have replaced this one's; to bring"
                 " these back, plan the job again with the input and spec that they were made from"
@@ -134,4 +136,9 @@ def job_folder(spec: JobSpec, ds: str) -> Folder:
     name = quote(ds, safe="")
     if name in (".", ".."):  # a value like any other, but not as a folder's name
         name = name.replace(".", "%2E")
-    return Folder.open(spec.output.staging_folder).child("_batchllm", spec.name, name)
+    return job_root(spec).child(name)
+
+
+def job_root(spec: JobSpec) -> Folder:
+    """Where the folders of a job's partitions lie, named as `unquote` reads it."""
+    return Folder.open(spec.output.staging_folder).child("_batchllm", spec.name)

@@ -226,7 +226,7 @@ class PlanManifest(_Frozen):
         """
         try:
             body = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"plan {source}: the manifest is corrupted: not JSON") from error
         if not isinstance(body, dict) or body.get("kind") != PLAN_KIND:
             raise PlanError(f"plan {source}: this isn't a plan made by `batchllm plan`")
@@ -236,7 +236,11 @@ class PlanManifest(_Frozen):
                     f"plan {source}: has {field} {body.get(field)!r}; this release reads {ours};"
                     " make the plan again with this release"
                 )
-        if body.pop("manifest_sha256", None) != _digest(body):
+        try:
+            is_whole = body.pop("manifest_sha256", None) == _digest(body)
+        except (ValueError, RecursionError):  # half a surrogate pair, which UTF-8 can't say
+            is_whole = False
+        if not is_whole:
             raise PlanError(f"plan {source}: the manifest is corrupted: its checksum doesn't hold")
         try:
             return cls.model_validate(body)

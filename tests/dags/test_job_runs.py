@@ -115,7 +115,7 @@ def test_sigkill_while_generating_leaves_nothing_alive_and_a_rerun_resumes(
 
     def finished_parts() -> dict[Path, int]:
         """The file of each finished part, with the time of its last change."""
-        entries = outputs.glob("plan-*/runs/shard-00000/part-?????.json")
+        entries = outputs.glob("plan-*/runs/shard-00000/*/part-?????.json")
         files = (entry.parent / json.loads(entry.read_bytes())["file"] for entry in entries)
         return {file: file.stat().st_mtime_ns for file in files}
 

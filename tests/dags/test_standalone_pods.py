@@ -172,9 +172,9 @@ class Run:
     def parts(self, shard: int) -> dict[str, int]:
         """Ledger entries of the finished parts, with the time of their last change."""
         found = self.airflow.lake.glob(
-            f"out/_batchllm/job/{self.ds}/plan-*/runs/shard-{shard:05}/part-?????.json"
+            f"out/_batchllm/job/{self.ds}/plan-*/runs/shard-{shard:05}/*/part-?????.json"
         )
-        return {entry.name: entry.stat().st_mtime_ns for entry in found}
+        return {f"{e.parent.name}/{e.name}": e.stat().st_mtime_ns for e in found}
 
     def num_resumed_parts(self, shard: int) -> int:
         report = json.loads((self.plan / f"runs/shard-{shard:05}/report.json").read_bytes())

@@ -28,7 +28,7 @@ def run_job(demo: Demo, name: str, **changes: Any) -> tuple[Path, dict[str, Any]
 
 
 def traces(plan: Path) -> list[pa.Table]:
-    return [pq.read_table(path) for path in sorted(plan.glob("runs/shard-00000/trace-*.parquet"))]
+    return [pq.read_table(path) for path in sorted(plan.glob("runs/shard-00000/*/trace-*.parquet"))]
 
 
 def test_a_run_leaves_a_trace_of_all_its_steps(demo: Demo) -> None:

@@ -28,14 +28,14 @@ def test_a_stopped_run_leaves_nothing_and_is_resumed(demo: Demo, how: signal.Sig
     arguments = ["run", "--plan", plan["plan_uri"], "--shard", "0"]
 
     process = demo.start(*arguments)
-    wait_until(lambda: list(runs.glob("part-*.json")), "the first part is written")
+    wait_until(lambda: list(runs.glob("*/part-*.json")), "the first part is written")
     os.kill(process.pid, how)
     output, _ = process.communicate(timeout=60)
     expected = -how if how is signal.SIGKILL else 128 + how
     assert process.returncode == expected, output
     wait_until(lambda: not live_processes(process.pid), "the engine's processes are gone", 10.0)
-    assert not list(runs.glob(".*")), "no temporary file is left"
-    num_parts_kept = len(list(runs.glob("part-*.json")))
+    assert not list(runs.rglob(".*")), "no temporary file is left"
+    num_parts_kept = len(list(runs.glob("*/part-*.json")))
 
     report = demo.run(*arguments)
     assert report["num_resumed_parts"] == num_parts_kept < report["num_parts"]

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from botocore.exceptions import ClientError, ReadTimeoutError
+from fsspec.implementations.local import LocalFileSystem
+from s3fs import S3FileSystem
 
 from batchllm_operator.errors import SpecError, StorageError
-from batchllm_operator.lake import Folder
+from batchllm_operator.lake import Folder, hash_files, read_files, remove_files
+from batchllm_operator.lake.s3_settings import s3_options
 
 
 @pytest.fixture
@@ -189,9 +199,198 @@ def test_a_local_reader_never_sees_half_a_file(tmp_path: Path) -> None:
         assert file.read() == b" content"
 
 
+def test_create_writes_once(folder: Folder) -> None:
+    assert folder.create("attempt-1/claim.json", b"first")
+    assert not folder.create("attempt-1/claim.json", b"second")
+    assert folder.read_bytes("attempt-1/claim.json") == b"first"
+    assert list(folder.find()) == ["attempt-1/claim.json"]
+
+
+def test_of_many_that_create_one_name_one_has_written_it(folder: Folder) -> None:
+    together = threading.Barrier(8)
+
+    def create(idx: int) -> list[int]:
+        won = []
+        for number in range(5):
+            together.wait()
+            if folder.create(f"attempt-{number}/claim.json", str(idx).encode()):
+                won.append(number)
+        return won
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(create, range(8)))
+    assert sorted(number for numbers in won for number in numbers) == list(range(5))
+    for idx, numbers in enumerate(won):
+        for number in numbers:
+            assert folder.read_bytes(f"attempt-{number}/claim.json") == str(idx).encode()
+    assert len(folder.find()) == 5, "no temporary file is left"
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_lost_answer_is_told_from_a_lost_race(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """The write was made, by us or by another, and the connection broke."""
+    original_put, original_link = folder.fs.pipe_file, Path.hardlink_to
+
+    def put(path: str, data: bytes, **options: Any) -> None:
+        original_put(path, data if is_ours else b"theirs", **options)
+        raise ReadTimeoutError(endpoint_url="s3")
+
+    def link(self: Path, target: Path) -> None:
+        if not is_ours:
+            target.write_bytes(b"theirs")
+        original_link(self, target)
+        raise FileExistsError(errno.EEXIST, "as NFS says when the answer to a link was lost")
+
+    monkeypatch.setattr(folder.fs, "pipe_file", put)
+    monkeypatch.setattr(Path, "hardlink_to", link)
+    assert folder.create("claim.json", b"ours") is is_ours
+
+
+def test_a_create_that_failed_says_so(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(folder.fs, "pipe_file", fail)
+    monkeypatch.setattr(Path, "hardlink_to", fail)
+    with pytest.raises(StorageError, match=r"claim\.json: .*no room"):
+        folder.create("claim.json", b"ours")
+    assert folder.find() == {}
+
+
+def test_two_conditional_writes_at_once_are_made_again(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder.open(s3_bucket)
+    waits: list[float] = []
+    original = folder.fs.pipe_file
+
+    def put(path: str, data: bytes, **options: Any) -> None:
+        if len(waits) < 2:
+            code = {"Code": "ConditionalRequestConflict", "Message": "in progress"}
+            raise OSError(errno.EIO, "in progress") from ClientError({"Error": code}, "PutObject")
+        original(path, data, **options)
+
+    monkeypatch.setattr(folder.fs, "pipe_file", put)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    assert folder.create("claim.json", b"ours")
+    assert len(waits) == 2 and waits[0] < waits[1]
+
+
+def test_a_disk_without_hard_links_creates_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    folder = Folder.open(str(tmp_path))
+    assert folder.create("claim.json", b"first")
+    assert not folder.create("claim.json", b"second")
+    assert [path.name for path in tmp_path.iterdir()] == ["claim.json"]
+
+
+def test_a_file_that_vanishes_while_it_is_listed_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder.open(str(tmp_path))
+    for name in ("a/1", "a/2", "b/3"):
+        folder.write_bytes(name, b"")
+    original = LocalFileSystem.info
+
+    def info(self: LocalFileSystem, path: Any, **options: Any) -> Any:
+        if getattr(path, "name", "") == "1":
+            raise FileNotFoundError(path)
+        return original(self, path, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "info", info)
+    assert list(folder.find()) == ["a/2", "b/3"]
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder.open(str(tmp_path))
+    folder.write_bytes("a/1", b"")
+    original = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("/a"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StorageError, match="Permission denied"):
+        folder.find()
+
+
+def test_many_files_are_read_hashed_and_removed(folder: Folder) -> None:
+    contents = {f"part-{idx}": b"%d" % idx * 3 for idx in range(20)}
+    for name, data in contents.items():
+        folder.write_bytes(name, data)
+    names = [*contents, "absent"]
+    assert read_files(folder, names) == contents
+    assert hash_files(folder, names) == {
+        name: hashlib.sha256(data).hexdigest() for name, data in contents.items()
+    }
+    remove_files(folder, names[5:])
+    assert list(folder.find()) == sorted(names[:5])
+
+
+def test_what_goes_wrong_with_one_of_many_files_is_raised(tmp_path: Path) -> None:
+    folder = Folder.open(str(tmp_path))
+    folder.write_bytes("a/b", b"")
+    with pytest.raises(StorageError, match="a: "):
+        hash_files(folder, ["a/b", "a"])
+
+
+def retries(uri: str) -> dict[str, Any]:
+    """What the client really goes by."""
+    found: dict[str, Any] = Folder.open(uri).fs.s3.meta.config.retries
+    return found
+
+
+def test_s3_is_retried_in_the_standard_way_with_a_cap(
+    fresh_s3_client: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_MAX_ATTEMPTS")
+    assert retries("s3://bucket") == {"mode": "standard", "total_max_attempts": 5}
+    config = Folder.open("s3://bucket").fs.s3.meta.config
+    assert (config.connect_timeout, config.read_timeout) == (10, 30)
+    assert s3_options("/tmp/lake") == {}
+
+
+def test_the_users_own_retries_stay(
+    fresh_s3_client: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "9")
+    monkeypatch.setenv("AWS_RETRY_MODE", "legacy")
+    assert retries("s3://bucket") == {"mode": "legacy", "total_max_attempts": 9}
+    for name in ("AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"):
+        monkeypatch.delenv(name)
+    profile = tmp_path / "config"
+    profile.write_text("[profile mine]\nretry_mode = adaptive\nmax_attempts = 2\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(profile))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    S3FileSystem.clear_instance_cache()
+    assert retries("s3://bucket") == {"mode": "adaptive", "total_max_attempts": 2}
+    monkeypatch.setenv("AWS_PROFILE", "nobody's")
+    assert s3_options("s3://bucket")["config_kwargs"]["retries"]["mode"] == "standard"
+
+
+def test_fsspecs_configuration_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 7}})
+    config = s3_options("s3://bucket")["config_kwargs"]
+    assert (config["read_timeout"], config["connect_timeout"]) == (7, 10)
+
+
 WRITES: list[Callable[[Folder, Path], object]] = [
     lambda folder, source: folder.write_bytes("a/b", b"x"),
     lambda folder, source: folder.publish_file(source, "a/b"),
+    lambda folder, source: folder.create("a/b", b"x"),
 ]
 READS: list[Callable[[Folder, Path], object]] = [
     lambda folder, source: folder.read_bytes("a"),
@@ -203,7 +402,7 @@ READS: list[Callable[[Folder, Path], object]] = [
 ]
 
 
-@pytest.mark.parametrize("write", WRITES, ids=["write_bytes", "publish_file"])
+@pytest.mark.parametrize("write", WRITES, ids=["write_bytes", "publish_file", "create"])
 def test_a_file_where_a_folder_should_be(
     tmp_path: Path, write: Callable[[Folder, Path], object]
 ) -> None:
@@ -214,7 +413,7 @@ def test_a_file_where_a_folder_should_be(
         write(Folder.open(str(tmp_path / "table")), source)
 
 
-@pytest.mark.parametrize("write", WRITES, ids=["write_bytes", "publish_file"])
+@pytest.mark.parametrize("write", WRITES, ids=["write_bytes", "publish_file", "create"])
 def test_writing_into_a_missing_bucket(
     s3_environment: None, tmp_path: Path, write: Callable[[Folder, Path], object]
 ) -> None:

@@ -73,7 +73,14 @@ def test_failures_that_a_retry_cannot_mend_fail_the_task(stand_in: None, code: E
 
 @pytest.mark.parametrize(
     "code",
-    [ExitCode.FAILURE, ExitCode.EMPTY, ExitCode.INCOMPLETE, ExitCode.TERMINATED, 137],
+    [
+        ExitCode.FAILURE,
+        ExitCode.EMPTY,
+        ExitCode.INCOMPLETE,
+        ExitCode.FENCED,
+        ExitCode.TERMINATED,
+        137,
+    ],
 )
 def test_other_failures_may_be_retried(stand_in: None, code: int) -> None:
     with pytest.raises(AirflowException, match="commit: the disk is full ") as caught:

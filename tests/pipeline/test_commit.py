@@ -145,7 +145,7 @@ def test_an_altered_part_is_not_published(tmp_path: Path) -> None:
     plan = run_job(fake_spec(tmp_path))
     folder = plan.run_folder(0)
     entry = read_ledger(folder, plan.manifest.plan_id)[1]
-    Path(folder.full_path(entry.file)).write_bytes(b"not what was written")
+    Path(folder.full_path(entry.path)).write_bytes(b"not what was written")
     with pytest.raises(IncompleteRunError, match=r"shard 0 \(2 of 3 parts\)"):
         commit_run(plan.folder.uri)
 
@@ -157,8 +157,8 @@ def test_parts_of_another_plan_are_not_published(tmp_path: Path) -> None:
     for entry in read_ledger(
         other, plan.manifest.plan_id
     ).values():  # whole parts, but not this shard's rows
-        folder.write_bytes(entry.file, other.read_bytes(entry.file))
-        name = f"part-{entry.part_idx:05d}.json"
+        folder.write_bytes(entry.path, other.read_bytes(entry.path))
+        name = f"attempt-00001/part-{entry.part_idx:05d}.json"
         folder.write_bytes(name, other.read_bytes(name))
     with pytest.raises(PlanError, match="has 2 outputs where the plan wants 1"):
         commit_run(plan.folder.uri)

@@ -44,7 +44,7 @@ def plan_uri(tmp_path: Path) -> str:
 
 
 def parts(plan_uri: str) -> list[str]:
-    return sorted(p.name for p in Path(plan_uri).glob("runs/shard-00000/part-?????.json"))
+    return sorted(p.name for p in Path(plan_uri).glob("runs/shard-00000/*/part-?????.json"))
 
 
 def terminate() -> None:

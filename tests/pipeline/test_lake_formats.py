@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec
 from support.lake_tables import LAKES, Lake, open_lake
 
+from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import ConflictError, PlanError, SpecError, TableError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.commit import commit_run, load_report, published_plan_uri
+from batchllm_operator.pipeline.gc import find_garbage, remove_garbage
 from batchllm_operator.pipeline.partition import write_partition
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher
+from batchllm_operator.pipeline.verify import verify_shard
 from batchllm_operator.spec import JobSpec
 
 
@@ -172,3 +176,22 @@ def test_input_and_output_must_be_apart(lakes: tuple[Lake, Lake]) -> None:
     with pytest.raises(SpecError, match=r"output\.uri"):
         plan_job(spec_of((lakes[0], lakes[0])), DS)
     assert Folder.open(lakes[0].staging).find() == files
+
+
+def test_a_collected_plan_is_not_paid_for_again(lakes: tuple[Lake, Lake]) -> None:
+    """Each format says for itself whose rows a partition holds."""
+    append(lakes[0], input_rows())
+    spec = spec_of(lakes, carry=["query"])
+    plan = run_job(spec)
+    report = commit_run(plan.folder.uri)
+    garbage, kept = find_garbage(spec, before=time.time() + 60)
+    assert [each.what for each in garbage] == ["is published: parts and shards"] and kept == []
+    remove_garbage(garbage)
+    assert not plan.folder.exists("runs")
+
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
+        raise AssertionError("no engine is needed")
+
+    assert run_shard(plan.folder.uri, 0, start=start) == verify_shard(plan.folder.uri, 0)
+    assert commit_run(plan.folder.uri) == report
+    assert len(read(lakes[1], ["row_key"])) == 30

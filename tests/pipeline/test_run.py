@@ -34,7 +34,7 @@ def outputs(plan: StoredPlan) -> dict[int, str]:
     folder = plan.run_folder(0)
     texts: dict[int, str] = {}
     for entry in read_ledger(folder, plan.manifest.plan_id).values():
-        for row in pq.read_table(folder.full_path(entry.file)).to_pylist():
+        for row in pq.read_table(folder.full_path(entry.path)).to_pylist():
             for row_idx in row["row_idxs"]:
                 assert row_idx not in texts
                 texts[row_idx] = row["generated_text"]
@@ -119,7 +119,7 @@ def test_a_finished_shard_starts_no_engine(plan: StoredPlan) -> None:
 def test_a_damaged_part_is_generated_again(plan: StoredPlan) -> None:
     run_shard(plan.folder.uri, 0)
     folder = plan.run_folder(0)
-    Path(folder.full_path(read_ledger(folder, plan.manifest.plan_id)[2].file)).write_bytes(b"PAR1")
+    Path(folder.full_path(read_ledger(folder, plan.manifest.plan_id)[2].path)).write_bytes(b"PAR1")
     engine = run_watched(plan)
     assert [request.request_idx for request in engine.requests] == list(range(10, 15))
     assert len(outputs(plan)) == 40

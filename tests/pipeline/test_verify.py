@@ -27,9 +27,9 @@ def test_a_finished_shard_is_what_its_report_says(plan_uri: str) -> None:
     with pytest.raises(IncompleteRunError, match=r"shard 0 of plan .* there is no report"):
         verify_shard(plan_uri, 0)
     report = run_shard(plan_uri, 0)
-    before = sorted(shard_folder(plan_uri).iterdir())
+    before = sorted(shard_folder(plan_uri).rglob("*"))
     assert verify_shard(plan_uri, 0) == report
-    assert sorted(shard_folder(plan_uri).iterdir()) == before  # it only reads
+    assert sorted(shard_folder(plan_uri).rglob("*")) == before  # it only reads
     with pytest.raises(IncompleteRunError):
         verify_shard(plan_uri, 1)
 
@@ -51,7 +51,7 @@ def test_all_parts_without_a_report_are_not_enough(plan_uri: str) -> None:
 
 def test_a_report_without_its_parts_is_not_enough(plan_uri: str) -> None:
     run_shard(plan_uri, 0)
-    part = next(shard_folder(plan_uri).glob("part-00001-*.parquet"))
+    part = next(shard_folder(plan_uri).rglob("part-00001-*.parquet"))
     whole = part.read_bytes()
     part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(IncompleteRunError, match="the first is part 1; run the shard again"):

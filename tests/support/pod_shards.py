@@ -73,8 +73,8 @@ class Shards:
 
     def parts(self) -> dict[str, int]:
         """Ledger entries of the finished parts, with the time of their last change."""
-        found = Path(self.plan_uri).glob("runs/shard-00000/part-?????.json")
-        return {entry.name: entry.stat().st_mtime_ns for entry in found}
+        found = Path(self.plan_uri).glob("runs/shard-00000/*/part-?????.json")
+        return {f"{e.parent.name}/{e.name}": e.stat().st_mtime_ns for e in found}
 
     def wait(self, predicate: Callable[[], Any], what: str) -> Any:
         return self.cluster.wait_for(predicate, what)

@@ -6,12 +6,18 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from airflow.providers.common.compat.sdk import AirflowException, AirflowTaskTimeout
+from airflow.providers.common.compat.sdk import (
+    AirflowException,
+    AirflowFailException,
+    AirflowTaskTimeout,
+)
 from airflow.sdk.execution_time.timeout import timeout
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
 from batchllm_operator.operators.pods.attempt import LABEL
+from batchllm_operator.pipeline.attempts import claim_attempt
+from batchllm_operator.pipeline.stored_plan import StoredPlan
 
 
 def started(shards: Shards, run: TaskRun) -> str:
@@ -34,6 +40,23 @@ def test_a_task_that_the_user_marks_or_clears_leaves_no_pod(
     assert run.failure() is not None
     shards.check_nothing_left()
     before = shards.parts()
+    shards.start(TaskInstance(try_number=2)).wait()
+    assert before.items() <= shards.parts().items()
+    shards.check_whole()
+
+
+@in_triggerer
+def test_a_pod_whose_shard_somebody_else_took_over(shards: Shards) -> None:
+    """By hand, or by a task that writes to the same table from another Airflow."""
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    before = shards.wait_for_parts(1)
+    claim_attempt(StoredPlan.open(shards.plan_uri).run_folder(0))
+    error = run.failure()
+    assert "another attempt at its work had begun" in str(error)
+    assert "has taken over from attempt 1" in str(error)
+    assert not isinstance(error, AirflowFailException)
+    shards.check_nothing_left()
     shards.start(TaskInstance(try_number=2)).wait()
     assert before.items() <= shards.parts().items()
     shards.check_whole()

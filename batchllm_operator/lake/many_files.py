@@ -1,0 +1,70 @@
+"""The same for many files of a folder, a few at a time: storage answers late, not slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from batchllm_operator.lake.folder import Folder
+
+_NUM_THREADS: Final = 8
+"""Each holds what is read ahead of one file at most: 16 MiB."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """What the storage says of a file."""
+
+    size_bytes: int
+    modified_at: float
+    """Seconds since 1970, by the storage's clock."""
+
+
+def list_files(folder: Folder) -> dict[str, StoredFile]:
+    """All files below a folder, by name relative to it, sorted."""
+    found = {}
+    for name, details in folder.find().items():
+        when = details["mtime"] if folder.is_local else details["LastModified"].timestamp()
+        found[name] = StoredFile(int(details["size"]), float(when))
+    return found
+
+
+def read_files(folder: Folder, names: Iterable[str]) -> dict[str, bytes]:
+    """The content of each of `names` that is there; all of it in memory: for small files."""
+    return _each(names, folder.read_bytes)
+
+
+def hash_files(folder: Folder, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 (hex) of each of `names` that is there."""
+    return _each(names, folder.sha256)
+
+
+def remove_files(folder: Folder, names: Iterable[str]) -> None:
+    """Remove those of `names` that are there; on local disk, folders that are empty then, too."""
+    names = list(names)
+    _each(names, folder.remove)
+    if folder.is_local:
+        parents = {name.rpartition("/")[0] for name in names} - {""}
+        above = {"/".join(p.split("/")[:n]) for p in parents for n in range(1, p.count("/") + 2)}
+        for path in [*sorted(above, key=len, reverse=True), ""]:
+            with suppress(OSError):  # it isn't empty, or is gone
+                Path(folder.full_path(path)).rmdir()
+
+
+def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
+    """The result for each name that there is a file of. What one raises ends the others."""
+
+    def done(name: str) -> tuple[str, T] | None:
+        try:
+            return name, work(name)
+        except FileNotFoundError:
+            return None
+
+    with ThreadPoolExecutor(_NUM_THREADS, "batchllm-files") as pool:
+        return dict(result for result in pool.map(done, names) if result is not None)

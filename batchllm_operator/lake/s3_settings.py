@@ -1,0 +1,50 @@
+"""How S3 is called: retries with jitter and a cap, and time limits; what the user sets wins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import fsspec
+
+_CONNECT_TIMEOUT_S: Final = 10
+_READ_TIMEOUT_S: Final = 30
+_MAX_ATTEMPTS: Final = 5
+"""Requests for one call, the first included; waits between them are random, of 20 s at most."""
+
+
+def s3_options(uri: str) -> dict[str, Any]:
+    """Options of the file system for an S3 URI; none for any other.
+
+    What the environment (`AWS_RETRY_MODE`, `AWS_MAX_ATTEMPTS`), the profile in use or fsspec's
+    own configuration sets is left as it is.
+    """
+    scheme = uri.partition("://")[0]
+    if scheme not in ("s3", "s3a"):
+        return {}
+    chosen = _profile()
+    retries: dict[str, Any] = {}
+    if "AWS_RETRY_MODE" not in os.environ and "retry_mode" not in chosen:
+        retries["mode"] = "standard"
+    if "AWS_MAX_ATTEMPTS" not in os.environ and "max_attempts" not in chosen:
+        retries["total_max_attempts"] = _MAX_ATTEMPTS
+    config = {
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "read_timeout": _READ_TIMEOUT_S,
+        "retries": retries,
+    }
+    # What is passed when a file system is made takes the place of fsspec's configuration.
+    return {"config_kwargs": config | fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})}
+
+
+def _profile() -> Mapping[str, Any]:
+    """Settings of the profile in use, from the AWS configuration files."""
+    from botocore.exceptions import BotoCoreError  # slow to import
+    from botocore.session import Session
+
+    try:
+        found: Mapping[str, Any] = Session().get_scoped_config()
+    except BotoCoreError:  # such as an unknown profile: the first call will say so
+        return {}
+    return found

@@ -1,0 +1,118 @@
+"""Attempts at a shard: each in a folder of its own, and the later one fences the earlier (ADR 19).
+
+A process that its cluster believes dead may go on beside the one that took its place. Nobody
+can stop it from outside, so it looks for itself: before anything of its counts, it asks whether a
+higher number has been claimed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from batchllm_operator.errors import FencedError
+from batchllm_operator.lake import Folder
+
+CLAIM_FILE: Final = "claim.json"
+_NAME: Final = re.compile(r"attempt-([0-9]{5,})")
+
+
+class Claim(BaseModel):
+    """What an attempt says of itself, for people who look for it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    claim_version: Literal[1] = 1
+    token: str
+    """Random: by it an attempt knows its own claim again when the answer was lost."""
+    host: str
+    """A pod's name, or a machine's."""
+    process_id: int
+    claimed_at: str
+    """UTC, ISO 8601."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt at a shard, by the process that has claimed its number."""
+
+    shard_folder: Folder
+    number: int
+    """From 1; 0 stands for what older releases have left in the shard's folder itself."""
+
+    @property
+    def folder(self) -> Folder:
+        """Where its parts lie."""
+        return self.shard_folder.child(attempt_name(self.number))
+
+    def check_current(self) -> None:
+        """Make sure that no later attempt has begun.
+
+        Raises:
+            FencedError: one has; says which.
+        """
+        latest = max(_claimed(self.shard_folder, above=self.number), default=None)
+        if latest is None:
+            return
+        raise FencedError(
+            f"{self.shard_folder.uri}: attempt {latest} ({_who(self.shard_folder, latest)}) has"
+            f" taken over from attempt {self.number}, which stops; the parts that it has finished"
+            " are kept"
+        )
+
+
+def attempt_name(number: int) -> str:
+    """The name of an attempt's folder in that of its shard."""
+    return f"attempt-{number:05d}"
+
+
+def claim_attempt(shard_folder: Folder) -> Attempt:
+    """Begin an attempt: its number is above those of all before it, and nobody else's.
+
+    Raises:
+        StorageError: the claim can't be written.
+    """
+    claim = Claim(
+        token=secrets.token_hex(16),
+        host=socket.gethostname(),
+        process_id=os.getpid(),
+        claimed_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+    data = claim.model_dump_json(indent=1).encode()
+    number = 0
+    while True:
+        number = max([number, *_numbers(shard_folder)]) + 1
+        if shard_folder.create(f"{attempt_name(number)}/{CLAIM_FILE}", data):
+            return Attempt(shard_folder, number)
+
+
+def _numbers(shard_folder: Folder) -> list[int]:
+    """Numbers that there are folders of, whatever lies in them."""
+    found = map(_NAME.fullmatch, shard_folder.subfolder_names())
+    return [int(match[1]) for match in found if match]
+
+
+def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
+    """Numbers above `above` that have been claimed. A folder without a claim is nobody's yet."""
+    return [
+        number
+        for number in _numbers(shard_folder)
+        if number > above and shard_folder.exists(f"{attempt_name(number)}/{CLAIM_FILE}")
+    ]
+
+
+def _who(shard_folder: Folder, number: int) -> str:
+    """Whose attempt it is, as far as its claim can be read."""
+    try:
+        data = shard_folder.read_bytes(f"{attempt_name(number)}/{CLAIM_FILE}")
+        claim = Claim.model_validate_json(data)
+    except (FileNotFoundError, ValidationError):
+        return "its claim can't be read"
+    return f"process {claim.process_id} on {claim.host!r}, since {claim.claimed_at}"

@@ -1,0 +1,77 @@
+"""What a plan's folder says after its commit: enough to know that nothing is left to do.
+
+The parts may be removed then. A task that is cleared and runs again must neither miss them nor
+pay for them a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from batchllm_operator.lake import open_table
+from batchllm_operator.pipeline.shard_report import ShardReport
+from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher
+
+COMMITTED_FILE: Final = "committed.json"
+_log = logging.getLogger(__name__)
+
+
+class Committed(BaseModel):
+    """Version 1 of committed.json. Committing again writes the same bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    committed_version: Literal[1] = 1
+    plan_id: str
+    shards: tuple[ShardReport, ...]
+    """All parts count as resumed: they were finished before whoever asks."""
+
+
+def mark_committed(plan: StoredPlan, shards: Sequence[ShardReport]) -> None:
+    """Note in the plan's folder that the output table holds its rows, after it was seen to."""
+    committed = Committed(plan_id=plan.manifest.plan_id, shards=tuple(shards))
+    plan.folder.write_bytes(COMMITTED_FILE, committed.model_dump_json(indent=1).encode())
+
+
+def find_committed(plan: StoredPlan) -> Committed | None:
+    """The note, if it is there and the output table still holds the plan's rows.
+
+    A note alone proves too little: a later plan may have replaced the rows, or somebody may have
+    dropped them, to have them made again. One that can't be read is none.
+
+    Raises:
+        TableError: the output partition holds what another job or program wrote.
+        StorageError: the storage fails.
+    """
+    try:
+        committed = Committed.model_validate_json(plan.folder.read_bytes(COMMITTED_FILE))
+    except FileNotFoundError:
+        return None
+    except ValidationError:
+        _log.warning("%s/%s doesn't count: it can't be read", plan.folder.uri, COMMITTED_FILE)
+        return None
+    manifest = plan.manifest
+    is_its_own = committed.plan_id == manifest.plan_id
+    if not is_its_own or len(committed.shards) != len(manifest.shards):
+        _log.warning("%s/%s doesn't count: it belongs elsewhere", plan.folder.uri, COMMITTED_FILE)
+        return None
+    spec = manifest.spec
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    is_there = check_publisher(table, spec, manifest.ds) == plan.publication
+    return committed if is_there else None
+
+
+def committed_shard(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
+    """The report of a shard of a committed plan, see `find_committed`.
+
+    Raises:
+        PlanError: the plan has no such shard.
+        TableError, StorageError: see `find_committed`.
+    """
+    plan.shard(shard_idx)
+    committed = find_committed(plan)
+    return None if committed is None else committed.shards[shard_idx]

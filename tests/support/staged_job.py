@@ -1,0 +1,78 @@
+"""A small job of one shard in any lake, its attempts, and what its table holds in the end."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
+
+from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.engine.fake import FakeEngine, fake_text
+from batchllm_operator.lake import Folder, open_table
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.spec import JobSpec
+
+NUM_ROWS = 30
+NUM_PARTS = 6
+
+
+def put_table(lake_uri: str, rows: Sequence[dict[str, Any]], ds: str = DS) -> None:
+    """Write one partition of the input table, whatever kind of storage it is on."""
+    with tempfile.TemporaryDirectory() as local:
+        write_table(Path(local), rows, ds)
+        source = Path(local) / f"ds={ds}" / "a.parquet"
+        Folder.open(lake_uri).child("documents").publish_file(source, f"ds={ds}/a.parquet")
+
+
+def plan_one_shard(lake_uri: str, **changes: Any) -> StoredPlan:
+    """A plan of 30 requests in 6 parts; `changes` are the spec's."""
+    put_table(lake_uri, document_rows())
+    return plan_job(fake_spec(lake_uri, **{"planner": {"num_shards": 1}, **changes}), DS)
+
+
+class ActingEngine(FakeEngine):
+    """One request at a time; calls `act` before it answers request number `at`."""
+
+    def __init__(self, spec: JobSpec, at: int, act: Callable[[], object]) -> None:
+        super().__init__(spec)
+        self._max_in_flight, self._at, self._act = 1, at, act
+        self.num_answers = 0
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        for output in super().stream(requests):
+            if self.num_answers == self._at:
+                self._act()
+            self.num_answers += 1
+            yield output
+
+
+class Engines:
+    """Starts engines for `run_shard`, and counts what they were asked for."""
+
+    def __init__(self, at: int = -1, act: Callable[[], object] = lambda: None) -> None:
+        self._at, self._act = at, act
+        self.started: list[ActingEngine] = []
+
+    def __call__(self, spec: JobSpec, job: EngineJob) -> Engine:
+        self.started.append(ActingEngine(spec, self._at, self._act))
+        return self.started[-1]
+
+    @property
+    def num_answers(self) -> int:
+        """Of all engines that were started."""
+        return sum(engine.num_answers for engine in self.started)
+
+
+def check_published(plan: StoredPlan) -> None:
+    """Each row of the input is in the output table once, in order, with its own text."""
+    spec = plan.manifest.spec
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    batches = table.scan(table.snapshot(DS), ["row_key", "generated_text"])
+    found = [row for batch in batches for row in batch.to_pylist()]
+    assert [(row["row_key"], row["generated_text"]) for row in found] == [
+        (row["row_key"], fake_text(list(expected_prompt(row).encode()))) for row in document_rows()
+    ]
