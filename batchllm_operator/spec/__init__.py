@@ -4,6 +4,7 @@ from batchllm_operator.spec.addresses import TableAddress
 from batchllm_operator.spec.loading import load_spec, parse_spec, parse_spec_json
 from batchllm_operator.spec.model import (
     OUTPUT_COLUMNS,
+    ROUNDING_ENGINE_FIELDS,
     SPEC_VERSION,
     EngineSpec,
     FilterTerm,
@@ -20,6 +21,7 @@ from batchllm_operator.spec.model import (
 
 __all__ = [
     "OUTPUT_COLUMNS",
+    "ROUNDING_ENGINE_FIELDS",
     "SPEC_VERSION",
     "EngineSpec",
     "FilterTerm",

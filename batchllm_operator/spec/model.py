@@ -39,6 +39,22 @@ OUTPUT_COLUMNS: Final = (
 )
 """Columns that a job adds to the output table; keys and carried columns may not use these names."""
 
+ROUNDING_ENGINE_FIELDS: Final = frozenset(
+    {
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "tensor_parallel_size",
+        "enforce_eager",
+        "block_size",
+        "scheduler",
+        "attention",
+        "profile",
+    }
+)
+"""Fields of `EngineSpec` that change no more of an output than the rounding of sums."""
+
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
@@ -370,6 +386,10 @@ class JobSpec(_Section):
     """A partition without rows: `fail` (exit code 3), or `commit` an empty partition."""
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
     """The commit is refused when a larger share of the rows has an error instead of a text."""
+    reuse_outputs: bool = False
+    """Take outputs from what the job has committed before, where a row's prompt, the model and the
+    sampling are the same: from the partition itself, or the latest before it (by name). Only with
+    greedy sampling."""
 
     @model_validator(mode="before")
     @classmethod
@@ -393,6 +413,15 @@ class JobSpec(_Section):
                 raise ValueError(f"column {column!r} is the partition column; it is always kept")
         return self
 
+    @model_validator(mode="after")
+    def _check_reuse(self) -> JobSpec:
+        if self.reuse_outputs and not self.sampling.is_greedy:
+            raise ValueError(
+                "reuse_outputs needs greedy sampling (sampling.temperature: 0): a sampled text is"
+                " one of many, and reusing it would sample once for all days"
+            )
+        return self
+
     @property
     def identity(self) -> str:
         """SHA-256 (hex) of all settings that say what to generate.
@@ -402,23 +431,14 @@ class JobSpec(_Section):
         that are already paid for.
         """
         neutral: dict[str, Any] = {
-            "engine": {
-                "max_num_seqs",
-                "max_num_batched_tokens",
-                "gpu_memory_utilization",
-                "kv_cache_memory_bytes",
-                "tensor_parallel_size",
-                "enforce_eager",
-                "block_size",
-                "scheduler",
-                "attention",
-                "profile",
-            },
+            "engine": set(ROUNDING_ENGINE_FIELDS),
             "planner": {"target_gpu", "gpu_table", "memory_budget_bytes"},
             "output": {"add_columns", "staging_uri"},
             "on_empty": True,
             "max_failed_fraction": True,
         }
+        if not self.reuse_outputs:  # as in specs of releases that hadn't it
+            neutral["reuse_outputs"] = True
         canonical = json.dumps(
             self.model_dump(mode="json", exclude=neutral), sort_keys=True, separators=(",", ":")
         )
