@@ -23,6 +23,8 @@ from batchllm_operator.lake import LakeTable, Publication, open_table
 from batchllm_operator.pipeline.committed import find_committed, mark_committed
 from batchllm_operator.pipeline.partition import FinishedShard, model_name, write_partition
 from batchllm_operator.pipeline.parts import read_ledger
+from batchllm_operator.pipeline.reuse import ReusedOutputs
+from batchllm_operator.pipeline.reuse_index import write_index
 from batchllm_operator.pipeline.shard_report import REPORT_FILE, ShardReport
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.planner import saving_ratio
@@ -66,7 +68,7 @@ def commit_run(plan_uri: str) -> RunReport:
     plan.check_current()
     _check_failed_fraction(spec, manifest, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
-        data = write_partition(plan, shards, Path(spool))
+        data = write_partition(plan, [*shards, ReusedOutputs(plan)], Path(spool))
         if seen is not None:
             old = job_folder(spec, manifest.ds).child(f"plan-{seen.plan_id}")
             StoredPlan.mark_superseded_at(old, by=manifest.plan_id)
@@ -184,6 +186,7 @@ def _write_report(
         num_rows_out=counts.num_rows - errors.total(),
         num_rows_failed=errors.total(),
         num_rows_duplicate=counts.num_duplicate_rows,
+        num_rows_reused=counts.num_reused_rows,
         errors_by_kind=dict(errors),
         num_requests=counts.num_requests,
         num_groups=counts.num_groups,
@@ -206,6 +209,7 @@ def _write_report(
             ShardReport.of(manifest.plan_id, shard_idx, shard.entries, len(shard.entries))
             for shard_idx, shard in enumerate(shards)
         ],
+        write_index(plan, [*shards, ReusedOutputs(plan)]),
     )
     return report
 

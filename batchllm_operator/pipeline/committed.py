@@ -29,12 +29,19 @@ class Committed(BaseModel):
     plan_id: str
     shards: tuple[ShardReport, ...]
     """All parts count as resumed: they were finished before whoever asks."""
+    reuse_sha256: str | None = None
+    """Of the index of outputs that later plans may reuse, where the spec asks for one."""
 
 
-def mark_committed(plan: StoredPlan, shards: Sequence[ShardReport]) -> None:
+def mark_committed(
+    plan: StoredPlan, shards: Sequence[ShardReport], reuse_sha256: str | None = None
+) -> None:
     """Note in the plan's folder that the output table holds its rows, after it was seen to."""
-    committed = Committed(plan_id=plan.manifest.plan_id, shards=tuple(shards))
-    plan.folder.write_bytes(COMMITTED_FILE, committed.model_dump_json(indent=1).encode())
+    committed = Committed(
+        plan_id=plan.manifest.plan_id, shards=tuple(shards), reuse_sha256=reuse_sha256
+    )
+    data = committed.model_dump_json(indent=1, exclude_none=True).encode()
+    plan.folder.write_bytes(COMMITTED_FILE, data)
 
 
 def find_committed(plan: StoredPlan) -> Committed | None:

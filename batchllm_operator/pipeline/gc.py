@@ -24,7 +24,13 @@ from batchllm_operator.pipeline.stored_plan import (
     job_folder,
     job_root,
 )
-from batchllm_operator.planner.plan import GROUPS_FILE, MANIFEST_FILE, ROWS_FILE
+from batchllm_operator.planner.plan import (
+    FINGERPRINTS_FILE,
+    GROUPS_FILE,
+    MANIFEST_FILE,
+    REUSED_FILE,
+    ROWS_FILE,
+)
 from batchllm_operator.spec import JobSpec, TableAddress
 
 _PLAN: Final = re.compile(r"plan-(.+)")
@@ -151,7 +157,7 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
         name: file
         for name, file in files.items()
         if name.startswith("runs/")
-        or name == ROWS_FILE
+        or name in (ROWS_FILE, FINGERPRINTS_FILE, REUSED_FILE)
         or (_SHARD.fullmatch(name) and not learns)
         or _is_temporary(folder, name)
     }

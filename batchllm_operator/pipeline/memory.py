@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +41,10 @@ class MemoryBudget:
     def from_now(cls, total_bytes: int) -> MemoryBudget:
         """A budget for this process as it is."""
         return cls(total_bytes, _resident_bytes())
+
+    def holding(self, num_bytes: int) -> MemoryBudget:
+        """The budget of a process that holds so many bytes more from now on."""
+        return replace(self, resident_bytes=self.resident_bytes + num_bytes)
 
     def least_bytes(self, num_prompts: int, min_merge_bytes: int = 0) -> int:
         """The smallest budget that will do.

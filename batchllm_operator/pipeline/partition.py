@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +34,14 @@ _OUTPUT_FIELDS: Final = [_large(field) for field in PART_SCHEMA if field.name in
 _BUCKET_SCHEMA: Final = pa.schema([pa.field("row_idx", pa.int64()), *_OUTPUT_FIELDS])
 
 
+class Outputs(Protocol):
+    """Finished outputs of a plan's rows."""
+
+    def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Read these columns of `PART_SCHEMA`, some requests at a time."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedShard:
     """A shard that has all its parts: where they lie, and their ledger."""
@@ -48,7 +56,7 @@ class FinishedShard:
                 yield pq.read_table(file, columns=list(columns))
 
 
-def write_partition(plan: StoredPlan, shards: Sequence[FinishedShard], spool: Path) -> Path:
+def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -> Path:
     """Write the partition's rows, in input order, to a file in the local folder `spool`.
 
     Memory holds one bucket of rows, whatever their number (above 16 million rows, buckets
@@ -60,7 +68,7 @@ def write_partition(plan: StoredPlan, shards: Sequence[FinishedShard], spool: Pa
     spec, manifest = plan.manifest.spec, plan.manifest
     num_rows = manifest.counts.num_rows
     bucket_rows = max(_BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
-    buckets = _spread(shards, num_rows, bucket_rows, spool)
+    buckets = _spread(sources, num_rows, bucket_rows, spool)
     constants = {"model": model_name(spec), "run_id": plan.publication.run_id}
     data = spool / "data.parquet"
     with plan.open_file(ROWS_FILE) as file:
@@ -75,15 +83,13 @@ def write_partition(plan: StoredPlan, shards: Sequence[FinishedShard], spool: Pa
     return data
 
 
-def _spread(
-    shards: Sequence[FinishedShard], num_rows: int, bucket_rows: int, spool: Path
-) -> list[Path]:
+def _spread(sources: Sequence[Outputs], num_rows: int, bucket_rows: int, spool: Path) -> list[Path]:
     """Spread the outputs, one for each row, into files of neighbouring row_idx."""
     paths = [spool / f"bucket-{idx}" for idx in range(-(-num_rows // bucket_rows))]
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(path, _BUCKET_SCHEMA)) for path in paths]
-        for shard in shards:
-            for part in shard.parts(PART_SCHEMA.names):
+        for source in sources:
+            for part in source.parts(PART_SCHEMA.names):
                 for outputs in _one_per_row(part):
                     bucket_idxs = outputs["row_idx"].to_numpy() // bucket_rows
                     for bucket_idx in np.unique(bucket_idxs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,8 @@ from batchllm_operator.pipeline.group_lengths import write_groups
 from batchllm_operator.pipeline.keys import check_keys
 from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.output_lengths import learn_output_lengths
+from batchllm_operator.pipeline.reuse import Reuse, find_indexes
+from batchllm_operator.pipeline.reuse_index import reuse_identity
 from batchllm_operator.pipeline.rows import Rows, read_rows
 from batchllm_operator.pipeline.spool import open_spool
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
@@ -33,8 +35,10 @@ from batchllm_operator.planner import (
     num_processed_tokens,
 )
 from batchllm_operator.planner.plan import (
+    FINGERPRINTS_FILE,
     GROUPS_FILE,
     MANIFEST_FILE,
+    REUSED_FILE,
     ROWS_FILE,
     DataFile,
     PlanCounts,
@@ -107,10 +111,15 @@ def _build(
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
     num_rows = snapshot.num_rows
-    if not spec.input.filter:  # which may leave any number of rows out
-        budget.check(num_rows)
-    with PromptStore(spool / _PROMPTS_FILE) as prompts:
-        rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)))
+    with ExitStack() as stack:
+        prompts = stack.enter_context(PromptStore(spool / _PROMPTS_FILE))
+        reuse = None
+        if spec.reuse_outputs:
+            reuse = stack.enter_context(_open_reuse(spec, ds, tokenizer, budget, spool))
+            budget = budget.holding(reuse.num_bytes)
+        if not spec.input.filter:  # which may leave any number of rows out
+            budget.check(num_rows)
+        rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)), reuse)
         read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
         where = f"table {table.uri}, partition {ds!r}"
         _check_rows(spec, rows, where)
@@ -139,11 +148,14 @@ def _build(
         num_optimal_tokens=chosen.num_optimal_tokens,
         num_algorithm_1_saved_tokens=chosen.num_algorithm_1_saved_tokens,
         num_exact_saved_tokens=chosen.num_exact_saved_tokens,
+        num_reused_rows=rows.num_reused,
     )
     names = [ROWS_FILE, *(shard.file for shard in shards)]
     if spec.planner.learns_output_tokens:
         write_groups(spool / GROUPS_FILE, chosen.prefix_hashes)
         names.append(GROUPS_FILE)
+    if spec.reuse_outputs:
+        names += [FINGERPRINTS_FILE, REUSED_FILE]
     files = {name: describe_file(spool / name) for name in names}
     by_length = learned.by_length if learned is not None else None
     manifest = PlanManifest(
@@ -171,6 +183,16 @@ def _build(
         shards=shards,
     )
     return _persist(manifest, files, spool)
+
+
+def _open_reuse(
+    spec: JobSpec, ds: str, tokenizer: Tokenizer, budget: MemoryBudget, spool: Path
+) -> Reuse:
+    """Copy and load what rows may be reused from."""
+    identity = reuse_identity(
+        spec, tokenizer.model_version, tokenizer.fingerprint, tokenizer.max_model_len
+    )
+    return Reuse(find_indexes(spec, ds, identity, budget, spool), spool)
 
 
 def _shown(unit: str) -> Phase:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.lake import LakeTable, Snapshot
+from batchllm_operator.pipeline.reuse import Reuse
 from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.planner.plan import ERROR_COLUMN
 from batchllm_operator.progress import Progress
@@ -27,19 +28,27 @@ class Rows:
     """What is gathered while the rows stream by: their prompts, and some numbers of each."""
 
     prompts: PromptStore
-    """Prompts of the rows that can be prompted."""
+    """Prompts of the rows that can be prompted and reuse nothing."""
     search: PrefixSearch
     """Has seen the same prompts."""
+    reuse: Reuse | None = None
+    """Has seen the prompts of all rows that can be prompted, and kept those that reuse an output
+    from the others here; None if nothing is to be reused."""
     num_rows: int = 0
     prompted: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    """Rows that can be prompted, batch by batch."""
+    """Rows of these prompts, batch by batch."""
     estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
     """Their output tokens, where a column holds them."""
 
     @property
+    def num_reused(self) -> int:
+        """Rows that take their output from an earlier commit."""
+        return 0 if self.reuse is None else self.reuse.num_rows
+
+    @property
     def num_rejected(self) -> int:
         """Rows that can't be prompted."""
-        return self.num_rows - len(self.prompts)
+        return self.num_rows - self.num_reused - len(self.prompts)
 
     def row_idxs(self) -> npt.NDArray[np.int64]:
         """The row of each prompt: int64 [num_prompts]."""
@@ -102,6 +111,8 @@ def read_rows(
             )
             progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter leaves rows out
+    if rows.reuse is not None:
+        rows.reuse.finish(rows.num_rows)
 
 
 def deduplicated_tokens(tokens: TokenTable, *, merge: bool) -> TokenTable:
@@ -144,6 +155,10 @@ def _tokenize(
         fits[number] = errors[idx] is None
     if not fits.all():
         idxs, tokens = idxs[fits], tokens.take(np.flatnonzero(fits))
+    if rows.reuse is not None:
+        is_new = ~rows.reuse.take(tokens, rows.num_rows + idxs)
+        if not is_new.all():
+            idxs, tokens = idxs[is_new], tokens.take(np.flatnonzero(is_new))
     rows.prompts.append(tokens)
     rows.search.add(tokens)
     rows.prompted.append(rows.num_rows + idxs)

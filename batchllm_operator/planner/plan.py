@@ -31,6 +31,10 @@ PLAN_KIND: Final = "batchllm-plan"
 MANIFEST_FILE: Final = "manifest.json"
 ROWS_FILE: Final = "rows.parquet"
 GROUPS_FILE: Final = "groups.parquet"
+FINGERPRINTS_FILE: Final = "fingerprints.parquet"
+"""One row per row of the partition: what its prompt is known by, where outputs are reused."""
+REUSED_FILE: Final = "reused.parquet"
+"""Outputs that the plan takes from an earlier commit, like a part of a shard."""
 ERROR_COLUMN: Final = "error"
 """Column of rows.parquet: why a row can't be prompted; null where it can."""
 
@@ -96,7 +100,7 @@ class PlanCounts(_Frozen):
     num_shared_groups: int
     """Groups of two requests or more."""
     num_logical_tokens: int
-    """Prompt tokens of all rows that can be prompted (Eq. 2, N_logical)."""
+    """Prompt tokens of all rows that can be prompted and reuse nothing (Eq. 2, N_logical)."""
     num_planned_tokens: int
     """Prefill tokens when each group computes its one prefix once (Eq. 2, N_processed)."""
     num_optimal_tokens: int
@@ -105,6 +109,8 @@ class PlanCounts(_Frozen):
     """What the paper's Algorithm 1 saves of the requests' tokens, before groups are cut."""
     num_exact_saved_tokens: int
     """What the best single-level choice saves; the plan takes the better of the two."""
+    num_reused_rows: int = 0
+    """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
 
     @property
     def planned_saving_ratio(self) -> float:

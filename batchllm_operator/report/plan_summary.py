@@ -16,6 +16,11 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
         f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
         f" {counts.optimal_saving_ratio:.1%} optimal",
     ]
+    if manifest.spec.reuse_outputs:
+        lines.append(
+            f"{counts.num_reused_rows:,} rows reuse an output that was committed before; tokens and"
+            " saving ratios are about the others"
+        )
     if (learned := manifest.learned) is not None:
         lines.append(
             f"output lengths as in partition {learned.ds}: {learned.mean_output_tokens:,.1f} tokens"

@@ -38,13 +38,16 @@ class RunReport(_Frozen):
     """Rows with an error in place of a text."""
     num_rows_duplicate: int
     """Rows that took their text from an equal prompt's request."""
+    num_rows_reused: int = 0
+    """Rows that took their text from an earlier commit. Nothing was generated for them, and tokens
+    and ratios are without them."""
     errors_by_kind: dict[str, int]
     num_requests: int
     num_groups: int
     num_shared_groups: int
     num_shards: int
     num_logical_tokens: int
-    """Prompt tokens of all rows that could be prompted."""
+    """Prompt tokens of all rows that could be prompted and reused nothing."""
     num_computed_tokens: int
     """Prompt tokens of the answered requests whose KV was computed rather than found in the
     cache. Recomputation after a preemption isn't in it."""

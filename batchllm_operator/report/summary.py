@@ -12,11 +12,12 @@ _MAX_TEXT_CHARS: Final = 70
 def format_summary(report: RunReport) -> str:
     """A few lines for a terminal; no trailing line break."""
     failed = "".join(f", {count} {kind}" for kind, count in sorted(report.errors_by_kind.items()))
+    reused = f", {report.num_rows_reused:,} reused" if report.num_rows_reused else ""
     lines = [
         f"job {report.job}, partition {report.ds}",
         f"  rows           {report.num_rows_in:,} in, {report.num_rows_out:,} out,"
         f" {report.num_rows_failed:,} failed{failed and ' (' + failed[2:] + ')'},"
-        f" {report.num_rows_duplicate:,} duplicates generated once",
+        f" {report.num_rows_duplicate:,} duplicates generated once{reused}",
         f"  prompt tokens  {report.num_logical_tokens:,} logical,"
         f" {report.num_computed_tokens:,} computed; output tokens {report.num_output_tokens:,}",
         f"  saving ratio   {report.achieved_saving_ratio:.1%} achieved,"
