@@ -585,6 +585,7 @@ def test_tuning_keeps_the_identity(where: str, value: Any) -> None:
         ("engine__max_model_len", 100),
         ("engine__backend", "fake"),
         ("engine__extra_args", {"quantization": "fp8"}),
+        ("reuse_outputs", True),
     ],
 )
 def test_what_outputs_depend_on_changes_the_identity(where: str, value: Any) -> None:

@@ -49,7 +49,7 @@ class RowGroupWriter:
         self._num_kept += table.num_rows
         if self._num_kept < self._num_at_once:
             return
-        rows = pa.concat_tables(self._kept)
+        rows = pa.concat_tables(self._kept).combine_chunks()  # where chunks end shows in pages
         num_whole = rows.num_rows - rows.num_rows % self._num_at_once
         self._writer.write_table(rows.slice(0, num_whole), row_group_size=self._num_at_once)
         self._kept, self._num_kept = [rows.slice(num_whole)], rows.num_rows - num_whole
@@ -57,6 +57,6 @@ class RowGroupWriter:
     def close(self) -> None:
         """Write the rest. Closing again does nothing."""
         if self._num_kept:
-            self._writer.write_table(pa.concat_tables(self._kept))
+            self._writer.write_table(pa.concat_tables(self._kept).combine_chunks())
             self._kept, self._num_kept = [], 0
         self._writer.close()
