@@ -35,8 +35,8 @@ def batchllm_task_group(
 ) -> TaskGroup:
     """Wire plan -> generate, mapped over the shards -> commit -> report; call it inside a DAG.
 
-    A plan without shards (an empty partition under `on_empty: commit`) skips generate and
-    commits all the same.
+    A plan without shards (an empty partition under `on_empty: commit`, or one of which all is
+    reused) skips generate and commits all the same.
 
     Args:
         spec_path: the job spec; read by the tasks, not when the DAG is parsed.
