@@ -13,17 +13,17 @@ table, read by pyarrow, pyiceberg or delta-rs, with what an undisturbed job has 
     s3_500, s3_slow_down, s3_timeout, s3_lost_response    a burst of requests to S3 fails so
     s3_kill                             kill -9 at a request, before or after S3 has done it
 
-A third of the trials is on S3 (moto's server). While a commit runs, is killed or waits, another
-thread reads the table all the time: a read with anything but the rows of one publication counts as
-a half commit; `reader_errors` are reads that raised, and aren't counted as such. Commands are the real
-ones, `batchllm_operator.cli.main` in processes of their own, but forked from one that has imported
-everything.
+A quarter of the trials is on S3 (moto's server). While a commit runs, is killed or waits, another
+thread reads the table all the time: a read with anything but the rows of one publication counts
+as a half commit; `reader_errors` are reads that raised, and aren't counted as such. Commands are
+the real ones, `batchllm_operator.cli.main` in processes of their own, but forked from one that
+has imported everything.
 
-`regenerated_fraction` is what the engine answered again in the trials with a kill, as a share of their
-rows. `regenerated_parts_max` is the most parts of a shard of which any answer was made again after
-one kill, `open_parts_max` the most of which any request was with the engine at that time: it is given
-requests of the next part before it has answered the last ones. Exit code 1 if a row is lost, double
-or wrong, if a commit was seen by halves, or if a job never came to its end.
+`regenerated_fraction` is what the engine answered again in the trials with a kill, as a share of
+their rows. `regenerated_parts_max` is the most parts of a shard of which any answer was made again
+after one kill, `open_parts_max` the most of which any request was with the engine at that time: it
+is given requests of the next part before it has answered the last ones. Exit code 1 if a row is
+lost, double or wrong, if a commit was seen by halves, or if a job never came to its end.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import sys
 import tempfile
 import time
@@ -157,14 +158,19 @@ def run_trials(
         jobs = [(table_format, part) for table_format in formats]
         workers.append(start_worker(root / f"worker-{idx}", seed, jobs))
     outcomes: list[dict[str, Any]] = []
-    is_whole = True
-    for pid, pipe in workers:
-        with os.fdopen(pipe) as lines:
-            for line in lines:
+    lines = dict.fromkeys((pipe for _, pipe in workers), b"")
+    while lines:
+        for pipe in select.select(list(lines), [], [])[0]:
+            data = os.read(pipe, 1 << 16)
+            *whole, lines[pipe] = (lines[pipe] + data).split(b"\n")
+            for line in whole:
                 outcomes.append(json.loads(line))
                 print(_line(outcomes[-1]), file=sys.stderr)
-        is_whole &= os.waitpid(pid, 0)[1] == 0
-    return outcomes, is_whole
+            if not data:
+                os.close(pipe)
+                del lines[pipe]
+    codes = [os.waitpid(pid, 0)[1] for pid, _ in workers]
+    return outcomes, not any(codes) and len(outcomes) == num_trials * len(formats)
 
 
 def _line(outcome: dict[str, Any]) -> str:

@@ -173,5 +173,5 @@ class Onlooker:
                 log.write(f"HALF: {len(rows)} rows\n")
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.01):
+        while not self._stop.wait(0.02):
             self.look()

@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_any(self) -> None:
         proxy = self.server
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.read_body()
         kind = proxy.fault_of_next()
         if kind == "kill_before":
             proxy.kill_client()
@@ -131,7 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         upstream = http.client.HTTPConnection(proxy.upstream)
-        headers = {name: value for name, value in self.headers.items() if name != "Expect"}
+        left_out = ("expect", "transfer-encoding", "connection")
+        headers = {n: value for n, value in self.headers.items() if n.lower() not in left_out}
         upstream.request(self.command, self.path, body, headers)
         reply = upstream.getresponse()
         data = reply.read()
@@ -142,6 +143,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.answer(reply.status, dict(reply.getheaders()), data)
+
+    def read_body(self) -> bytes:
+        """All of it; AWS's C++ client sends it in chunks."""
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():
+            pass  # trailers
+        return body
 
     def answer(self, status: int, headers: Mapping[str, str], data: bytes) -> None:
         self.send_response_only(status)

@@ -155,6 +155,7 @@ def _serve(channel: socket.socket) -> NoReturn:
         os.set_blocking(descriptor, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as before the first command
     signal.set_wakeup_fd(woken)
     running: set[int] = set()
     while True:
