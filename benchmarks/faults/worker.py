@@ -30,7 +30,7 @@ from benchmarks.faults.trial import ON_DISK, ON_S3, Outcome, Trial, Usual
 from benchmarks.faults.zygote import Zygote
 
 _TRIALS_PER_LAKE: Final = 12
-_S3_EVERY: Final = 4
+_S3_EVERY: Final = 6
 """One trial in so many is on S3."""
 
 
