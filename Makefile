@@ -59,10 +59,11 @@ format: setup ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: setup ## Measure planner, plan stage, scheduler, demo job and kernel; each ends with one JSON line
+bench: setup ## Measure planner, plan stage, scheduler, faults, demo job and kernel; each ends with one JSON line
 	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python -m benchmarks.plan_stage
 	$(BIN)/python -m benchmarks.scheduler
+	$(BIN)/python -m benchmarks.faults
 	$(BIN)/python -m benchmarks.demo_job
 	$(BIN)/python -m benchmarks.kernel
 

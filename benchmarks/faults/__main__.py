@@ -1,0 +1,185 @@
+"""What crashes, zombies and bad storage do to tables: `python -m benchmarks.faults`.
+
+Each trial puts a new input into a lake that holds an older publication, runs plan, run and commit
+with the fake engine while a fault of one kind happens, lets the job finish, and compares the
+table, read by pyarrow, pyiceberg or delta-rs, with what an undisturbed job has published. Kinds:
+
+    kill_plan, kill_run, kill_commit    kill -9 at a time uniform over the command's usual one
+    kill_..._at_write                   kill -9 before one of its file operations
+    zombie_run                          a run is stopped, another takes its shard, the first goes on
+    late_commit                         the same with commits, of an older plan and a newer one
+    damage                              staged parts and ledger entries are truncated or altered
+    disk_full                           no room is left (a small tmpfs; else a limit on file sizes)
+    s3_500, s3_slow_down, s3_timeout, s3_lost_response    a burst of requests to S3 fails so
+    s3_kill                             kill -9 at a request, before or after S3 has done it
+
+A sixth of the trials is on S3 (moto's server). While a commit runs, is killed or waits, another
+thread reads the table all the time: a read with anything but the rows of one publication counts
+as a half commit; `reader_errors` are reads that raised, and aren't counted as such. Commands are
+the real ones, `batchllm_operator.cli.main` in processes of their own, but forked from one that
+has imported everything.
+
+`regenerated_fraction` is what the engine answered again in the trials with a kill, as a share of
+their rows. `regenerated_parts_max` is the most parts of a shard of which any answer was made again
+after one kill, `open_parts_max` the most of which any request was with the engine at that time: it
+is given requests of the next part before it has answered the last ones. Exit code 1 if a row is
+lost, double or wrong, if a commit was seen by halves, or if a job never came to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import deltalake  # noqa: F401 - so that no command has to
+import pyiceberg.catalog.sql  # noqa: F401
+import s3fs  # noqa: F401
+
+import batchllm_operator.lake.delta
+import batchllm_operator.lake.iceberg
+import batchllm_operator.pipeline.commit
+import batchllm_operator.pipeline.plan
+import batchllm_operator.pipeline.run  # noqa: F401
+from benchmarks.faults.tables import FORMATS
+from benchmarks.faults.worker import Worker
+
+_SUMMED: Final = (
+    "kills",
+    "faults",
+    "lost_rows",
+    "duplicate_rows",
+    "half_commits",
+    "wrong_rows",
+    "reads",
+    "reader_errors",
+    "zombies_published",
+)
+_FATAL: Final = ("lost_rows", "duplicate_rows", "half_commits", "wrong_rows", "stuck")
+
+
+def summary(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of some trials."""
+    killed = [each for each in outcomes if each["kills"] and each["rows"]]
+    num_rows = sum(each["rows"] for each in killed)
+    again = sum(each["regenerated_rows"] for each in killed)
+    once = [each for each in killed if each["kills"] == 1]
+    return {
+        "trials": len(outcomes),
+        **{name: sum(each[name] for each in outcomes) for name in _SUMMED},
+        "stuck": sum(bool(each["stuck"]) for each in outcomes),
+        "regenerated_fraction": round(again / num_rows, 5) if num_rows else 0.0,
+        "regenerated_parts_max": max((each["regenerated_parts"] for each in once), default=0),
+        "open_parts_max": max((each["open_parts"] for each in once), default=0),
+    }
+
+
+def work(root: Path, seed: int, jobs: Sequence[tuple[str, range]], out: int) -> None:
+    """Run trials and write an outcome a line to `out`."""
+    worker = Worker(root, seed)
+    try:
+        for table_format, numbers in jobs:
+            for outcome in worker.trials(table_format, numbers):
+                line = json.dumps({"format": table_format, **outcome.as_dict()}) + "\n"
+                os.write(out, line.encode())
+    finally:
+        worker.close()
+
+
+def start_worker(root: Path, seed: int, jobs: Sequence[tuple[str, range]]) -> tuple[int, int]:
+    """Pid and the pipe of outcomes of a process for these trials."""
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(there)
+        return pid, here
+    code = 1
+    try:
+        os.close(here)
+        work(root, seed, jobs, there)
+        code = 0
+    except BaseException:  # noqa: BLE001 - nothing may come back to the process that forked
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trials", type=int, default=8, help="for each format")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="separated by commas")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2, help="processes that run trials")
+    parser.add_argument("--root", type=Path, help="folder for lakes; those that failed stay there")
+    parser.add_argument("--json", type=Path, help="also write every trial's outcome there")
+    args = parser.parse_args()
+    formats = args.formats.split(",")
+    if unknown := sorted(set(formats) - set(FORMATS)):
+        parser.error(f"--formats: there is no {', '.join(unknown)}")
+    root = args.root or Path(tempfile.mkdtemp(prefix="batchllm-faults-"))
+    started_at = time.monotonic()
+    outcomes, is_whole = run_trials(root, args.seed, formats, args.trials, args.workers)
+    if args.json:
+        args.json.write_text(json.dumps(outcomes, indent=1))
+    kinds = Counter(each["kind"] for each in outcomes)
+    by_format = {name: [o for o in outcomes if o["format"] == name] for name in formats}
+    result = {
+        "benchmark": "faults",
+        "seed": args.seed,
+        **summary(outcomes),
+        "by_format": {name: summary(found) for name, found in by_format.items()},
+        "trials_by_kind": dict(sorted(kinds.items())),
+        "wall_s": round(time.monotonic() - started_at, 1),
+    }
+    has_failed = not is_whole or any(result[name] for name in _FATAL)
+    if has_failed:
+        print(f"lakes are left in {root}", file=sys.stderr)
+    elif args.root is None:
+        shutil.rmtree(root, ignore_errors=True)
+    print(json.dumps(result))
+    return int(has_failed)
+
+
+def run_trials(
+    root: Path, seed: int, formats: Sequence[str], num_trials: int, num_workers: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """All outcomes, and whether every worker has come to its end."""
+    num_workers = max(1, min(num_workers, num_trials))
+    workers = []
+    for idx in range(num_workers):
+        part = range(num_trials * idx // num_workers, num_trials * (idx + 1) // num_workers)
+        jobs = [(table_format, part) for table_format in formats]
+        workers.append(start_worker(root / f"worker-{idx}", seed, jobs))
+    outcomes: list[dict[str, Any]] = []
+    lines = dict.fromkeys((pipe for _, pipe in workers), b"")
+    while lines:
+        for pipe in select.select(list(lines), [], [])[0]:
+            data = os.read(pipe, 1 << 16)
+            *whole, lines[pipe] = (lines[pipe] + data).split(b"\n")
+            for line in whole:
+                outcomes.append(json.loads(line))
+                print(_line(outcomes[-1]), file=sys.stderr)
+            if not data:
+                os.close(pipe)
+                del lines[pipe]
+    codes = [os.waitpid(pid, 0)[1] for pid, _ in workers]
+    return outcomes, not any(codes) and len(outcomes) == num_trials * len(formats)
+
+
+def _line(outcome: dict[str, Any]) -> str:
+    shown = {name: value for name, value in outcome.items() if value and name != "format"}
+    return f"{outcome['format']}: {shown}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

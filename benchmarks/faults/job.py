@@ -1,0 +1,101 @@
+"""The job that the trials run, and what its output has to be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+NUM_VERSIONS: Final = 4
+NUM_SHARDS: Final = 2
+PART_ROWS: Final = 6
+MAX_IN_FLIGHT: Final = 4
+DELAY_S: Final = 0.002
+
+Rows = Sequence[Mapping[str, Any]]
+Truth = Mapping[str, tuple[str | None, str]]
+"""Of each key, the generated text and a carried column."""
+
+
+def input_rows(version: int) -> list[dict[str, str]]:
+    """The input as it is on one day: other documents, and some keys come and go."""
+    return [
+        {
+            "row_key": f"d{document}-q{query}",
+            "document": f"Version {version} of document {document}. " * 4,
+            "query": f"question {query} of version {version}",
+        }
+        for query in range(8)
+        for document in range(6)
+        if (document + query) % NUM_VERSIONS != version
+    ]
+
+
+def job_json(tables: Any, staging: str) -> str:
+    """The spec."""
+    return json.dumps(
+        {
+            "spec_version": 1,
+            "name": "job",
+            "input": {"uri": tables.address("documents"), "key": "row_key"},
+            "prompt": {"system": "Answer. ", "template": "{document}|{query}"},
+            "model": {"path": "no-model"},
+            "sampling": {"max_tokens": 8},
+            "output": {
+                "uri": tables.address("out"),
+                "carry": ["query"],
+                "staging_uri": staging,
+            },
+            "engine": {
+                "backend": "fake",
+                "extra_args": {"delay_s": DELAY_S, "max_in_flight": MAX_IN_FLIGHT},
+            },
+            "planner": {"num_shards": NUM_SHARDS, "part_rows": PART_ROWS},
+        }
+    )
+
+
+def computed_truth(version: int) -> Truth:
+    """What the fake engine says, computed here: it answers a prompt with a digest of its bytes."""
+    truth = {}
+    for row in input_rows(version):
+        prompt = list(f"Answer. {row['document']}|{row['query']}".encode())
+        digest = hashlib.sha256(repr(prompt).encode()).hexdigest()[:16]
+        truth[row["row_key"]] = (f"fake {digest}", row["query"])
+    return truth
+
+
+@dataclass(slots=True)
+class Differences:
+    """How many rows of a table aren't as they should be."""
+
+    lost: int = 0
+    duplicate: int = 0
+    wrong: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.duplicate or self.wrong)
+
+
+def compare(rows: Rows, truth: Truth) -> Differences:
+    """Every row by its key."""
+    counts = Counter(row["row_key"] for row in rows)
+    return Differences(
+        lost=len(truth.keys() - counts.keys()),
+        duplicate=sum(count - 1 for count in counts.values()),
+        wrong=sum(
+            truth.get(row["row_key"]) != (row["generated_text"], row["query"])
+            or row["error"] is not None
+            for row in rows
+        ),
+    )
+
+
+def is_whole(rows: Rows, truth: Truth | None) -> bool:
+    """Whether a reader sees exactly one publication; None is a table that nobody has written."""
+    if truth is None:
+        return not rows
+    return not compare(rows, truth) and len({row["run_id"] for row in rows}) == 1

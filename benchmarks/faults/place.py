@@ -1,0 +1,177 @@
+"""A lake with one job in it, and the job's commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from batchllm_operator.errors import FINAL_EXIT_CODES, ExitCode
+from benchmarks.faults.inside import read_engine_log
+from benchmarks.faults.job import NUM_SHARDS, Truth, input_rows, is_whole, job_json
+from benchmarks.faults.tables import BUCKET, DS, FORMATS, s3_client
+from benchmarks.faults.zygote import Child, Command, Zygote
+
+MOST_TRIES: Final = 12
+_MOST_S: Final = 120.0  # for one command
+
+
+class StuckError(Exception):
+    """A job doesn't come to its end, though nothing fails any more."""
+
+
+class Place:
+    """Tables of one format, and a staging folder, in a folder or bucket of their own."""
+
+    def __init__(
+        self, root: Path, table_format: str, zygote: Zygote, endpoints: tuple[str, str] | None
+    ) -> None:
+        """`endpoints` are S3's: the commands', and the one that never fails, for looking on."""
+        self.root, self.zygote = root, zygote
+        self.endpoint, direct = endpoints or (None, None)
+        (root / "tmp").mkdir(parents=True)
+        self.fs: pafs.FileSystem = s3_client(direct) if direct else pafs.LocalFileSystem()
+        if direct:
+            self.fs.create_dir(BUCKET)
+        base = f"{BUCKET}/{root.name}" if direct else f"{root}/lake"
+        self.staging_path = f"{base}/staging"
+        self.tables: Any = FORMATS[table_format](root, direct)
+        scheme = "s3://" if direct else ""
+        self.spec = job_json(self.tables, scheme + self.staging_path)
+        self.published: Truth | None = None
+        """What the output table holds; None if nobody has written it."""
+        self.log = root / "log"
+        self.engine_log = root / "engine.log"
+
+    def new_input(self, version: int) -> None:
+        """Change the job's input, and forget what the engine has done."""
+        self.tables.replace_input(input_rows(version))
+        self.engine_log.unlink(missing_ok=True)
+
+    def start(self, *args: object, **faults: Any) -> Child:
+        """Start a command."""
+        with self.log.open("a") as log:
+            log.write(f"$ {[str(arg)[:60] for arg in args]} {faults}\n")
+        words = [str(arg) for arg in args]
+        command = Command(
+            words, self.log, self.engine_log, self.root, endpoint=self.endpoint, **faults
+        )
+        return self.zygote.start(command)
+
+    def plan_args(self) -> list[str]:
+        result = str(self.root / "plan.json")
+        return ["plan", "--job-json", self.spec, "--ds", DS, "--result", result]
+
+    def plan_uri(self) -> str:
+        """What the last `plan` made."""
+        found = json.loads((self.root / "plan.json").read_text())
+        return str(found["plan_uri"])
+
+    def stages(self, plan_uri: str) -> dict[str, list[str]]:
+        """Arguments of what comes after `plan`, in order."""
+        runs = {
+            f"run{idx}": ["run", "--plan", plan_uri, "--shard", str(idx)]
+            for idx in range(NUM_SHARDS)
+        }
+        return {**runs, "commit": ["commit", "--plan", plan_uri]}
+
+    def end(self, child: Child) -> int:
+        """Wait for a command."""
+        code = child.wait(_MOST_S)
+        if code is None:
+            child.kill()
+            raise StuckError(f"a command hung for {_MOST_S:.0f} s: see {self.log}")
+        with self.log.open("a") as log:
+            log.write(f"= {code}\n")
+        return code
+
+    def finish(self, args: Sequence[str]) -> None:
+        """Give a command again and again until it ends well."""
+        for attempt in range(MOST_TRIES):
+            code = self.end(self.start(*args))
+            if code == ExitCode.OK:
+                return
+            if code == ExitCode.INCOMPLETE and args[0] == "commit":
+                for name, run in self.stages(args[2]).items():
+                    if name != "commit":
+                        self.finish(run)
+            elif code in FINAL_EXIT_CODES:
+                raise StuckError(f"{args[0]} ended with {code}, which is final: see {self.log}")
+            time.sleep(0.05 * attempt)
+        raise StuckError(f"{args[0]} failed {MOST_TRIES} times: see {self.log}")
+
+    def parts_done_twice(self, plan_uri: str) -> tuple[int, int, int, int]:
+        """Requests that the engine answered again and all it was given; then the most parts of a
+        shard with a request that was answered again, and with one that it was given again.
+        """
+        taken, answered = read_engine_log(self.engine_log)
+        path = plan_uri.removeprefix("s3://")
+        twice: dict[str, set[int]] = defaultdict(set)
+        open_before: dict[str, set[int]] = defaultdict(set)
+        num_requests = 0
+        for info in self.fs.get_file_info(pafs.FileSelector(path)):
+            if not info.base_name.startswith("shard-"):
+                continue
+            file = pq.ParquetFile(self.fs.open_input_file(info.path))
+            for part in range(file.num_row_groups):
+                for idx in file.read_row_group(part, columns=["request_idx"])[0].to_pylist():
+                    num_requests += 1
+                    if answered[idx] > 1:
+                        twice[info.base_name].add(part)
+                    if taken[idx] > 1:
+                        open_before[info.base_name].add(part)
+        return (
+            sum(count - 1 for count in answered.values()),
+            num_requests,
+            max(map(len, twice.values()), default=0),
+            max(map(len, open_before.values()), default=0),
+        )
+
+    def remove(self) -> None:
+        """Take it away."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+class Onlooker:
+    """Another program that reads the output table all the time while something is published."""
+
+    def __init__(self, place: Place, allowed: Sequence[Truth | None]) -> None:
+        self._place, self._allowed = place, allowed
+        self.num_reads = self.num_halves = self.num_errors = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Onlooker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        """Read once."""
+        try:
+            rows: list[Mapping[str, Any]] = self._place.tables.read_output()
+        except Exception as error:  # noqa: BLE001 - each library has its own
+            self.num_errors += 1
+            with self._place.log.open("a") as log:
+                log.write(f"reader: {type(error).__name__}: {error}\n")
+            return
+        self.num_reads += 1
+        if not any(is_whole(rows, truth) for truth in self._allowed):
+            self.num_halves += 1
+            with self._place.log.open("a") as log:
+                log.write(f"HALF: {len(rows)} rows\n")
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self.look()

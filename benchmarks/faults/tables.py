@@ -1,0 +1,216 @@
+"""The tables of a job as other programs write and read them: pyarrow, pyiceberg, deltalake."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+DS: Final = "2026-01-31"
+BUCKET: Final = "faults"
+KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+
+class Tables(Protocol):
+    """Input and output of a job in one format, in an empty place."""
+
+    def address(self, name: str) -> str:
+        """What a spec calls the table."""
+
+    def replace_input(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Put these rows in place of the input partition's."""
+
+    def read_output(self) -> list[dict[str, Any]]:
+        """The output partition's rows, by a reader that isn't ours; none if there is no table."""
+
+
+def s3_client(endpoint: str) -> pafs.S3FileSystem:
+    """The storage behind `endpoint`, as pyarrow calls it."""
+    return pafs.S3FileSystem(
+        endpoint_override=endpoint,
+        access_key="test",
+        secret_key="test",
+        region="us-east-1",
+        allow_bucket_creation=True,
+    )
+
+
+class ParquetTables:
+    """Plain datasets, `ds=<value>/*.parquet`."""
+
+    def __init__(self, root: Path, endpoint: str | None) -> None:
+        self._fs: pafs.FileSystem = s3_client(endpoint) if endpoint else pafs.LocalFileSystem()
+        self._path = f"{BUCKET}/{root.name}" if endpoint else f"{root}/lake"
+        self._uri = f"s3://{self._path}" if endpoint else self._path
+
+    def address(self, name: str) -> str:
+        return f"{self._uri}/{name}"
+
+    def replace_input(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        folder = f"{self._path}/documents/ds={DS}"
+        self._fs.create_dir(folder)
+        sink = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), sink)
+        with self._fs.open_output_stream(f"{folder}/a.parquet") as stream:
+            stream.write(sink.getvalue())
+
+    def read_output(self) -> list[dict[str, Any]]:
+        folder = f"{self._path}/out"
+        if self._fs.get_file_info(folder).type == pafs.FileType.NotFound:
+            return []
+        found = ds.dataset(folder, filesystem=self._fs, partitioning="hive", format="parquet")
+        return found.to_table().to_pylist() if found.files else []
+
+
+class IcebergTables:
+    """Tables of a SQL catalog in a file; `endpoint` None is the local disk."""
+
+    def __init__(self, root: Path, endpoint: str | None) -> None:
+        from pyiceberg.catalog.sql import SqlCatalog
+
+        self._settings = iceberg_settings(root, endpoint)
+        self._catalog = SqlCatalog("faults", **self._settings)
+        self._catalog.create_namespace_if_not_exists("ns")
+
+    def address(self, name: str) -> str:
+        return f"iceberg://faults/ns.{name}"
+
+    def replace_input(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        from pyiceberg.expressions import EqualTo
+        from pyiceberg.partitioning import PartitionField, PartitionSpec
+        from pyiceberg.transforms import IdentityTransform
+
+        from batchllm_operator.lake.iceberg_schema import iceberg_schema
+
+        table = _with_ds(rows)
+        if not self._catalog.table_exists("ns.documents"):
+            schema = iceberg_schema(table.schema)
+            field = PartitionField(
+                schema.find_field("ds").field_id, 1000, IdentityTransform(), "ds"
+            )
+            self._catalog.create_table(
+                "ns.documents", schema, partition_spec=PartitionSpec(field)
+            ).append(table)
+            return
+        self._catalog.load_table("ns.documents").overwrite(table, EqualTo("ds", DS))
+
+    def read_output(self) -> list[dict[str, Any]]:
+        from pyiceberg.exceptions import NoSuchTableError
+
+        try:
+            table = self._catalog.load_table("ns.out")
+        except NoSuchTableError:
+            return []
+        return table.scan().to_arrow().to_pylist()
+
+
+class DeltaTables:
+    """Tables in folders, read and written by delta-rs."""
+
+    def __init__(self, root: Path, endpoint: str | None) -> None:
+        base = f"s3://{BUCKET}/{root.name}" if endpoint else f"{root}/lake"
+        self._base = base
+        self._options = delta_options(endpoint) if endpoint else {}
+
+    def address(self, name: str) -> str:
+        return f"delta+{self._base}/{name}"
+
+    def replace_input(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        from deltalake import write_deltalake
+
+        write_deltalake(
+            f"{self._base}/documents",
+            _with_ds(rows),
+            partition_by="ds",
+            mode="overwrite",
+            storage_options=self._options,
+        )
+
+    def read_output(self) -> list[dict[str, Any]]:
+        from deltalake import DeltaTable
+        from deltalake.exceptions import TableNotFoundError
+
+        try:
+            table = DeltaTable(f"{self._base}/out", storage_options=self._options)
+        except TableNotFoundError:
+            return []
+        return pa.table(table.to_pyarrow_table()).to_pylist()
+
+
+FORMATS: Final[dict[str, type[Tables]]] = {
+    "parquet": ParquetTables,
+    "iceberg": IcebergTables,
+    "delta": DeltaTables,
+}
+
+
+def iceberg_settings(root: Path, endpoint: str | None) -> dict[str, str]:
+    """Properties of the catalog."""
+    settings = {
+        "uri": f"sqlite:///{root}/catalog.db",
+        "warehouse": f"s3://{BUCKET}/{root.name}" if endpoint else f"file://{root}/lake",
+    }
+    if endpoint:
+        settings |= {
+            "s3.endpoint": endpoint,
+            "s3.access-key-id": "test",
+            "s3.secret-access-key": "test",
+            "s3.region": "us-east-1",
+            "s3.request-timeout": "1",
+        }
+    return settings
+
+
+def delta_options(endpoint: str) -> dict[str, str]:
+    """How delta-rs reaches the storage."""
+    return {
+        "aws_endpoint": endpoint,
+        "aws_access_key_id": "test",
+        "aws_secret_access_key": "test",
+        "aws_region": "us-east-1",
+        "allow_http": "true",
+        "conditional_put": "etag",
+    }
+
+
+def _with_ds(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    table = pa.Table.from_pylist([dict(row) for row in rows])
+    return table.append_column("ds", pa.array([DS] * table.num_rows, pa.string()))
+
+
+def set_environment(root: Path, endpoint: str | None) -> None:
+    """Make this process's environment that of a user of these tables."""
+    import fsspec.config
+    import pyiceberg.catalog
+    from pyiceberg.utils.config import Config
+
+    for name in [each for each in os.environ if each.startswith(("AWS_", "PYICEBERG_"))]:
+        del os.environ[name]
+    os.environ["TMPDIR"] = str(root / "tmp")
+    tempfile.tempdir = None
+    for name, value in iceberg_settings(root, endpoint).items():
+        key = name.upper().replace(".", "__").replace("-", "_")
+        os.environ[f"PYICEBERG_CATALOG__FAULTS__{key}"] = value
+    os.environ["PYICEBERG_CATALOG__FAULTS__TYPE"] = "sql"
+    if endpoint:
+        os.environ |= {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_MAX_ATTEMPTS": "2",
+        }
+    # Both read the environment when they were imported.
+    pyiceberg.catalog._ENV_CONFIG = Config()
+    timeouts = {"read_timeout": 1, "connect_timeout": 1}
+    fsspec.config.conf["s3"] = {"config_kwargs": timeouts}

@@ -1,0 +1,282 @@
+"""One trial: a job that meets one kind of fault, is let finish, and is checked row by row."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from batchllm_operator.errors import ExitCode
+from benchmarks.faults.damage import damage_parts, small_disk
+from benchmarks.faults.job import NUM_SHARDS, Truth, compare
+from benchmarks.faults.place import Onlooker, Place, StuckError
+from benchmarks.faults.s3 import FaultyProxy
+
+STAGES: Final = ("plan", "run0", "run1", "commit")
+ON_DISK: Final = (
+    "kill_commit",
+    "kill_run",
+    "kill_run_at_write",
+    "kill_plan",
+    "zombie_run",
+    "kill_commit_at_write",
+    "damage",
+    "disk_full",
+    "late_commit",
+    "kill_plan_at_write",
+)
+ON_S3: Final = (
+    "s3_lost_response",
+    "s3_kill",
+    "s3_500",
+    "s3_slow_down",
+    "s3_timeout",
+    "zombie_run",
+    "damage",
+)
+
+
+@dataclass(slots=True)
+class Usual:
+    """What commands do when nothing happens to them: measured before the trials."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    writes: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a trial."""
+
+    kind: str
+    kills: int = 0
+    faults: int = 0
+    """Requests to S3 that failed, damaged parts, full disks, fenced or refused zombies."""
+    lost_rows: int = 0
+    duplicate_rows: int = 0
+    wrong_rows: int = 0
+    half_commits: int = 0
+    reads: int = 0
+    reader_errors: int = 0
+    rows: int = 0
+    regenerated_rows: int = 0
+    regenerated_parts: int | None = None
+    """Of a shard after one kill of its run; None in other trials."""
+    open_parts: int | None = None
+    zombies_published: int = 0
+    """Late commits of an older plan that took the newer one's place for a while."""
+    stuck: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Trial:
+    """A new version of the input, over what the lake holds, with a fault on its way."""
+
+    def __init__(
+        self,
+        place: Place,
+        usual: Usual,
+        proxy: FaultyProxy | None,
+        truths: Mapping[int, Truth],
+        rng: random.Random,
+    ) -> None:
+        self.place, self.usual, self.proxy, self.rng = place, usual, proxy, rng
+        self.truths = truths
+        old = [version for version, truth in truths.items() if truth is place.published]
+        new = [version for version in truths if version not in old]
+        self.version = rng.choice(new)
+        self.outcome = Outcome("")
+        self.allowed: list[Truth | None] = [place.published, truths[self.version]]
+
+    def run(self, kind: str) -> Outcome:
+        """Do it; the place holds the new version afterwards, unless the outcome is stuck."""
+        self.outcome.kind = kind
+        self.place.new_input(self.version)
+        try:
+            self._with_fault(kind)
+            self._check()
+        except StuckError as error:
+            self.outcome.stuck = str(error)
+        return self.outcome
+
+    def _with_fault(self, kind: str) -> None:
+        if kind == "late_commit":
+            self._late_commit()
+        elif kind == "zombie_run":
+            self._job(lambda stage, args: self._zombie(args) if stage.startswith("run") else None)
+        elif kind == "damage":
+            self._job(lambda stage, args: self._damage(args) if stage == "commit" else None)
+        elif kind == "disk_full":
+            self._disk_full()
+        elif kind.startswith("s3_"):
+            self._s3(kind.removeprefix("s3_"))
+        else:
+            self._killed(kind.split("_")[1], at_write=kind.endswith("at_write"))
+
+    def _job(self, before: Callable[[str, list[str]], object]) -> None:
+        """All stages, each until it ends well; `before` does its harm first."""
+        place = self.place
+        before("plan", place.plan_args())
+        place.finish(place.plan_args())
+        for stage, args in place.stages(place.plan_uri()).items():
+            if stage != "commit":
+                before(stage, args)
+                place.finish(args)
+                continue
+            with Onlooker(place, self.allowed) as onlooker:
+                before(stage, args)
+                onlooker.look()
+                place.finish(args)
+                onlooker.look()
+            self._note(onlooker)
+
+    def _killed(self, which: str, *, at_write: bool) -> None:
+        """kill -9 at a random time of the stage, or before a random one of its writes."""
+        stages = [stage for stage in STAGES if stage.startswith(which)]
+        target = self.rng.choice(stages)
+
+        def kill(stage: str, args: list[str]) -> None:
+            if stage != target:
+                return
+            if at_write:
+                number = self.rng.randint(1, self.usual.writes[stage])
+                child = self.place.start(*args, kill_at_write=number)
+                self.outcome.kills += self.place.end(child) == -signal.SIGKILL
+                return
+            child = self.place.start(*args)
+            child.wait(self.rng.uniform(0, self.usual.seconds[stage]))
+            self.outcome.kills += child.kill()
+
+        self._job(kill)
+        again, rows, parts, open_parts = self.place.parts_done_twice(self.place.plan_uri())
+        self.outcome.regenerated_rows, self.outcome.rows = again, rows
+        self.outcome.regenerated_parts, self.outcome.open_parts = parts, open_parts
+
+    def _zombie(self, args: list[str]) -> None:
+        """A run is paused, another one of its shard takes over, and the first one goes on."""
+        seconds = self.usual.seconds["run0"]
+        first = self.place.start(*args)
+        first.wait(self.rng.uniform(0, seconds))
+        first.send(signal.SIGSTOP)
+        second = self.place.start(*args)
+        if self.rng.random() < 0.5:  # side by side
+            second.wait(self.rng.uniform(0, seconds))
+        elif second.wait(20) is None:  # it may wait for a lock that the first one holds
+            first.send(signal.SIGCONT)
+        first.send(signal.SIGCONT)
+        for child in (second, first):
+            code = self.place.end(child)
+            self.outcome.faults += code == ExitCode.FENCED
+            if code not in (ExitCode.OK, ExitCode.FENCED, ExitCode.FAILURE):
+                raise StuckError(f"one of two runs ended with {code}: see {self.place.log}")
+
+    def _late_commit(self) -> None:
+        """An older plan is committed beside a newer one, or after it."""
+        place = self.place
+        newest = self.truths[self.version]
+        older = self.rng.choice([v for v in self.truths if self.truths[v] is not newest])
+        self.allowed.append(self.truths[older])
+        plans = []
+        for version in (older, self.version):
+            place.new_input(version)
+            place.finish(place.plan_args())
+            plans.append(place.stages(place.plan_uri()))
+            for shard_idx in range(NUM_SHARDS):
+                place.finish(plans[-1][f"run{shard_idx}"])
+        with Onlooker(place, self.allowed) as onlooker:
+            late = place.start(*plans[0]["commit"])
+            late.wait(self.rng.uniform(0, self.usual.seconds["commit"]))
+            late.send(signal.SIGSTOP)
+            newer = place.start(*plans[1]["commit"])
+            if newer.wait(self.rng.choice([0.1, 10.0])) is None:
+                late.send(signal.SIGCONT)
+            place.end(newer)
+            late.send(signal.SIGCONT)
+            code = place.end(late)
+            self.outcome.faults += code != ExitCode.OK
+            onlooker.look()
+            is_newest = not compare(place.tables.read_output(), newest)
+            self.outcome.zombies_published += not is_newest
+            # As a scheduler would: the day is planned again, and ends with its own input.
+            place.finish(place.plan_args())
+            for args in place.stages(place.plan_uri()).values():
+                place.finish(args)
+        self._note(onlooker)
+
+    def _damage(self, args: list[str]) -> None:
+        """Staged parts are cut off or altered; the commit must see it."""
+        self.outcome.faults += damage_parts(self.place, args[2], self.rng)
+        code = self.place.end(self.place.start(*args))
+        if code == ExitCode.OK:
+            return  # what was damaged wasn't needed, or the rows tell
+        if code != ExitCode.INCOMPLETE:
+            raise StuckError(f"a damaged part made commit end with {code}: see {self.place.log}")
+
+    def _disk_full(self) -> None:
+        """The disk fills up somewhere in a stage, which is tried three times before there is room.
+
+        The file system is a small tmpfs; where none may be mounted, files have a size limit.
+        """
+        target = self.rng.choice(STAGES)
+
+        def fill(stage: str, args: list[str]) -> None:
+            if stage == target:
+                with small_disk(self.place.root, self.rng) as limits:
+                    for _ in range(3):
+                        self.outcome.faults += self.place.end(self.place.start(*args, **limits)) > 0
+
+        self._job(fill)
+
+    def _s3(self, kind: str) -> None:
+        """A burst of requests fails in a random stage, or the command is killed at one."""
+        assert self.proxy is not None, "only on S3"
+        proxy, target = self.proxy, self.rng.choice(STAGES)
+
+        def fail(stage: str, args: list[str]) -> None:
+            if stage != target:
+                return
+            first = self.rng.randrange(self.usual.requests[stage])
+            length = self.rng.choice([1, 2, 5] if kind == "timeout" else [1, 2, 5, 20, 60])
+            running: list[Any] = []
+            is_running = threading.Event()
+
+            def kill() -> None:
+                is_running.wait(10)
+                running[0].send(signal.SIGKILL)
+
+            if kind == "kill":
+                when = self.rng.choice(["kill_before", "kill_after"])
+                proxy.arm(when, range(first, first + 1), kill)
+            else:
+                proxy.arm(kind, range(first, first + length))
+            running.append(self.place.start(*args))
+            is_running.set()
+            killed = self.place.end(running[0]) == -signal.SIGKILL
+            self.outcome.kills += killed
+            self.outcome.faults += proxy.num_faults
+            proxy.arm()
+
+        self._job(fail)
+        again, rows, parts, open_parts = self.place.parts_done_twice(self.place.plan_uri())
+        if kind == "kill":
+            self.outcome.regenerated_rows, self.outcome.rows = again, rows
+            self.outcome.regenerated_parts, self.outcome.open_parts = parts, open_parts
+
+    def _check(self) -> None:
+        truth = self.truths[self.version]
+        rows = self.place.tables.read_output()
+        found = compare(rows, truth)
+        self.outcome.lost_rows, self.outcome.duplicate_rows = found.lost, found.duplicate
+        self.outcome.wrong_rows = found.wrong
+        self.place.published = truth
+
+    def _note(self, onlooker: Onlooker) -> None:
+        self.outcome.reads += onlooker.num_reads
+        self.outcome.half_commits += onlooker.num_halves
+        self.outcome.reader_errors += onlooker.num_errors

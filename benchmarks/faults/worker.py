@@ -1,0 +1,150 @@
+"""The trials of one process, with the commands' parent and the S3 server that belong to it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from batchllm_operator.cli import main
+from benchmarks.faults.damage import mount_disk, unmount_disk
+from benchmarks.faults.inside import read_engine_log
+from benchmarks.faults.job import (
+    NUM_SHARDS,
+    NUM_VERSIONS,
+    Truth,
+    compare,
+    computed_truth,
+    input_rows,
+    job_json,
+)
+from benchmarks.faults.place import Place
+from benchmarks.faults.s3 import FaultyProxy, S3Server
+from benchmarks.faults.tables import DS, ParquetTables, set_environment
+from benchmarks.faults.trial import ON_DISK, ON_S3, Outcome, Trial, Usual
+from benchmarks.faults.zygote import Zygote
+
+_TRIALS_PER_LAKE: Final = 12
+_S3_EVERY: Final = 6
+"""One trial in so many is on S3."""
+
+
+def warm_up(root: Path) -> None:
+    """Do a small job in this process, so that what it imports and compiles is there."""
+    (root / "tmp").mkdir(parents=True)
+    set_environment(root, None)
+    tables = ParquetTables(root, None)
+    tables.replace_input(input_rows(0))
+    result = root / "plan.json"
+    spec = job_json(tables, f"{root}/lake/staging")
+    main(["plan", "--job-json", spec, "--ds", DS, "--result", str(result)])
+    plan_uri = json.loads(result.read_text())["plan_uri"]
+    for shard_idx in range(NUM_SHARDS):
+        main(["run", "--plan", plan_uri, "--shard", str(shard_idx)])
+    main(["commit", "--plan", plan_uri])
+    shutil.rmtree(root)
+
+
+class Worker:
+    """Runs trials one after the other."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        """Forks processes: the caller has no thread yet."""
+        self._root, self._seed = root, seed
+        self._zygote = Zygote(partial(warm_up, root / "warm-up"))
+        self._server = S3Server()
+        self._proxy = FaultyProxy(self._server.address)
+        self._num_places = 0
+        self._places: dict[tuple[str, bool], tuple[Place, int]] = {}
+        self._usual: dict[tuple[str, bool], Usual] = {}
+        self._truths: dict[str, dict[int, Truth]] = {}
+
+    def trials(self, table_format: str, numbers: range) -> Iterator[Outcome]:
+        """The trials of these numbers; a trial is the same whoever runs it."""
+        for number in numbers:
+            is_s3 = number % _S3_EVERY == _S3_EVERY - 1
+            turn = number // _S3_EVERY if is_s3 else number - number // _S3_EVERY
+            kinds = ON_S3 if is_s3 else ON_DISK
+            usual = self._measured(table_format, is_s3)
+            place = self._place(table_format, is_s3)
+            rng = random.Random(f"{self._seed} {table_format} {number}")
+            proxy = self._proxy if is_s3 else None
+            trial = Trial(place, usual, proxy, self._truths[table_format], rng)
+            outcome = trial.run(kinds[turn % len(kinds)])
+            if outcome.stuck or outcome.lost_rows or outcome.duplicate_rows or outcome.wrong_rows:
+                del self._places[table_format, is_s3]  # left for whoever looks into it
+            yield outcome
+
+    def close(self) -> None:
+        """End what was started and remove what was written, but for lakes with a fault in them."""
+        for place, _ in self._places.values():
+            self._remove(place)
+        self._server.close()  # first: it was forked with a copy of the other's socket
+        self._zygote.close()
+
+    def _measured(self, table_format: str, is_s3: bool) -> Usual:
+        """Undisturbed jobs in a clean lake: they say what is true, and how long commands take."""
+        if (usual := self._usual.get((table_format, is_s3))) is not None:
+            return usual
+        usual = self._usual[table_format, is_s3] = Usual()
+        place = self._new_place(table_format, is_s3)
+        truths = {}
+        for version in range(NUM_VERSIONS):
+            place.new_input(version)
+            for stage, args in _all_stages(place):
+                self._proxy.arm()
+                started_at = time.monotonic()
+                child = place.start(*args)
+                if (code := place.end(child)) != 0:
+                    raise RuntimeError(f"undisturbed, {stage} ended with {code}: see {place.log}")
+                usual.seconds[stage] = time.monotonic() - started_at
+                usual.requests[stage] = max(1, self._proxy.num_seen)
+                writes = Path(f"{place.engine_log}.writes")
+                usual.writes[stage] = int(writes.read_text() or 0)
+            rows = place.tables.read_output()
+            truths[version] = {
+                row["row_key"]: (row["generated_text"], row["query"]) for row in rows
+            }
+            if compare(rows, computed_truth(version)) or len(truths[version]) != len(rows):
+                raise RuntimeError(f"undisturbed, the outputs are wrong: see {place.root}")
+            _, answered = read_engine_log(place.engine_log)
+            assert set(answered.values()) == {1}, "nothing is generated twice"
+            if table_format in self._truths:
+                break  # measured on the other storage: its outputs are the same
+        self._truths.setdefault(table_format, truths)
+        self._remove(place)
+        return usual
+
+    def _place(self, table_format: str, is_s3: bool) -> Place:
+        """A lake for the next trial: new ones now and then."""
+        key = (table_format, is_s3)
+        place, num_trials = self._places.pop(key, (None, 0))
+        if place is not None and num_trials == _TRIALS_PER_LAKE:
+            self._remove(place)
+            place, num_trials = None, 0
+        place = place or self._new_place(table_format, is_s3)
+        self._places[key] = (place, num_trials + 1)
+        return place
+
+    def _new_place(self, table_format: str, is_s3: bool) -> Place:
+        self._num_places += 1
+        root = self._root / f"{table_format}-{self._num_places}"
+        root.mkdir(parents=True)
+        if not is_s3:
+            mount_disk(root)
+        endpoints = (self._proxy.endpoint, f"http://{self._server.address}") if is_s3 else None
+        return Place(root, table_format, self._zygote, endpoints)
+
+    def _remove(self, place: Place) -> None:
+        unmount_disk(place.root)
+        place.remove()
+
+
+def _all_stages(place: Place) -> Iterator[tuple[str, list[str]]]:
+    yield "plan", place.plan_args()
+    yield from place.stages(place.plan_uri()).items()

@@ -1,0 +1,64 @@
+"""The benchmark of faults: a trial runs through, its checks can fail, its last line is JSON."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(name: str) -> ModuleType:
+    """A module of benchmarks/, which isn't installed, without the repository on `sys.path`."""
+    if "benchmarks" not in sys.modules:
+        folder = ROOT / "benchmarks"
+        spec = importlib.util.spec_from_file_location(
+            "benchmarks", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+def test_a_trial_runs_and_its_last_line_is_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "benchmarks.faults", "--trials", "1"]
+    done = subprocess.run(
+        [*command, "--formats", "parquet", "--root", str(tmp_path / "lakes")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    wrong = ("lost_rows", "duplicate_rows", "half_commits", "wrong_rows", "stuck")
+    assert found["trials"] == found["by_format"]["parquet"]["trials"] == 1
+    assert [found[name] for name in wrong] == [0] * len(wrong)
+
+
+def test_rows_that_are_not_as_they_should_be_are_counted() -> None:
+    job = load("faults.job")
+    truth = job.computed_truth(1)
+    rows = [
+        {"row_key": key, "generated_text": text, "query": query, "error": None, "run_id": "a"}
+        for key, (text, query) in truth.items()
+    ]
+    assert job.is_whole(rows, truth)
+    assert not job.compare(rows, truth)
+    assert job.compare(rows[1:], truth) == job.Differences(lost=1)
+    assert job.compare([*rows, rows[0]], truth) == job.Differences(duplicate=1)
+    altered = [{**rows[0], "generated_text": "other"}, *rows[1:]]
+    assert job.compare(altered, truth) == job.Differences(wrong=1)
+    foreign = [*rows, {**rows[0], "row_key": "nobody's"}]
+    assert job.compare(foreign, truth) == job.Differences(wrong=1)
+    assert not job.is_whole([{**rows[0], "run_id": "b"}, *rows[1:]], truth)
+    assert not job.is_whole(rows, None)
+    assert job.is_whole([], None)
