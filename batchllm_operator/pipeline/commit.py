@@ -69,9 +69,7 @@ def commit_run(plan_uri: str) -> RunReport:
     _check_failed_fraction(spec, manifest, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         data = write_partition(plan, [*shards, ReusedOutputs(plan)], Path(spool))
-        if seen is not None:
-            old = job_folder(spec, manifest.ds).child(f"plan-{seen.plan_id}")
-            StoredPlan.mark_superseded_at(old, by=manifest.plan_id)
+        plan.mark_predecessors(seen)
         _publish(plan, table, data, seen)
     return _write_report(plan, table, shards, errors)
 

@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from batchllm_operator.errors import SpecError
 from batchllm_operator.lake import open_table
 from batchllm_operator.pipeline.shard_report import ShardReport
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher
@@ -67,7 +68,11 @@ def find_committed(plan: StoredPlan) -> Committed | None:
         _log.warning("%s/%s doesn't count: it belongs elsewhere", plan.folder.uri, COMMITTED_FILE)
         return None
     spec = manifest.spec
-    table = open_table(spec.output.uri, spec.input.partition_column)
+    try:
+        table = open_table(spec.output.uri, spec.input.partition_column)
+    except SpecError as error:  # a GPU's image needs no libraries of tables: a worker has looked
+        _log.info("Whether the plan is committed can't be seen from here: %s", error)
+        return None
     is_there = check_publisher(table, spec, manifest.ds) == plan.publication
     return committed if is_there else None
 

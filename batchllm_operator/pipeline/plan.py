@@ -270,7 +270,8 @@ def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], spool: Path)
         for name, file in files.items():
             folder.publish_file(spool / name, name)
             progress.advance(file.size_bytes)
-    folder.write_bytes(MANIFEST_FILE, manifest.to_bytes())
     plan = StoredPlan(folder, manifest)
+    plan.note_predecessors()
+    folder.write_bytes(MANIFEST_FILE, manifest.to_bytes())
     plan.mark_current()
     return plan

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,9 @@ from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest, ShardInf
 from batchllm_operator.spec import JobSpec
 
 SUPERSEDED_FILE: Final = "superseded.json"
+PREDECESSORS_FILE: Final = "predecessors.json"
+_FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,42 @@ class StoredPlan:
         self.shard(shard_idx)
         return self.folder.child("runs", f"shard-{shard_idx:05d}")
 
+    def note_predecessors(self) -> None:
+        """Note which other plans of this job and partition there are: they are older than this.
+
+        Written each time that planning gives this plan, and before its manifest completes it.
+        A plan's own content says nothing of when it was made.
+        """
+        found = filter(None, map(_FOLDER.fullmatch, self._siblings().subfolder_names()))
+        plan_ids = {match[1] for match in found} - {self.manifest.plan_id}
+        note = json.dumps({"predecessors": sorted(plan_ids)}).encode()
+        self.folder.write_bytes(PREDECESSORS_FILE, note)
+
+    def mark_predecessors(self, published: Publication | None) -> None:
+        """Note in the folders of older plans that this one's outputs take the place of theirs.
+
+        Whether they have been committed or not: a late commit would bring old outputs back.
+
+        Args:
+            published: whose outputs are about to be replaced; it counts as older, too.
+        """
+        plan_id, siblings = self.manifest.plan_id, self._siblings()
+        older = {
+            each
+            for each in _predecessors(self.folder)
+            # Unless it was planned once more since.
+            if plan_id not in _predecessors(siblings.child(f"plan-{each}"))
+        }
+        if published is not None:
+            older.add(published.plan_id)
+        for each in sorted(older - {plan_id}):
+            folder = siblings.child(f"plan-{each}")
+            if folder.exists(MANIFEST_FILE):
+                self.mark_superseded_at(folder, by=plan_id)
+
+    def _siblings(self) -> Folder:
+        return Folder(self.folder.fs, self.folder.path.rpartition("/")[0])
+
     @staticmethod
     def mark_superseded_at(folder: Folder, *, by: str) -> None:
         """Note in a plan's folder that the outputs of plan `by` take the place of its own."""
@@ -108,6 +149,18 @@ class StoredPlan:
                 f"plan {self.folder.uri}: a later plan's outputs have replaced this one's; to bring"
                 " these back, plan the job again with the input and spec that they were made from"
             )
+
+
+def _predecessors(folder: Folder) -> list[str]:
+    """Ids of older plans, as noted in a plan's folder; none in those of older releases."""
+    try:
+        found = json.loads(folder.read_bytes(PREDECESSORS_FILE))["predecessors"]
+        return [each for each in found if _FOLDER.fullmatch(f"plan-{each}")]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError, RecursionError):
+        _log.warning("%s/%s can't be read", folder.uri, PREDECESSORS_FILE)
+        return []
 
 
 def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | None:

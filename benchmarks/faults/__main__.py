@@ -65,7 +65,14 @@ _SUMMED: Final = (
     "reader_errors",
     "zombies_published",
 )
-_FATAL: Final = ("lost_rows", "duplicate_rows", "half_commits", "wrong_rows", "stuck")
+_FATAL: Final = (
+    "lost_rows",
+    "duplicate_rows",
+    "half_commits",
+    "wrong_rows",
+    "stuck",
+    "zombies_published",
+)
 
 
 def summary(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -117,6 +117,49 @@ def test_a_later_run_replaces_the_partition_and_no_other(tmp_path: Path) -> None
     assert published_plan_uri(spec, "2026-02-01") == other.folder.uri
 
 
+def test_a_late_commit_of_an_older_plan_brings_nothing_back(tmp_path: Path) -> None:
+    """It was planned and run, but never committed, when a newer one was."""
+    write_table(tmp_path / "documents", document_rows(4, 5))
+    older = run_job(fake_spec(tmp_path))
+    write_table(tmp_path / "documents", document_rows(2, 3))
+    newer = run_job(fake_spec(tmp_path))
+    commit_run(newer.folder.uri)
+    with pytest.raises(PlanError, match="a later plan's outputs have replaced"):
+        commit_run(older.folder.uri)
+    assert len(published(tmp_path)) == 6
+    commit_run(newer.folder.uri)  # again
+    write_table(tmp_path / "documents", document_rows(4, 5))
+    assert (
+        run_job(fake_spec(tmp_path)).folder == older.folder
+    )  # planned once more: it is newest now
+    commit_run(older.folder.uri)
+    assert len(published(tmp_path)) == 20
+    with pytest.raises(PlanError, match="a later plan's outputs have replaced"):
+        commit_run(newer.folder.uri)
+
+
+def test_a_plan_that_was_made_again_is_not_taken_for_an_older_one(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(4, 5))
+    first = run_job(fake_spec(tmp_path))
+    write_table(tmp_path / "documents", document_rows(2, 3))
+    second = run_job(fake_spec(tmp_path))
+    write_table(tmp_path / "documents", document_rows(4, 5))
+    assert run_job(fake_spec(tmp_path)).folder == first.folder
+    commit_run(second.folder.uri)
+    commit_run(first.folder.uri)
+    assert len(published(tmp_path)) == 20
+
+
+@pytest.mark.parametrize(
+    "note", [b"", b"{}", b"[1]", b'{"predecessors": 7}', b'{"predecessors": [[]]}']
+)
+def test_a_note_of_older_plans_that_cannot_be_read_is_none(tmp_path: Path, note: bytes) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = run_job(fake_spec(tmp_path))
+    (Path(plan.folder.path) / "predecessors.json").write_bytes(note)
+    commit_run(plan.folder.uri)
+
+
 @pytest.mark.parametrize(("allowed", "published_rows"), [(0.2, 15), (0.1, None), (0.0, None)])
 def test_too_many_failed_rows_publish_nothing(
     tmp_path: Path, allowed: float, published_rows: int | None
