@@ -1115,9 +1115,10 @@ def publish_many(uri: str, partitions: list[str], plan: str, folder: str, start:
 
 
 def test_processes_that_race_for_partitions_of_a_new_table(
-    folder: Folder, table: DeltaTable, tmp_path: Path
+    folder: Folder, table: DeltaTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each partition is published once, by one of them."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # from where processes load this file
     partitions = [f"{n:02}" for n in range(8)]
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(2)

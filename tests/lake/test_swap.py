@@ -98,8 +98,9 @@ def _hold(path: str, ready: threading.Event) -> None:
         time.sleep(600)
 
 
-def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed so that it can't clean up; its file stays and locks nobody out."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # from where the process loads this file
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     holder = context.Process(target=_hold, args=(str(tmp_path), ready))

@@ -210,10 +210,10 @@ def test_the_readmes_example_for_kubernetes_makes_pods() -> None:
         exec(example, {"batchllm_task_group": batchllm_task_group})
     plan = dag.get_task("batchllm.plan")
     assert isinstance(plan, BatchLLMPlanOperator)
-    assert (plan.runner, plan.memory, plan.aws_conn_id) == ("kubernetes", "8Gi", "lake")
+    assert (plan.runner, plan.namespace, plan.aws_conn_id) == ("kubernetes", "batch-gpu", "lake")
     generate = dag.get_task("batchllm.generate").partial_kwargs
     assert (generate["gpu"], generate["gpu_count"], generate["pool"]) == ("nvidia", 2, "gpus")
-    assert generate["model_claim"] == "models"
+    assert generate["memory"] == "96Gi"
 
 
 def test_images_are_named_as_the_chart_names_them() -> None:

@@ -167,6 +167,7 @@ class DeltaLake:
 
     has_versions = True
     lost: Exception = OSError("connection lost")
+    unreadable: Exception = StorageError("connection lost")
 
     def __init__(
         self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
