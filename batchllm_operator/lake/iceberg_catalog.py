@@ -50,6 +50,7 @@ class CatalogTable:
                 f"table {self.uri}: catalog {address.catalog!r} can't be set up from pyiceberg's"
                 f" configuration (PYICEBERG_CATALOG__*, .pyiceberg.yaml): {error}"
             ) from error
+        # Whatever it is: catalogs have errors of their own, with no base in common.
         except Exception as error:
             raise _failure(self.uri, error) from error
 
@@ -63,6 +64,7 @@ class CatalogTable:
             return self._catalog.load_table(self._identifier)
         except NoSuchTableError:
             return None
+        # Whatever it is: catalogs have errors of their own, with no base in common.
         except Exception as error:
             raise _failure(self.uri, error) from error
 
@@ -108,10 +110,11 @@ def iceberg_errors(uri: str) -> Iterator[None]:
         raise
     except _FAULTS_OF_THE_TABLE as error:
         raise TableError(f"table {uri}: {error}") from error
+    # Whatever is left is the catalog's or its storage's, with no base in common.
     except Exception as error:
         raise _failure(uri, error) from error
 
 
 def _failure(uri: str, error: Exception) -> StorageError:
-    """Of whatever kind: each catalog has errors of its own, with no base in common."""
+    """What failed outside this package, as one typed error."""
     return StorageError(f"table {uri}: {type(error).__name__}: {error}")

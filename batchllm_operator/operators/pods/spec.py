@@ -192,7 +192,8 @@ def with_arguments(pod: k8s.V1Pod, settings: PodSettings) -> k8s.V1Pod:
     main.volume_mounts = [*(main.volume_mounts or []), *mounts]
     if settings.model_claim is not None:
         main.env = [*(main.env or []), *_variables(_MODEL_ENV)]
-    main.env_from = [*(main.env_from or []), *_secrets(settings)]  # a later source wins
+    secrets = _secrets(settings)  # last, wherever the template has them: a later source wins
+    main.env_from = [*(each for each in main.env_from or [] if each not in secrets), *secrets]
     if settings.deadline_s is not None:
         spec.active_deadline_seconds = settings.deadline_s
     if settings.grace_s is not None:

@@ -342,8 +342,8 @@ def test_a_given_claim_of_models_is_where_they_are_looked_for() -> None:
 
 def test_given_secrets_win_over_the_templates() -> None:
     """Of sources with the same key the last one counts."""
-    given = template(envFrom=[{"secretRef": {"name": "chart-s3"}}])
-    pod = pod_of_task(pod_template_dict=given, secret_names=["own-s3"])
+    listed = [{"secretRef": {"name": name}} for name in ("own-s3", "chart-s3")]
+    pod = pod_of_task(pod_template_dict=template(envFrom=listed), secret_names=["own-s3"])
     names = [each["secretRef"]["name"] for each in container_of(pod)["envFrom"]]
     assert names == ["chart-s3", "own-s3"]
 
