@@ -9,6 +9,8 @@ from aiohttp import web
 
 # How long a connection may take to say goodbye: clients that keep theirs don't answer.
 _FAREWELL_S = 0.005
+# How long those that are still shaking hands may take.
+_HANDSHAKES_S = 0.5
 
 
 class HttpsServer:
@@ -29,6 +31,24 @@ class HttpsServer:
 
     async def close(self) -> None:
         """Stop listening, and end all connections."""
+        await self._stop_accepting()
         self._server.close()
         await self._runner.cleanup()
         await asyncio.sleep(4 * _FAREWELL_S)
+
+    async def _stop_accepting(self) -> None:
+        """Let those that are accepted come in, so that they can be shown out.
+
+        A server of asyncio that is closed between the two leaves the connection open for ever,
+        and belonging to nobody.
+        """
+        loop = asyncio.get_running_loop()
+        for each in self._server.sockets:
+            loop.remove_reader(each.fileno())
+        if arriving := {each for each in asyncio.all_tasks() if _accepts(each)}:
+            await asyncio.wait(arriving, timeout=_HANDSHAKES_S)
+
+
+def _accepts(task: asyncio.Task[object]) -> bool:
+    """Whether a task is asyncio's own, between a connection's accept and its handshake's end."""
+    return getattr(task.get_coro(), "__name__", "") == "_accept_connection2"

@@ -116,9 +116,10 @@ async def answer_log(
                 return await _stream(answer, request)
             finally:
                 abort(answer)
-        except aiohttp.ClientConnectorError as error:
-            message = f'Get "{url}": dial tcp {address}: connect: connection refused'
-            raise ApiError(500, "", message) from error
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            why = f"dial tcp {address}: connect: connection refused" if refused else "EOF"
+            raise ApiError(500, "", f'Get "{url}": {why}') from error
 
 
 async def _stream(answer: aiohttp.ClientResponse, request: web.Request) -> web.StreamResponse:
