@@ -59,11 +59,12 @@ format: setup ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: setup ## Measure planner, plan stage, scheduler, faults, demo job and kernel; each ends with one JSON line
+bench: setup ## Measure all that needs no GPU; each ends with one JSON line
 	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python -m benchmarks.plan_stage
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.faults
+	$(BIN)/python -m benchmarks.lake
 	$(BIN)/python -m benchmarks.demo_job
 	$(BIN)/python -m benchmarks.kernel
 

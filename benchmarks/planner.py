@@ -61,7 +61,7 @@ from batchllm_operator.planner import (
     saving_ratio,
     split_large_groups,
 )
-from benchmarks.planner_on_disk import peak_rss_bytes
+from benchmarks.memory import peak_rss_bytes
 from benchmarks.python_tree import OUTPUT_TOKENS, Result, plan_in_python
 from benchmarks.synthetic_prompts import VOCABULARY, Shape, add_flags
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from batchllm_operator.planner import (
     order_groups_by_subtree,
     saving_ratio,
 )
+from benchmarks.memory import peak_rss_bytes
 from benchmarks.synthetic_prompts import Shape, add_flags
 
 OUTPUT_TOKENS = 64  # per prompt
@@ -105,19 +105,6 @@ def _check(prompts: PromptStore, groups: PrefixGroups) -> None:
             sys.exit(f"group {group_idx} has a prompt shorter than its prefix")
         if np.any(np.diff(prefixes.token_ids.reshape(len(members), -1), axis=0)):
             sys.exit(f"group {group_idx} doesn't share its prefix")
-
-
-def peak_rss_bytes() -> int:
-    """High-water mark of this process.
-
-    From /proc where there is one, because what `getrusage` says includes the parent's.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        [line] = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-        return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def parse_args() -> argparse.Namespace:

@@ -7,6 +7,7 @@ tell any two prompts apart. Faults and slowness can be asked for in `engine.extr
     error_token_id     a request whose prompt has this token gets an error
     fatal_token_id     ... kills the engine
     max_in_flight      requests that run at a time (default 16)
+    num_characters     of each text (default 21)
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, Eng
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 
-_KNOWN_ARGS = {"delay_s", "error_token_id", "fatal_token_id", "max_in_flight"}
+_KNOWN_ARGS = {
+    "delay_s",
+    "error_token_id",
+    "fatal_token_id",
+    "max_in_flight",
+    "num_characters",
+}
+_NUM_CHARACTERS = 21
 
 
 class FakeEngine:
@@ -34,6 +42,7 @@ class FakeEngine:
         self._error_token_id = args.get("error_token_id")
         self._fatal_token_id = args.get("fatal_token_id")
         self._max_in_flight = int(str(args.get("max_in_flight", 16)))
+        self._num_characters = int(str(args.get("num_characters", _NUM_CHARACTERS)))
         self._max_tokens = spec.sampling.max_tokens
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
@@ -56,7 +65,7 @@ class FakeEngine:
             return EngineOutput.failed(request, "error token in the prompt")
         return EngineOutput(
             request_idx=request.request_idx,
-            text=fake_text(request.prompt_token_ids),
+            text=fake_text(request.prompt_token_ids, self._num_characters),
             finish_reason="length",
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
@@ -65,6 +74,10 @@ class FakeEngine:
         )
 
 
-def fake_text(prompt_token_ids: list[int]) -> str:
+def fake_text(prompt_token_ids: list[int], num_characters: int = _NUM_CHARACTERS) -> str:
     """The text that the fake engine gives for a prompt."""
-    return "fake " + hashlib.sha256(repr(prompt_token_ids).encode()).hexdigest()[:16]
+    prompt = repr(prompt_token_ids).encode()
+    text = "fake " + hashlib.sha256(prompt).hexdigest()[:16]
+    if num_characters > len(text):
+        text += hashlib.shake_256(prompt).hexdigest((num_characters - len(text) + 1) // 2)
+    return text[:num_characters]

@@ -3,6 +3,7 @@
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.many_files import (
     StoredFile,
+    ahead,
     hash_files,
     list_files,
     read_files,
@@ -21,6 +22,7 @@ __all__ = [
     "Publication",
     "Snapshot",
     "StoredFile",
+    "ahead",
     "hash_files",
     "list_files",
     "open_table",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from batchllm_operator.lake.folder import Folder
 _NUM_THREADS: Final = 8
 """Each holds what is read ahead of one file at most: 16 MiB."""
 
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 
@@ -55,6 +57,27 @@ def remove_files(folder: Folder, names: Iterable[str]) -> None:
         for path in [*sorted(above, key=len, reverse=True), ""]:
             with suppress(OSError):  # it isn't empty, or is gone
                 Path(folder.full_path(path)).rmdir()
+
+
+def ahead(
+    items: Iterable[Item], work: Callable[[Item], T], *, num_threads: int = _NUM_THREADS
+) -> Iterator[T]:
+    """`map(work, items)`, done by threads, a few items before they are asked for.
+
+    What `work` raises is raised in its turn; whoever stops early waits for what is under way.
+    """
+    with ThreadPoolExecutor(num_threads, "batchllm-ahead") as pool:
+        under_way: deque[Future[T]] = deque()
+        try:
+            for item in items:
+                under_way.append(pool.submit(work, item))
+                if len(under_way) > num_threads:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for each in under_way:
+                each.cancel()
 
 
 def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:

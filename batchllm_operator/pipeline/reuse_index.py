@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchllm_operator.pipeline.partition import Outputs
+from batchllm_operator.pipeline.buckets import Outputs
 from batchllm_operator.pipeline.row_groups import ROW_GROUP_ROWS, RowGroupWriter
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.planner import TokenTable

@@ -160,7 +160,7 @@ class Onlooker:
     def look(self) -> None:
         """Read once."""
         try:
-            rows: list[Mapping[str, Any]] = self._place.tables.read_output()
+            rows: list[Mapping[str, Any]] = self._place.tables.output().to_pylist()
         except Exception as error:  # noqa: BLE001 - each library has its own
             self.num_errors += 1
             with self._place.log.open("a") as log:

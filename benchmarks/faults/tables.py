@@ -16,7 +16,11 @@ import pyarrow.parquet as pq
 
 DS: Final = "2026-01-31"
 BUCKET: Final = "faults"
+_NO_ROWS: Final = pa.table({})
 KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+
+Rows = pa.Table | Sequence[Mapping[str, Any]]
 
 
 class Tables(Protocol):
@@ -25,10 +29,10 @@ class Tables(Protocol):
     def address(self, name: str) -> str:
         """What a spec calls the table."""
 
-    def replace_input(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def replace_input(self, rows: Rows) -> None:
         """Put these rows in place of the input partition's."""
 
-    def read_output(self) -> list[dict[str, Any]]:
+    def output(self) -> pa.Table:
         """The output partition's rows, by a reader that isn't ours; none if there is no table."""
 
 
@@ -54,20 +58,20 @@ class ParquetTables:
     def address(self, name: str) -> str:
         return f"{self._uri}/{name}"
 
-    def replace_input(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def replace_input(self, rows: Rows) -> None:
         folder = f"{self._path}/documents/ds={DS}"
         self._fs.create_dir(folder)
         sink = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), sink)
+        pq.write_table(_as_table(rows), sink)
         with self._fs.open_output_stream(f"{folder}/a.parquet") as stream:
             stream.write(sink.getvalue())
 
-    def read_output(self) -> list[dict[str, Any]]:
+    def output(self) -> pa.Table:
         folder = f"{self._path}/out"
         if self._fs.get_file_info(folder).type == pafs.FileType.NotFound:
-            return []
+            return _NO_ROWS
         found = ds.dataset(folder, filesystem=self._fs, partitioning="hive", format="parquet")
-        return found.to_table().to_pylist() if found.files else []
+        return found.to_table() if found.files else _NO_ROWS
 
 
 class IcebergTables:
@@ -83,7 +87,7 @@ class IcebergTables:
     def address(self, name: str) -> str:
         return f"iceberg://faults/ns.{name}"
 
-    def replace_input(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def replace_input(self, rows: Rows) -> None:
         from pyiceberg.expressions import EqualTo
         from pyiceberg.partitioning import PartitionField, PartitionSpec
         from pyiceberg.transforms import IdentityTransform
@@ -102,14 +106,14 @@ class IcebergTables:
             return
         self._catalog.load_table("ns.documents").overwrite(table, EqualTo("ds", DS))
 
-    def read_output(self) -> list[dict[str, Any]]:
+    def output(self) -> pa.Table:
         from pyiceberg.exceptions import NoSuchTableError
 
         try:
             table = self._catalog.load_table("ns.out")
         except NoSuchTableError:
-            return []
-        return table.scan().to_arrow().to_pylist()
+            return _NO_ROWS
+        return table.scan().to_arrow()
 
 
 class DeltaTables:
@@ -123,7 +127,7 @@ class DeltaTables:
     def address(self, name: str) -> str:
         return f"delta+{self._base}/{name}"
 
-    def replace_input(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def replace_input(self, rows: Rows) -> None:
         from deltalake import write_deltalake
 
         write_deltalake(
@@ -134,15 +138,15 @@ class DeltaTables:
             storage_options=self._options,
         )
 
-    def read_output(self) -> list[dict[str, Any]]:
+    def output(self) -> pa.Table:
         from deltalake import DeltaTable
         from deltalake.exceptions import TableNotFoundError
 
         try:
             table = DeltaTable(f"{self._base}/out", storage_options=self._options)
         except TableNotFoundError:
-            return []
-        return pa.table(table.to_pyarrow_table()).to_pylist()
+            return _NO_ROWS
+        return pa.table(table.to_pyarrow_table())
 
 
 FORMATS: Final[dict[str, type[Tables]]] = {
@@ -181,9 +185,32 @@ def delta_options(endpoint: str) -> dict[str, str]:
     }
 
 
-def _with_ds(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    table = pa.Table.from_pylist([dict(row) for row in rows])
+def _as_table(rows: Rows) -> pa.Table:
+    return rows if isinstance(rows, pa.Table) else pa.Table.from_pylist([dict(r) for r in rows])
+
+
+def _with_ds(rows: Rows) -> pa.Table:
+    table = _as_table(rows)
     return table.append_column("ds", pa.array([DS] * table.num_rows, pa.string()))
+
+
+def environment(root: Path, endpoint: str | None) -> dict[str, str]:
+    """What a user of these tables has set."""
+    found = {"TMPDIR": str(root / "tmp"), "PYICEBERG_CATALOG__FAULTS__TYPE": "sql"}
+    for name, value in iceberg_settings(root, endpoint).items():
+        key = name.upper().replace(".", "__").replace("-", "_")
+        found[f"PYICEBERG_CATALOG__FAULTS__{key}"] = value
+    if endpoint:
+        found |= {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_MAX_ATTEMPTS": "2",
+        }
+    return found
 
 
 def set_environment(root: Path, endpoint: str | None) -> None:
@@ -194,23 +221,10 @@ def set_environment(root: Path, endpoint: str | None) -> None:
 
     for name in [each for each in os.environ if each.startswith(("AWS_", "PYICEBERG_"))]:
         del os.environ[name]
-    os.environ["TMPDIR"] = str(root / "tmp")
+    os.environ |= environment(root, endpoint)
     tempfile.tempdir = None
-    for name, value in iceberg_settings(root, endpoint).items():
-        key = name.upper().replace(".", "__").replace("-", "_")
-        os.environ[f"PYICEBERG_CATALOG__FAULTS__{key}"] = value
-    os.environ["PYICEBERG_CATALOG__FAULTS__TYPE"] = "sql"
-    if endpoint:
-        os.environ |= {
-            "AWS_ENDPOINT_URL": endpoint,
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            "AWS_MAX_ATTEMPTS": "2",
-        }
     # Both read the environment when they were imported.
     pyiceberg.catalog._ENV_CONFIG = Config()
-    timeouts = {"read_timeout": 1, "connect_timeout": 1}
-    fsspec.config.conf["s3"] = {"config_kwargs": timeouts}
+    if endpoint:
+        timeouts = {"read_timeout": 1, "connect_timeout": 1}
+        fsspec.config.conf["s3"] = {"config_kwargs": timeouts}

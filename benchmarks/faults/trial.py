@@ -201,7 +201,7 @@ class Trial:
             code = place.end(late)
             self.outcome.faults += code != ExitCode.OK
             onlooker.look()
-            is_newest = not compare(place.tables.read_output(), newest)
+            is_newest = not compare(place.tables.output().to_pylist(), newest)
             self.outcome.zombies_published += not is_newest
             # As a scheduler would: the day is planned again, and ends with its own input.
             place.finish(place.plan_args())
@@ -270,7 +270,7 @@ class Trial:
 
     def _check(self) -> None:
         truth = self.truths[self.version]
-        rows = self.place.tables.read_output()
+        rows = self.place.tables.output().to_pylist()
         found = compare(rows, truth)
         self.outcome.lost_rows, self.outcome.duplicate_rows = found.lost, found.duplicate
         self.outcome.wrong_rows = found.wrong

@@ -106,7 +106,7 @@ class Worker:
                 usual.requests[stage] = max(1, self._proxy.num_seen)
                 writes = Path(f"{place.engine_log}.writes")
                 usual.writes[stage] = int(writes.read_text() or 0)
-            rows = place.tables.read_output()
+            rows = place.tables.output().to_pylist()
             truths[version] = {
                 row["row_key"]: (row["generated_text"], row["query"]) for row in rows
             }

@@ -105,6 +105,7 @@ class Zygote:
         while True:
             event = json.loads(self._socket.recv(1 << 16))
             if "started" in event:
+                self._codes.pop(event["started"], None)  # of an earlier child with the same pid
                 return Child(self, event["started"])
             self._note(event)
 

@@ -25,6 +25,15 @@ def test_each_prompt_has_its_own_text_every_time() -> None:
     assert [output.num_cached_tokens for output in outputs] == [0, 1, 1]
 
 
+@pytest.mark.parametrize("num_characters", [0, 5, 21, 22, 500])
+def test_texts_are_as_long_as_asked_for(num_characters: int) -> None:
+    outputs = list(engine(num_characters=num_characters).stream(iter(requests([1], [2]))))
+    texts = [output.text for output in outputs]
+    assert [len(text) for text in texts] == [num_characters] * 2
+    assert (texts[0] != texts[1]) == (num_characters > 5)  # what they all begin with
+    assert texts[0] == fake_text([1], 500)[:num_characters]
+
+
 def test_requests_are_taken_as_they_are_needed() -> None:
     taken = []
 

@@ -13,7 +13,7 @@ from support.fake_job import DS, document_rows, expected_prompt, fake_spec, writ
 
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
-from batchllm_operator.pipeline import partition
+from batchllm_operator.pipeline import buckets, partition
 from batchllm_operator.pipeline.commit import commit_run, load_report, published_plan_uri
 from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.plan import plan_job
@@ -41,8 +41,9 @@ def expected_text(row: dict[str, str]) -> str:
 def test_rows_come_out_in_input_order(
     tmp_path: Path, bucket_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partition, "_BUCKET_ROWS", bucket_rows)
-    monkeypatch.setattr(partition, "_SLICE_ROWS", max(bucket_rows // 2, 1))
+    monkeypatch.setattr(buckets, "_BUCKET_ROWS", bucket_rows)
+    for module in (buckets, partition):
+        monkeypatch.setattr(module, "_SLICE_ROWS", max(bucket_rows // 2, 1))
     rows = document_rows(8, 5)
     rows[3] = {**rows[3], "document": None}
     rows[11] = {**rows[20], "row_key": "a duplicate"}
@@ -242,7 +243,7 @@ def test_a_key_may_be_called_row_idx(tmp_path: Path) -> None:
 def test_one_request_may_stand_for_very_many_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partition, "_SLICE_ROWS", 10)
+    monkeypatch.setattr(buckets, "_SLICE_ROWS", 10)
     row = document_rows(1, 1)[0]
     rows = [{**row, "row_key": n} for n in range(1000)]
     write_table(tmp_path / "documents", rows)

@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def load(name: str) -> ModuleType:
-    """A module of benchmarks/, which isn't installed, without the repository on `sys.path`."""
-    if "benchmarks" not in sys.modules:
-        folder = ROOT / "benchmarks"
-        spec = importlib.util.spec_from_file_location(
-            "benchmarks", folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        assert spec is not None
-        sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
-    return importlib.import_module(f"benchmarks.{name}")
+from support.benchmark_modules import load, run
 
 
 def test_a_trial_runs_and_its_last_line_is_json(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "benchmarks.faults", "--trials", "1"]
-    done = subprocess.run(
-        [*command, "--formats", "parquet", "--root", str(tmp_path / "lakes")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    root = str(tmp_path / "lakes")
+    found = run(tmp_path, "faults", "--trials", "1", "--formats", "parquet", "--root", root)
     wrong = ("lost_rows", "duplicate_rows", "half_commits", "wrong_rows", "stuck")
     assert found["trials"] == found["by_format"]["parquet"]["trials"] == 1
     assert [found[name] for name in wrong] == [0] * len(wrong)
