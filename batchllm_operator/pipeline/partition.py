@@ -20,6 +20,8 @@ from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.planner.plan import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.spec import OUTPUT_COLUMNS, JobSpec
 
+_ROWS_AT_ONCE: Final = 1 << 13
+_TOKENS_AT_ONCE: Final = 1 << 19  # some 2 MiB of text
 _BATCH_ROWS: Final = 1 << 16
 _SLICE_ROWS: Final = 1 << 13
 
@@ -32,13 +34,28 @@ class FinishedShard:
     entries: Sequence[PartEntry]
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Read the parts, a few ahead."""
+        """Read the parts, small ones together, a few ahead."""
 
-        def read(entry: PartEntry) -> pa.Table:
-            with self.folder.open_file(entry.path) as file:
-                return pq.ParquetFile(file).read(list(columns), use_threads=False)
+        def read(entries: Sequence[PartEntry]) -> pa.Table:
+            files = (self.folder.read_bytes(entry.path) for entry in entries)
+            readers = (pq.ParquetFile(pa.BufferReader(file)) for file in files)
+            return pa.concat_tables(each.read(list(columns), use_threads=False) for each in readers)
 
-        return ahead(self.entries, read)
+        return ahead(self._together(), read)
+
+    def _together(self) -> Iterator[list[PartEntry]]:
+        """The entries, as many at a time as are read at once."""
+        chosen: list[PartEntry] = []
+        for entry in self.entries:
+            chosen.append(entry)
+            if (
+                sum(each.num_rows for each in chosen) >= _ROWS_AT_ONCE
+                or sum(each.num_output_tokens for each in chosen) >= _TOKENS_AT_ONCE
+            ):
+                yield chosen
+                chosen = []
+        if chosen:
+            yield chosen
 
 
 def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -> Path:
