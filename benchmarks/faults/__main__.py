@@ -52,6 +52,7 @@ import batchllm_operator.pipeline.commit
 import batchllm_operator.pipeline.plan
 import batchllm_operator.pipeline.run  # noqa: F401
 from benchmarks.faults.tables import FORMATS
+from benchmarks.faults.trial import FATAL
 from benchmarks.faults.worker import Worker
 
 _SUMMED: Final = (
@@ -63,14 +64,6 @@ _SUMMED: Final = (
     "wrong_rows",
     "reads",
     "reader_errors",
-    "zombies_published",
-)
-_FATAL: Final = (
-    "lost_rows",
-    "duplicate_rows",
-    "half_commits",
-    "wrong_rows",
-    "stuck",
     "zombies_published",
 )
 
@@ -148,7 +141,7 @@ def main() -> int:
         "trials_by_kind": dict(sorted(kinds.items())),
         "wall_s": round(time.monotonic() - started_at, 1),
     }
-    has_failed = not is_whole or any(result[name] for name in _FATAL)
+    has_failed = not is_whole or any(result[name] for name in FATAL)
     if has_failed:
         print(f"lakes are left in {root}", file=sys.stderr)
     elif args.root is None:

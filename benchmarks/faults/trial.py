@@ -39,6 +39,17 @@ ON_S3: Final = (
 )
 
 
+FATAL: Final = (
+    "lost_rows",
+    "duplicate_rows",
+    "half_commits",
+    "wrong_rows",
+    "stuck",
+    "zombies_published",
+)
+"""Fields of `Outcome` that are zero unless the product is wrong."""
+
+
 @dataclass(slots=True)
 class Usual:
     """What commands do when nothing happens to them: measured before the trials."""
@@ -70,6 +81,11 @@ class Outcome:
     zombies_published: int = 0
     """Late commits of an older plan that took the newer one's place for a while."""
     stuck: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the product did what it never may."""
+        return any(getattr(self, name) for name in FATAL)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -76,7 +76,7 @@ class Worker:
             proxy = self._proxy if is_s3 else None
             trial = Trial(place, usual, proxy, self._truths[table_format], rng)
             outcome = trial.run(kinds[turn % len(kinds)])
-            if outcome.stuck or outcome.lost_rows or outcome.duplicate_rows or outcome.wrong_rows:
+            if outcome.has_failed:
                 del self._places[table_format, is_s3]  # left for whoever looks into it
             yield outcome
 
