@@ -69,7 +69,7 @@ def commit_run(plan_uri: str) -> RunReport:
     _check_failed_fraction(spec, manifest, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         data = write_partition(plan, [*shards, ReusedOutputs(plan)], Path(spool))
-        plan.mark_predecessors(seen)
+        plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)
     return _write_report(plan, table, shards, errors)
 
@@ -120,13 +120,32 @@ def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
 
 
 def _publish(plan: StoredPlan, table: LakeTable, data: Path, seen: Publication | None) -> None:
-    add_columns = plan.manifest.spec.output.add_columns
-    try:
-        table.publish(plan.publication, data, replaces=seen, add_columns=add_columns)
-    except ConflictError:
-        # A retry would see the winner's outputs, and replace what may be newer.
-        StoredPlan.mark_superseded_at(plan.folder, by="another plan, published meanwhile")
-        raise
+    """Publish; what an older plan has published since `seen` was looked at is replaced, too.
+
+    That plan passed its own check before it was marked. It can't come again: it has seen less.
+
+    Raises:
+        ConflictError: somebody else has published, or is about to.
+    """
+    spec, ds = plan.manifest.spec, plan.manifest.ds
+    add_columns = spec.output.add_columns
+    while True:
+        if (by := plan.superseded_by()) is not None:
+            raise ConflictError(
+                f"output {table.uri}: partition {ds!r} is published meanwhile by {by}, a later"
+                f" plan than {plan.folder.uri}, which wasn't published"
+            )
+        try:
+            table.publish(plan.publication, data, replaces=seen, add_columns=add_columns)
+            return
+        except ConflictError:
+            found = check_publisher(table, spec, ds)
+            if found is None or found == seen or found.plan_id not in plan.older_plans():
+                # A retry would see the winner's outputs, and replace what may be newer.
+                StoredPlan.mark_superseded_at(plan.folder, by="another plan, published meanwhile")
+                raise
+            _log.info("plan %s was published meanwhile; it is older, and replaced", found.plan_id)
+            seen = found
 
 
 def _count_errors(plan: StoredPlan, shards: Sequence[FinishedShard]) -> Counter[str]:

@@ -271,7 +271,7 @@ def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], spool: Path)
             folder.publish_file(spool / name, name)
             progress.advance(file.size_bytes)
     plan = StoredPlan(folder, manifest)
-    plan.note_predecessors()
+    plan.note_turn()
     folder.write_bytes(MANIFEST_FILE, manifest.to_bytes())
     plan.mark_current()
     return plan

@@ -17,7 +17,7 @@ from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest, ShardInf
 from batchllm_operator.spec import JobSpec
 
 SUPERSEDED_FILE: Final = "superseded.json"
-PREDECESSORS_FILE: Final = "predecessors.json"
+TURN_FILE: Final = "turn.json"
 _FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
 _log = logging.getLogger(__name__)
 
@@ -93,18 +93,16 @@ class StoredPlan:
         self.shard(shard_idx)
         return self.folder.child("runs", f"shard-{shard_idx:05d}")
 
-    def note_predecessors(self) -> None:
-        """Note which other plans of this job and partition there are: they are older than this.
+    def note_turn(self) -> None:
+        """Note that this plan was planned after the others of its job and partition.
 
         Written each time that planning gives this plan, and before its manifest completes it.
-        A plan's own content says nothing of when it was made.
+        A plan's own content says nothing of when it was made, and clocks differ.
         """
-        found = filter(None, map(_FOLDER.fullmatch, self._siblings().subfolder_names()))
-        plan_ids = {match[1] for match in found} - {self.manifest.plan_id}
-        note = json.dumps({"predecessors": sorted(plan_ids)}).encode()
-        self.folder.write_bytes(PREDECESSORS_FILE, note)
+        turn = 1 + max(map(_turn, self._others().values()), default=0)
+        self.folder.write_bytes(TURN_FILE, json.dumps({"turn": turn}).encode())
 
-    def mark_predecessors(self, published: Publication | None) -> None:
+    def mark_older_plans(self, published: Publication | None) -> None:
         """Note in the folders of older plans that this one's outputs take the place of theirs.
 
         Whether they have been committed or not: a late commit would bring old outputs back.
@@ -112,22 +110,38 @@ class StoredPlan:
         Args:
             published: whose outputs are about to be replaced; it counts as older, too.
         """
-        plan_id, siblings = self.manifest.plan_id, self._siblings()
-        older = {
-            each
-            for each in _predecessors(self.folder)
-            # Unless it was planned once more since.
-            if plan_id not in _predecessors(siblings.child(f"plan-{each}"))
-        }
+        others = self._others()
+        marked = {each for each in self.older_plans() if self._shares_table(others[each])}
         if published is not None:
-            older.add(published.plan_id)
-        for each in sorted(older - {plan_id}):
-            folder = siblings.child(f"plan-{each}")
-            if folder.exists(MANIFEST_FILE):
-                self.mark_superseded_at(folder, by=plan_id)
+            marked.add(published.plan_id)
+        for each in sorted(marked & others.keys()):
+            if others[each].exists(MANIFEST_FILE):
+                self.mark_superseded_at(others[each], by=self.manifest.plan_id)
 
-    def _siblings(self) -> Folder:
-        return Folder(self.folder.fs, self.folder.path.rpartition("/")[0])
+    def older_plans(self) -> set[str]:
+        """Ids of the plans of this job and partition that were planned before this one last was.
+
+        Of two that were planned at the same time, neither is older.
+        """
+        own = _turn(self.folder)
+        return {plan_id for plan_id, folder in self._others().items() if _turn(folder) < own}
+
+    def _shares_table(self, folder: Folder) -> bool:
+        """Whether another plan writes the same output table, as far as can be told.
+
+        Specs with one name and one `staging_uri` may write different tables.
+        """
+        try:
+            other = StoredPlan.open(folder.uri).manifest
+        except PlanError:
+            return True
+        return other.spec.output.uri == self.manifest.spec.output.uri
+
+    def _others(self) -> dict[str, Folder]:
+        """Folders of the other plans of this job and partition, by plan_id."""
+        parent = Folder(self.folder.fs, self.folder.path.rpartition("/")[0])
+        found = filter(None, map(_FOLDER.fullmatch, parent.subfolder_names()))
+        return {m[1]: parent.child(m[0]) for m in found if m[1] != self.manifest.plan_id}
 
     @staticmethod
     def mark_superseded_at(folder: Folder, *, by: str) -> None:
@@ -138,29 +152,38 @@ class StoredPlan:
         """Take the note away: the input was planned again and gave this plan."""
         self.folder.remove(SUPERSEDED_FILE)
 
+    def superseded_by(self) -> str | None:
+        """The id of the plan whose outputs take the place of this one's; None if none do."""
+        try:
+            note = json.loads(self.folder.read_bytes(SUPERSEDED_FILE))
+            return str(note["superseded_by"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return "a plan that can't be read"
+
     def check_current(self) -> None:
         """Refuse a plan whose outputs were replaced by a later plan's.
 
         Raises:
             PlanError: committing it would bring old outputs back.
         """
-        if self.folder.exists(SUPERSEDED_FILE):
+        if self.superseded_by() is not None:
             raise PlanError(
                 f"plan {self.folder.uri}: a later plan's outputs have replaced this one's; to bring"
                 " these back, plan the job again with the input and spec that they were made from"
             )
 
 
-def _predecessors(folder: Folder) -> list[str]:
-    """Ids of older plans, as noted in a plan's folder; none in those of older releases."""
+def _turn(folder: Folder) -> int:
+    """When a plan was planned last, counted from 1; 0 for plans of older releases."""
     try:
-        found = json.loads(folder.read_bytes(PREDECESSORS_FILE))["predecessors"]
-        return [each for each in found if _FOLDER.fullmatch(f"plan-{each}")]
+        return int(json.loads(folder.read_bytes(TURN_FILE))["turn"])
     except FileNotFoundError:
-        return []
-    except (ValueError, KeyError, TypeError, RecursionError):
-        _log.warning("%s/%s can't be read", folder.uri, PREDECESSORS_FILE)
-        return []
+        return 0
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        _log.warning("%s/%s can't be read", folder.uri, TURN_FILE)
+        return 0
 
 
 def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | None:

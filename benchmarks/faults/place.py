@@ -16,7 +16,14 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import FINAL_EXIT_CODES, ExitCode
 from benchmarks.faults.inside import read_engine_log
-from benchmarks.faults.job import NUM_SHARDS, Truth, input_rows, is_whole, job_json
+from benchmarks.faults.job import (
+    NUM_SHARDS,
+    Truth,
+    computed_truth,
+    input_rows,
+    is_whole,
+    job_json,
+)
 from benchmarks.faults.tables import BUCKET, DS, FORMATS, s3_client
 from benchmarks.faults.zygote import Child, Command, Zygote
 
@@ -46,13 +53,19 @@ class Place:
         self.tables: Any = FORMATS[table_format](root, direct)
         scheme = "s3://" if direct else ""
         self.spec = job_json(self.tables, scheme + self.staging_path)
-        self.published: Truth | None = None
-        """What the output table holds; None if nobody has written it."""
-        self.log = root / "log"
-        self.engine_log = root / "engine.log"
+        self.num_versions = 0
+        """Of the input that there have been."""
+        self.published: int | None = None
+        """Version of the input that the output table answers; None if nobody has written it."""
+        # Beside the folder, which may be a disk that is full.
+        self._logs = root.with_name(f"{root.name}-logs")
+        self._logs.mkdir(exist_ok=True)
+        self.log = self._logs / "log"
+        self.engine_log = self._logs / "engine.log"
 
     def new_input(self, version: int) -> None:
         """Change the job's input, and forget what the engine has done."""
+        self.num_versions = max(self.num_versions, version + 1)
         self.tables.replace_input(input_rows(version))
         self.engine_log.unlink(missing_ok=True)
 
@@ -137,14 +150,30 @@ class Place:
 
     def remove(self) -> None:
         """Take it away."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        for folder in (self.root, self._logs):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_locked(error: Exception) -> bool:
+    """Whether the catalog's database was locked, as it is by a process that was stopped."""
+    from sqlalchemy.exc import OperationalError
+
+    return isinstance(error, OperationalError)
 
 
 class Onlooker:
-    """Another program that reads the output table all the time while something is published."""
+    """Another program that reads the output table all the time while something is published.
 
-    def __init__(self, place: Place, allowed: Sequence[Truth | None]) -> None:
-        self._place, self._allowed = place, allowed
+    On disk a read that fails is half a commit, too: what is published there is replaced in one
+    step. On S3 a reader may mix two versions of a file, which it notices.
+    """
+
+    def __init__(self, place: Place, allowed: Sequence[int | None]) -> None:
+        """`allowed` are versions of the input; None is a table that nobody has written."""
+        self._place = place
+        self._allowed: list[Truth | None] = [
+            None if version is None else computed_truth(version) for version in allowed
+        ]
         self.num_reads = self.num_halves = self.num_errors = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -163,6 +192,7 @@ class Onlooker:
             rows: list[Mapping[str, Any]] = self._place.tables.output().to_pylist()
         except Exception as error:  # noqa: BLE001 - each library has its own
             self.num_errors += 1
+            self.num_halves += self._place.endpoint is None and not _is_locked(error)
             with self._place.log.open("a") as log:
                 log.write(f"reader: {type(error).__name__}: {error}\n")
             return

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from batchllm_operator.errors import ExitCode
 from benchmarks.faults.damage import damage_parts, small_disk
-from benchmarks.faults.job import NUM_SHARDS, Truth, compare
+from benchmarks.faults.job import NUM_SHARDS, compare, computed_truth
 from benchmarks.faults.place import Onlooker, Place, StuckError
 from benchmarks.faults.s3 import FaultyProxy
 
@@ -37,6 +37,25 @@ ON_S3: Final = (
     "zombie_run",
     "damage",
 )
+
+
+_ALSO_EARLIER: Final = (
+    "kill_plan",
+    "kill_plan_at_write",
+    "kill_commit",
+    "kill_commit_at_write",
+    "late_commit",
+)
+FATAL: Final = (
+    "lost_rows",
+    "duplicate_rows",
+    "half_commits",
+    "wrong_rows",
+    "stuck",
+    "zombies_published",
+    "overpaid_parts",
+)
+"""Fields of `Outcome` that are zero unless the product is wrong."""
 
 
 @dataclass(slots=True)
@@ -67,9 +86,16 @@ class Outcome:
     regenerated_parts: int | None = None
     """Of a shard after one kill of its run; None in other trials."""
     open_parts: int | None = None
+    overpaid_parts: int = 0
+    """Of a shard, beyond what its kills, or a run that was fenced, may cost."""
     zombies_published: int = 0
     """Late commits of an older plan that took the newer one's place for a while."""
     stuck: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the product did what it never may."""
+        return any(getattr(self, name) for name in FATAL)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,36 +106,41 @@ class Trial:
 
     def __init__(
         self,
+        kind: str,
         place: Place,
         usual: Usual,
         proxy: FaultyProxy | None,
-        truths: Mapping[int, Truth],
         rng: random.Random,
     ) -> None:
         self.place, self.usual, self.proxy, self.rng = place, usual, proxy, rng
-        self.truths = truths
-        old = [version for version, truth in truths.items() if truth is place.published]
-        new = [version for version in truths if version not in old]
-        self.version = rng.choice(new)
-        self.outcome = Outcome("")
-        self.allowed: list[Truth | None] = [place.published, truths[self.version]]
+        self.outcome = Outcome(kind)
+        self.version = self._some_version(but=place.published)
+        self.allowed = [place.published, self.version]
 
-    def run(self, kind: str) -> Outcome:
-        """Do it; the place holds the new version afterwards, unless the outcome is stuck."""
-        self.outcome.kind = kind
+    def run(self) -> Outcome:
+        """Do it; the place holds the version afterwards, unless the outcome is stuck."""
         self.place.new_input(self.version)
         try:
-            self._with_fault(kind)
+            self._with_fault(self.outcome.kind)
             self._check()
         except StuckError as error:
             self.outcome.stuck = str(error)
         return self.outcome
+
+    def _some_version(self, but: int | None) -> int:
+        """A new version of the input; now and then one that there was, where runs don't matter."""
+        earlier = [version for version in range(self.place.num_versions) if version != but]
+        if earlier and self.outcome.kind in _ALSO_EARLIER and self.rng.random() < 0.25:
+            return self.rng.choice(earlier)
+        return self.place.num_versions
 
     def _with_fault(self, kind: str) -> None:
         if kind == "late_commit":
             self._late_commit()
         elif kind == "zombie_run":
             self._job(lambda stage, args: self._zombie(args) if stage.startswith("run") else None)
+            # Its open part; and one that it finished just when the other began, where both ran.
+            self._count_parts(may_cost=2)
         elif kind == "damage":
             self._job(lambda stage, args: self._damage(args) if stage == "commit" else None)
         elif kind == "disk_full":
@@ -154,9 +185,7 @@ class Trial:
             self.outcome.kills += child.kill()
 
         self._job(kill)
-        again, rows, parts, open_parts = self.place.parts_done_twice(self.place.plan_uri())
-        self.outcome.regenerated_rows, self.outcome.rows = again, rows
-        self.outcome.regenerated_parts, self.outcome.open_parts = parts, open_parts
+        self._count_parts(may_cost=self.outcome.kills if which == "run" else 0)
 
     def _zombie(self, args: list[str]) -> None:
         """A run is paused, another one of its shard takes over, and the first one goes on."""
@@ -179,9 +208,8 @@ class Trial:
     def _late_commit(self) -> None:
         """An older plan is committed beside a newer one, or after it."""
         place = self.place
-        newest = self.truths[self.version]
-        older = self.rng.choice([v for v in self.truths if self.truths[v] is not newest])
-        self.allowed.append(self.truths[older])
+        older = self._some_version(but=self.version)
+        self.allowed.append(older)
         plans = []
         for version in (older, self.version):
             place.new_input(version)
@@ -201,7 +229,7 @@ class Trial:
             code = place.end(late)
             self.outcome.faults += code != ExitCode.OK
             onlooker.look()
-            is_newest = not compare(place.tables.output().to_pylist(), newest)
+            is_newest = not compare(place.tables.output().to_pylist(), computed_truth(self.version))
             self.outcome.zombies_published += not is_newest
             # As a scheduler would: the day is planned again, and ends with its own input.
             place.finish(place.plan_args())
@@ -263,18 +291,22 @@ class Trial:
             proxy.arm()
 
         self._job(fail)
-        again, rows, parts, open_parts = self.place.parts_done_twice(self.place.plan_uri())
         if kind == "kill":
-            self.outcome.regenerated_rows, self.outcome.rows = again, rows
-            self.outcome.regenerated_parts, self.outcome.open_parts = parts, open_parts
+            self._count_parts(may_cost=self.outcome.kills if target.startswith("run") else 0)
+
+    def _count_parts(self, may_cost: int) -> None:
+        """How much was generated twice, of which `may_cost` parts of a shard are no surprise."""
+        again, rows, parts, open_parts = self.place.parts_done_twice(self.place.plan_uri())
+        self.outcome.regenerated_rows, self.outcome.rows = again, rows
+        self.outcome.regenerated_parts, self.outcome.open_parts = parts, open_parts
+        self.outcome.overpaid_parts = max(0, parts - may_cost)
 
     def _check(self) -> None:
-        truth = self.truths[self.version]
         rows = self.place.tables.output().to_pylist()
-        found = compare(rows, truth)
+        found = compare(rows, computed_truth(self.version))
         self.outcome.lost_rows, self.outcome.duplicate_rows = found.lost, found.duplicate
         self.outcome.wrong_rows = found.wrong
-        self.place.published = truth
+        self.place.published = self.version
 
     def _note(self, onlooker: Onlooker) -> None:
         self.outcome.reads += onlooker.num_reads

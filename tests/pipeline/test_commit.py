@@ -151,13 +151,50 @@ def test_a_plan_that_was_made_again_is_not_taken_for_an_older_one(tmp_path: Path
     assert len(published(tmp_path)) == 20
 
 
+def test_two_inputs_that_take_turns(tmp_path: Path) -> None:
+    """Each plan was planned after the other at some time; the last time counts."""
+    inputs = document_rows(4, 5), document_rows(2, 3)
+    plans = []
+    for rows in (*inputs, *inputs):
+        write_table(tmp_path / "documents", rows)
+        plans.append(run_job(fake_spec(tmp_path)))
+    assert plans[:2] == plans[2:]
+    older, newer = plans[2:]
+    assert (older.older_plans(), newer.older_plans()) == (set(), {older.manifest.plan_id})
+    commit_run(newer.folder.uri)
+    with pytest.raises(PlanError, match="a later plan's outputs have replaced"):
+        commit_run(older.folder.uri)
+    assert len(published(tmp_path)) == 6
+
+
+def test_a_plan_of_another_output_table_is_no_older_one(tmp_path: Path) -> None:
+    """Two specs of one job may have one folder for their plans."""
+    write_table(tmp_path / "documents", document_rows(2, 3))
+    staging = str(tmp_path / "staging")
+    first = run_job(fake_spec(tmp_path, output={"staging_uri": staging}))
+    elsewhere = {"uri": str(tmp_path / "elsewhere"), "staging_uri": staging}
+    second = run_job(fake_spec(tmp_path, output=elsewhere))
+    commit_run(second.folder.uri)
+    commit_run(first.folder.uri)
+    assert len(published(tmp_path)) == 6
+
+
+def test_a_note_of_a_later_plan_that_cannot_be_read_is_one(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 3))
+    plan = run_job(fake_spec(tmp_path))
+    (Path(plan.folder.path) / "superseded.json").write_bytes(b"[")
+    with pytest.raises(PlanError, match="a later plan's outputs have replaced"):
+        commit_run(plan.folder.uri)
+
+
 @pytest.mark.parametrize(
-    "note", [b"", b"{}", b"[1]", b'{"predecessors": 7}', b'{"predecessors": [[]]}']
+    "note",
+    [b"", b"{}", b"[1]", b'{"turn": []}', b'{"turn": 1e999}', b'{"turn": "x"}', b"[" * 99999],
 )
-def test_a_note_of_older_plans_that_cannot_be_read_is_none(tmp_path: Path, note: bytes) -> None:
+def test_a_turn_that_cannot_be_read_is_the_first(tmp_path: Path, note: bytes) -> None:
     write_table(tmp_path / "documents", document_rows())
     plan = run_job(fake_spec(tmp_path))
-    (Path(plan.folder.path) / "predecessors.json").write_bytes(note)
+    (Path(plan.folder.path) / "turn.json").write_bytes(note)
     commit_run(plan.folder.uri)
 
 

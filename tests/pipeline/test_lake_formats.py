@@ -16,7 +16,7 @@ from support.lake_tables import LAKES, Lake, open_lake
 from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import ConflictError, PlanError, SpecError, TableError
-from batchllm_operator.lake import Folder
+from batchllm_operator.lake import Folder, Publication
 from batchllm_operator.pipeline.commit import commit_run, load_report, published_plan_uri
 from batchllm_operator.pipeline.gc import find_garbage, remove_garbage
 from batchllm_operator.pipeline.partition import write_partition
@@ -24,7 +24,7 @@ from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher
 from batchllm_operator.pipeline.verify import verify_shard
-from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec import FilterTerm, JobSpec
 
 
 @pytest.fixture(params=LAKES)
@@ -146,6 +146,54 @@ def test_a_commit_that_somebody_else_got_ahead_of(
     with pytest.raises(PlanError, match="a later plan's outputs"):  # a retry doesn't win, either
         commit_run(slow.folder.uri)
     assert len(read(lakes[1], ["row_key"])) == 34
+
+
+def test_a_newer_plan_wins_whenever_the_older_one_publishes(
+    lakes: tuple[Lake, Lake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older one was past its own check when it was marked: its rows are replaced at once."""
+    append(lakes[0], input_rows())
+    older = run_job(spec_of(lakes))
+    append(lakes[0], [{**row, "row_key": f"x-{row['row_key']}"} for row in input_rows(2, 2)])
+    newer = run_job(spec_of(lakes))
+    mark = StoredPlan.mark_older_plans
+
+    def late(plan: StoredPlan, seen: Publication | None) -> None:
+        if plan == newer:
+            commit_run(older.folder.uri)
+        mark(plan, seen)
+
+    monkeypatch.setattr(StoredPlan, "mark_older_plans", late)
+    commit_run(newer.folder.uri)
+    assert len(read(lakes[1], ["row_key"])) == 34
+    assert check_publisher(open_lake(lakes[1]), newer.manifest.spec, DS) == newer.publication
+    with pytest.raises(PlanError, match="a later plan's outputs"):
+        commit_run(older.folder.uri)
+
+
+def test_an_older_plan_does_not_fill_what_a_newer_one_has_emptied(
+    lakes: tuple[Lake, Lake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A partition without rows looks as it did before anybody wrote it."""
+    append(lakes[0], input_rows(), "2026-01-01")
+    append(lakes[0], input_rows())
+    spec = spec_of(lakes).model_copy(update={"on_empty": "commit"})
+    older = run_job(spec)
+    no_row = FilterTerm(column="row_key", value="nobody's")
+    source = spec.input.model_copy(update={"filter": (no_row,)})
+    newer = run_job(spec.model_copy(update={"input": source}))
+    assert newer.manifest.counts.num_rows == 0
+
+    def overtaken(plan: StoredPlan, *args: Any) -> Path:
+        data = write_partition(plan, *args)
+        if plan == older:
+            commit_run(newer.folder.uri)
+        return data
+
+    monkeypatch.setattr("batchllm_operator.pipeline.commit.write_partition", overtaken)
+    with pytest.raises(ConflictError, match=newer.manifest.plan_id):
+        commit_run(older.folder.uri)
+    assert read(lakes[1], ["row_key"]) == []
 
 
 def test_more_carried_columns_need_leave(lakes: tuple[Lake, Lake]) -> None:
