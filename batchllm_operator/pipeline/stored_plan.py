@@ -17,6 +17,7 @@ from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest, ShardInf
 from batchllm_operator.spec import JobSpec
 
 SUPERSEDED_FILE: Final = "superseded.json"
+COMMITTING_FILE: Final = "committing.json"
 TURN_FILE: Final = "turn.json"
 _FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
 _log = logging.getLogger(__name__)
@@ -151,6 +152,26 @@ class StoredPlan:
     def mark_current(self) -> None:
         """Take the note away: the input was planned again and gave this plan."""
         self.folder.remove(SUPERSEDED_FILE)
+
+    def mark_committing(self) -> None:
+        """Note that a commit is at work: a plan with young files isn't collected.
+
+        Raises:
+            PlanError: it was collected just now.
+        """
+        self.folder.write_bytes(COMMITTING_FILE, json.dumps({"committing": True}).encode())
+        self.check_stays()
+
+    def check_stays(self) -> None:
+        """Make sure that what was just written keeps the plan: `gc` removes its manifest first.
+
+        Raises:
+            PlanError: it was collected before that.
+        """
+        if not self.folder.exists(MANIFEST_FILE):
+            raise PlanError(
+                f"plan {self.folder.uri}: `batchllm gc` has just removed it; make the plan again"
+            )
 
     def superseded_by(self) -> str | None:
         """The id of the plan whose outputs take the place of this one's; None if none do."""
