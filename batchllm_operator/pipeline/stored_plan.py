@@ -116,7 +116,8 @@ class StoredPlan:
         if published is not None:
             marked.add(published.plan_id)
         for each in sorted(marked & others.keys()):
-            if others[each].exists(MANIFEST_FILE):
+            is_marked = _superseded_by(others[each]) is not None  # again, it would grow young
+            if not is_marked and others[each].exists(MANIFEST_FILE):
                 self.mark_superseded_at(others[each], by=self.manifest.plan_id)
 
     def older_plans(self) -> set[str]:
@@ -175,13 +176,7 @@ class StoredPlan:
 
     def superseded_by(self) -> str | None:
         """The id of the plan whose outputs take the place of this one's; None if none do."""
-        try:
-            note = json.loads(self.folder.read_bytes(SUPERSEDED_FILE))
-            return str(note["superseded_by"])
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return "a plan that can't be read"
+        return _superseded_by(self.folder)
 
     def check_current(self) -> None:
         """Refuse a plan whose outputs were replaced by a later plan's.
@@ -194,6 +189,15 @@ class StoredPlan:
                 f"plan {self.folder.uri}: a later plan's outputs have replaced this one's; to bring"
                 " these back, plan the job again with the input and spec that they were made from"
             )
+
+
+def _superseded_by(folder: Folder) -> str | None:
+    try:
+        return str(json.loads(folder.read_bytes(SUPERSEDED_FILE))["superseded_by"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "a plan whose note can't be read"
 
 
 def _turn(folder: Folder) -> int:

@@ -178,6 +178,17 @@ def test_a_replaced_plan_goes_and_the_one_that_replaced_it_stays(plan: StoredPla
     check_published(second)
 
 
+def test_a_replaced_plan_grows_old_whatever_is_committed_later(tmp_path: Path) -> None:
+    plans = []
+    for number in range(3):
+        put_table(str(tmp_path), document_rows(2, 2 + number))
+        plans.append(run_and_commit(plan_job(fake_spec(tmp_path), DS)))
+        if number == 1:
+            make_old(plans[0].folder.path)
+    removed, _ = collect(plans[0].manifest.spec, age_s=DAY_S)
+    assert [each.folder for each in removed] == [plans[0].folder]
+
+
 def test_a_plan_that_was_to_be_replaced_but_was_not_is_published(plan: StoredPlan) -> None:
     """A commit notes in the older plan's folder that it replaces it, and may then be killed."""
     run_and_commit(plan)
