@@ -220,7 +220,12 @@ class Folder:
                 if error.errno not in _NO_LINKS:
                     raise
                 with target.open("xb") as file:  # whoever reads it half-written won't trust it
-                    file.write(data)
+                    try:
+                        file.write(data)
+                        file.flush()
+                    except OSError:  # nobody else's: it would look like one that came first
+                        target.unlink()
+                        raise
                 _fsync(target)
             _fsync(target.parent)
 
@@ -237,7 +242,7 @@ class Folder:
     @contextmanager
     def _temporary(self, target: Path) -> Iterator[Path]:
         """A path beside the local file `target`; nothing is there afterwards."""
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             yield temporary
@@ -282,6 +287,17 @@ def _is_conflict(error: Exception) -> bool:
 
 def _base(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _make_folder(path: Path) -> None:
+    """Create a folder and those above it, so that they are there after a power cut, too."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        _fsync(each.parent)
 
 
 def _fsync(path: Path) -> None:

@@ -59,6 +59,7 @@ def commit_run(plan_uri: str) -> RunReport:
     if find_committed(plan) is not None and plan.folder.exists(REPORT_FILE):
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
         return load_report(plan_uri)
+    plan.mark_committing()
     shards = _finished_shards(plan)
     seen = check_publisher(table, spec, manifest.ds)
     errors = _count_errors(plan, shards)
@@ -69,6 +70,7 @@ def commit_run(plan_uri: str) -> RunReport:
     _check_failed_fraction(spec, manifest, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         data = write_partition(plan, [*shards, ReusedOutputs(plan)], Path(spool))
+        plan.mark_committing()  # again: that may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)
     return _write_report(plan, table, shards, errors)

@@ -18,6 +18,7 @@ from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import Folder, StoredFile, list_files, open_table, remove_files
 from batchllm_operator.pipeline.committed import COMMITTED_FILE, find_committed
 from batchllm_operator.pipeline.stored_plan import (
+    COMMITTING_FILE,
     SUPERSEDED_FILE,
     StoredPlan,
     check_publisher,
@@ -33,7 +34,7 @@ from batchllm_operator.planner.plan import (
 )
 from batchllm_operator.spec import JobSpec, TableAddress
 
-_PLAN: Final = re.compile(r"plan-(.+)")
+_PLAN: Final = re.compile(r"plan-([0-9a-f]{16})")
 _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 """As `Folder` names them on local disk; on S3 there are none."""
 _SHARD: Final = re.compile(r"shard-[0-9]+\.parquet")
@@ -124,11 +125,32 @@ def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept
         if each.seen is not None and list_files(each.folder) != each.seen:
             kept.append(Kept(each.folder, "it has changed meanwhile"))
             continue
-        # First what makes a plan of it, so that nobody takes the rest for one.
-        remove_files(each.folder, [name for name in each.files if name == MANIFEST_FILE])
+        if _was_begun_anew(each):
+            kept.append(Kept(each.folder, "somebody has begun to work on it"))
+            continue
         remove_files(each.folder, each.files)
         removed.append(each)
     return removed, kept
+
+
+def _was_begun_anew(garbage: Garbage) -> bool:
+    """Take away what makes a plan of it, so that nobody takes the rest for one, and look again.
+
+    Who works on a plan writes something there, then looks whether the manifest is there. So either
+    they see that it has gone, or this sees what they wrote, and puts it back.
+    """
+    if garbage.seen is None or MANIFEST_FILE not in garbage.files:
+        return False
+    try:
+        manifest = garbage.folder.read_bytes(MANIFEST_FILE)
+    except FileNotFoundError:
+        return False
+    garbage.folder.remove(MANIFEST_FILE)
+    rest = {name: file for name, file in garbage.seen.items() if name != MANIFEST_FILE}
+    if list_files(garbage.folder) == rest:
+        return False
+    garbage.folder.create(MANIFEST_FILE, manifest)
+    return True
 
 
 def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garbage | Kept | None:
@@ -157,7 +179,7 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
         name: file
         for name, file in files.items()
         if name.startswith("runs/")
-        or name in (ROWS_FILE, FINGERPRINTS_FILE, REUSED_FILE)
+        or name in (ROWS_FILE, FINGERPRINTS_FILE, REUSED_FILE, COMMITTING_FILE)
         or (_SHARD.fullmatch(name) and not learns)
         or _is_temporary(folder, name)
     }

@@ -23,7 +23,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=parse_age,
         default="7d",
         metavar="AGE",
-        help="only what hasn't changed for so long, such as 36h, 7d or 2w (default: 7d)",
+        help="only what hasn't changed for so long, such as 36h, 7d or 2w (default: 7d): longer"
+        " than any part, and any commit, takes",
     )
     command.add_argument("--ds", help="only this partition")
     command.add_argument("--yes", action="store_true", help="remove it; without, only list it")

@@ -99,6 +99,7 @@ def run_shard(
         with plan.open_file(plan.manifest.shards[shard_idx].file) as file:
             _check_model(plan)
             attempt = claim_attempt(folder)
+            plan.check_stays()
             # An earlier attempt may have gone on until it could see the claim.
             entries = read_ledger(folder, plan.manifest.plan_id, entries)
             resumed = len(entries)

@@ -17,6 +17,7 @@ from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest, ShardInf
 from batchllm_operator.spec import JobSpec
 
 SUPERSEDED_FILE: Final = "superseded.json"
+COMMITTING_FILE: Final = "committing.json"
 TURN_FILE: Final = "turn.json"
 _FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
 _log = logging.getLogger(__name__)
@@ -115,7 +116,8 @@ class StoredPlan:
         if published is not None:
             marked.add(published.plan_id)
         for each in sorted(marked & others.keys()):
-            if others[each].exists(MANIFEST_FILE):
+            is_marked = _superseded_by(others[each]) is not None  # again, it would grow young
+            if not is_marked and others[each].exists(MANIFEST_FILE):
                 self.mark_superseded_at(others[each], by=self.manifest.plan_id)
 
     def older_plans(self) -> set[str]:
@@ -152,15 +154,29 @@ class StoredPlan:
         """Take the note away: the input was planned again and gave this plan."""
         self.folder.remove(SUPERSEDED_FILE)
 
+    def mark_committing(self) -> None:
+        """Note that a commit is at work: a plan with young files isn't collected.
+
+        Raises:
+            PlanError: it was collected just now.
+        """
+        self.folder.write_bytes(COMMITTING_FILE, json.dumps({"committing": True}).encode())
+        self.check_stays()
+
+    def check_stays(self) -> None:
+        """Make sure that what was just written keeps the plan: `gc` removes its manifest first.
+
+        Raises:
+            PlanError: it was collected before that.
+        """
+        if not self.folder.exists(MANIFEST_FILE):
+            raise PlanError(
+                f"plan {self.folder.uri}: `batchllm gc` has just removed it; make the plan again"
+            )
+
     def superseded_by(self) -> str | None:
         """The id of the plan whose outputs take the place of this one's; None if none do."""
-        try:
-            note = json.loads(self.folder.read_bytes(SUPERSEDED_FILE))
-            return str(note["superseded_by"])
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return "a plan that can't be read"
+        return _superseded_by(self.folder)
 
     def check_current(self) -> None:
         """Refuse a plan whose outputs were replaced by a later plan's.
@@ -173,6 +189,15 @@ class StoredPlan:
                 f"plan {self.folder.uri}: a later plan's outputs have replaced this one's; to bring"
                 " these back, plan the job again with the input and spec that they were made from"
             )
+
+
+def _superseded_by(folder: Folder) -> str | None:
+    try:
+        return str(json.loads(folder.read_bytes(SUPERSEDED_FILE))["superseded_by"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "a plan whose note can't be read"
 
 
 def _turn(folder: Folder) -> int:

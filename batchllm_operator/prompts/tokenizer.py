@@ -17,14 +17,13 @@ import numpy as np
 from batchllm_operator.errors import ModelError
 from batchllm_operator.planner import TokenTable
 from batchllm_operator.planner.token_table import MAX_TOKEN_ID
+from batchllm_operator.prompts.model_folder import folder_digest
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.template import EMPTY_PROMPT
 from batchllm_operator.spec import JobSpec
 
 PROMPT_TOO_LONG: Final = "prompt_too_long"
 _UTF8_MAX_LEN: Final = 4096
-_WHOLE_FILE_BYTES: Final = 16 << 20
-_SAMPLE_BYTES: Final = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -190,29 +189,6 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
         ModelError: see `ModelTokenizer`.
     """
     return Utf8Tokenizer(spec) if spec.engine.backend == "fake" else ModelTokenizer(spec, ds)
-
-
-def folder_digest(folder: Path) -> str:
-    """A digest of a model's folder: names, sizes, and content.
-
-    Of a file above 16 MiB (weights) only the first and the last MiB are read: enough to
-    tell two trainings apart, and quick for any size.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = path.relative_to(folder)
-        if any(part.startswith(".") for part in name.parts):
-            continue  # what downloaders and version control leave
-        size = path.stat().st_size
-        digest.update(f"{name.as_posix()}\0{size}\0".encode())
-        with path.open("rb") as file:
-            if size <= _WHOLE_FILE_BYTES:
-                digest.update(file.read())
-            else:
-                digest.update(file.read(_SAMPLE_BYTES))
-                file.seek(-_SAMPLE_BYTES, os.SEEK_END)
-                digest.update(file.read())
-    return f"sha256:{digest.hexdigest()}"
 
 
 def _fingerprint(tokenizer: Any, *, with_chat_template: bool) -> str:

@@ -10,6 +10,7 @@ are disturbed, one that there was may come back. Kinds:
     kill_..._at_write                   kill -9 before one of its file operations
     zombie_run                          a run is stopped, another takes its shard, the first goes on
     late_commit                         the same with commits, of an older plan and a newer one
+    watched_commit                      a reader looks before each file operation of a commit
     damage                              staged parts and ledger entries are truncated or altered
     disk_full                           no room is left (a small tmpfs; else a limit on file sizes)
     s3_500, s3_slow_down, s3_timeout, s3_lost_response    a burst of requests to S3 fails so

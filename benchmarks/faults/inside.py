@@ -44,12 +44,14 @@ def read_engine_log(log: Path) -> tuple[Counter[int], Counter[int]]:
     return taken, answered
 
 
-def watch_writes(log: Path, kill_at: int | None) -> None:
+def watch_writes(log: Path, kill_at: int | None, steps: Path | None) -> None:
     """Count file operations from Python's side, and kill -9 this process before number `kill_at`.
 
-    Libraries that write by themselves (delta-rs, Arrow's file systems) aren't seen.
+    Libraries that write by themselves (delta-rs, Arrow's file systems) aren't seen. Before each
+    operation the process waits for a byte from the named pipe `steps`, if there is one.
     """
     count = 0
+    pipe = None if steps is None else os.open(steps, os.O_RDWR)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal count
@@ -62,6 +64,8 @@ def watch_writes(log: Path, kill_at: int | None) -> None:
         if count == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         os.pwrite(descriptor, b"%d\n" % count, 0)
+        if pipe is not None:
+            os.read(pipe, 1)
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     sys.addaudithook(hook)

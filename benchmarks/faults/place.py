@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +79,26 @@ class Place:
             words, self.log, self.engine_log, self.root, endpoint=self.endpoint, **faults
         )
         return self.zygote.start(command)
+
+    def step_through(self, args: Sequence[str], look: Callable[[], object]) -> int:
+        """Give a command, and look before each of its file operations; how many there were."""
+        steps, writes = self.root / "steps", Path(f"{self.engine_log}.writes")
+        writes.unlink(missing_ok=True)
+        os.mkfifo(steps)
+        pipe = os.open(steps, os.O_RDWR)
+        child = self.start(*args, steps=steps)
+        num_steps = 0
+        started_at = time.monotonic()
+        while child.wait(0.002) is None and time.monotonic() - started_at < _MOST_S:
+            count = int(writes.read_text() or 0) if writes.exists() else 0
+            if count > num_steps:
+                look()
+                os.write(pipe, b"." * (count - num_steps))
+                num_steps = count
+        self.end(child)
+        os.close(pipe)
+        steps.unlink()
+        return num_steps
 
     def plan_args(self) -> list[str]:
         result = str(self.root / "plan.json")

@@ -27,6 +27,7 @@ ON_DISK: Final = (
     "disk_full",
     "late_commit",
     "kill_plan_at_write",
+    "watched_commit",
 )
 ON_S3: Final = (
     "s3_lost_response",
@@ -74,7 +75,8 @@ class Outcome:
     kind: str
     kills: int = 0
     faults: int = 0
-    """Requests to S3 that failed, damaged parts, full disks, fenced or refused zombies."""
+    """Requests to S3 that failed, damaged parts, full disks, fenced or refused zombies; steps of a
+    commit that were watched."""
     lost_rows: int = 0
     duplicate_rows: int = 0
     wrong_rows: int = 0
@@ -137,6 +139,8 @@ class Trial:
     def _with_fault(self, kind: str) -> None:
         if kind == "late_commit":
             self._late_commit()
+        elif kind == "watched_commit":
+            self._watched_commit()
         elif kind == "zombie_run":
             self._job(lambda stage, args: self._zombie(args) if stage.startswith("run") else None)
             # Its open part; and one that it finished just when the other began, where both ran.
@@ -166,6 +170,19 @@ class Trial:
                 place.finish(args)
                 onlooker.look()
             self._note(onlooker)
+
+    def _watched_commit(self) -> None:
+        """A reader looks before each file operation of the commit, which waits meanwhile."""
+        place = self.place
+        place.finish(place.plan_args())
+        *runs, commit = place.stages(place.plan_uri()).values()
+        for args in runs:
+            place.finish(args)
+        onlooker = Onlooker(place, self.allowed)
+        self.outcome.faults += place.step_through(commit, onlooker.look)
+        onlooker.look()
+        place.finish(commit)
+        self._note(onlooker)
 
     def _killed(self, which: str, *, at_write: bool) -> None:
         """kill -9 at a random time of the stage, or before a random one of its writes."""

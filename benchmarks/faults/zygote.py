@@ -41,6 +41,8 @@ class Command:
     """Of S3; None for a lake on disk."""
     kill_at_write: int | None = None
     """kill -9 before the file operation of this number, from 1."""
+    steps: Path | None = None
+    """A named pipe: the command waits for a byte from it before each file operation."""
     max_file_bytes: int | None = None
     """Writing more than that into one file fails (RLIMIT_FSIZE)."""
 
@@ -99,6 +101,7 @@ class Zygote:
                 "root": str(command.root),
                 "endpoint": command.endpoint,
                 "kill_at_write": command.kill_at_write,
+                "steps": None if command.steps is None else str(command.steps),
                 "max_file_bytes": command.max_file_bytes,
             }
         )
@@ -204,7 +207,9 @@ def _run(request: Mapping[str, Any]) -> NoReturn:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         watch_engine(Path(request["engine_log"]))
-        watch_writes(Path(request["engine_log"] + ".writes"), request["kill_at_write"])
+        steps = None if request["steps"] is None else Path(request["steps"])
+        writes = Path(request["engine_log"] + ".writes")
+        watch_writes(writes, request["kill_at_write"], steps)
         from batchllm_operator.cli import main
 
         code = main(request["args"])

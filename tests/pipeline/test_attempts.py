@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from botocore.exceptions import ReadTimeoutError
 from support.staged_job import NUM_PARTS, NUM_ROWS, Engines, check_published, plan_one_shard
 
-from batchllm_operator.errors import ExitCode, FencedError
+from batchllm_operator.errors import ExitCode, FencedError, StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline import run as run_module
 from batchllm_operator.pipeline.attempts import CLAIM_FILE, Attempt, claim_attempt
@@ -270,6 +271,61 @@ def test_a_damaged_part_is_made_again_beside_the_old_one(plan: StoredPlan) -> No
     assert attempts_of_parts(plan) == [1, 1, 1, 2, 1, 1]
     commit_run(plan.folder.uri)
     check_published(plan)
+
+
+def test_files_and_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each file the content, then its name; of each new folder its name, too."""
+    plan = plan_one_shard(str(tmp_path))
+    before = {path for path in tmp_path.rglob("*") if path.is_dir()}
+    synced: list[Path] = []
+    named: list[tuple[Path, int]] = []
+    fsync, link, rename = os.fsync, Path.hardlink_to, Path.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    def noted_link(self: Path, target: Path) -> None:
+        assert synced[-1] == target
+        named.append((self, len(synced)))
+        link(self, target)
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        assert synced[-1] == self
+        named.append((target, len(synced)))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "hardlink_to", noted_link)
+    monkeypatch.setattr(Path, "replace", noted_rename)
+    run_shard(plan.folder.uri, 0)
+    commit_run(plan.folder.uri)
+    assert len(named) > 2 * NUM_PARTS
+    assert all(synced[place] == path.parent for path, place in named)
+    new = {path for path in tmp_path.rglob("*") if path.is_dir()} - before
+    assert len(new) >= 4 and {path.parent for path in new} <= set(synced)
+
+
+def test_a_claim_that_does_not_fit_on_the_disk_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without hard links it is written in its place; half of it would look like another's."""
+    original = Path.open
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    def opened(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if mode != "xb":
+            return original(self, mode, *args, **options)
+        original(self, mode).close()
+        return original(Path("/dev/full"), "wb")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(StorageError, match="No space left"):
+        claim_attempt(Folder.open(str(tmp_path)))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_ranges_of_the_ledger_are_all_requests_once(plan: StoredPlan) -> None:

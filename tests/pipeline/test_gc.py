@@ -19,11 +19,14 @@ from support.staged_job import NUM_PARTS, Engines, check_published, plan_one_sha
 
 from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.lake import Folder
+from batchllm_operator.pipeline import commit as commit_module
+from batchllm_operator.pipeline import gc as gc_module
 from batchllm_operator.pipeline.attempts import claim_attempt
 from batchllm_operator.pipeline.commit import commit_run, load_report
 from batchllm_operator.pipeline.committed import COMMITTED_FILE
 from batchllm_operator.pipeline.gc import Garbage, Kept, find_garbage, remove_garbage
 from batchllm_operator.pipeline.gc_command import parse_age
+from batchllm_operator.pipeline.partition import write_partition
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan, job_root
@@ -175,6 +178,17 @@ def test_a_replaced_plan_goes_and_the_one_that_replaced_it_stays(plan: StoredPla
     check_published(second)
 
 
+def test_a_replaced_plan_grows_old_whatever_is_committed_later(tmp_path: Path) -> None:
+    plans = []
+    for number in range(3):
+        put_table(str(tmp_path), document_rows(2, 2 + number))
+        plans.append(run_and_commit(plan_job(fake_spec(tmp_path), DS)))
+        if number == 1:
+            make_old(plans[0].folder.path)
+    removed, _ = collect(plans[0].manifest.spec, age_s=DAY_S)
+    assert [each.folder for each in removed] == [plans[0].folder]
+
+
 def test_a_plan_that_was_to_be_replaced_but_was_not_is_published(plan: StoredPlan) -> None:
     """A commit notes in the older plan's folder that it replaces it, and may then be killed."""
     run_and_commit(plan)
@@ -262,6 +276,74 @@ def test_a_run_in_progress_keeps_its_plan(local_plan: StoredPlan) -> None:
     make_old(path)
     [removed], _ = collect(spec, age_s=DAY_S)
     assert removed.folder == local_plan.folder
+
+
+def test_a_commit_in_progress_keeps_its_plan(
+    local_plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However old the parts, and however long ago it began when it comes to publish."""
+    plan, spec = local_plan, local_plan.manifest.spec
+    run_shard(plan.folder.uri, 0)
+    make_old(Path(plan.folder.path))
+    found: list[list[Garbage]] = []
+
+    def gather(*args: Any) -> Path:
+        found.append(collect(spec, age_s=DAY_S)[0])
+        data = write_partition(*args)
+        make_old(Path(plan.folder.path))
+        return data
+
+    def publish(*args: Any) -> None:
+        found.append(collect(spec, age_s=DAY_S)[0])
+        original(*args)
+
+    original = commit_module._publish
+    monkeypatch.setattr(commit_module, "write_partition", gather)
+    monkeypatch.setattr(commit_module, "_publish", publish)
+    commit_run(plan.folder.uri)
+    assert found == [[], []]
+    check_published(plan)
+
+
+@pytest.mark.parametrize("work", ["run", "commit"])
+def test_who_begins_just_then_keeps_the_plan_or_is_told(
+    plan: StoredPlan, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work begins when the manifest has gone, before the look that follows."""
+    spec, manifest = plan.manifest.spec, plan.folder.read_bytes("manifest.json")
+    looks: list[int] = []
+    original = gc_module.list_files
+
+    def begin() -> None:
+        if work == "run":
+            claim_attempt(plan.run_folder(0))
+            plan.check_stays()
+        else:
+            plan.mark_committing()
+
+    def look(folder: Folder) -> dict[str, Any]:
+        looks.append(1)
+        if len(looks) == 2:
+            with pytest.raises(PlanError, match="has just removed it"):
+                begin()
+        return original(folder)
+
+    garbage, _ = find_garbage(spec, before=time.time() + DAY_S)
+    monkeypatch.setattr(gc_module, "list_files", look)
+    removed, [kept] = remove_garbage(garbage)
+    assert removed == [] and kept.why == "somebody has begun to work on it"
+    assert plan.folder.read_bytes("manifest.json") == manifest
+    run_and_commit(plan)
+    check_published(plan)
+
+
+def test_a_folder_of_another_name_stays(local_plan: StoredPlan) -> None:
+    folder = Path(job_root(local_plan.manifest.spec).path) / DS / "plan-b"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("not ours")
+    [removed], _ = collect(local_plan.manifest.spec)
+    assert removed.folder == local_plan.folder
+    assert (folder / "notes.txt").exists()
 
 
 def test_what_changes_between_looking_and_removing_stays(plan: StoredPlan) -> None:
