@@ -17,7 +17,7 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import Folder, published_schema
 from batchllm_operator.pipeline.parts import PART_SCHEMA, PartEntry
 from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.planner.plan import ERROR_COLUMN, ROWS_FILE
+from batchllm_operator.planner.plan import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
 from batchllm_operator.spec import OUTPUT_COLUMNS, JobSpec
 
 _BUCKET_ROWS: Final = 1 << 16
@@ -71,8 +71,8 @@ def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -
     buckets = _spread(sources, num_rows, bucket_rows, spool)
     constants = {"model": model_name(spec), "run_id": plan.publication.run_id}
     data = spool / "data.parquet"
-    with plan.open_file(ROWS_FILE) as file:
-        rows_file = pq.ParquetFile(file)
+    with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as rows_file:
+        _check_kept(plan, rows_file.schema_arrow)
         schema = published_schema(_output_schema(spec, rows_file.schema_arrow), plan.publication)
         with pq.ParquetWriter(data, schema, compression="zstd") as writer:
             row_idx = 0
@@ -81,6 +81,15 @@ def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -
                     writer.write_table(table)
                 row_idx += rows.num_rows
     return data
+
+
+def _check_kept(plan: StoredPlan, rows_schema: pa.Schema) -> None:
+    missing = set(plan.manifest.spec.kept_columns).difference(rows_schema.names)
+    if missing:
+        raise PlanError(
+            f"plan {plan.folder.uri}: {ROWS_FILE} lacks {', '.join(sorted(missing))}; make the plan"
+            " again"
+        )
 
 
 def _spread(sources: Sequence[Outputs], num_rows: int, bucket_rows: int, spool: Path) -> list[Path]:
