@@ -25,7 +25,12 @@ from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.reuse import ReusedOutputs
 from batchllm_operator.pipeline.reuse_index import write_index
 from batchllm_operator.pipeline.shard_report import REPORT_FILE, ShardReport
-from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
+from batchllm_operator.pipeline.stored_plan import (
+    StoredPlan,
+    check_partition,
+    check_publisher,
+    job_folder,
+)
 from batchllm_operator.planner import saving_ratio
 from batchllm_operator.planner.plan import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE, PlanManifest
 from batchllm_operator.report import RunReport, SampleRow
@@ -93,8 +98,10 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
     """Where the plan lies whose outputs partition `ds` of the output table holds.
 
     Raises:
+        SpecError: `ds` can't name a partition.
         TableError: nothing is published there, or not by this job.
     """
+    check_partition(ds)
     table = open_table(spec.output.uri, spec.input.partition_column)
     found = check_publisher(table, spec, ds)
     if found is None:

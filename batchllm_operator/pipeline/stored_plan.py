@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pyarrow as pa
 
-from batchllm_operator.errors import PlanError, TableError
+from batchllm_operator.errors import PlanError, SpecError, TableError
 from batchllm_operator.lake import Folder, LakeTable, Publication
 from batchllm_operator.pipeline.plan_file import PlanFile
 from batchllm_operator.planner.plan import (
@@ -201,6 +201,22 @@ def _predecessors(folder: Folder) -> list[str]:
         return []
 
 
+def check_partition(ds: str) -> None:
+    """Refuse what can't name a partition: any text can.
+
+    Raises:
+        SpecError: it is empty, or holds what no text does.
+    """
+    if not ds:
+        raise SpecError("ds: is empty; name a partition, such as 2026-01-31")
+    try:
+        is_text = b"\0" not in ds.encode()
+    except UnicodeEncodeError:  # bytes of an argument that aren't UTF-8
+        is_text = False
+    if not is_text:
+        raise SpecError(f"ds: {ds!r} isn't text that can name a partition")
+
+
 def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | None:
     """Which of the job's plans partition `ds` holds the outputs of, None if it has none.
 
@@ -223,7 +239,12 @@ def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | N
 
 
 def job_folder(spec: JobSpec, ds: str) -> Folder:
-    """Where the plans of a job and partition lie."""
+    """Where the plans of a job and partition lie.
+
+    Raises:
+        SpecError: see `check_partition`.
+    """
+    check_partition(ds)
     name = quote(ds, safe="")
     if name in (".", ".."):  # a value like any other, but not as a folder's name
         name = name.replace(".", "%2E")

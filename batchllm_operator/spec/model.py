@@ -167,7 +167,10 @@ class PromptSpec(_Section):
     message when `chat_template` is on, else put before the template as it is."""
     template: Template
     """Text with `{column}` places; `{{` and `}}` are literal braces. Put the columns
-    that many rows share first: what comes first can be shared."""
+    that many rows share first: what comes first can be shared. Values are placed as they are
+    and mean nothing here, but text that spells a special token of the model (`<|im_start|>`)
+    becomes that token, as in vLLM itself. Rows of people whom you don't trust can end a chat's
+    turn and begin another that way: take such text out of them before."""
     chat_template: bool = False
     """Wrap the prompt in the model's chat template, as one user message."""
 
