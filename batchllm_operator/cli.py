@@ -9,9 +9,10 @@ import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -34,7 +35,26 @@ Result = Mapping[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (see `errors.ExitCode`)."""
+    """Run one command and return its exit code (see `errors.ExitCode`).
+
+    Libraries repeat in their messages what they were given; credentials are taken out of all that
+    this process prints itself, tracebacks included.
+    """
+    from batchllm_operator.spec.masking import MaskedStream, environment_secrets
+
+    secrets = environment_secrets(os.environ)
+    with (
+        redirect_stdout(MaskedStream(sys.stdout, secrets)),
+        redirect_stderr(MaskedStream(sys.stderr, secrets)),
+    ):
+        try:
+            return _main(argv)
+        except Exception as error:  # Python itself would print it past the masks
+            traceback.print_exc()
+            raise SystemExit(ExitCode.FAILURE) from error
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.name == "report" and args.job is not None and args.ds is None:

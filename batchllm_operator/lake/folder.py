@@ -24,6 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.lake.s3_settings import s3_options
+from batchllm_operator.spec import holds_credentials
 
 _CHUNK_BYTES: Final = 1 << 20
 _READ_AHEAD_BYTES: Final = 8 << 20
@@ -46,8 +47,14 @@ class Folder:
         Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client.
 
         Raises:
-            SpecError: no file system is installed for the URI's scheme, or it can't be a path.
+            SpecError: no file system is installed for the URI's scheme, or it can't be a path,
+                or it holds credentials.
         """
+        if holds_credentials(uri):  # without the URI, which goes into plans and reports, too
+            raise SpecError(
+                "the URI of a folder holds credentials; take them from the environment or an"
+                " Airflow connection instead"
+            )
         try:
             is_path = b"\0" not in os.fsencode(uri)
         except UnicodeEncodeError:

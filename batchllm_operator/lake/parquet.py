@@ -179,7 +179,10 @@ class ParquetTable:
         return None
 
     def _folder_name(self, partition: str) -> str:
-        return f"{self._partition_column}={quote(partition, safe='')}"
+        column = self._partition_column
+        for char in "%/=":  # no others, as earlier releases quoted none
+            column = column.replace(char, quote(char, safe=""))
+        return f"{column}={quote(partition, safe='')}"
 
     def _partition_folder(self, partition: str) -> Folder:
         return self._folder.child(self._folder_name(partition))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import fsspec
 
+from batchllm_operator.errors import SpecError
+
 _CONNECT_TIMEOUT_S: Final = 10
 _READ_TIMEOUT_S: Final = 30
+_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _MAX_ATTEMPTS: Final = 5
 """Requests for one call, the first included; waits between them are random, of 20 s at most."""
 
@@ -19,10 +23,14 @@ def s3_options(uri: str) -> dict[str, Any]:
 
     What the environment (`AWS_RETRY_MODE`, `AWS_MAX_ATTEMPTS`), the profile in use or fsspec's
     own configuration sets is left as it is.
+
+    Raises:
+        SpecError: the environment names an endpoint that is none.
     """
     scheme = uri.partition("://")[0]
     if scheme not in ("s3", "s3a"):
         return {}
+    _check_endpoint()
     chosen = _profile()
     retries: dict[str, Any] = {}
     if "AWS_RETRY_MODE" not in os.environ and "retry_mode" not in chosen:
@@ -36,6 +44,21 @@ def s3_options(uri: str) -> dict[str, Any]:
     }
     # What is passed when a file system is made takes the place of fsspec's configuration.
     return {"config_kwargs": config | fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})}
+
+
+def _check_endpoint() -> None:
+    """Refuse an endpoint that no client takes, before one does with a message that repeats it."""
+    for name in _ENDPOINTS:
+        if not (value := os.environ.get(name)):
+            continue
+        try:
+            parts = urlsplit(value)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+            is_url = is_url and (parts.port is None or parts.port > 0)
+        except ValueError:
+            is_url = False
+        if not is_url or "@" in value:
+            raise SpecError(f"{name}: must be http(s)://HOST[:PORT], without credentials")
 
 
 def _profile() -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Final
 
 from batchllm_operator.errors import ERROR_MARK
+from batchllm_operator.spec import mask
 
 _POLL_S: Final = 0.2
 _DRAIN_S: Final = 5.0  # for output that is still in the pipes when the command has ended
@@ -123,9 +124,7 @@ class ChildProcess:
         def read(stream: IO[str], is_stderr: bool) -> None:
             with stream:
                 for line in stream:
-                    for secret in self._secrets:
-                        line = line.replace(secret, "***")
-                    self._lines.put((is_stderr, line.rstrip()))
+                    self._lines.put((is_stderr, mask(line, self._secrets).rstrip()))
 
         assert process.stdout is not None and process.stderr is not None
         readers = [

@@ -11,6 +11,8 @@ from airflow.providers.common.compat.sdk import AirflowFailException, AirflowNot
 from airflow.sdk import Connection
 from airflow.sdk.log import mask_secret
 
+from batchllm_operator.spec import hidden_parts, mask
+
 _KEY_PAIR: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _TOKEN: Final = "AWS_SESSION_TOKEN"
 
@@ -28,8 +30,6 @@ _VERIFY: Final = "verify"
 
 _FIELDS: Final = ("login", "password", "host", "schema", "port")
 _OPEN_FIELDS: Final = ("login", "host", "schema", "port")
-
-_MIN_SECRET_LEN: Final = 5  # as for Airflow: hiding a shorter one would spoil every line
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Credentials:
         for name, reference in (connection_env or {}).items():
             value = variables[name] = _read_field(name, reference)
             if reference.partition(".")[2] not in _OPEN_FIELDS:
-                secrets |= _hidden_parts(value)
+                secrets |= hidden_parts(value)
         mask_secret(list(secrets))
         return cls(variables, tuple(sorted(secrets, key=len, reverse=True)))
 
@@ -97,26 +97,19 @@ class Credentials:
         variables = {name: value for name, value in values.items() if value}
         _check_aws(conn_id, variables)
         names = [name for name in (*_KEY_PAIR, _TOKEN) if name in variables]
-        hidden = set().union(*(_hidden_parts(variables[name]) for name in names))
+        hidden = set().union(*(hidden_parts(variables[name]) for name in names))
         mask_secret(list(hidden))
         return cls(variables, tuple(sorted(hidden, key=len, reverse=True)))
 
     def masked(self, text: str) -> str:
         """`text` with asterisks in place of secrets."""
-        for secret in self.secrets:
-            text = text.replace(secret, "***")
-        return text
+        return mask(text, self.secrets)
 
     def added_to(self, env: Mapping[str, str]) -> dict[str, str]:
         """A copy of `env` with these variables, and without those that contradict them."""
         contradicted = {each for name in self.variables for each in _CONTRADICTED.get(name, ())}
         kept = {name: value for name, value in env.items() if name not in contradicted}
         return kept | dict(self.variables)
-
-
-def _hidden_parts(value: str) -> set[str]:
-    """A secret and its lines, for logs come line by line."""
-    return {part for part in (value, *value.splitlines()) if len(part) >= _MIN_SECRET_LEN}
 
 
 def _check_aws(conn_id: str, variables: Mapping[str, Any]) -> None:

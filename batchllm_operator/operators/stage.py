@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -234,8 +235,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         if deadline is not None and now > deadline:
             raise AirflowException(f"no room for a pod in time (execution_timeout): {said}")
         self.log.info("Waiting for room in the namespace's quota: %s", said)
-        shortest = min(_QUOTA_PAUSE, timedelta(seconds=12 * self.poll_interval))
-        pause = min(max(shortest, (now - since) / 4), _LONGEST_QUOTA_PAUSE)
+        pause = _quota_pause(now - since, self.poll_interval)
         if defers:
             self.defer(
                 trigger=TimeDeltaTrigger(pause),
@@ -265,7 +265,10 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             except AirflowException as error:
                 if self._is_killed:
                     raise
-                self.log.warning("%s; looking again in %d s", error, pause_s)
+                pause_s *= random.uniform(
+                    0.5, 1.5
+                )  # tasks that failed at once don't return at once
+                self.log.warning("%s; looking again in %d s", error, round(pause_s))
                 self._sleep(pause_s)
         return self._commands().verify(*arguments)
 
@@ -280,6 +283,12 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             if self._is_over:
                 raise AirflowException(_KILLED)
             time.sleep(min(0.5, seconds))
+
+
+def _quota_pause(waited: timedelta, poll_interval_s: float) -> timedelta:
+    """Longer, the longer it takes, and not in step with the other tasks that wait for room."""
+    shortest = min(_QUOTA_PAUSE, timedelta(seconds=12 * poll_interval_s))
+    return min(max(shortest, waited / 4), _LONGEST_QUOTA_PAUSE) * random.uniform(0.5, 1.0)
 
 
 def _time_left(deadline: datetime | None) -> timedelta | None:

@@ -13,6 +13,7 @@ from batchllm_operator.errors import EmptyPartitionError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.plan import check_columns
 from batchllm_operator.pipeline.rows import deduplicated_tokens
+from batchllm_operator.pipeline.stored_plan import check_partition
 from batchllm_operator.planner import TokenTable, saving_ratios
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import (
@@ -41,6 +42,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
         SpecError, TableError, ModelError: as `plan_job`.
         EmptyPartitionError: there are no rows.
     """
+    check_partition(ds)
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     check_columns(spec, table, snapshot)

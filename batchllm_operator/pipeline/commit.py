@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchllm_operator.errors import (
     ConflictError,
@@ -26,9 +25,14 @@ from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.reuse import ReusedOutputs
 from batchllm_operator.pipeline.reuse_index import write_index
 from batchllm_operator.pipeline.shard_report import REPORT_FILE, ShardReport
-from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
+from batchllm_operator.pipeline.stored_plan import (
+    StoredPlan,
+    check_partition,
+    check_publisher,
+    job_folder,
+)
 from batchllm_operator.planner import saving_ratio
-from batchllm_operator.planner.plan import ERROR_COLUMN, ROWS_FILE, PlanManifest
+from batchllm_operator.planner.plan import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE, PlanManifest
 from batchllm_operator.report import RunReport, SampleRow
 from batchllm_operator.spec import JobSpec
 
@@ -96,8 +100,10 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
     """Where the plan lies whose outputs partition `ds` of the output table holds.
 
     Raises:
+        SpecError: `ds` can't name a partition.
         TableError: nothing is published there, or not by this job.
     """
+    check_partition(ds)
     table = open_table(spec.output.uri, spec.input.partition_column)
     found = check_publisher(table, spec, ds)
     if found is None:
@@ -153,8 +159,9 @@ def _publish(plan: StoredPlan, table: LakeTable, data: Path, seen: Publication |
 def _count_errors(plan: StoredPlan, shards: Sequence[FinishedShard]) -> Counter[str]:
     """Failed rows by kind: what stands before the colon of an error."""
     kinds: Counter[str] = Counter()
-    with plan.open_file(ROWS_FILE) as file:
-        for batch in pq.ParquetFile(file).iter_batches(columns=[ERROR_COLUMN]):
+    num_rows = plan.manifest.counts.num_rows
+    with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as file:
+        for batch in file.iter_batches(columns=[ERROR_COLUMN]):
             kinds.update(_kind(error) for error in batch.column(0).drop_null().to_pylist())
     for shard in shards:
         if not any(entry.num_failed_rows for entry in shard.entries):

@@ -17,18 +17,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.errors import BatchLLMError
+from batchllm_operator.errors import BatchLLMError, PlanError
 from batchllm_operator.lake import LakeTable
 from batchllm_operator.pipeline.memory import MemoryBudget
+from batchllm_operator.pipeline.plan_file import PlanFile
 from batchllm_operator.pipeline.stored_plan import StoredPlan, job_folder
 from batchllm_operator.planner import PrefixGroups, Requests, SegmentHasher
-from batchllm_operator.planner.plan import GROUPS_FILE, GROUPS_SCHEMA
+from batchllm_operator.planner.plan import GROUPS_FILE, GROUPS_SCHEMA, SHARD_SCHEMA
 from batchllm_operator.planner.prompt_store import chunks
 from batchllm_operator.spec import JobSpec
 
 _SEGMENT_TOKENS: Final = 64
 _NONE: Final = -1
 _BATCH_ROWS: Final = 1 << 16
+_READ_SCHEMA: Final = pa.schema([SHARD_SCHEMA.field("group_id"), SHARD_SCHEMA.field("row_idxs")])
 _log = logging.getLogger(__name__)
 
 
@@ -118,7 +120,8 @@ def learn_group_lengths(
     if budget is not None:
         budget.check_learned(num_rows)
     try:
-        hashes = pq.read_table(plan.folder.full_path(GROUPS_FILE), filesystem=plan.folder.fs)
+        with plan.open_parquet(GROUPS_FILE, GROUPS_SCHEMA, plan.manifest.counts.num_groups) as file:
+            hashes = file.read()
         group_of_row = _groups_of_rows(plan)
     # Only an estimate depends on it, so what is wrong with it is no reason to stop.
     except (BatchLLMError, OSError, pa.ArrowException) as error:
@@ -143,17 +146,27 @@ def learn_group_lengths(
 
 def _groups_of_rows(plan: StoredPlan) -> npt.NDArray[np.int64]:
     """The group of each row: int64 [num_rows], -1 for rows that couldn't be prompted."""
-    group_of_row = np.full(plan.manifest.counts.num_rows, _NONE, dtype=np.int64)
+    num_rows, num_groups = plan.manifest.counts.num_rows, plan.manifest.counts.num_groups
+    group_of_row = np.full(num_rows, _NONE, dtype=np.int64)
     for shard in plan.manifest.shards:
-        path = plan.folder.full_path(shard.file)
-        columns = ["group_id", "row_idxs"]
-        with pq.ParquetFile(path, filesystem=plan.folder.fs) as requests:
-            for batch in requests.iter_batches(_BATCH_ROWS, columns=columns):
+        # Not its checksum: most of the file is prompts, which aren't read.
+        with plan.folder.open_file(shard.file, read_ahead=False) as file:
+            where = f"plan {plan.folder.uri}: {shard.file}"
+            requests = PlanFile(file, where, _READ_SCHEMA, shard.num_requests)
+            for batch in requests.iter_batches(_BATCH_ROWS, columns=_READ_SCHEMA.names):
                 rows = batch.column("row_idxs")
-                group_ids = batch.column("group_id").to_numpy()
-                sizes = rows.value_lengths().to_numpy()
-                group_of_row[rows.flatten().to_numpy()] = np.repeat(group_ids, sizes)
+                group_ids = batch.column("group_id").to_numpy(zero_copy_only=False)
+                row_idxs = rows.flatten().to_numpy(zero_copy_only=False)
+                sizes = rows.value_lengths().fill_null(0).to_numpy()
+                if not (_is_within(group_ids, num_groups) and _is_within(row_idxs, num_rows)):
+                    raise PlanError(f"{where} is damaged")
+                group_of_row[row_idxs] = np.repeat(group_ids, sizes)
     return group_of_row
+
+
+def _is_within(idxs: npt.NDArray[np.int64], size: int) -> bool:
+    """Whether all are places in an array of that size; nulls, as NaN, aren't."""
+    return bool(np.all((idxs >= 0) & (idxs < size)))
 
 
 def _count(

@@ -17,7 +17,7 @@ from batchllm_operator.lake import Folder, ahead, published_schema
 from batchllm_operator.pipeline.buckets import Outputs, spread
 from batchllm_operator.pipeline.parts import PART_SCHEMA, PartEntry
 from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.planner.plan import ERROR_COLUMN, ROWS_FILE
+from batchllm_operator.planner.plan import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
 from batchllm_operator.spec import OUTPUT_COLUMNS, JobSpec
 
 _ROWS_AT_ONCE: Final = 1 << 13
@@ -67,11 +67,12 @@ def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -
         PlanError: a row has no output, or more than one.
     """
     spec, manifest = plan.manifest.spec, plan.manifest
-    buckets = spread(sources, manifest.counts.num_rows, spool)
+    num_rows = manifest.counts.num_rows
+    buckets = spread(sources, num_rows, spool)
     constants = {"model": model_name(spec), "run_id": plan.publication.run_id}
     data = spool / "data.parquet"
-    with plan.open_file(ROWS_FILE) as file:
-        rows_file = pq.ParquetFile(file)
+    with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as rows_file:
+        _check_kept(plan, rows_file.schema_arrow)
         schema = published_schema(_output_schema(spec, rows_file.schema_arrow), plan.publication)
         all_rows = _rebatch(rows_file, buckets.num_rows_each)
         with pq.ParquetWriter(data, schema, compression="zstd") as writer:
@@ -82,6 +83,15 @@ def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -
                 for _ in ahead(tables, writer.write_table, num_threads=1):
                     pass  # encoded while the next ones are joined
     return data
+
+
+def _check_kept(plan: StoredPlan, rows_schema: pa.Schema) -> None:
+    missing = set(plan.manifest.spec.kept_columns).difference(rows_schema.names)
+    if missing:
+        raise PlanError(
+            f"plan {plan.folder.uri}: {ROWS_FILE} lacks {', '.join(sorted(missing))}; make the plan"
+            " again"
+        )
 
 
 def _rebatch(rows_file: pq.ParquetFile, bucket_rows: int) -> Iterator[pa.Table]:

@@ -23,7 +23,12 @@ from batchllm_operator.pipeline.reuse import Reuse, find_indexes
 from batchllm_operator.pipeline.reuse_index import reuse_identity
 from batchllm_operator.pipeline.rows import Rows, read_rows
 from batchllm_operator.pipeline.spool import open_spool
-from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
+from batchllm_operator.pipeline.stored_plan import (
+    StoredPlan,
+    check_partition,
+    check_publisher,
+    job_folder,
+)
 from batchllm_operator.planner import (
     Advance,
     Phase,
@@ -76,8 +81,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
             f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
             " one would be read or overwritten as a part of the other"
         )
-    if not ds:
-        raise SpecError("ds: is empty; name a partition, such as 2026-01-31")
+    check_partition(ds)
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     check_columns(spec, table, snapshot)

@@ -148,8 +148,8 @@ class ReusedOutputs:
         """
         if not self.plan.manifest.spec.reuse_outputs:
             return
-        with self.plan.open_file(REUSED_FILE) as file:
-            for batch in pq.ParquetFile(file).iter_batches(ROW_GROUP_ROWS, columns=list(columns)):
+        with self.plan.open_parquet(REUSED_FILE, PART_SCHEMA) as file:
+            for batch in file.iter_batches(ROW_GROUP_ROWS, columns=list(columns)):
                 yield pa.Table.from_batches([batch])
 
 

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.pipeline.buckets import Outputs
+from batchllm_operator.pipeline.plan_file import PlanFile
 from batchllm_operator.pipeline.row_groups import ROW_GROUP_ROWS, RowGroupWriter
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.planner import TokenTable
@@ -124,7 +125,7 @@ class ReuseIndex:
 
     def outputs(self) -> Iterator[pa.RecordBatch]:
         """The index, a few rows at a time, in an order of its own."""
-        with pq.ParquetFile(self.path) as file:
+        with PlanFile(self.path, f"partition {self.ds}: {INDEX_FILE}", INDEX_SCHEMA) as file:
             yield from file.iter_batches(ROW_GROUP_ROWS)
 
 
@@ -144,7 +145,7 @@ def index_fault(path: Path, identity: str) -> str | None:
 
 def load_fingerprints(path: Path) -> Fingerprints:
     """The fingerprints of an index or of `FINGERPRINTS_FILE`, in the order of the file."""
-    with pq.ParquetFile(path) as file:
+    with PlanFile(path, path.name, FINGERPRINTS_SCHEMA) as file:
         loaded = np.empty(file.metadata.num_rows, dtype=FINGERPRINT_DTYPE)
         start = 0
         for batch in file.iter_batches(_BATCH_ROWS, columns=[FINGERPRINT_FIELD.name]):
@@ -194,8 +195,12 @@ def _entries(part: pa.Table, of_row: Fingerprints) -> pa.Table:
 def _fingerprints_of_rows(plan: StoredPlan, folder: Path) -> Fingerprints:
     """The fingerprint of each row: [num_rows], in a file that is mapped to memory."""
     path = folder / "fingerprints.bin"
-    with plan.open_file(FINGERPRINTS_FILE) as source, path.open("wb") as target:
-        for batch in pq.ParquetFile(source).iter_batches(_BATCH_ROWS):
+    num_rows = plan.manifest.counts.num_rows
+    with (
+        plan.open_parquet(FINGERPRINTS_FILE, FINGERPRINTS_SCHEMA, num_rows) as source,
+        path.open("wb") as target,
+    ):
+        for batch in source.iter_batches(_BATCH_ROWS):
             target.write(from_array(batch.column(0)).view(np.uint8).data)
     if path.stat().st_size == 0:  # can't be mapped
         return np.zeros(0, dtype=FINGERPRINT_DTYPE)

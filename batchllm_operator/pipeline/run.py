@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -96,7 +95,7 @@ def run_shard(
     entries = read_ledger(folder, plan.manifest.plan_id)
     attempt = None
     if _missing(plan, shard_idx, entries):
-        with plan.open_file(plan.manifest.shards[shard_idx].file) as file:
+        with plan.open_shard(shard_idx) as file:
             _check_model(plan)
             attempt = claim_attempt(folder)
             plan.check_stays()
@@ -127,7 +126,7 @@ def _missing(plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry])
 def _generate(
     plan: StoredPlan,
     shard_idx: int,
-    file: IO[bytes],
+    file: pq.ParquetFile,
     attempt: Attempt,
     entries: dict[int, PartEntry],
     start: Callable[[JobSpec, EngineJob], Engine],
@@ -138,7 +137,7 @@ def _generate(
     if not missing:
         return
     spec, shard = plan.manifest.spec, plan.manifest.shards[shard_idx]
-    work = _ShardWork(pq.ParquetFile(file), missing, has_estimates=_has_estimates(spec))
+    work = _ShardWork(file, missing, has_estimates=_has_estimates(spec))
     run = _ShardRun(attempt, plan.manifest.plan_id, work, drain)
     with traced(attempt.folder) as trace_folder:
         engine = start(_pin_revision(plan.manifest), _job(plan, work, trace_folder))

@@ -215,8 +215,8 @@ def _machine(
 
 def _read_workload(plan: StoredPlan, shard_idx: int) -> Workload:
     shard, manifest = plan.shard(shard_idx), plan.manifest
-    with plan.open_file(shard.file) as file:
-        parts = read_parts(pq.ParquetFile(file), range(shard.num_parts))
+    with plan.open_shard(shard_idx) as file:
+        parts = read_parts(file, range(shard.num_parts))
         table = pa.concat_tables([part for _, part in parts])
     if "num_output_tokens" not in table.column_names:
         raise PlanError(

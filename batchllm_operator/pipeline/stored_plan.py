@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from typing import IO, Final
 from urllib.parse import quote
 
-from batchllm_operator.errors import PlanError, TableError
+import pyarrow as pa
+
+from batchllm_operator.errors import PlanError, SpecError, TableError
 from batchllm_operator.lake import Folder, LakeTable, Publication
-from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest, ShardInfo
+from batchllm_operator.pipeline.plan_file import PlanFile
+from batchllm_operator.planner.plan import (
+    MANIFEST_FILE,
+    REQUIRED_SHARD_SCHEMA,
+    PlanManifest,
+    ShardInfo,
+)
 from batchllm_operator.spec import JobSpec
 
 SUPERSEDED_FILE: Final = "superseded.json"
@@ -52,6 +60,22 @@ class StoredPlan:
         return Publication(self.manifest.spec.name, self.manifest.ds, self.manifest.plan_id)
 
     @contextmanager
+    def open_shard(self, shard_idx: int) -> Iterator[PlanFile]:
+        """Open the requests of a shard, a row group for each part.
+
+        Raises:
+            PlanError: the plan has no such shard, or its file isn't the one that was planned.
+        """
+        shard = self.shard(shard_idx)
+        with self.open_parquet(shard.file, REQUIRED_SHARD_SCHEMA, shard.num_requests) as file:
+            if file.num_row_groups != shard.num_parts:
+                raise PlanError(
+                    f"plan {self.folder.uri}: {shard.file} has {file.num_row_groups} parts where"
+                    f" the manifest says {shard.num_parts}; make the plan again"
+                )
+            yield file
+
+    @contextmanager
     def open_file(self, name: str) -> Iterator[IO[bytes]]:
         """Open a data file of the plan, after its checksum was found to hold.
 
@@ -72,6 +96,20 @@ class StoredPlan:
             )
         with self.folder.open_file(name) as file:
             yield file
+
+    @contextmanager
+    def open_parquet(
+        self, name: str, columns: pa.Schema, num_rows: int | None = None
+    ) -> Iterator[PlanFile]:
+        """Open a data file of the plan as what it must be; see `open_file` and `PlanFile`.
+
+        Raises:
+            PlanError: the file is absent, or isn't the one that was planned.
+        """
+        with self.open_file(name) as file:
+            where = f"plan {self.folder.uri}: {name}"
+            with PlanFile(file, where, columns, num_rows) as parquet:
+                yield parquet
 
     def shard(self, shard_idx: int) -> ShardInfo:
         """What the manifest says of a shard.
@@ -211,6 +249,22 @@ def _turn(folder: Folder) -> int:
         return 0
 
 
+def check_partition(ds: str) -> None:
+    """Refuse what can't name a partition: any text can.
+
+    Raises:
+        SpecError: it is empty, or holds what no text does.
+    """
+    if not ds:
+        raise SpecError("ds: is empty; name a partition, such as 2026-01-31")
+    try:
+        is_text = b"\0" not in ds.encode()
+    except UnicodeEncodeError:  # bytes of an argument that aren't UTF-8
+        is_text = False
+    if not is_text:
+        raise SpecError(f"ds: {ds!r} isn't text that can name a partition")
+
+
 def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | None:
     """Which of the job's plans partition `ds` holds the outputs of, None if it has none.
 
@@ -233,7 +287,12 @@ def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | N
 
 
 def job_folder(spec: JobSpec, ds: str) -> Folder:
-    """Where the plans of a job and partition lie."""
+    """Where the plans of a job and partition lie.
+
+    Raises:
+        SpecError: see `check_partition`.
+    """
+    check_partition(ds)
     name = quote(ds, safe="")
     if name in (".", ".."):  # a value like any other, but not as a folder's name
         name = name.replace(".", "%2E")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import quote
 
 from batchllm_operator.errors import IncompleteRunError, PlanError
 from batchllm_operator.lake import Folder
@@ -62,7 +63,7 @@ def verify_shard(plan_uri: str, shard_idx: int) -> ShardReport:
 def record_plan(spec: JobSpec, ds: str, name: str, result: Mapping[str, Any]) -> None:
     """Keep under `name` what planning gave, for who asked for it and can't see the process."""
     body = {"record_version": _RECORD_VERSION, "result": dict(result)}
-    _records(spec, ds).write_bytes(f"{name}.json", json.dumps(body, indent=1).encode())
+    _records(spec, ds).write_bytes(_file_name(name), json.dumps(body, indent=1).encode())
 
 
 def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
     """
     where = f"job {spec.name}, partition {ds}: record {name}"
     try:
-        record = json.loads(_records(spec, ds).read_bytes(f"{name}.json"))
+        record = json.loads(_records(spec, ds).read_bytes(_file_name(name)))
     except FileNotFoundError:
         raise IncompleteRunError(f"{where}: planning hasn't come to its end") from None
     except (ValueError, RecursionError) as error:
@@ -90,6 +91,10 @@ def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
         raise PlanError(f"{where}: names no plan; plan again")
     StoredPlan.open(result["plan_uri"])
     return result
+
+
+def _file_name(name: str) -> str:
+    return f"{quote(name, safe='')}.json"
 
 
 def _records(spec: JobSpec, ds: str) -> Folder:

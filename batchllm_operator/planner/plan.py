@@ -10,13 +10,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.gpu import GPU
@@ -55,10 +55,21 @@ SHARD_SCHEMA: Final = pa.schema(
 the group's place in the plan; `num_prefix_tokens` is what the request shares with its group;
 `num_output_tokens` is an estimate."""
 
+REQUIRED_SHARD_SCHEMA: Final = pa.schema(
+    [field for field in SHARD_SCHEMA if field.name != "num_output_tokens"]
+)
+"""What shards of all releases have."""
+
+ERRORS_SCHEMA: Final = pa.schema([pa.field(ERROR_COLUMN, pa.string())])
+"""What rows.parquet has, beside the columns that the job keeps."""
+
 GROUPS_SCHEMA: Final = pa.schema(
     [pa.field("prefix_hash", pa.int64()), pa.field("upper_prefix_hash", pa.int64())]
 )
 """One row per group, in plan order: what a later plan knows its prefix by, null for nothing."""
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Frozen(BaseModel):
@@ -68,7 +79,7 @@ class _Frozen(BaseModel):
 class DataFile(_Frozen):
     """A file of the plan, with what proves that it is the one that was written."""
 
-    size_bytes: int
+    size_bytes: Count
     sha256: str
 
 
@@ -76,12 +87,12 @@ class ShardInfo(_Frozen):
     """One shard: the work of one GPU task."""
 
     file: str
-    num_groups: int
-    num_requests: int
-    num_rows: int
-    num_parts: int
+    num_groups: Count
+    num_requests: Count
+    num_rows: Count
+    num_parts: Count
     """Row groups of the shard file; each becomes one output part."""
-    num_prefill_tokens: int
+    num_prefill_tokens: Count
     """Prefill tokens after sharing."""
     predicted_gpu_s: float | None = None
     """Its part of the estimate, without the time in which memory fills and drains."""
@@ -90,26 +101,26 @@ class ShardInfo(_Frozen):
 class PlanCounts(_Frozen):
     """What was planned, in rows, requests and tokens."""
 
-    num_rows: int
-    num_rejected_rows: int
+    num_rows: Count
+    num_rejected_rows: Count
     """Rows that can't be prompted; their error is in rows.parquet."""
-    num_duplicate_rows: int
+    num_duplicate_rows: Count
     """Rows whose prompt another row's request stands for."""
-    num_requests: int
-    num_groups: int
-    num_shared_groups: int
+    num_requests: Count
+    num_groups: Count
+    num_shared_groups: Count
     """Groups of two requests or more."""
-    num_logical_tokens: int
+    num_logical_tokens: Count
     """Prompt tokens of all rows that can be prompted and reuse nothing (Eq. 2, N_logical)."""
-    num_planned_tokens: int
+    num_planned_tokens: Count
     """Prefill tokens when each group computes its one prefix once (Eq. 2, N_processed)."""
-    num_optimal_tokens: int
+    num_optimal_tokens: Count
     """The same when every shared prefix, at every level, is computed once."""
-    num_algorithm_1_saved_tokens: int
+    num_algorithm_1_saved_tokens: Count
     """What the paper's Algorithm 1 saves of the requests' tokens, before groups are cut."""
-    num_exact_saved_tokens: int
+    num_exact_saved_tokens: Count
     """What the best single-level choice saves; the plan takes the better of the two."""
-    num_reused_rows: int = 0
+    num_reused_rows: Count = 0
     """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
 
     @property
@@ -148,10 +159,10 @@ class CostEstimate(_Frozen):
 class LengthBucket(_Frozen):
     """Outputs to prompts of a range of lengths."""
 
-    min_prompt_tokens: int
+    min_prompt_tokens: Count
     """A power of two; the bucket ends before the next."""
-    num_rows: int
-    num_output_tokens: int
+    num_rows: Count
+    num_output_tokens: Count
 
 
 class LearnedOutputs(_Frozen):
@@ -161,7 +172,7 @@ class LearnedOutputs(_Frozen):
     plan_id: str
     buckets: tuple[LengthBucket, ...]
     """Those with rows, ascending."""
-    num_known_prefixes: int = 0
+    num_known_prefixes: Count = 0
     """Prefixes of that partition's groups by which groups can be known again."""
 
     @property
@@ -178,7 +189,7 @@ class SnapshotFile(_Frozen):
     """One input file as it was when the plan read it."""
 
     name: str
-    size_bytes: int
+    size_bytes: Count
     version: str
 
 
@@ -187,11 +198,11 @@ class PlanManifest(_Frozen):
 
     kind: Literal["batchllm-plan"] = PLAN_KIND
     plan_version: Literal[1] = PLAN_VERSION
-    plan_id: str
+    plan_id: str = Field(pattern=r"^[0-9a-f]{16}$")
     spec_version: int
     spec: JobSpec
     spec_identity: str
-    ds: str
+    ds: str = Field(min_length=1)
     input_uri: str
     input_version: str | None = None
     """State of the table that was read, such as `iceberg:<snapshot id>`; None in plans of releases
@@ -200,7 +211,7 @@ class PlanManifest(_Frozen):
     tokenizer_fingerprint: str
     model_version: str
     """The hub's commit (`commit:...`) or a digest of the model's folder."""
-    max_model_len: int
+    max_model_len: Count
     counts: PlanCounts
     planned_saving_ratio: float
     optimal_saving_ratio: float
@@ -212,6 +223,18 @@ class PlanManifest(_Frozen):
     """Predicted work of the largest shard / that of an average one."""
     files: Mapping[str, DataFile]
     shards: tuple[ShardInfo, ...]
+
+    @model_validator(mode="after")
+    def _check_files(self) -> PlanManifest:
+        """No place of a file is ever taken from a manifest, only whether it is to be there."""
+        expected = [ROWS_FILE, *(shard_file(idx) for idx in range(len(self.shards)))]
+        if self.spec.reuse_outputs:
+            expected += [FINGERPRINTS_FILE, REUSED_FILE]
+        if [shard.file for shard in self.shards] != expected[1 : 1 + len(self.shards)]:
+            raise ValueError("shards have other files than theirs")
+        if not self.files.keys() >= set(expected):
+            raise ValueError("files of the plan aren't named")
+        return self
 
     @property
     def run_id(self) -> str:
@@ -251,7 +274,8 @@ class PlanManifest(_Frozen):
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            fields = ", ".join(".".join(map(str, e["loc"])) for e in error.errors()[:5])
+            faults = error.errors(include_input=False, include_url=False)[:5]
+            fields = ", ".join(".".join(map(str, e["loc"])) or e["msg"] for e in faults)
             raise PlanError(f"plan {source}: the manifest is corrupted: see {fields}") from error
 
 

@@ -70,7 +70,7 @@ class ModelTokenizer:
         if model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", model.path)
         folder = Path(model.path)
-        if folder.is_absolute() and not folder.is_dir():
+        if folder.is_absolute() and not _is_folder(folder):
             raise ModelError(f"model {model.path}: there is no such folder")
         origin: dict[str, Any] = {
             "revision": model.revision,
@@ -189,6 +189,13 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
         ModelError: see `ModelTokenizer`.
     """
     return Utf8Tokenizer(spec) if spec.engine.backend == "fake" else ModelTokenizer(spec, ds)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _fingerprint(tokenizer: Any, *, with_chat_template: bool) -> str:

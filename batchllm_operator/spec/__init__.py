@@ -2,6 +2,13 @@
 
 from batchllm_operator.spec.addresses import TableAddress
 from batchllm_operator.spec.loading import load_spec, parse_spec, parse_spec_json
+from batchllm_operator.spec.masking import (
+    MaskedStream,
+    environment_secrets,
+    hidden_parts,
+    mask,
+    mask_uris,
+)
 from batchllm_operator.spec.model import (
     OUTPUT_COLUMNS,
     ROUNDING_ENGINE_FIELDS,
@@ -18,6 +25,7 @@ from batchllm_operator.spec.model import (
     SamplingSpec,
     template_columns,
 )
+from batchllm_operator.spec.secrets import holds_credentials
 
 __all__ = [
     "OUTPUT_COLUMNS",
@@ -27,6 +35,7 @@ __all__ = [
     "FilterTerm",
     "InputSpec",
     "JobSpec",
+    "MaskedStream",
     "ModelSpec",
     "OutputEstimate",
     "OutputSpec",
@@ -34,7 +43,12 @@ __all__ = [
     "PromptSpec",
     "SamplingSpec",
     "TableAddress",
+    "environment_secrets",
+    "hidden_parts",
+    "holds_credentials",
     "load_spec",
+    "mask",
+    "mask_uris",
     "parse_spec",
     "parse_spec_json",
     "template_columns",

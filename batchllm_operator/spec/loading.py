@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from pydantic import ValidationError
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec.addresses import TableAddress
+from batchllm_operator.spec.limits import MAX_FILE_BYTES, LimitError, check_tree, shown
 from batchllm_operator.spec.model import SPEC_VERSION, JobSpec
+
+_MAX_FAULTS: Final = 20
+_MAX_REASON_LEN: Final = 1000
+_MAX_VERSION: Final = 1_000_000
 
 
 class _SpecLoader(yaml.SafeLoader):
-    """YAML's safe loader, but a field that is given twice is an error."""
+    """YAML's safe loader, but a field that is given twice is an error, and so is what is too large.
+
+    That is counted as the file means it: merging aliases of aliases multiplies them.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        check_tree(node, _child_nodes)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -38,17 +51,9 @@ def load_spec(path: str | Path) -> JobSpec:
             message names the file and every offending field, never a value.
     """
     path = Path(path)
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _SpecLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"job spec {path}: can't be read: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        raise SpecError(f"job spec {path}: not YAML{where}: {problem}") from error
-    except ValueError as error:  # such as a date that doesn't exist
-        raise SpecError(f"job spec {path}: not YAML: {error}") from error
+    data, fault = _parse_yaml(_read_text(path))
+    if fault is not None:
+        raise SpecError(f"job spec {path}: {fault}")
     if not isinstance(data, dict):
         raise SpecError(f"job spec {path}: must be a mapping of fields, such as 'name: my_job'")
     return _resolve_paths(parse_spec(data, source=f"job spec {path}"), path.resolve().parent)
@@ -61,16 +66,15 @@ def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
         SpecError: naming every offending field.
     """
     version = data.get("spec_version")
-    if isinstance(version, int) and version != SPEC_VERSION:
+    if isinstance(version, int) and version != SPEC_VERSION and abs(version) < _MAX_VERSION:
         raise SpecError(
             f"{source}: spec_version is {version}; this release reads version {SPEC_VERSION}"
         )
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        raise SpecError(f"{source}: {_describe(error)}") from error
-    except RecursionError as error:  # a YAML alias that holds itself
-        raise SpecError(f"{source}: a field holds itself") from error
+        faults = _describe(error)
+    raise SpecError(f"{source}: {faults}")  # without its cause, which may show a value
 
 
 def parse_spec_json(text: str, *, source: str) -> JobSpec:
@@ -80,23 +84,84 @@ def parse_spec_json(text: str, *, source: str) -> JobSpec:
         SpecError: it isn't a JSON object, or not a valid spec.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_unique_fields)
     except ValueError as error:
         raise SpecError(f"{source}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise SpecError(f"{source}: not JSON: nested too deeply") from error
     if not isinstance(data, dict):
         raise SpecError(f"{source}: must be an object of fields")
     return parse_spec(data, source=source)
 
 
+def _read_text(path: Path) -> str:
+    """The file's text.
+
+    Raises:
+        SpecError: there is no such file, or it isn't text, or much larger than a spec.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode()
+    except (OSError, ValueError) as error:
+        raise SpecError(f"job spec {path}: can't be read: {error}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise SpecError(f"job spec {path}: is larger than {MAX_FILE_BYTES:,} bytes")
+    return text
+
+
+def _parse_yaml(text: str) -> tuple[object, str | None]:
+    """What a YAML text says, and what is wrong with it.
+
+    Nothing is raised: errors of the library show lines of the file.
+    """
+    try:
+        return yaml.load(text, _SpecLoader), None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        return None, f"not YAML{where}: {shown(problem)}"
+    except LimitError as error:
+        return None, str(error)
+    except RecursionError:
+        return None, "not YAML: nested too deeply"
+    except (ValueError, KeyError, AttributeError):  # a date that doesn't exist; `!!bool perhaps`
+        return None, "not YAML: a value isn't what its form or its tag says"
+
+
+def _child_nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        yield from (each for item in node.value for each in item)
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+def _unique_fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which each field may be given once."""
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"field {shown(name)!r} is given twice")
+        fields[name] = value
+    return fields
+
+
 def _describe(error: ValidationError) -> str:
     """All faults on one line: field names and reasons, without input values."""
     faults = []
-    for fault in error.errors(include_input=False, include_url=False, include_context=False):
-        where = ".".join(str(part) for part in fault["loc"])
-        reason = fault["msg"].removeprefix("Value error, ")
+    found = error.errors(include_input=False, include_url=False, include_context=False)
+    for fault in found[:_MAX_FAULTS]:
+        where = shown(".".join(str(part) for part in fault["loc"]))
+        reason = shown(fault["msg"].removeprefix("Value error, "), _MAX_REASON_LEN)
         if fault["type"] == "extra_forbidden":
             reason = "unknown field"
+        elif fault["type"].startswith("byte_size"):  # whose own message repeats the value
+            reason = "must be a number of bytes, or text like 4GiB"
         faults.append(f"{where}: {reason}" if where else reason)
+    if len(found) > _MAX_FAULTS:
+        faults.append(f"and {len(found) - _MAX_FAULTS} more")
     return "; ".join(faults)
 
 

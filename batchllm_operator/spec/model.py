@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from batchllm_operator.spec.addresses import TableAddress
+from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.secrets import find_secrets
 
 SPEC_VERSION: Final = 1
@@ -94,7 +95,18 @@ def _check_address(uri: str) -> str:
     return uri
 
 
+def _check_distinct(columns: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(columns)) < len(columns):
+        raise ValueError("names a column twice")
+    return columns
+
+
+_MAX_COUNT: Final = (1 << 31) - 1
+_MAX_SHARDS: Final = 100_000  # their files are numbered with five digits
+_MAX_BYTES: Final = (1 << 63) - 1
 _LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
+Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+Int64 = Annotated[int, Field(ge=-_MAX_BYTES - 1, le=_MAX_BYTES)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[str, ...], _LIST]
 TableUri = Annotated[str, Field(min_length=1), AfterValidator(_check_address)]
@@ -120,7 +132,7 @@ class FilterTerm(_Section):
     """Input column that is compared."""
     op: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"] = "=="
     """Comparison; `in` and `not in` take a list."""
-    value: str | int | float | bool | tuple[str | int | float | bool, ...]
+    value: str | Int64 | float | bool | tuple[str | Int64 | float | bool, ...]
     """What the column is compared with."""
 
     @model_validator(mode="after")
@@ -141,7 +153,7 @@ class InputSpec(_Section):
     partition_column: str = Field(default="ds", min_length=1)
     """Column that `--ds` selects a value of: of Parquet, a Hive-style folder
     (`uri/ds=2026-01-31/...`)."""
-    key: Annotated[Columns, Field(min_length=1)]
+    key: Annotated[Columns, Field(min_length=1), AfterValidator(_check_distinct)]
     """Column, or list of columns, that identifies a row within the partition."""
     filter: tuple[FilterTerm, ...] = ()
     """Conditions that a row must meet to take part."""
@@ -155,7 +167,10 @@ class PromptSpec(_Section):
     message when `chat_template` is on, else put before the template as it is."""
     template: Template
     """Text with `{column}` places; `{{` and `}}` are literal braces. Put the columns
-    that many rows share first: what comes first can be shared."""
+    that many rows share first: what comes first can be shared. Values are placed as they are
+    and mean nothing here, but text that spells a special token of the model (`<|im_start|>`)
+    becomes that token, as in vLLM itself. Rows of people whom you don't trust can end a chat's
+    turn and begin another that way: take such text out of them before."""
     chat_template: bool = False
     """Wrap the prompt in the model's chat template, as one user message."""
 
@@ -180,23 +195,23 @@ class ModelSpec(_Section):
 class SamplingSpec(_Section):
     """How tokens are chosen. The default is greedy: the likeliest token each time."""
 
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: int = Field(default=128, ge=1, le=_MAX_COUNT)
     """Most tokens generated for a row."""
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: Count = 0
     """Fewest tokens generated before a stop is honoured."""
     temperature: float = Field(default=0.0, ge=0.0)
     """0 is greedy; exact duplicate prompts are then generated once."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the smallest set of tokens with this much probability."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: Count = 0
     """Sample from this many likeliest tokens; 0 is all of them."""
-    seed: int | None = None
+    seed: Int64 | None = None
     """Seed of each request's sampling; needed for repeatable outputs when not greedy."""
     repetition_penalty: float = Field(default=1.0, gt=0.0)
     """Above 1 discourages tokens that occurred before."""
     stop: Annotated[tuple[NonEmpty, ...], _LIST] = ()
     """Strings at which generation ends; not part of the output."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Count, ...] = ()
     """Token ids at which generation ends."""
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says; for benchmarks."""
@@ -253,22 +268,22 @@ class EngineSpec(_Section):
 
     backend: Literal["vllm", "fake"] = "vllm"
     """`fake` makes up outputs without a model: for trying out the pipeline only."""
-    max_model_len: int | None = Field(default=None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2, le=_MAX_COUNT)
     """Most tokens of a prompt and its output together; unset: what the model allows."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of weights and activations."""
-    block_size: int | None = Field(default=None, ge=1)
+    block_size: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
     """Tokens per KV-cache block."""
-    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
     """Most requests that run at a time."""
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
     """The most tokens of one engine step. The chunk size may be less, if a profile of the device
     says that smaller steps are as fast."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of the GPU's memory that the engine may take."""
-    kv_cache_memory_bytes: int | None = Field(default=None, ge=1)
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1, le=_MAX_BYTES)
     """Size of the KV cache, in place of a share of the memory."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=_MAX_COUNT)
     """GPUs that one engine spans."""
     scheduler: Literal["batchllm", "stock"] = "batchllm"
     """Who decides what runs in an engine step: our group scheduler, or vLLM's own, to compare."""
@@ -319,7 +334,8 @@ def _estimate_kind(value: object) -> str:
 
 
 OutputTokens = Annotated[
-    Annotated[int, Field(ge=1), Tag("number")] | Annotated[OutputEstimate, Tag("source")],
+    Annotated[int, Field(ge=1, le=_MAX_COUNT), Tag("number")]
+    | Annotated[OutputEstimate, Tag("source")],
     Discriminator(_estimate_kind),  # one clear error instead of one for each kind
 ]
 
@@ -327,7 +343,7 @@ OutputTokens = Annotated[
 class PlannerSpec(_Section):
     """How the work is cut."""
 
-    num_shards: int = Field(default=1, ge=1)
+    num_shards: int = Field(default=1, ge=1, le=_MAX_SHARDS)
     """GPU tasks that share the job; fewer are made where there are fewer groups."""
     estimated_output_tokens: OutputTokens | None = None
     """Output length to plan with: a number, `{column: NAME}` or `{learned: true}`; unset:
@@ -338,10 +354,10 @@ class PlannerSpec(_Section):
     gpu_table: NonEmpty | None = None
     """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
     built-in `planner/gpus.toml`: rates, achievable shares, prices."""
-    part_rows: int = Field(default=500, ge=1)
+    part_rows: int = Field(default=500, ge=1, le=_MAX_COUNT)
     """Requests per output part: what a restart may have to generate again. Parts end
     where a group ends, unless the group alone is larger."""
-    memory_budget_bytes: ByteSize = Field(default=ByteSize(2 << 30), ge=1)
+    memory_budget_bytes: ByteSize = Field(default=ByteSize(2 << 30), ge=1, le=_MAX_BYTES)
     """Most memory that `plan` takes, as a number of bytes or text like `4GiB`; the rest goes to
     temporary files. It takes some hundred bytes for each row, and says how much if the budget
     is too small."""
@@ -393,10 +409,11 @@ class JobSpec(_Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_secrets(cls, data: object) -> object:
+    def _check_values(cls, data: object) -> object:
+        check_values(data)
         for where in find_secrets(data):
             raise ValueError(
-                f"{where} looks like a secret; specs are stored with every plan, so take"
+                f"{shown(where)} looks like a secret; specs are stored with every plan, so take"
                 " credentials from the environment or an Airflow connection instead"
             )
         return data

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 # shapes of common credentials. Matched values are never repeated in a message.
 _SECRET_NAME = re.compile(
     r"(^|[_\-])(token|(secret|password|passwd|((api|access|private|secret)_?key)|credential)s?"
-    r"|access_?key_id|authorization|signature|sig)$",
+    r"|access_?key_id|account_?key|connection_?string|authorization|signature|sig)$",
     re.IGNORECASE,
 )
 _CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -19,6 +19,7 @@ _SECRET_VALUE = re.compile(
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bglpat-[A-Za-z0-9_\-]{20,}|\bxox[abeoprs]-[A-Za-z0-9\-]{10,}"
     r"|\bAIza[A-Za-z0-9_\-]{35}|-----BEGIN [A-Z ]*PRIVATE KEY-----|\bBearer [A-Za-z0-9._\-]{16,}"
 )
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,40}")
 # Tokenizers call their markers tokens; these hold text such as "<s>".
 _MARKER_NAME = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$", re.IGNORECASE)
 
@@ -28,31 +29,35 @@ def find_secrets(value: object, path: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, child in value.items():
             here = f"{path}.{name}" if path else str(name)
-            if child is not None and _names_secret(str(name)) and not isinstance(child, Mapping):
+            if child is not None and names_secret(str(name)) and not isinstance(child, Mapping):
                 yield here
             else:
                 yield from find_secrets(child, here)
     elif isinstance(value, list | tuple):
         for idx, child in enumerate(value):
             yield from find_secrets(child, f"{path}[{idx}]")
-    elif isinstance(value, str) and (_SECRET_VALUE.search(value) or _has_user_info(value)):
+    elif isinstance(value, str) and (_SECRET_VALUE.search(value) or holds_credentials(value)):
         yield path
 
 
-def _names_secret(name: str) -> bool:
+def names_secret(name: str) -> bool:
     """Whether a setting of that name (in snake, kebab or camel case) holds a secret."""
     if _MARKER_NAME.search(name):
         return False
     return _SECRET_NAME.search(_CAMEL_CASE.sub("_", name)) is not None
 
 
-def _has_user_info(value: str) -> bool:
-    """Whether `value` is a URI with a password or key in its authority or query."""
-    if "://" not in value or any(c.isspace() for c in value):
+def holds_credentials(value: str) -> bool:
+    """Whether `value` is a URI with a password or key in its authority or query.
+
+    One with a slash missing counts, too.
+    """
+    scheme, slashes, rest = value.partition(":/")
+    if not slashes or not _SCHEME.fullmatch(scheme):
         return False
     try:
-        parts = urlsplit(value)
+        parts = urlsplit(f"s3://{rest.lstrip('/')}")
     except ValueError:  # broken; whoever opens it will say so
         return "@" in value
     names = (pair.partition("=")[0] for pair in parts.query.split("&"))
-    return "@" in parts.netloc or any(map(_names_secret, names))
+    return "@" in parts.netloc or any(map(names_secret, names))

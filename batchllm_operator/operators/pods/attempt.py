@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -299,7 +300,7 @@ class AttemptPods:
                 if not is_passing(error) or time.monotonic() > give_up_at:
                     raise
                 self._log.warning("The cluster's API: %s; trying again", message_of(error))
-                self._pause(pause_s)
+                self._pause(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 self._api = self._connect()
 

@@ -1,0 +1,70 @@
+"""Each loop that tries again does so a limited number of times, or for a limited time, and after
+pauses that differ between those who wait; docs/faults.md lists them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.pauses import MANY, Clock, check_pauses
+
+from batchllm_operator.errors import StorageError
+from batchllm_operator.lake import Folder, delta, delta_log, iceberg_publish
+from batchllm_operator.lake import folder as folder_module
+
+
+def test_conditional_writes_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder.open(str(tmp_path))
+
+    def fail(*_: object) -> None:
+        cause: Any = Exception()
+        cause.response = {"Error": {"Code": "ConditionalRequestConflict"}}
+        raise OSError("conflict") from cause
+
+    monkeypatch.setattr(Folder, "_create", fail)
+    series = []
+    for _ in range(MANY):
+        clock = Clock()
+        monkeypatch.setattr(folder_module, "time", clock)
+        with pytest.raises(StorageError, match="conflict"):
+            folder.create("x", b"")
+        series.append(clock.pauses)
+    assert {len(pauses) for pauses in series} == {4}
+    check_pauses(series, 6.4)
+
+
+def test_commits_to_delta_tables() -> None:
+    series = [list(delta._pauses_s()) for _ in range(MANY)]
+    assert {len(pauses) for pauses in series} == {19}
+    check_pauses(series, 2.0)
+
+
+def test_commits_to_iceberg_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    series = []
+    for _ in range(MANY):
+        clock = Clock()
+        monkeypatch.setattr(iceberg_publish, "time", clock)
+        publisher: Any = object.__new__(iceberg_publish.Publisher)
+        publisher._staged, publisher._is_open, publisher._uri = None, False, "t"
+        publisher._publication = SimpleNamespace(partition="p")
+        publisher._try = lambda *_: RuntimeError("not now")
+        with pytest.raises(StorageError, match="gave up after 10 commits"):
+            publisher.publish(None, add_columns=False)
+        series.append(clock.pauses)
+    assert {len(pauses) for pauses in series} == {9}
+    check_pauses(series, 5.0)
+
+
+def test_delta_rs_tries_as_often_as_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pauses for at most 15 s, of random length, and gives up after three minutes."""
+    monkeypatch.delenv("AWS_MAX_ATTEMPTS", raising=False)
+    assert "max_retries" not in delta_log._s3_options(), "its own default: ten"
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
+    assert delta_log._s3_options()["max_retries"] == "2"
+
+
+def test_reads_of_s3fs_are_tried_a_few_times(s3_environment: None) -> None:
+    """Below its tries are botocore's, whose pauses are random."""
+    assert Folder.open("s3://bucket").fs.retries == 5

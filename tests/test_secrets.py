@@ -1,0 +1,301 @@
+"""Canaries: credentials of all kinds are in the environment while commands fail in all kinds of
+ways, and none of them is in what is printed, logged or stored."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Batchllm, CommandOutcome
+from support.fake_job import DS, document_rows, job_fields, write_table
+
+from batchllm_operator.errors import SpecError
+from batchllm_operator.lake import Folder
+from batchllm_operator.spec import environment_secrets, mask, mask_uris
+from batchllm_operator.spec.secrets import holds_credentials
+
+CANARY = "C4n4ry"
+REFUSED = "127.0.0.1:1"  # nobody listens there
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": f"AKID{CANARY}",
+    "AWS_SECRET_ACCESS_KEY": f"secret/{CANARY}+",
+    "AWS_SESSION_TOKEN": f"{CANARY}token==",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_ENDPOINT_URL": f"http://{REFUSED}",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "HF_TOKEN": f"hf_{CANARY * 6}",
+}
+
+
+def catalog(**settings: str) -> dict[str, str]:
+    """Variables of pyiceberg's catalog `lake`, with its storage's credentials."""
+    storage = {"S3__SECRET_ACCESS_KEY": CANARY, "S3__SESSION_TOKEN": CANARY}
+    found = {"TOKEN": f"{CANARY}.token", "CREDENTIAL": f"client:{CANARY}"} | storage | settings
+    return {f"PYICEBERG_CATALOG__LAKE__{name}": value for name, value in found.items()}
+
+
+@pytest.fixture
+def job(tmp_path: Path, fresh_s3_client: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The spec file of a job that would succeed, in an environment full of credentials."""
+    lake = tmp_path / "lake"
+    write_table(lake / "documents", document_rows(2, 2))
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    yield write_job(tmp_path)
+    stored = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in stored if CANARY.encode() in path.read_bytes()] == []
+    assert [path for path in stored if CANARY in str(path)] == []
+
+
+def write_job(folder: Path, **changes: Any) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job_fields(str(folder / "lake"), **changes)))
+    return path
+
+
+def check_silent(outcome: CommandOutcome, code: int | None = None) -> None:
+    assert outcome.code == code if code is not None else outcome.code != 0, outcome.err
+    assert outcome.err, "an error is always explained"
+    assert CANARY not in outcome.out + outcome.err
+    assert CANARY.lower() not in (outcome.out + outcome.err).lower()
+    assert "Traceback" not in outcome.err
+
+
+POSTGRES = f"postgresql+psycopg2://user:{CANARY}@{REFUSED}/db"
+CATALOGS: dict[str, Mapping[str, str]] = {
+    "Postgres that is away": catalog(TYPE="sql", URI=POSTGRES),
+    "a port that is none": catalog(TYPE="sql", URI=f"postgresql://user:{CANARY}@host:x/db"),
+    "no such driver": catalog(TYPE="sql", URI=f"mysql+nosuch://user:{CANARY}@{REFUSED}/db"),
+    "no scheme": catalog(TYPE="sql", URI=f"user:{CANARY}@{REFUSED}/db"),
+    "a database that can't be opened": catalog(
+        TYPE="sql", URI=f"sqlite:////nosuch/x.db?password={CANARY}"
+    ),
+    "a type that can't be guessed": catalog(URI=f"nosuch://user:{CANARY}@{REFUSED}/db"),
+    "a type that is none": catalog(TYPE=f"x{CANARY}", URI=POSTGRES, HEADER__AUTHORIZATION=CANARY)
+    | {"PYICEBERG_CATALOG__LAKE__TYPE": "nosuch"},
+    "REST that is away": catalog(TYPE="rest", URI=f"http://user:{CANARY}@{REFUSED}/"),
+    "an OAuth server that is away": catalog(
+        TYPE="rest",
+        URI=f"http://{REFUSED}/",
+        OAUTH2_SERVER_URI=f"http://{REFUSED}/?client_secret={CANARY}",
+    ),
+    "a header that is none": catalog(
+        TYPE="rest", URI=f"http://{REFUSED}/", HEADER__AUTHORIZATION=f"Bearer {CANARY}\n"
+    ),
+    "Hive that isn't installed": catalog(TYPE="hive", URI=f"thrift://user:{CANARY}@{REFUSED}"),
+    "no catalog": {},
+}
+
+
+def set_catalog(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyiceberg.catalog
+    from pyiceberg.utils.config import Config
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())  # read at its import
+
+
+@pytest.mark.parametrize("variables", CATALOGS.values(), ids=CATALOGS)
+@pytest.mark.parametrize("command", [["plan"], ["plan", "--advise"], ["report"]], ids=" ".join)
+def test_a_catalog_that_fails(
+    job: Path,
+    batchllm: Batchllm,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: Mapping[str, str],
+    command: list[str],
+) -> None:
+    set_catalog(variables, monkeypatch)
+    lake = {"uri": "iceberg://lake/ns.t"}
+    output = {**lake, "staging_uri": str(job.parent / "jobs")}
+    write_job(job.parent, **({"output": output} if command == ["report"] else {"input": lake}))
+    check_silent(batchllm(*command, "--job", job, "--ds", DS))
+
+
+ENDPOINTS = {
+    "away": f"http://{REFUSED}",
+    "with a password": f"http://user:{CANARY}@{REFUSED}",
+    "that is none": f"user:{CANARY}@host",
+    "without a host": f"http://:{CANARY}@",
+    "with a port that is none": f"http://user:{CANARY}@host:port",
+}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
+@pytest.mark.parametrize("table", ["s3://bucket/in", "delta+s3://bucket/in"])
+def test_a_storage_that_fails(
+    job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch, endpoint: str, table: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    write_job(job.parent, input={"uri": table})
+    check_silent(batchllm("plan", "--job", job, "--ds", DS))
+    write_job(job.parent, output={"uri": table})
+    check_silent(batchllm("plan", "--job", job, "--ds", DS))
+    check_silent(batchllm("report", "--job", job, "--ds", DS))
+    check_silent(batchllm("verify", "--job", job, "--ds", DS, "--record", "pod"))
+    check_silent(batchllm("gc", "--job", job, "--older-than", "0h"))
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_with_credentials_is_refused_by_name(
+    job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, f"http://user:{CANARY}@{REFUSED}")
+    write_job(job.parent, input={"uri": "s3://bucket/in"})
+    outcome = batchllm("plan", "--job", job, "--ds", DS)
+    check_silent(outcome, 2)
+    assert f"{name}: must be http" in outcome.err
+
+
+def test_credentials_that_the_storage_refuses(
+    job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch, s3_endpoint: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    write_job(job.parent, input={"uri": "s3://no-such-bucket/in"})
+    check_silent(batchllm("plan", "--job", job, "--ds", DS), 2)
+    for variable in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(variable, f"{CANARY}\n\u2603{CANARY}")
+        check_silent(batchllm("plan", "--job", job, "--ds", DS))
+
+
+URIS = [
+    f"s3://key:{CANARY}@bucket/plan",
+    f"s3:/key:{CANARY}@bucket/plan",
+    f"s3a://{CANARY}@bucket/plan",
+    f"s3://key:{CANARY}@bucket/a folder",
+    f"https://host/plan?token={CANARY}",
+    f"https://host/plan?X-Amz-Signature={CANARY}&x=1",
+    f"file://user:{CANARY}@host/plan",
+]
+COMMANDS = [["run", "--shard", "0"], ["commit"], ["report"], ["verify", "--shard", "0"]]
+COMMANDS += [["simulate", "--shard", "0"]]
+
+
+@pytest.mark.parametrize("uri", URIS)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_plans_uri_with_credentials(
+    job: Path, batchllm: Batchllm, uri: str, command: list[str]
+) -> None:
+    outcome = batchllm(*command, "--plan", uri)
+    check_silent(outcome, 2)
+    assert "holds credentials" in outcome.err
+
+
+@pytest.mark.parametrize("uri", [*URIS, f"delta+{URIS[0]}", f"iceberg://a:{CANARY}@lake/ns.t"])
+@pytest.mark.parametrize("place", ["input", "output", "model", "staging"])
+def test_a_spec_with_credentials_in_a_uri(
+    job: Path, batchllm: Batchllm, uri: str, place: str
+) -> None:
+    field = "path" if place == "model" else "staging_uri" if place == "staging" else "uri"
+    changes = {"output" if place == "staging" else place: {field: uri}}
+    fields = job_fields(str(job.parent / "lake"), **changes)
+    check_silent(batchllm("plan", "--job-json", json.dumps(fields), "--ds", DS), 2)
+    write_job(job.parent, **changes)
+    outcome = batchllm("plan", "--job", job, "--ds", DS)
+    job.unlink()  # it holds them, by this test
+    check_silent(outcome, 2)
+    assert "looks like a secret" in outcome.err
+
+
+def test_a_job_that_goes_well_stores_none(job: Path, batchllm: Batchllm, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    arguments = ["--job", job, "--ds", DS, "--result", result, "--record", "pod"]
+    outcomes = [batchllm("plan", *arguments)]
+    plan = json.loads(result.read_text())["plan_uri"]
+    for command in (["run", "--shard", 0], ["run", "--shard", 1], ["commit"], ["report"]):
+        outcomes.append(batchllm(*command, "--plan", plan, "--result", result))
+    for outcome in outcomes:
+        assert outcome.code == 0, outcome.err
+        assert CANARY not in outcome.out + outcome.err
+        assert "***" not in outcome.out + outcome.err
+
+
+def test_damaged_plans_and_unknown_tables(job: Path, batchllm: Batchllm, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    assert batchllm("plan", "--job", job, "--ds", DS, "--result", result).code == 0
+    plan = Path(json.loads(result.read_text())["plan_uri"])
+    (plan / "manifest.json").write_bytes((plan / "manifest.json").read_bytes()[:-40])
+    for command in COMMANDS:
+        check_silent(batchllm(*command, "--plan", plan), 2)
+    write_job(job.parent, input={"uri": "nosuch"})
+    check_silent(batchllm("plan", "--job", job, "--ds", DS), 2)
+    write_job(job.parent, model={"path": "nosuch/nosuch"}, engine={"backend": "vllm"})
+    check_silent(batchllm("plan", "--job", job, "--ds", DS), 2)
+
+
+def test_an_error_that_nobody_expects_is_printed_without_them(
+    job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import batchllm_operator.pipeline.plan as stage
+
+    def fail(*_: object) -> None:
+        secret = os.environ["AWS_SECRET_ACCESS_KEY"]
+        print(f"debug: {secret} and postgresql://user:{CANARY}@host/db")
+        print(f"x?token={CANARY}", file=sys.stderr)
+        raise RuntimeError(f"signed with {secret} for https://a:{CANARY}@host/?sig={CANARY}")
+
+    monkeypatch.setattr(stage, "plan_job", fail)
+    outcome = batchllm("plan", "--job", job, "--ds", DS)
+    assert outcome.code == 1
+    assert CANARY not in outcome.out + outcome.err
+    assert "RuntimeError: signed with *** for https://***@host/?sig=***" in outcome.err
+    assert "debug: *** and postgresql://***@host/db" in outcome.out
+
+
+def test_values_of_the_environment_that_are_secrets() -> None:
+    found = environment_secrets(
+        {
+            "AWS_SECRET_ACCESS_KEY": "abcdef",
+            "PYICEBERG_CATALOG__LAKE__CREDENTIAL": "client:longest-of-all",
+            "PYICEBERG_CATALOG__LAKE__URI": "postgresql://user:p%40ssword@host/db",
+            "PYICEBERG_CATALOG__LAKE__ADLS__CONNECTION_STRING": "AccountKey=abc;x",
+            "HTTPS_PROXY": "http://user:proxy-pw@proxy:3128",
+            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+            "PATH": "/usr/bin",
+            "TOKENIZERS_PARALLELISM": "false",
+            "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token",
+        }
+    )
+    assert set(found) == {
+        *("abcdef", "client:longest-of-all", "longest-of-all", "p%40ssword", "p@ssword"),
+        *("AccountKey=abc;x", "proxy-pw"),
+    }
+    assert list(found) == sorted(found, key=len, reverse=True)
+    assert mask("client:longest-of-all, abcdef", found) == "***, ***"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("at s3://key:pw@bucket/x, twice s3://k@b", "at s3://***@bucket/x, twice s3://***@b"),
+        ("http://h/?a=1&token=x&b=2", "http://h/?a=1&token=***&b=2"),
+        ("'https://h/?X-Amz-Signature=abc'", "'https://h/?X-Amz-Signature=***'"),
+        ("s3://bucket/a@b?versionId=3", "s3://bucket/a@b?versionId=3"),
+        ("mail@host, 12:30 @ noon, a://b c@d", "mail@host, 12:30 @ noon, a://b c@d"),
+        ("/lake/ds=a%40b/token=5", "/lake/ds=a%40b/token=5"),
+    ],
+)
+def test_uris_in_a_text(text: str, expected: str) -> None:
+    assert mask_uris(text) == expected
+
+
+@pytest.mark.parametrize("bomb", ["://" * 10**5, "?token=" * 10**5, "&" * 10**6, ":/" * 10**5])
+def test_masking_takes_no_time_for_long_texts(bomb: str) -> None:
+    mask_uris(bomb)
+    holds_credentials(f"s3://{bomb}")
+
+
+def test_a_folder_with_credentials_is_never_opened() -> None:
+    with pytest.raises(SpecError, match="holds credentials") as caught:
+        Folder.open(f"s3://key:{CANARY}@bucket/lake")
+    assert CANARY not in str(caught.value)
