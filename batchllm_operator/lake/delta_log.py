@@ -17,6 +17,7 @@ import pyarrow as pa
 from batchllm_operator.errors import SpecError, StorageError, TableError
 from batchllm_operator.lake.delta_version import TableVersion
 from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.masking import masked
 
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction
@@ -28,7 +29,6 @@ _HARMLESS_FEATURES: Final = {
     "v2Checkpoint",
     "vacuumProtocolCheck",
 }
-_SECRETS: Final = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MOST_MESSAGE_CHARS: Final = 500
 
@@ -204,8 +204,5 @@ def _s3_options() -> dict[str, str]:
 
 def _text(error: BaseException) -> str:
     """The error's message: in one line, without colours, and without what an S3 server may echo."""
-    text = " ".join(_COLOUR.sub("", str(error)).split())
-    for name in _SECRETS:
-        if value := os.environ.get(name):
-            text = text.replace(value, f"<{name}>")
+    text = masked(" ".join(_COLOUR.sub("", str(error)).split()))
     return text if len(text) <= _MOST_MESSAGE_CHARS else f"{text[:_MOST_MESSAGE_CHARS]} ..."

@@ -16,7 +16,11 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 
 from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
-from batchllm_operator.lake.iceberg_catalog import CatalogTable, iceberg_errors
+from batchllm_operator.lake.iceberg_catalog import (
+    CatalogTable,
+    iceberg_errors,
+    without_secrets,
+)
 from batchllm_operator.lake.iceberg_commit import NotCommittedError, Overwrite
 from batchllm_operator.lake.iceberg_partition import PartitionView
 from batchllm_operator.lake.iceberg_schema import iceberg_schema, storable_schema
@@ -67,11 +71,13 @@ class Publisher:
         finally:
             if self._staged is not None and not self._is_open:
                 self._staged.remove()
+        assert failure is not None  # of the last attempt
         kind = CommitUnknownError if self._is_open else StorageError
+        text, cause = without_secrets(failure, self._uri)
         raise kind(
             f"output {self._uri}: partition {self._publication.partition!r}: gave up after"
-            f" {_ATTEMPTS} commits; commit again: {failure}"
-        ) from failure
+            f" {_ATTEMPTS} commits; commit again: {text}"
+        ) from cause
 
     def _try(self, replaces: Publication | None, add_columns: bool) -> Exception | None:
         """Look at the table and commit on top of it; return why that wasn't to be."""
@@ -104,7 +110,8 @@ class Publisher:
         if isinstance(failure, NotCommittedError):
             self._is_open = was_open
             overwrite.clean_up()
-        _log.warning("%s: not committed, trying again: %s", self._uri, failure)
+        text, _ = without_secrets(failure, self._uri)
+        _log.warning("%s: not committed, trying again: %s", self._uri, text)
         return failure
 
     @contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyiceberg.catalog
 import pytest
-from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import (
     DataFile,
@@ -23,12 +25,14 @@ from pyiceberg.manifest import (
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
 from pyiceberg.types import LongType
+from pyiceberg.utils.config import Config
 from support.lake_tables import DS, IcebergLake, of_plan, open_lake, publish, wrapped
 
 import batchllm_operator.lake.iceberg_write as iceberg_write
-from batchllm_operator.errors import SpecError, StorageError, TableError
+from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake import LakeTable, open_table
 from batchllm_operator.lake.iceberg_schema import iceberg_schema
+from batchllm_operator.lake.iceberg_write import StagedFiles
 from batchllm_operator.spec import FilterTerm
 
 
@@ -386,6 +390,76 @@ def test_a_column_of_nulls_takes_the_tables_type(
 def test_a_catalog_that_is_not_set_up() -> None:
     with pytest.raises(SpecError, match="catalog 'nowhere' can't be set up"):
         open_table("iceberg://nowhere/ns.table", "ds")
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
+    """A catalog `canary`."""
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PYICEBERG_CATALOG__CANARY__{name}", value)
+    monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())  # it was read at import
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"URI": "mysql://user:SECRET@host/db"},
+        {"URI": "http://127.0.0.1:1/?token=SECRET"},
+        {"URI": "http://127.0.0.1:1/", "TOKEN": "SECRET\n"},
+        {"URI": "http://user:SECRET@127.0.0.1:1/", "CREDENTIAL": "id:SECRET"},
+    ],
+    ids=str,
+)
+def test_secrets_of_a_catalog_that_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    configure(monkeypatch, **settings)
+    with pytest.raises((SpecError, StorageError)) as caught:
+        open_table("iceberg://canary/ns.table", "ds").published(DS)
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_secrets_that_a_server_repeats(
+    lake: IcebergLake,
+    table: LakeTable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("S3__SECRET_ACCESS_KEY", "S3__SESSION_TOKEN", "HEADER__AUTHORIZATION"):
+        monkeypatch.setenv(f"PYICEBERG_CATALOG__TESTS__{name}", f"SECRET/{name}")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    said = "no SECRET/S3__SECRET_ACCESS_KEY, SECRET/HEADER__AUTHORIZATION, ftp://me:SECRET@host"
+
+    def refuse(kind: type[Exception]) -> Any:
+        def raising(real: Any, *args: Any) -> Any:
+            raise kind(said) from RuntimeError("SECRET/S3__SESSION_TOKEN")
+
+        return raising
+
+    for target, kind in (
+        (lake.commit, CommitFailedException),
+        (lake.commit, ConnectionError),
+        (lake.read, ConnectionError),
+        ((StagedFiles, "write"), ValueError),
+        ((StagedFiles, "write"), StorageError),
+    ):
+        with wrapped(target, refuse(kind)), pytest.raises(BatchLLMError) as caught:
+            publish(table, numbers(1), tmp_path, replaces=of_plan("p0"))
+        assert "no <hidden>, <hidden>, ftp://<hidden>@host" in str(caught.value)
+        assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+    assert "<hidden>" in caplog.text
+    assert "SECRET" not in caplog.text
+
+
+def test_what_is_no_iceberg_table(lake: IcebergLake, table: LakeTable) -> None:
+    """As a Hive or Glue catalog has it: not nothing, which a job would fill."""
+
+    def other(real: Any, *args: Any) -> Any:
+        raise NoSuchIcebergTableError("it is a view")
+
+    with wrapped(lake.read, other), pytest.raises(TableError, match="isn't an Iceberg table"):
+        table.published(DS)
 
 
 def test_a_namespace_that_is_not_there(lake: IcebergLake, tmp_path: Path) -> None:
