@@ -31,8 +31,9 @@ class Snapshot:
 
     partition: str
     version: str
-    """The table's state: `iceberg:<snapshot id>` (`iceberg:none` before the first),
-    `delta:<version>` or `listing:<digest>`; a plan records it. Equal versions are equal content."""
+    """The table's state: `iceberg:<snapshot id>/<schema id>` (`iceberg:none/...` before the first
+    snapshot), `delta:<version>` or `listing:<digest>`; a plan records it. Equal versions are equal
+    content."""
     files: tuple[InputFile, ...]
     schema: pa.Schema
     """Columns of the partition, the partition columns included."""

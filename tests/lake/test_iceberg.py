@@ -118,6 +118,28 @@ def test_a_snapshot_is_read_with_the_names_it_was_looked_at(
     assert read(table, ["m"]) == [{"m": 1}]
 
 
+def test_a_snapshot_is_not_read_by_a_later_schema_that_looks_the_same(
+    lake: IcebergLake, table: LakeTable
+) -> None:
+    """Two columns that changed names, and one that was made anew."""
+    lake.append(DS, pa.table({"a": [1], "b": [2], "c": [3]}))
+    lake.load().update_schema().move_first("ds").commit()
+    snapshot = table.snapshot(DS)
+    for change in (
+        lambda update: update.rename_column("a", "x").rename_column("b", "a").delete_column("c"),
+        lambda update: update.rename_column("x", "b").move_after("x", "a"),
+        lambda update: update.add_column("c", LongType()),
+    ):
+        with lake.load().update_schema() as update:
+            change(update)
+    later = table.snapshot(DS)
+    assert later.schema == snapshot.schema
+    assert later.version != snapshot.version
+    for pinned, values in ((snapshot, (1, 2, 3)), (later, (2, 1, None))):
+        [batch] = table.scan(pinned, ["a", "b", "c"])
+        assert tuple(batch.to_pylist()[0].values()) == values
+
+
 def test_nulls_at_every_level(lake: IcebergLake, table: LakeTable, tmp_path: Path) -> None:
     """In slices too. pyiceberg would make empty lists of null ones, reading as well as writing."""
     lists = [[{"x": 1}], None, [], [None], [{"x": None}]] * 2000
