@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import traceback
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pyiceberg.catalog
 import pytest
 from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
-from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.io.pyarrow import PyArrowFile, schema_to_pyarrow
 from pyiceberg.manifest import (
     DataFile,
     DataFileContent,
@@ -28,6 +29,7 @@ from pyiceberg.types import LongType
 from pyiceberg.utils.config import Config
 from support.lake_tables import DS, IcebergLake, of_plan, open_lake, publish, wrapped
 
+import batchllm_operator.lake.iceberg_read as iceberg_read
 import batchllm_operator.lake.iceberg_write as iceberg_write
 from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake import LakeTable, open_table
@@ -302,6 +304,31 @@ def test_deleted_rows_stay_deleted(lake: IcebergLake, table: LakeTable, tmp_path
     publish(table, numbers(*range(100)), tmp_path, of_plan("p2"))
     assert [row["n"] for row in read(table, ["n"])] == list(range(100))
     assert lake.load().scan().to_arrow().num_rows == 100
+
+
+class FailingFile(io.BytesIO):
+    def read(self, size: int | None = -1) -> bytes:
+        raise OSError("AWS Error SLOW_DOWN")
+
+
+@pytest.mark.parametrize("what", ["reading", "deletes", "opening"])
+def test_storage_that_fails_while_rows_are_read(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path, what: str
+) -> None:
+    """Its errors have no errno: they aren't taken for those of damaged files, which are final."""
+    publish(table, numbers(*range(100)), tmp_path)
+    if what == "deletes":
+        delete_rows(lake, [0])
+    snapshot = table.snapshot(DS)
+
+    def fail(real: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        if what != "deletes" and not file.location.endswith(".parquet"):
+            return real(file, *args, **kwargs)
+        return FailingFile(b"?" * 99) if what == "reading" else FailingFile().read()
+
+    target = (iceberg_read, "_read_deletes") if what == "deletes" else (PyArrowFile, "open")
+    with wrapped(target, fail), pytest.raises(StorageError, match="SLOW_DOWN"):
+        list(table.scan(snapshot, ["n"]))
 
 
 # Commits
