@@ -24,7 +24,7 @@ from batchllm_operator.lake.delta_log import CommitRefusedError, DeltaLog
 from batchllm_operator.lake.delta_version import DataFile, TableVersion, may_hold
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import read_footer
-from batchllm_operator.lake.publishing import is_published
+from batchllm_operator.lake.publishing import check_name, is_published
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
@@ -88,6 +88,7 @@ class DeltaTable:
         add_columns: bool = False,
     ) -> None:
         partition = publication.partition
+        check_name(self.uri, partition)
         rows = OutputFile(self._folder, self._new_file_name(partition), data)
         pauses_s = iter(_pauses_s())
         seen, found = self._look(partition)
@@ -170,7 +171,7 @@ class DeltaTable:
             "batchllm.plan-id": publication.plan_id,
         }
         if seen is None:
-            self._check_free(partition)
+            self._check_free()
         known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
         files = rows.put(where, pa.schema([known[name] for name in columns.names]), values)
         if seen is None or files or new or self._files_of(seen, partition):
@@ -202,10 +203,8 @@ class DeltaTable:
                         " plan again"
                     ) from error
 
-    def _check_free(self, partition: str) -> None:
+    def _check_free(self) -> None:
         """Refuse to make a table where other files lie: they would not be part of it."""
-        if not partition:
-            raise TableError(f"output {self.uri}: a partition can't have an empty name in Delta")
         for name in self._folder.find():
             hidden = any(segment.startswith(("_", ".")) for segment in name.split("/"))
             if not hidden and not name.rpartition("/")[2].startswith(_FILE_PREFIX):

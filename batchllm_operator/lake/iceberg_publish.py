@@ -25,7 +25,7 @@ from batchllm_operator.lake.iceberg_commit import NotCommittedError, Overwrite
 from batchllm_operator.lake.iceberg_partition import PartitionView
 from batchllm_operator.lake.iceberg_schema import iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg_write import StagedFiles
-from batchllm_operator.lake.publishing import is_published
+from batchllm_operator.lake.publishing import check_name, is_published
 from batchllm_operator.lake.schema import check_fit
 from batchllm_operator.lake.table import Publication
 
@@ -60,6 +60,7 @@ class Publisher:
 
     def publish(self, replaces: Publication | None, *, add_columns: bool) -> None:
         """See `LakeTable.publish`."""
+        check_name(self._uri, self._publication.partition)
         try:
             for attempt in range(_ATTEMPTS):
                 if attempt:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import publication_of, read_footer
-from batchllm_operator.lake.publishing import has_happened, is_published
+from batchllm_operator.lake.publishing import check_name, has_happened, is_published
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.schema import check_fit
@@ -114,6 +114,11 @@ class ParquetTable:
         add_columns: bool = False,
     ) -> None:
         """See the protocol; the footer of `data` must name the publication (`published_schema`)."""
+        check_name(self.uri, publication.partition)
+        if publication.partition == _HIVE_NULL:
+            raise TableError(
+                f"output {self.uri}: a folder named {_HIVE_NULL} means null; choose another name"
+            )
         footer = pq.read_metadata(data)
         if publication_of(footer) != publication:
             raise ValueError(f"{data}: its footer doesn't name {publication.run_id}")
@@ -251,18 +256,23 @@ def _listing_version(files: Sequence[InputFile]) -> str:
     return f"listing:{hashlib.sha256(listed.encode()).hexdigest()}"
 
 
-def _hive_values(name: str) -> dict[str, str]:
-    """Partition columns and values in a relative file name such as `ds=2026-01-31/a.parquet`."""
+def _hive_values(name: str) -> dict[str, str | None]:
+    """Partition columns and values in a relative file name such as `ds=2026-01-31/a.parquet`.
+
+    None is null.
+    """
     segments = name.split("/")[:-1]
     pairs = (segment.partition("=") for segment in segments if "=" in segment)
-    return {unquote(column): unquote(value) for column, _, value in pairs}
+    return {
+        unquote(column): None if value == _HIVE_NULL else unquote(value)
+        for column, _, value in pairs
+    }
 
 
 def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:
     """What the file's folders say of the partition's folder columns; None is null."""
     known = _hive_values(snapshot.files[0].name)  # others aren't in the schema
-    found = {column: v for column, v in _hive_values(name).items() if column in known}
-    return {column: None if v == _HIVE_NULL else v for column, v in found.items()}
+    return {column: value for column, value in _hive_values(name).items() if column in known}
 
 
 def _is_visible(name: str) -> bool:

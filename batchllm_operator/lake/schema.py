@@ -41,10 +41,17 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
         add_columns: whether the table may get more columns.
 
     Raises:
-        TableError: a column has another type, or is new and none may be.
+        TableError: a column has another type, is new and none may be, or differs from one of the
+            table's by case only.
     """
+    known = {name.casefold(): name for name in table.names}
     for field in rows:
         if field.name not in table.names:
+            if other := known.get(field.name.casefold()):
+                raise TableError(
+                    f"{where}: the job's column {field.name!r} differs from {other!r} by case only,"
+                    " which few readers tell apart; rename it in a view of the input"
+                )
             continue
         theirs, ours = plain_type(table.field(field.name).type), plain_type(field.type)
         if theirs != ours and pa.null() not in (theirs, ours):

@@ -747,12 +747,6 @@ def test_other_files_in_the_way_of_a_new_table(
     assert values(table) == [1]
 
 
-def test_an_empty_name_is_no_partition(table: DeltaTable, tmp_path: Path) -> None:
-    mine = by("a", "")
-    with pytest.raises(TableError, match="empty name"):
-        table.publish(mine, outputs(tmp_path, mine, 1), replaces=None)
-
-
 def test_a_vacuum_leaves_what_a_job_keeps_beside_the_data(
     folder: Folder, table: DeltaTable, tmp_path: Path
 ) -> None:

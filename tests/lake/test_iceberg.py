@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -202,8 +203,11 @@ def test_partition_columns_of_other_types(
     assert [row["n"] for row in read(table, ["n"], partition=free)] == [5]
     assert table.published(free) == of_plan(partition=free)
     assert table.partitions() == sorted([*map(str, column.to_pylist()), free])
-    with pytest.raises(TableError, match="'tomorrow' isn't one"):
-        table.snapshot("tomorrow")
+    for other in ("tomorrow", f"0{partition}", f"+{partition}", "-0", str(2**40), "2026-02-30"):
+        if other == str(2**40) and pa.types.is_int64(column.type):
+            continue
+        with pytest.raises(TableError, match=re.escape(f"'{other}'")):
+            table.snapshot(other)
 
 
 def test_hidden_partitioning_is_read_by_rows_and_not_written(

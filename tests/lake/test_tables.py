@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.lake_tables import DS, LAKES, Lake, of_plan, open_lake, publish, wrapped
+from support.lake_tables import DS, HIVE_NULL, LAKES, Lake, of_plan, open_lake, publish, wrapped
 
 from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
 from batchllm_operator.lake import LakeTable
@@ -229,6 +229,38 @@ def test_any_partition_value(lake: Lake, table: LakeTable, tmp_path: Path, value
     assert table.published(value) == whose
     assert table.partitions() == [value]
     assert not any(table.snapshot(other).files for other in AWKWARD if other != value)
+
+
+def test_a_partition_without_a_name(table: LakeTable, tmp_path: Path) -> None:
+    """It would be null in one format, and nobody's rows in the others."""
+    for _ in range(2):
+        with pytest.raises(TableError, match="needs a name"):
+            publish(table, numbers(1), tmp_path, of_plan(partition=""))
+        publish(table, numbers(1), tmp_path)
+    assert table.partitions() == [DS]
+
+
+def test_rows_without_a_partition_value_are_in_none(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    publish(table, numbers(1), tmp_path)
+    lake.append(None, pa.table({"n": [2], "run_id": ["theirs"]}))
+    assert table.partitions() == [DS]
+    assert values(table) == [1]
+    for name in (HIVE_NULL, "None", "null"):
+        assert table.snapshot(name).files == ()
+
+
+def test_the_name_that_folders_have_for_null(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    """Where partitions are known by their folders, nobody could tell it from null."""
+    if lake.has_versions:
+        publish(table, numbers(1), tmp_path, of_plan(partition=HIVE_NULL))
+        assert rows(table, ["n", "ds"], partition=HIVE_NULL) == [{"n": 1, "ds": HIVE_NULL}]
+        assert table.partitions() == [HIVE_NULL]
+    else:
+        with pytest.raises(TableError, match="means null"):
+            publish(table, numbers(1), tmp_path, of_plan(partition=HIVE_NULL))
+        assert lake.data_files() == []
 
 
 KINDS: dict[str, pa.Array] = {
@@ -480,6 +512,16 @@ def test_new_columns_are_added_if_asked_for(lake: Lake, table: LakeTable, tmp_pa
     assert values(table, "2026-01-01") == [1]
     if lake.has_versions:
         assert rows(table, ["word"], partition="2026-01-01") == [{"word": None}]
+
+
+def test_a_column_that_differs_by_case_only(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    """Most engines couldn't read a table with both."""
+    publish(table, pa.table({"Word": ["x"]}), tmp_path, of_plan(partition="2026-01-01"))
+    for add_columns in (False, True):
+        with pytest.raises(TableError, match="'word' differs from 'Word' by case only"):
+            publish(table, pa.table({"word": ["x"]}), tmp_path, add_columns=add_columns)
+    publish(table, pa.table({"Word": ["y"]}), tmp_path)
+    assert rows(table, ["Word"]) == [{"Word": "y"}]
 
 
 def test_a_column_that_is_no_longer_written_is_null(

@@ -22,6 +22,7 @@ from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import Folder, LakeTable, Publication, open_table, published_schema
 
 DS = "2026-01-31"
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 class Lake(Protocol):
@@ -42,8 +43,8 @@ class Lake(Protocol):
     unreadable: Exception
     """What `read` raises then."""
 
-    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
-        """Another program adds a file of rows to a partition."""
+    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
+        """Another program adds a file of rows to a partition; None is null."""
 
     def data_files(self) -> list[str]:
         """Paths of all data files, those included that no version refers to."""
@@ -73,13 +74,14 @@ class ParquetLake:
         self.read = (Folder, "find")
         self._num_files = 0
 
-    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
         from urllib.parse import quote
 
         sink = io.BytesIO()
         pq.write_table(rows, sink, **options)
         self._num_files += 1
-        name = f"ds={quote(partition, safe='')}/part-{self._num_files:05d}.parquet"
+        value = HIVE_NULL if partition is None else quote(partition, safe="")
+        name = f"ds={value}/part-{self._num_files:05d}.parquet"
         self.folder.write_bytes(name, sink.getvalue())
 
     def data_files(self) -> list[str]:
@@ -134,7 +136,7 @@ class IcebergLake:
         """The table, as pyiceberg has it."""
         return self.catalog.load_table(self.name)
 
-    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
         from pyiceberg.partitioning import PartitionField, PartitionSpec
         from pyiceberg.transforms import IdentityTransform
 
@@ -181,7 +183,7 @@ class DeltaLake:
         is_s3 = uri.startswith("s3://")
         self._options = {"conditional_put": "etag", "allow_http": "true"} if is_s3 else {}
 
-    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
         from deltalake import write_deltalake
 
         rows = rows.append_column("ds", pa.array([partition] * rows.num_rows, pa.string()))
