@@ -23,6 +23,7 @@ from pyiceberg.types import NestedField
 
 from batchllm_operator.lake.iceberg_project import absent, project
 from batchllm_operator.lake.iceberg_schema import arrow_schema
+from batchllm_operator.lake.parquet_footer import file_schema
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import row_condition
 from batchllm_operator.lake.schema import plain_type
@@ -69,7 +70,7 @@ class IcebergFiles:
             opened = self._io.new_input(task.file.file_path).open()
         with opened as stream:
             source = cast(IO[bytes], StorageFile(stream))
-            held = self._held(pq.read_schema(source))
+            held = self._held(file_schema(pq.read_metadata(source)))
             fields = {field.field_id: field for _, field in held}
             # With rows to leave out by their place, none may be left out before.
             condition = None if deleted is not None else self._condition(fields, held)

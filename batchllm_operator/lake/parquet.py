@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.parquet_footer import publication_of, read_footer
+from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
 from batchllm_operator.lake.publishing import check_name, has_happened, is_published
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
@@ -68,7 +68,7 @@ class ParquetTable:
         pinned: list[InputFile] = []
         for name, details in schema_of.items():
             footer, file = self._pin(name, details)
-            schemas.append(footer.schema.to_arrow_schema())
+            schemas.append(file_schema(footer))
             pinned.append(file)
         pinned = [file for file in pinned if file.name in chosen]
         return Snapshot(
@@ -180,7 +180,7 @@ class ParquetTable:
             if partition == but or DATA_FILE not in (files := folder.find()):
                 continue
             footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
-            return footer.schema.to_arrow_schema()
+            return file_schema(footer)
         return None
 
     def _folder_name(self, partition: str) -> str:

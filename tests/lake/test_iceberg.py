@@ -203,9 +203,7 @@ def test_partition_columns_of_other_types(
     assert [row["n"] for row in read(table, ["n"], partition=free)] == [5]
     assert table.published(free) == of_plan(partition=free)
     assert table.partitions() == sorted([*map(str, column.to_pylist()), free])
-    for other in ("tomorrow", f"0{partition}", f"+{partition}", "-0", str(2**40), "2026-02-30"):
-        if other == str(2**40) and pa.types.is_int64(column.type):
-            continue
+    for other in ("tomorrow", f"0{partition}", f"+{partition}", "-0", str(2**63), "2026-02-30"):
         with pytest.raises(TableError, match=re.escape(f"'{other}'")):
             table.snapshot(other)
 
@@ -367,7 +365,7 @@ def test_statistics_are_written_for_other_readers(
     assert task.file.record_count == 3
     assert list(lake.load().scan("n > 3").plan_files()) == []
     [path] = lake.data_files()
-    with lake.warehouse.open_file(path) as file:
+    with lake.folder.open_file(path) as file:
         schema = pq.read_schema(file)
     assert schema.field("n").metadata[b"PARQUET:field_id"] == b"1"
     assert schema.names == schema_to_pyarrow(lake.load().schema()).names
@@ -377,7 +375,7 @@ def test_a_refused_commit_leaves_no_files(
     lake: IcebergLake, table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(table, numbers(0), tmp_path, of_plan("p0"))
-    before = {name for name in lake.warehouse.find() if not name.endswith(".metadata.json")}
+    before = {name for name in lake.folder.find() if not name.endswith(".metadata.json")}
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     tries: list[int] = []
 
@@ -388,7 +386,7 @@ def test_a_refused_commit_leaves_no_files(
     with wrapped(lake.commit, refuse), pytest.raises(StorageError, match="commit again"):
         publish(table, numbers(1), tmp_path)
     assert len(tries) > 3
-    assert {n for n in lake.warehouse.find() if not n.endswith(".metadata.json")} == before
+    assert {n for n in lake.folder.find() if not n.endswith(".metadata.json")} == before
 
 
 def test_a_commit_that_was_never_answered_keeps_its_files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -299,6 +300,20 @@ def test_values_of_all_kinds_come_back(
     assert found == [same(value) for value in column.to_pylist()]
     publish(table, pa.table({"n": [3, 4], "x": column}), tmp_path, of_plan("p2"))
     publish(table, pa.table({"n": [3, 4], "x": column}), tmp_path, of_plan(partition="other"))
+
+
+def test_timestamps_as_spark_writes_them(lake: Lake, table: LakeTable) -> None:
+    """INT96 counts from days that nanoseconds since 1970 don't reach."""
+    years = [datetime.datetime(year, 12, 31, 23, 59, 59) for year in (1, 1500, 2026, 9999)]
+    at = pa.array(years, pa.timestamp("us"))
+    lake.append(DS, pa.table({"at": at, "s": pa.StructArray.from_arrays([at], ["at"])}))
+    [path] = lake.data_files()
+    data = pq.read_table(io.BytesIO(lake.folder.read_bytes(path)))
+    file = io.BytesIO()
+    pq.write_table(data, file, use_deprecated_int96_timestamps=True)
+    lake.folder.write_bytes(path, file.getvalue())
+    assert [row["at"] for row in rows(table, ["at"])] == years
+    assert [row["s"]["at"] for row in rows(table, ["s"])] == years
 
 
 @pytest.mark.parametrize("name", ["a b", "a.b", "ü", "1st", "select", "a/b", "Ab"])

@@ -34,6 +34,8 @@ class Lake(Protocol):
     """What a spec calls the table."""
     staging: str
     """A folder for a job that writes the table."""
+    folder: Folder
+    """Where `data_files` lie."""
     commit: tuple[Any, str]
     """Object and name of the function whose answer says whether a commit has happened."""
     read: tuple[Any, str]
@@ -47,7 +49,7 @@ class Lake(Protocol):
         """Another program adds a file of rows to a partition; None is null."""
 
     def data_files(self) -> list[str]:
-        """Paths of all data files, those included that no version refers to."""
+        """Names of all data files, those included that no version refers to."""
 
     def remove(self, path: str) -> None:
         """Take a data file away."""
@@ -108,7 +110,7 @@ class IcebergLake:
         from pyiceberg.catalog.sql import SqlCatalog
         from pyiceberg.utils.config import Config
 
-        self.warehouse = Folder.open(uri)
+        self.folder = Folder.open(uri)
         settings = {
             "TYPE": "sql",
             "URI": f"sqlite:///{spool}/catalog.db",
@@ -152,10 +154,10 @@ class IcebergLake:
         self.load().append(rows)
 
     def data_files(self) -> list[str]:
-        return [name for name in self.warehouse.find() if name.endswith(".parquet")]
+        return [name for name in self.folder.find() if name.endswith(".parquet")]
 
     def remove(self, path: str) -> None:
-        self.warehouse.remove(path)
+        self.folder.remove(path)
 
     def forget(self) -> None:
         table = self.load()
