@@ -29,6 +29,7 @@ _HARMLESS_FEATURES: Final = {
     "v2Checkpoint",
     "vacuumProtocolCheck",
 }
+_DELETES: Final = "deletionVectors"  # harmless while no file has one
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MOST_MESSAGE_CHARS: Final = 500
 
@@ -164,6 +165,8 @@ class DeltaLog:
         raw = DeltaTable(self._location, version=number, storage_options=self._options)
         metadata, protocol = raw.metadata(), raw.protocol()
         features = set(protocol.reader_features or ()) - _HARMLESS_FEATURES
+        if _DELETES in features and not any(b.num_rows for b in raw.deletion_vectors()):
+            features.remove(_DELETES)
         if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
             features.add("columnMapping")
         if features:

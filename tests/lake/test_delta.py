@@ -38,6 +38,7 @@ from batchllm_operator.lake.delta_log import CommitRefusedError, DeltaLog
 from batchllm_operator.spec import FilterTerm
 
 DS = "2026-01-31"
+INLINE_VECTOR = "^Bg9^0rr910000000000iXQKl0rr91000315c8Xg0@@Ma"  # of rows 3 and 7
 HOSTILE = ["a/b", "..", "x y", "ü", "%2F", "it's", 'q"r', "=&?#", "a\\b", "a:b", "*|<>^{}~`[]"]
 
 
@@ -215,21 +216,43 @@ def test_files_outside_of_the_table(folder: Folder, table: DeltaTable, path: str
         table.snapshot(DS)
 
 
-@pytest.mark.parametrize("feature", ["deletionVectors", "columnMapping", "typeOfTomorrow"])
+def require(folder: Folder, feature: str, **configuration: str) -> None:
+    """Make the table one whose readers and writers must know a feature."""
+    versions = {"minReaderVersion": 3, "minWriterVersion": 7}
+    features = {"readerFeatures": [feature], "writerFeatures": [feature]}
+    edit_log(folder, 0, "protocol", lambda protocol: protocol.update(versions | features))
+    edit_log(folder, 0, "metaData", lambda meta: meta.update(configuration=configuration))
+
+
+@pytest.mark.parametrize("feature", ["columnMapping", "typeOfTomorrow"])
 def test_features_that_cannot_be_read_are_named(
     folder: Folder, table: DeltaTable, feature: str
 ) -> None:
     write(folder, numbers(1))
-    versions = {"minReaderVersion": 3, "minWriterVersion": 7}
-    features = {"readerFeatures": [feature], "writerFeatures": [feature]}
-    edit_log(folder, 0, "protocol", lambda protocol: protocol.update(versions | features))
-    mode = {"delta.columnMapping.mode": "name"}
-    if feature == "columnMapping":
-        edit_log(folder, 0, "metaData", lambda meta: meta.update(configuration=mode))
+    require(folder, feature, **{"delta.columnMapping.mode": "name"})
     with pytest.raises(TableError, match=feature):
         table.snapshot(DS)
     with pytest.raises(TableError, match=feature):
         table.published(DS)
+
+
+def test_deletion_vectors_are_allowed_while_no_file_has_one(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    table.publish(by("a"), outputs(tmp_path, by("a"), *range(10)), replaces=None)
+    require(folder, "deletionVectors", **{"delta.enableDeletionVectors": "true"})
+    table.publish(by("b"), outputs(tmp_path, by("b"), *range(9)), replaces=by("a"))
+    assert values(table) == list(range(9))
+    snapshot = table.snapshot(DS)
+    vector = {"storageType": "i", "pathOrInlineDv": INLINE_VECTOR, "sizeInBytes": 36}
+    edit_log(folder, 1, "add", lambda add: add.update(deletionVector=vector | {"cardinality": 2}))
+    for read in (
+        lambda: table.snapshot(DS),
+        lambda: table.published(DS),
+        lambda: list(table.scan(snapshot, ["n"])),
+    ):
+        with pytest.raises(TableError, match="deletionVectors"):
+            read()
 
 
 def test_a_damaged_log(folder: Folder, table: DeltaTable) -> None:
