@@ -12,6 +12,7 @@ from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 
@@ -145,7 +146,8 @@ class Publisher:
         where = f"table {self._uri}"
         old = [task.file for task in view.tasks()]
         self._check_partitioning(table, view, old)
-        new_names = check_fit(where, view.arrow_schema, self._rows, add_columns=add_columns)
+        columns = schema_to_pyarrow(table.schema())
+        new_names = check_fit(where, columns, self._rows, add_columns=add_columns)
         new_columns = pa.schema([self._rows.field(name) for name in new_names])
         overwrite = Overwrite(table, iceberg_schema(new_columns))
         if self._staged is None or self._staged.schema != overwrite.metadata.schema():

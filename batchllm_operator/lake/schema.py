@@ -41,8 +41,8 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
         add_columns: whether the table may get more columns.
 
     Raises:
-        TableError: a column has another type, is new and none may be, or differs from one of the
-            table's by case only.
+        TableError: a column has another type, parts that may not be null, is new and none may be,
+            or differs from one of the table's by case only.
     """
     known = {name.casefold(): name for name in table.names}
     for field in rows:
@@ -60,6 +60,11 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
                 " give the job an output table of its own, or rename the column in a view of the"
                 " input"
             )
+        if _has_required_parts(table.field(field.name).type):
+            raise TableError(
+                f"{where}: column {field.name!r} has parts that may not be null, which isn't"
+                " checked for parts; give the job an output table of its own"
+            )
     new = [name for name in rows.names if name not in table.names]
     if new and not add_columns:
         raise TableError(
@@ -69,3 +74,12 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
             " are kept"
         )
     return new
+
+
+def _has_required_parts(kind: pa.DataType) -> bool:
+    """Whether something nested in a column may not be null, but for keys of maps."""
+    if types.is_map(kind):
+        parts = [kind.item_field]
+    else:
+        parts = [kind.field(idx) for idx in range(kind.num_fields)]
+    return any(not part.nullable or _has_required_parts(part.type) for part in parts)

@@ -16,6 +16,7 @@ from support.lake_tables import DS, HIVE_NULL, LAKES, Lake, of_plan, open_lake, 
 
 from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
 from batchllm_operator.lake import LakeTable
+from batchllm_operator.lake.schema import plain_type
 from batchllm_operator.spec import FilterTerm
 
 
@@ -537,6 +538,33 @@ def test_a_column_that_differs_by_case_only(lake: Lake, table: LakeTable, tmp_pa
             publish(table, pa.table({"word": ["x"]}), tmp_path, add_columns=add_columns)
     publish(table, pa.table({"Word": ["y"]}), tmp_path)
     assert rows(table, ["Word"]) == [{"Word": "y"}]
+
+
+REQUIRED: dict[str, tuple[pa.DataType, Any]] = {
+    "column": (pa.int64(), None),
+    "struct": (pa.struct([pa.field("a", pa.int64(), nullable=False)]), {"a": None}),
+    "list": (pa.list_(pa.field("element", pa.int64(), nullable=False)), [None]),
+    "map": (pa.map_(pa.string(), pa.field("value", pa.int64(), nullable=False)), [("k", None)]),
+}
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_what_may_not_be_null(lake: Lake, table: LakeTable, tmp_path: Path, kind: str) -> None:
+    """What another program demanded of its table. Parts of columns aren't looked into."""
+    if not lake.has_versions:
+        pytest.skip("plain Parquet makes no demands")
+    column, value = REQUIRED[kind]
+    fields = [("n", pa.int64()), ("x", column, kind != "column"), ("run_id", pa.string())]
+    lake.create(pa.schema([pa.field(*field) for field in fields]))
+    with_null = pa.table({"n": [1], "x": pa.array([value], plain_type(column))})
+    with pytest.raises(TableError, match=r"'x' .*(may not be null|non-nullable)"):
+        publish(table, with_null, tmp_path)
+    assert lake.data_files() == []
+    if kind == "column":
+        with pytest.raises(TableError, match=r"'x' .*(may not be null|non-nullable)"):
+            publish(table, numbers(1), tmp_path)
+        publish(table, pa.table({"n": [1], "x": [2]}), tmp_path)
+        assert values(table) == [1]
 
 
 def test_a_column_that_is_no_longer_written_is_null(

@@ -48,6 +48,9 @@ class Lake(Protocol):
     def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
         """Another program adds a file of rows to a partition; None is null."""
 
+    def create(self, columns: pa.Schema) -> None:
+        """Another program creates the table, with these columns besides `ds`."""
+
     def data_files(self) -> list[str]:
         """Names of all data files, those included that no version refers to."""
 
@@ -85,6 +88,9 @@ class ParquetLake:
         value = HIVE_NULL if partition is None else quote(partition, safe="")
         name = f"ds={value}/part-{self._num_files:05d}.parquet"
         self.folder.write_bytes(name, sink.getvalue())
+
+    def create(self, columns: pa.Schema) -> None:
+        raise NotImplementedError
 
     def data_files(self) -> list[str]:
         return [name for name in self.folder.find() if name.endswith(".parquet")]
@@ -139,19 +145,23 @@ class IcebergLake:
         return self.catalog.load_table(self.name)
 
     def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
+        from batchllm_operator.lake.iceberg_schema import storable_schema
+
+        rows = rows.cast(storable_schema("test", rows.schema))
+        if not self.catalog.table_exists(self.name):
+            self.create(rows.schema)
+        ds = pa.array([partition] * rows.num_rows, pa.string())
+        self.load().append(rows.append_column("ds", ds))
+
+    def create(self, columns: pa.Schema) -> None:
         from pyiceberg.partitioning import PartitionField, PartitionSpec
         from pyiceberg.transforms import IdentityTransform
 
-        from batchllm_operator.lake.iceberg_schema import iceberg_schema, storable_schema
+        from batchllm_operator.lake.iceberg_schema import iceberg_schema
 
-        rows = rows.cast(storable_schema("test", rows.schema))
-        rows = rows.append_column("ds", pa.array([partition] * rows.num_rows, pa.string()))
-        if not self.catalog.table_exists(self.name):
-            schema = iceberg_schema(rows.schema)
-            source_id = schema.find_field("ds").field_id
-            field = PartitionField(source_id, 1000, IdentityTransform(), "ds")
-            self.catalog.create_table(self.name, schema, partition_spec=PartitionSpec(field))
-        self.load().append(rows)
+        schema = iceberg_schema(columns.append(pa.field("ds", pa.string())))
+        field = PartitionField(schema.find_field("ds").field_id, 1000, IdentityTransform(), "ds")
+        self.catalog.create_table(self.name, schema, partition_spec=PartitionSpec(field))
 
     def data_files(self) -> list[str]:
         return [name for name in self.folder.find() if name.endswith(".parquet")]
@@ -197,6 +207,12 @@ class DeltaLake:
             schema_mode="merge",
             storage_options=self._options,
         )
+
+    def create(self, columns: pa.Schema) -> None:
+        from deltalake import DeltaTable, Schema
+
+        schema = Schema.from_arrow(columns.append(pa.field("ds", pa.string())))
+        DeltaTable.create(self.folder.uri, schema, partition_by="ds", storage_options=self._options)
 
     def data_files(self) -> list[str]:
         return [name for name in self.folder.find() if name.endswith(".parquet")]
