@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +19,7 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.errors import StorageError, TableError
+from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
 from batchllm_operator.lake.publishing import check_name, has_happened, is_published
@@ -30,7 +32,8 @@ from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
 _HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
-_ATTEMPTS: Final = 3  # where the file changes and holds the same publication again
+_LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)
+"""Before each try, as another request was writing the file at the same time."""
 _log = logging.getLogger(__name__)
 
 
@@ -127,7 +130,8 @@ class ParquetTable:
         check_fit(f"table {self.uri}", known, rows, add_columns=add_columns)
         folder = self._partition_folder(publication.partition)
         with exclusive(self._folder, self._folder_name(publication.partition)):
-            for _ in range(_ATTEMPTS):
+            for longest_s in _LONGEST_PAUSES_S:
+                time.sleep(random.uniform(0, longest_s))
                 found, etag = self._look(publication.partition)
                 if is_published(self.uri, found, publication, replaces):
                     return
@@ -136,12 +140,17 @@ class ParquetTable:
                     return
                 except FileChangedError as error:
                     failure: Exception = error
-                except StorageError as error:
+                except (StorageError, CommitUnknownError) as error:
                     failure = error
                     break
             if has_happened(self, publication, replaces):
                 _log.info("%s: the answer was lost, but the file is published", folder.uri)
                 return
+        if isinstance(failure, CommitUnknownError):
+            raise CommitUnknownError(
+                f"output {folder.uri}: no answer came whether it was published; commit again to"
+                f" find out: {failure}"
+            ) from failure
         raise StorageError(f"output {folder.uri}: wasn't published: {failure}") from failure
 
     def _look(self, partition: str) -> tuple[Publication | None, str | None]:

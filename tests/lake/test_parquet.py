@@ -11,8 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from botocore.exceptions import ClientError
 
-from batchllm_operator.errors import ConflictError, StorageError, TableError
+from batchllm_operator.errors import (
+    CommitUnknownError,
+    ConflictError,
+    StorageError,
+    TableError,
+)
 from batchllm_operator.lake import (
     Folder,
     LakeTable,
@@ -555,6 +561,43 @@ def test_publishers_side_by_side(folder: Folder, tmp_path: Path) -> None:
     assert table.published(DS) == publication(plan_id=winner)
     assert rows(table, ["n"]) == [{"n": int(winner[1])}]
     assert list(folder.find()) == [f"ds={DS}/data.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "num_tries"),
+    [
+        (403, "AccessDenied", StorageError, 1),
+        (500, "InternalError", CommitUnknownError, 1),
+        (None, "", CommitUnknownError, 1),
+        (409, "ConditionalRequestConflict", StorageError, 5),
+    ],
+)
+def test_s3_that_does_not_take_a_file(
+    s3_bucket: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int | None,
+    code: str,
+    kind: type[Exception],
+    num_tries: int,
+) -> None:
+    """Without an answer the request may yet arrive; a conflict may be with one that is lost."""
+    table = open_table(f"{s3_bucket}/table", "ds")
+    source = published_file(tmp_path / "x", numbers(1), publication())
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        cause = ClientError(answer, "PutObject") if status else None  # type: ignore[arg-type]
+        raise OSError(5, "no luck") from cause
+
+    monkeypatch.setattr("batchllm_operator.lake.swap._upload", fail)
+    with pytest.raises(kind, match="no luck"):
+        table.publish(publication(), source, replaces=None)
+    assert len(pauses) == num_tries
+    assert len(set(pauses)) == num_tries
+    assert table.published(DS) is None
 
 
 def test_a_file_that_does_not_say_whose_it_is(table: LakeTable, tmp_path: Path) -> None:
