@@ -79,6 +79,12 @@ class DeltaTable:
     def published(self, partition: str) -> Publication | None:
         return self._look(partition)[1]
 
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        check_name(self.uri, partition)
+        self._columns(self._log.latest(), partition, columns, add_columns)
+
     def publish(
         self,
         publication: Publication,
@@ -154,28 +160,39 @@ class DeltaTable:
         """
         where = f"output {self.uri}"
         column, partition = self._partition_column, publication.partition
-        columns = delta_schema(where, rows.schema)
-        if column in columns.names:
-            raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+        columns, new = self._columns(seen, partition, rows.schema, add_columns)
         values = {column: partition}
-        new = (
-            columns
-            if seen is None
-            else check_takes(where, seen, values, columns, add_columns=add_columns)
-        )
-        if any(types.is_null(field.type) for field in new):
-            raise TableError(f"{where}: no row has a value in a new column, so it has no type")
         metadata = {
             "batchllm.job": publication.job,
             "batchllm.partition": partition,
             "batchllm.plan-id": publication.plan_id,
         }
-        if seen is None:
-            self._check_free()
         known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
         files = rows.put(where, pa.schema([known[name] for name in columns.names]), values)
         if seen is None or files or new or self._files_of(seen, partition):
             self._log.commit(seen, (column, partition), files, new, metadata)
+
+    def _columns(
+        self, seen: TableVersion | None, partition: str, rows: pa.Schema, add_columns: bool
+    ) -> tuple[pa.Schema, pa.Schema]:
+        """The rows' columns as Delta has them, and those that the table lacks.
+
+        Raises:
+            TableError: the table doesn't take them, or can't be made.
+        """
+        where, column = f"output {self.uri}", self._partition_column
+        columns = delta_schema(where, rows)
+        if column in columns.names:
+            raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+        if seen is None:
+            self._check_free()
+            new = columns
+        else:
+            values = {column: partition}
+            new = check_takes(where, seen, values, columns, add_columns=add_columns)
+        if any(types.is_null(field.type) for field in new):
+            raise TableError(f"{where}: no row has a value in a new column, so it has no type")
+        return columns, new
 
     def _rows(
         self,

@@ -13,8 +13,9 @@ from pyiceberg.table import Table
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg_catalog import CatalogTable
 from batchllm_operator.lake.iceberg_partition import PartitionView, partition_names
-from batchllm_operator.lake.iceberg_publish import Publisher
-from batchllm_operator.lake.iceberg_schema import arrow_schema
+from batchllm_operator.lake.iceberg_publish import Publisher, check_takes
+from batchllm_operator.lake.iceberg_schema import arrow_schema, storable_schema
+from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm, TableAddress
 
@@ -90,6 +91,19 @@ class IcebergTable:
         if table is None:
             return None
         return PartitionView.now(table, self.uri, self._partition_column, partition).published()
+
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        check_name(self.uri, partition)
+        rows = storable_schema(f"table {self.uri}", columns)
+        table = self._catalog_table.load()
+        if table is None:
+            self._catalog_table.check_namespace()
+            return
+        view = PartitionView.now(table, self.uri, self._partition_column, partition)
+        old = [task.file for task in view.tasks()]
+        check_takes(table, view, old, rows, add_columns=add_columns)
 
     def publish(
         self,

@@ -76,6 +76,16 @@ class CatalogTable:
             failure, cause = _failure(self.uri, error)
             raise failure from cause
 
+    def check_namespace(self) -> None:
+        """Refuse a place where no table can be created.
+
+        Raises:
+            TableError: there is no such namespace.
+            StorageError: the catalog fails.
+        """
+        with iceberg_errors(self.uri), self._namespace():
+            self._catalog.load_namespace_properties(self._identifier[:-1])
+
     def create(self, rows: pa.Schema, partition_column: str) -> Table:
         """Create the table for such rows, partitioned by a further column, of strings.
 
@@ -83,7 +93,7 @@ class CatalogTable:
             TableError: there is no such namespace, or a column's type isn't one of Iceberg's.
             StorageError: the catalog fails.
         """
-        with iceberg_errors(self.uri):
+        with iceberg_errors(self.uri), self._namespace():
             schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
             source = schema.find_field(partition_column)
             field: Any = PartitionField(
@@ -98,10 +108,15 @@ class CatalogTable:
                 )
             except TableAlreadyExistsError:  # just now
                 return self._catalog.load_table(self._identifier)
-            except NoSuchNamespaceError as error:
-                raise TableError(
-                    f"table {self.uri}: the catalog has no such namespace; create it first"
-                ) from error
+
+    @contextmanager
+    def _namespace(self) -> Iterator[None]:
+        try:
+            yield
+        except NoSuchNamespaceError as error:
+            raise TableError(
+                f"table {self.uri}: the catalog has no such namespace; create it first"
+            ) from error
 
 
 @contextmanager

@@ -108,6 +108,17 @@ class ParquetTable:
     def published(self, partition: str) -> Publication | None:
         return self._look(partition)[0]
 
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        check_name(self.uri, partition)
+        if partition == _HIVE_NULL:
+            raise TableError(
+                f"output {self.uri}: a folder named {_HIVE_NULL} means null; choose another name"
+            )
+        known = self._published_schema(but=partition) or columns
+        check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
+
     def publish(
         self,
         publication: Publication,
@@ -117,17 +128,11 @@ class ParquetTable:
         add_columns: bool = False,
     ) -> None:
         """See the protocol; the footer of `data` must name the publication (`published_schema`)."""
-        check_name(self.uri, publication.partition)
-        if publication.partition == _HIVE_NULL:
-            raise TableError(
-                f"output {self.uri}: a folder named {_HIVE_NULL} means null; choose another name"
-            )
         footer = pq.read_metadata(data)
         if publication_of(footer) != publication:
             raise ValueError(f"{data}: its footer doesn't name {publication.run_id}")
         rows = footer.schema.to_arrow_schema()
-        known = self._published_schema(but=publication.partition) or rows
-        check_fit(f"table {self.uri}", known, rows, add_columns=add_columns)
+        self.check_outputs(publication.partition, rows, add_columns=add_columns)
         folder = self._partition_folder(publication.partition)
         with exclusive(self._folder, self._folder_name(publication.partition)):
             for longest_s in _LONGEST_PAUSES_S:

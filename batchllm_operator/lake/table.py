@@ -113,6 +113,22 @@ class LakeTable(Protocol):
         """
         ...
 
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        """Refuse what `publish` would refuse, as far as the rows' columns tell.
+
+        Args:
+            partition: to be published.
+            columns: all but the partition's own.
+            add_columns: whether columns that the table lacks may be added to it.
+
+        Raises:
+            TableError: the table's schema or partitioning doesn't take such rows.
+            StorageError: the storage or the catalog fails.
+        """
+        ...
+
     def publish(
         self,
         publication: Publication,

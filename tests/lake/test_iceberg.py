@@ -25,6 +25,7 @@ from pyiceberg.manifest import (
     ManifestWriterV2,
 )
 from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
 from pyiceberg.types import LongType
 from pyiceberg.utils.config import Config
@@ -222,8 +223,20 @@ def test_hidden_partitioning_is_read_by_rows_and_not_written(
     assert read(table, ["n", "ds"], partition="2026-02-01") == []
     with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
         publish(table, numbers(1), tmp_path, of_plan(partition="2026-02-01"))
+    with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
+        table.check_outputs("2026-02-01", numbers().schema)
     with pytest.raises(TableError, match="isn't partitioned by the values"):
         table.partitions()
+
+
+def test_a_format_that_pyiceberg_does_not_write(
+    lake: IcebergLake, table: LakeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake.append(DS, numbers(1))
+    monkeypatch.setattr(Table, "format_version", 3)
+    assert read(table, ["n"]) == [{"n": 1}]
+    with pytest.raises(TableError, match="format version 3"):
+        table.check_outputs("2026-02-01", numbers().schema)
 
 
 def test_a_table_that_is_not_partitioned_by_the_column(lake: IcebergLake, tmp_path: Path) -> None:
@@ -518,6 +531,8 @@ def test_a_namespace_that_is_not_there(lake: IcebergLake, tmp_path: Path) -> Non
     assert table.partitions() == []
     with pytest.raises(TableError, match="no such namespace"):
         publish(table, numbers(1), tmp_path)
+    with pytest.raises(TableError, match="no such namespace"):
+        table.check_outputs(DS, numbers().schema)
 
 
 def test_a_catalog_that_fails(lake: IcebergLake, table: LakeTable) -> None:

@@ -58,6 +58,8 @@ def test_a_table_that_is_not_there(table: LakeTable) -> None:
     assert table.published(DS) is None
     with pytest.raises(TableError, match="table"):
         table.snapshot(DS)
+    table.check_outputs(DS, numbers().schema)
+    assert table.partitions() == []
 
 
 def test_columns_come_as_they_were_asked_for(lake: Lake, table: LakeTable) -> None:
@@ -512,9 +514,12 @@ def test_rows_that_another_program_adds_to_ours(
 def test_columns_of_another_type_are_refused(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
     publish(table, numbers(1), tmp_path, of_plan(partition="2026-01-01"))
     files = lake.data_files()
+    other = pa.table({"n": ["1"]})
     for add_columns in (False, True):
         with pytest.raises(TableError, match=r"column 'n' holds int64.*string"):
-            publish(table, pa.table({"n": ["1"]}), tmp_path, add_columns=add_columns)
+            publish(table, other, tmp_path, add_columns=add_columns)
+        with pytest.raises(TableError, match=r"column 'n' holds int64.*string"):
+            table.check_outputs(DS, other.schema, add_columns=add_columns)
     assert lake.data_files() == files
 
 
@@ -523,6 +528,9 @@ def test_new_columns_are_added_if_asked_for(lake: Lake, table: LakeTable, tmp_pa
     wide = pa.table({"n": [2], "word": ["x"], "nested": [{"a": [1]}]})
     with pytest.raises(TableError, match=r"no column 'word' nor 'nested'.*add_columns"):
         publish(table, wide, tmp_path)
+    with pytest.raises(TableError, match=r"no column 'word' nor 'nested'.*add_columns"):
+        table.check_outputs(DS, wide.schema)
+    table.check_outputs(DS, wide.schema, add_columns=True)
     publish(table, wide, tmp_path, add_columns=True)
     assert rows(table, ["n", "word", "nested"]) == wide.to_pylist()
     assert values(table, "2026-01-01") == [1]
