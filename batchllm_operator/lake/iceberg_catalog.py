@@ -29,8 +29,8 @@ from batchllm_operator.lake.masking import masked, shown_cause
 from batchllm_operator.spec import TableAddress
 
 _FAULTS_OF_THE_TABLE = (
-    *(FileNotFoundError, ValueError, TypeError, NotImplementedError, pa.ArrowException),
-    *(ResolveError, ValidationException, IcebergValidationError),
+    *(FileNotFoundError, ValueError, TypeError, OverflowError, NotImplementedError),
+    *(pa.ArrowException, ResolveError, ValidationException, IcebergValidationError),
 )
 
 
