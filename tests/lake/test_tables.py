@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -76,6 +77,8 @@ def test_an_absent_partition_has_a_schema_and_no_rows(lake: Lake, table: LakeTab
     assert (snapshot.files, snapshot.num_rows) == ((), 0)
     assert snapshot.schema.names == ["n", "ds"]
     assert list(table.scan(snapshot, ["n"])) == []
+    with pytest.raises(TableError, match="no column 'm'"):
+        list(table.scan(snapshot, ["m"]))
 
 
 def test_rows_keep_the_order_of_files_and_of_rows_in_them(lake: Lake, table: LakeTable) -> None:
@@ -223,16 +226,33 @@ def test_vanished_files(lake: Lake, table: LakeTable) -> None:
 
 # Values
 
-AWKWARD = ["a/b", "a b", "naïve-表", "50%", "%2F", "..", ".", "a=b", "a+b", "x&y?z#", "'\""]
+AWKWARD = [
+    "a/b",
+    "a b",
+    "naïve-表",
+    "50%",
+    "%2F",
+    "..",
+    ".",
+    "a=b",
+    "x+&y?z#",
+    "'\"",
+    "\\:*|<>^{}~`[]",
+]
 
 
 @pytest.mark.parametrize("value", AWKWARD)
 def test_any_partition_value(lake: Lake, table: LakeTable, tmp_path: Path, value: str) -> None:
-    whose = of_plan(partition=value)
-    publish(table, numbers(7), tmp_path, whose)
-    assert rows(table, ["n", "ds"], partition=value) == [{"n": 7, "ds": value}]
-    assert table.published(value) == whose
+    for number, plan_id in enumerate(("p1", "p2")):
+        whose = of_plan(plan_id, value)
+        publish(table, numbers(number), tmp_path, whose)
+        assert rows(table, ["n", "ds"], partition=value) == [{"n": number, "ds": value}]
+        assert table.published(value) == whose
     assert table.partitions() == [value]
+    neighbour = f"{quote(value)}!"
+    lake.append(neighbour, pa.table({"n": [5], "run_id": ["theirs"]}))  # another program
+    assert rows(table, ["n", "ds"], partition=neighbour) == [{"n": 5, "ds": neighbour}]
+    assert table.partitions() == sorted([value, neighbour])
     assert not any(table.snapshot(other).files for other in AWKWARD if other != value)
 
 
@@ -387,6 +407,13 @@ def test_somebody_else_has_published(
     assert lake.data_files() == files
 
 
+def test_nothing_is_there_where_something_was(table: LakeTable, tmp_path: Path) -> None:
+    publish(table, numbers(1), tmp_path, of_plan(partition="other"))
+    with pytest.raises(ConflictError, match="holds nothing where"):
+        publish(table, numbers(2), tmp_path, of_plan("p2"), replaces=of_plan("p1"))
+    assert values(table) == []
+
+
 def first_call(action: Callable[[], None]) -> Callable[..., Any]:
     """Around a function: the action comes before its first call."""
     done: list[int] = []
@@ -414,6 +441,22 @@ def test_two_publishers_race(lake: Lake, table: LakeTable, tmp_path: Path, seen:
     with wrapped(lake.commit, first_call(win)), pytest.raises(ConflictError, match="winner"):
         publish(table, numbers(2), tmp_path, of_plan("loser"), replaces=seen)
     assert (values(table), table.published(DS)) == ([1], of_plan("winner"))
+
+
+@pytest.mark.parametrize("seen", [None, of_plan("p0")])
+def test_another_program_adds_rows_meanwhile(
+    lake: Lake, table: LakeTable, tmp_path: Path, seen: Any
+) -> None:
+    if not lake.has_versions:
+        pytest.skip("plain Parquet has no commits that other programs take part in")
+    publish(table, numbers(0), tmp_path, seen or of_plan(partition="other"))
+    theirs = pa.table({"n": [9], "run_id": ["theirs"]})
+    with (
+        wrapped(lake.commit, first_call(lambda: lake.append(DS, theirs))),
+        pytest.raises(TableError, match="no job of this"),
+    ):
+        publish(table, numbers(1), tmp_path, replaces=seen)
+    assert sorted(values(table)) == ([0, 9] if seen else [9])
 
 
 def test_another_partition_is_published_meanwhile(
