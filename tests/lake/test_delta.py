@@ -286,6 +286,17 @@ def raw_rows(*numbers: int, ds: str = DS, run_id: str = "someone else") -> pa.Ta
     return pa.table({"n": numbers, "run_id": [run_id] * len(numbers), "ds": [ds] * len(numbers)})
 
 
+@pytest.mark.parametrize("bound", ["minValues", "maxValues"])
+def test_statistics_that_are_not_numbers(folder: Folder, table: DeltaTable, bound: str) -> None:
+    """Spark has NaN as the greatest of all."""
+    write(folder, pa.table({"x": [float("nan"), 9.0], "ds": [DS] * 2}))
+    stats = {"numRecords": 2, "minValues": {"x": 9.0}, "maxValues": {"x": 9.0}}
+    stats[bound] = {"x": "NaN"}
+    edit_log(folder, 0, "add", lambda add: add.update(stats=json.dumps(stats)))
+    for term in (FilterTerm(column="x", op=">", value=5.0), FilterTerm(column="x", value=9.0)):
+        assert rows(table, ["x"], [term]) == [{"x": 9.0}]
+
+
 def test_filters_of_types_whose_order_is_not_pythons(folder: Folder, table: DeltaTable) -> None:
     amounts = pa.array([Decimal("0.10")], pa.decimal128(10, 2))
     floats = pa.array([0.1], pa.float32())
