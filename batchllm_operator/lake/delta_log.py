@@ -10,13 +10,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
 from batchllm_operator.errors import SpecError, StorageError, TableError
 from batchllm_operator.lake.delta_version import TableVersion
-from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.folder import Folder, fsync
 from batchllm_operator.lake.masking import masked
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class DeltaLog:
         """Raises SpecError if deltalake isn't installed or can't handle the folder's place."""
         self.uri = f"delta+{folder.uri}"
         self._location = folder.uri
+        self._folder = folder
         self._options = None if folder.is_local else _s3_options()
         if not folder.is_local and not self._location.startswith("s3://"):
             raise SpecError(f"{self.uri}: Delta tables can be on local disk or S3")
@@ -146,6 +148,7 @@ class DeltaLog:
                 storage_options=self._options,
                 commit_properties=properties,
             )
+            self._make_durable(0)
             return
         schema = seen.raw.schema()
         if new_columns:
@@ -158,6 +161,14 @@ class DeltaLog:
             [(column, "=", value)],
             commit_properties=properties,
         )
+        self._make_durable(seen.number + 1)
+
+    def _make_durable(self, number: int) -> None:
+        """Have a local version's entry on disk, as a crash takes what delta-rs has written."""
+        if self._folder.is_local:
+            entry = Path(self._folder.full_path(f"_delta_log/{number:020}.json"))
+            for path in (entry, entry.parent, entry.parent.parent):
+                fsync(path)
 
     def _load(self, number: int | None) -> TableVersion:
         from deltalake import DeltaTable

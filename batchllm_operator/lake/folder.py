@@ -213,7 +213,7 @@ class Folder:
         target = Path(self.full_path(name))
         with self._temporary(target) as temporary:
             temporary.write_bytes(data)
-            _fsync(temporary)
+            fsync(temporary)
             try:
                 target.hardlink_to(temporary)
             except OSError as error:
@@ -221,8 +221,8 @@ class Folder:
                     raise
                 with target.open("xb") as file:  # whoever reads it half-written won't trust it
                     file.write(data)
-                _fsync(target)
-            _fsync(target.parent)
+                fsync(target)
+            fsync(target.parent)
 
     @contextmanager
     def _replacing(self, name: str) -> Iterator[Path]:
@@ -230,9 +230,9 @@ class Folder:
         target = Path(self.full_path(name))
         with self._temporary(target) as temporary:
             yield temporary
-            _fsync(temporary)
+            fsync(temporary)
             temporary.replace(target)
-            _fsync(target.parent)
+            fsync(target.parent)
 
     @contextmanager
     def _temporary(self, target: Path) -> Iterator[Path]:
@@ -284,7 +284,8 @@ def _base(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Have a local file's content, or a folder's entries, on disk before going on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

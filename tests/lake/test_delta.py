@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -404,6 +405,26 @@ def test_publish_makes_a_table_that_any_reader_reads(
     commit = commit_info(folder, 2)
     told = {name: commit[f"batchllm.{name}"] for name in ("job", "partition", "plan-id")}
     assert told == {"job": "job", "partition": HOSTILE, "plan-id": "b"}
+
+
+def test_a_commit_outlives_a_crash_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def noting(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    folder = Folder.open(str(tmp_path / "table"))
+    table = DeltaTable(folder.uri, "ds")
+    for last, plan, number in ((None, "a", 0), ("a", "b", 1)):
+        replaces = by(last) if last else None
+        table.publish(by(plan), outputs(tmp_path, by(plan), 1), replaces=replaces)
+        log = folder.full_path("_delta_log")
+        assert synced[-3:] == [f"{log}/{number:020}.json", log, folder.path]
 
 
 def test_an_empty_partition_makes_the_table(
