@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
+_UNSAFE: Final = re.compile(r"^\.|[%/=]")  # in a partition column's name
 _HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)
 """Before each try, as another request was writing the file at the same time."""
@@ -198,7 +200,8 @@ class ParquetTable:
         return None
 
     def _folder_name(self, partition: str) -> str:
-        return f"{self._partition_column}={quote(partition, safe='')}"
+        column = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", self._partition_column)
+        return f"{column}={quote(partition, safe='')}"
 
     def _partition_folder(self, partition: str) -> Folder:
         return self._folder.child(self._folder_name(partition))
@@ -290,7 +293,10 @@ def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:
 
 
 def _is_visible(name: str) -> bool:
-    return not any(segment.startswith(("_", ".")) for segment in name.split("/"))
+    """Whether readers see the file. As in Spark, a column's name may begin with `_`."""
+    *folders, base = name.split("/")
+    hidden = base.startswith("_") or any(f.startswith("_") and "=" not in f for f in folders)
+    return not hidden and not any(segment.startswith(".") for segment in (*folders, base))
 
 
 def _visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

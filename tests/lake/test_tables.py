@@ -16,7 +16,7 @@ import pytest
 from support.lake_tables import DS, HIVE_NULL, LAKES, Lake, of_plan, open_lake, publish, wrapped
 
 from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
-from batchllm_operator.lake import LakeTable
+from batchllm_operator.lake import LakeTable, open_table
 from batchllm_operator.lake.schema import plain_type
 from batchllm_operator.spec import FilterTerm
 
@@ -286,6 +286,14 @@ def test_the_name_that_folders_have_for_null(lake: Lake, table: LakeTable, tmp_p
         with pytest.raises(TableError, match="means null"):
             publish(table, numbers(1), tmp_path, of_plan(partition=HIVE_NULL))
         assert lake.data_files() == []
+
+
+@pytest.mark.parametrize("column", ["a b", "a/b", "../x", "ä", "a=b", "a%20b", "_ds", "DS"])
+def test_any_partition_column(lake: Lake, tmp_path: Path, column: str) -> None:
+    table = open_table(lake.address, column)
+    publish(table, numbers(7), tmp_path)
+    assert rows(table, ["n", column]) == [{"n": 7, column: DS}]
+    assert (table.partitions(), table.published(DS)) == ([DS], of_plan())
 
 
 KINDS: dict[str, pa.Array] = {
