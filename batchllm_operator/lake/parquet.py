@@ -135,7 +135,7 @@ class ParquetTable:
             raise ValueError(f"{data}: its footer doesn't name {publication.run_id}")
         rows = footer.schema.to_arrow_schema()
         self.check_outputs(publication.partition, rows, add_columns=add_columns)
-        folder = self._partition_folder(publication.partition)
+        folder, _ = self._partition_folder(publication.partition)
         with exclusive(self._folder, self._folder_name(publication.partition)):
             for longest_s in _LONGEST_PAUSES_S:
                 time.sleep(random.uniform(0, longest_s))
@@ -166,8 +166,7 @@ class ParquetTable:
         Raises:
             TableError: it holds anything else.
         """
-        folder = self._partition_folder(partition)
-        names = [name for name in folder.find() if _is_visible(name)]
+        folder, names = self._partition_folder(partition)
         foreign = [name for name in names if name != DATA_FILE]
         if foreign:
             raise TableError(
@@ -192,8 +191,8 @@ class ParquetTable:
     def _published_schema(self, but: str) -> pa.Schema | None:
         """Columns of the newest partition with a file of ours, by name, other than `but`."""
         for partition in reversed(self.partitions()):
-            folder = self._partition_folder(partition)
-            if partition == but or DATA_FILE not in (files := folder.find()):
+            folder, files = self._partition_folder(partition)
+            if partition == but or DATA_FILE not in files:
                 continue
             footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
             return file_schema(footer)
@@ -203,8 +202,35 @@ class ParquetTable:
         column = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", self._partition_column)
         return f"{column}={quote(partition, safe='')}"
 
-    def _partition_folder(self, partition: str) -> Folder:
-        return self._folder.child(self._folder_name(partition))
+    def _partition_folder(self, partition: str) -> tuple[Folder, dict[str, dict[str, Any]]]:
+        """The partition's folder, and the files in it that readers see.
+
+        Another program may have escaped its name otherwise: to readers that is the same partition.
+
+        Raises:
+            TableError: two such folders hold files.
+        """
+        own = self._folder_name(partition)
+        holding = {}
+        for name in dict.fromkeys((own, *self._folders_of(partition))):
+            found = self._folder.child(name).find()
+            if files := {n: details for n, details in found.items() if _is_visible(n)}:
+                holding[name] = files
+        if len(holding) > 1:
+            raise TableError(
+                f"output {self.uri}: partition {partition!r} lies in two folders,"
+                f" {' and '.join(map(repr, holding))}; move one away"
+            )
+        ((name, files),) = holding.items() or ((own, {}),)
+        return self._folder.child(name), files
+
+    def _folders_of(self, partition: str) -> list[str]:
+        """Names of the folders at the first level that stand for the partition."""
+        return [
+            name
+            for name in self._folder.subfolder_names()
+            if _hive_values(f"{name}/").get(self._partition_column) == partition
+        ]
 
     def _files_near(self, partition: str) -> dict[str, dict[str, Any]]:
         """Parquet files that readers see, by name: the partition's, or all if it has none.
@@ -212,14 +238,9 @@ class ParquetTable:
         Where the table's first level of folders is the partition column, no other partition
         is listed.
         """
-        chosen = [
-            name
-            for name in self._folder.subfolder_names()
-            if _hive_values(f"{name}/").get(self._partition_column) == partition
-        ]
         found = {
             f"{name}/{below}": details
-            for name in chosen
+            for name in self._folders_of(partition)
             for below, details in self._folder.child(name).find().items()
         }
         return _visible(found) or _visible(self._folder.find())

@@ -501,6 +501,30 @@ def test_a_foreign_partition_is_neither_replaced_nor_added_to(
     assert folder.read_bytes(f"ds={DS}/{name}") == data
 
 
+@pytest.mark.parametrize("name", ["ds=a b", "ds=%61%20b"])
+def test_a_folder_whose_name_another_program_has_escaped(
+    folder: Folder, table: LakeTable, tmp_path: Path, name: str
+) -> None:
+    """To readers it is the partition itself: theirs, or ours once it was moved and renamed."""
+    put(folder, f"{name}/part-0.parquet", numbers(5))
+    for use in (
+        lambda: table.published("a b"),
+        lambda: publish(table, "a b", numbers(1), tmp_path),
+    ):
+        with pytest.raises(TableError, match=r"part-0\.parquet.*no job of this package"):
+            use()
+    folder.remove(f"{name}/part-0.parquet")
+    publish(table, "a b", numbers(1), tmp_path)
+    ours = folder.read_bytes("ds=a%20b/data.parquet")
+    folder.write_bytes(f"{name}/data.parquet", ours)
+    with pytest.raises(TableError, match="lies in two folders"):
+        table.published("a b")
+    folder.remove("ds=a%20b/data.parquet")
+    publish(table, "a b", numbers(2), tmp_path, plan_id="p2")
+    assert list(folder.find()) == [f"{name}/data.parquet"]
+    assert rows(table, ["n"], partition="a b") == [{"n": 2}]
+
+
 def test_markers_beside_the_data_are_left_alone(
     folder: Folder, table: LakeTable, tmp_path: Path
 ) -> None:
