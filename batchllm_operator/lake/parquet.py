@@ -33,6 +33,7 @@ from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
 _UNSAFE: Final = re.compile(r"^\.|[%/=]")  # in a partition column's name
+_ASCII: Final = re.compile(r"[\x00-\x7f]+")
 _HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)
 """Before each try, as another request was writing the file at the same time."""
@@ -200,7 +201,9 @@ class ParquetTable:
 
     def _folder_name(self, partition: str) -> str:
         column = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", self._partition_column)
-        return f"{column}={quote(partition, safe='')}"
+        # Spark and Hive read an escaped character that isn't ASCII as several others.
+        value = _ASCII.sub(lambda found: quote(found[0], safe=""), partition)
+        return f"{column}={value}"
 
     def _partition_folder(self, partition: str) -> tuple[Folder, dict[str, dict[str, Any]]]:
         """The partition's folder, and the files in it that readers see.

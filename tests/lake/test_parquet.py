@@ -525,6 +525,20 @@ def test_a_folder_whose_name_another_program_has_escaped(
     assert rows(table, ["n"], partition="a b") == [{"n": 2}]
 
 
+def test_folders_are_named_so_that_hive_reads_them(
+    folder: Folder, table: LakeTable, tmp_path: Path
+) -> None:
+    """It takes each escape for one character. An older release escaped those of UTF-8, too."""
+    publish(table, "a/ü", numbers(1), tmp_path)
+    assert list(folder.find()) == ["ds=a%2Fü/data.parquet"]
+    data = folder.read_bytes("ds=a%2Fü/data.parquet")
+    folder.remove("ds=a%2Fü/data.parquet")
+    folder.write_bytes("ds=a%2F%C3%BC/data.parquet", data)
+    publish(table, "a/ü", numbers(2), tmp_path, plan_id="p2")
+    assert list(folder.find()) == ["ds=a%2F%C3%BC/data.parquet"]
+    assert rows(table, ["n"], partition="a/ü") == [{"n": 2}]
+
+
 def test_markers_beside_the_data_are_left_alone(
     folder: Folder, table: LakeTable, tmp_path: Path
 ) -> None:
