@@ -119,6 +119,8 @@ class ParquetTable:
             raise TableError(
                 f"output {self.uri}: a folder named {_HIVE_NULL} means null; choose another name"
             )
+        if not self.partitions():
+            self._check_free()
         known = self._published_schema(but=partition) or columns
         check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
 
@@ -198,6 +200,15 @@ class ParquetTable:
             footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
             return file_schema(footer)
         return None
+
+    def _check_free(self) -> None:
+        """Refuse to make a table where another lies: readers would take both for one."""
+        for name in self._folder.find():
+            if _is_visible(name) and name.endswith(".parquet"):
+                raise TableError(
+                    f"output {self.uri}: holds {name!r}, but isn't partitioned by"
+                    f" {self._partition_column!r}; move it away or choose another output table"
+                )
 
     def _folder_name(self, partition: str) -> str:
         column = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", self._partition_column)

@@ -539,6 +539,19 @@ def test_folders_are_named_so_that_hive_reads_them(
     assert rows(table, ["n"], partition="a/ü") == [{"n": 2}]
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "region=eu/a.parquet"])
+def test_another_table_in_the_place_of_a_new_one(
+    folder: Folder, table: LakeTable, tmp_path: Path, name: str
+) -> None:
+    put(folder, name, numbers(5))
+    folder.write_bytes("notes.txt", b"")
+    with pytest.raises(TableError, match=f"holds '{name}', but isn't partitioned by 'ds'"):
+        publish(table, DS, numbers(1), tmp_path)
+    folder.remove(name)
+    folder.write_bytes("_batchllm/plan/rows.parquet", b"")
+    publish(table, DS, numbers(1), tmp_path)
+
+
 def test_markers_beside_the_data_are_left_alone(
     folder: Folder, table: LakeTable, tmp_path: Path
 ) -> None:
