@@ -10,18 +10,23 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote, unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
 from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.hive_names import (
+    HIVE_NULL,
+    folder_name,
+    hive_values,
+    is_visible,
+    visible,
+)
 from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
 from batchllm_operator.lake.publishing import check_name, has_happened, is_published
 from batchllm_operator.lake.row_stream import read_batches
@@ -32,9 +37,6 @@ from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
-_UNSAFE: Final = re.compile(r"^\.|[%/=]")  # in a partition column's name
-_ASCII: Final = re.compile(r"[\x00-\x7f]+")
-_HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)
 """Before each try, as another request was writing the file at the same time."""
 _log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class ParquetTable:
 
     def partitions(self) -> list[str]:
         """From the first level of folders, where a published partition always is."""
-        found = (_hive_values(f"{name}/") for name in self._folder.subfolder_names())
+        found = (hive_values(f"{name}/") for name in self._folder.subfolder_names())
         names = (values.get(self._partition_column) for values in found)
         return sorted(name for name in names if name is not None)
 
@@ -63,7 +65,7 @@ class ParquetTable:
         files = self._files_near(partition)
         if not files:
             raise TableError(f"table {self.uri}: holds no Parquet files")
-        if not any(self._partition_column in _hive_values(name) for name in files):
+        if not any(self._partition_column in hive_values(name) for name in files):
             raise TableError(
                 f"table {self.uri}: isn't partitioned by {self._partition_column!r}: there are no"
                 f" folders named {self._partition_column}=..."
@@ -115,9 +117,9 @@ class ParquetTable:
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> None:
         check_name(self.uri, partition)
-        if partition == _HIVE_NULL:
+        if partition == HIVE_NULL:
             raise TableError(
-                f"output {self.uri}: a folder named {_HIVE_NULL} means null; choose another name"
+                f"output {self.uri}: a folder named {HIVE_NULL} means null; choose another name"
             )
         if not self.partitions():
             self._check_free()
@@ -134,10 +136,10 @@ class ParquetTable:
     ) -> None:
         """See the protocol; the footer of `data` must name the publication (`published_schema`)."""
         footer = pq.read_metadata(data)
-        if publication_of(footer) != publication:
-            raise ValueError(f"{data}: its footer doesn't name {publication.run_id}")
         rows = footer.schema.to_arrow_schema()
         self.check_outputs(publication.partition, rows, add_columns=add_columns)
+        if publication_of(footer) != publication:
+            raise ValueError(f"{data}: its footer doesn't name {publication.run_id}")
         folder, _ = self._partition_folder(publication.partition)
         with exclusive(self._folder, self._folder_name(publication.partition)):
             for longest_s in _LONGEST_PAUSES_S:
@@ -204,17 +206,14 @@ class ParquetTable:
     def _check_free(self) -> None:
         """Refuse to make a table where another lies: readers would take both for one."""
         for name in self._folder.find():
-            if _is_visible(name) and name.endswith(".parquet"):
+            if is_visible(name) and name.endswith(".parquet"):
                 raise TableError(
                     f"output {self.uri}: holds {name!r}, but isn't partitioned by"
                     f" {self._partition_column!r}; move it away or choose another output table"
                 )
 
     def _folder_name(self, partition: str) -> str:
-        column = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", self._partition_column)
-        # Spark and Hive read an escaped character that isn't ASCII as several others.
-        value = _ASCII.sub(lambda found: quote(found[0], safe=""), partition)
-        return f"{column}={value}"
+        return folder_name(self._partition_column, partition)
 
     def _partition_folder(self, partition: str) -> tuple[Folder, dict[str, dict[str, Any]]]:
         """The partition's folder, and the files in it that readers see.
@@ -228,7 +227,7 @@ class ParquetTable:
         holding = {}
         for name in dict.fromkeys((own, *self._folders_of(partition))):
             found = self._folder.child(name).find()
-            if files := {n: details for n, details in found.items() if _is_visible(n)}:
+            if files := {n: details for n, details in found.items() if is_visible(n)}:
                 holding[name] = files
         if len(holding) > 1:
             raise TableError(
@@ -243,7 +242,7 @@ class ParquetTable:
         return [
             name
             for name in self._folder.subfolder_names()
-            if _hive_values(f"{name}/").get(self._partition_column) == partition
+            if hive_values(f"{name}/").get(self._partition_column) == partition
         ]
 
     def _files_near(self, partition: str) -> dict[str, dict[str, Any]]:
@@ -257,7 +256,7 @@ class ParquetTable:
             for name in self._folders_of(partition)
             for below, details in self._folder.child(name).find().items()
         }
-        return _visible(found) or _visible(self._folder.find())
+        return visible(found) or visible(self._folder.find())
 
     def _chosen(
         self, files: Mapping[str, dict[str, Any]], partition: str
@@ -265,7 +264,7 @@ class ParquetTable:
         return {
             name: details
             for name, details in files.items()
-            if _hive_values(name).get(self._partition_column) == partition
+            if hive_values(name).get(self._partition_column) == partition
         }
 
     def _is_current(self, snapshot: Snapshot) -> bool:
@@ -293,7 +292,7 @@ class ParquetTable:
             raise TableError(
                 f"table {self.uri}: the partition's files disagree on a column: {error}"
             ) from error
-        hive_columns = _hive_values(name)
+        hive_columns = hive_values(name)
         fields = [field for field in merged if field.name not in hive_columns]
         return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
 
@@ -308,36 +307,7 @@ def _listing_version(files: Sequence[InputFile]) -> str:
     return f"listing:{hashlib.sha256(listed.encode()).hexdigest()}"
 
 
-def _hive_values(name: str) -> dict[str, str | None]:
-    """Partition columns and values in a relative file name such as `ds=2026-01-31/a.parquet`.
-
-    None is null.
-    """
-    segments = name.split("/")[:-1]
-    pairs = (segment.partition("=") for segment in segments if "=" in segment)
-    return {
-        unquote(column): None if value == _HIVE_NULL else unquote(value)
-        for column, _, value in pairs
-    }
-
-
 def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:
     """What the file's folders say of the partition's folder columns; None is null."""
-    known = _hive_values(snapshot.files[0].name)  # others aren't in the schema
-    return {column: value for column, value in _hive_values(name).items() if column in known}
-
-
-def _is_visible(name: str) -> bool:
-    """Whether readers see the file. As in Spark, a column's name may begin with `_`."""
-    *folders, base = name.split("/")
-    hidden = base.startswith("_") or any(f.startswith("_") and "=" not in f for f in folders)
-    return not hidden and not any(segment.startswith(".") for segment in (*folders, base))
-
-
-def _visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Files that hold data: not those below `_x` or `.x`, and not empty ones.
-
-    Only names ending in `.parquet`, if there are any: writers leave other files beside them.
-    """
-    seen = {n: details for n, details in files.items() if _is_visible(n) and details["size"]}
-    return {n: details for n, details in seen.items() if n.endswith(".parquet")} or seen
+    known = hive_values(snapshot.files[0].name)  # others aren't in the schema
+    return {column: value for column, value in hive_values(name).items() if column in known}
