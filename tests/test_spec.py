@@ -510,6 +510,7 @@ def test_an_iceberg_output_needs_a_folder_for_the_job(tmp_path: Path) -> None:
         ("/lake/a", "/lake/a", True),
         ("/lake/a", "delta+/lake/a", True),
         ("s3://b/lake", "delta+s3://b/lake/out", True),
+        ("s3a://b/lake", "s3://b/lake/", True),
         ("/lake/a", "/lake/ab", False),
         ("iceberg://c/ns.t", "iceberg://c/ns.t", True),
         ("iceberg://c/ns.t", "iceberg://c/ns.u", False),

@@ -24,7 +24,7 @@ from batchllm_operator.lake.delta_log import CommitRefusedError, DeltaLog
 from batchllm_operator.lake.delta_version import DataFile, TableVersion, may_hold
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import read_footer
-from batchllm_operator.lake.publishing import is_published
+from batchllm_operator.lake.publishing import check_name, is_published
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
@@ -79,6 +79,12 @@ class DeltaTable:
     def published(self, partition: str) -> Publication | None:
         return self._look(partition)[1]
 
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        check_name(self.uri, partition)
+        self._columns(self._log.latest(), partition, columns, add_columns)
+
     def publish(
         self,
         publication: Publication,
@@ -88,6 +94,7 @@ class DeltaTable:
         add_columns: bool = False,
     ) -> None:
         partition = publication.partition
+        check_name(self.uri, partition)
         rows = OutputFile(self._folder, self._new_file_name(partition), data)
         pauses_s = iter(_pauses_s())
         seen, found = self._look(partition)
@@ -153,28 +160,39 @@ class DeltaTable:
         """
         where = f"output {self.uri}"
         column, partition = self._partition_column, publication.partition
-        columns = delta_schema(where, rows.schema)
-        if column in columns.names:
-            raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+        columns, new = self._columns(seen, partition, rows.schema, add_columns)
         values = {column: partition}
-        new = (
-            columns
-            if seen is None
-            else check_takes(where, seen, values, columns, add_columns=add_columns)
-        )
-        if any(types.is_null(field.type) for field in new):
-            raise TableError(f"{where}: no row has a value in a new column, so it has no type")
         metadata = {
             "batchllm.job": publication.job,
             "batchllm.partition": partition,
             "batchllm.plan-id": publication.plan_id,
         }
-        if seen is None:
-            self._check_free(partition)
         known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
         files = rows.put(where, pa.schema([known[name] for name in columns.names]), values)
         if seen is None or files or new or self._files_of(seen, partition):
             self._log.commit(seen, (column, partition), files, new, metadata)
+
+    def _columns(
+        self, seen: TableVersion | None, partition: str, rows: pa.Schema, add_columns: bool
+    ) -> tuple[pa.Schema, pa.Schema]:
+        """The rows' columns as Delta has them, and those that the table lacks.
+
+        Raises:
+            TableError: the table doesn't take them, or can't be made.
+        """
+        where, column = f"output {self.uri}", self._partition_column
+        columns = delta_schema(where, rows)
+        if column in columns.names:
+            raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+        if seen is None:
+            self._check_free()
+            new = columns
+        else:
+            values = {column: partition}
+            new = check_takes(where, seen, values, columns, add_columns=add_columns)
+        if any(types.is_null(field.type) for field in new):
+            raise TableError(f"{where}: no row has a value in a new column, so it has no type")
+        return columns, new
 
     def _rows(
         self,
@@ -202,10 +220,8 @@ class DeltaTable:
                         " plan again"
                     ) from error
 
-    def _check_free(self, partition: str) -> None:
+    def _check_free(self) -> None:
         """Refuse to make a table where other files lie: they would not be part of it."""
-        if not partition:
-            raise TableError(f"output {self.uri}: a partition can't have an empty name in Delta")
         for name in self._folder.find():
             hidden = any(segment.startswith(("_", ".")) for segment in name.split("/"))
             if not hidden and not name.rpartition("/")[2].startswith(_FILE_PREFIX):

@@ -10,13 +10,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
 from batchllm_operator.errors import SpecError, StorageError, TableError
 from batchllm_operator.lake.delta_version import TableVersion
-from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.folder import Folder, fsync
+from batchllm_operator.lake.masking import masked
 
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction
@@ -28,7 +30,7 @@ _HARMLESS_FEATURES: Final = {
     "v2Checkpoint",
     "vacuumProtocolCheck",
 }
-_SECRETS: Final = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_DELETES: Final = "deletionVectors"  # harmless while no file has one
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MOST_MESSAGE_CHARS: Final = 500
 
@@ -49,6 +51,7 @@ class DeltaLog:
         """Raises SpecError if deltalake isn't installed or can't handle the folder's place."""
         self.uri = f"delta+{folder.uri}"
         self._location = folder.uri
+        self._folder = folder
         self._options = None if folder.is_local else _s3_options()
         if not folder.is_local and not self._location.startswith("s3://"):
             raise SpecError(f"{self.uri}: Delta tables can be on local disk or S3")
@@ -145,6 +148,7 @@ class DeltaLog:
                 storage_options=self._options,
                 commit_properties=properties,
             )
+            self._make_durable(0)
             return
         schema = seen.raw.schema()
         if new_columns:
@@ -157,6 +161,14 @@ class DeltaLog:
             [(column, "=", value)],
             commit_properties=properties,
         )
+        self._make_durable(seen.number + 1)
+
+    def _make_durable(self, number: int) -> None:
+        """Have a local version's entry on disk, as a crash takes what delta-rs has written."""
+        if self._folder.is_local:
+            entry = Path(self._folder.full_path(f"_delta_log/{number:020}.json"))
+            for path in (entry, entry.parent, entry.parent.parent):
+                fsync(path)
 
     def _load(self, number: int | None) -> TableVersion:
         from deltalake import DeltaTable
@@ -164,6 +176,8 @@ class DeltaLog:
         raw = DeltaTable(self._location, version=number, storage_options=self._options)
         metadata, protocol = raw.metadata(), raw.protocol()
         features = set(protocol.reader_features or ()) - _HARMLESS_FEATURES
+        if _DELETES in features and not any(b.num_rows for b in raw.deletion_vectors()):
+            features.remove(_DELETES)
         if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
             features.add("columnMapping")
         if features:
@@ -204,8 +218,5 @@ def _s3_options() -> dict[str, str]:
 
 def _text(error: BaseException) -> str:
     """The error's message: in one line, without colours, and without what an S3 server may echo."""
-    text = " ".join(_COLOUR.sub("", str(error)).split())
-    for name in _SECRETS:
-        if value := os.environ.get(name):
-            text = text.replace(value, f"<{name}>")
+    text = masked(" ".join(_COLOUR.sub("", str(error)).split()))
     return text if len(text) <= _MOST_MESSAGE_CHARS else f"{text[:_MOST_MESSAGE_CHARS]} ..."

@@ -114,7 +114,9 @@ def may_hold(term: FilterTerm, file: DataFile, schema: pa.Schema) -> bool:
     comparable = (int, float) if is_exact else (type(low),)
     if type(low) not in (int, float, str) or (type(low) is float and not is_exact):
         return True
-    if any(type(value) not in comparable for value in (high, *wanted)) or low != low:
+    if any(type(value) not in comparable for value in (high, *wanted)):
+        return True
+    if low != low or high != high:  # not a number, which Spark has as the greatest
         return True
     if is_exact and any(abs(value) > _MOST_EXACT for value in wanted):
         return True

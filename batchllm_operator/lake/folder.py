@@ -220,7 +220,7 @@ class Folder:
         target = Path(self.full_path(name))
         with self._temporary(target) as temporary:
             temporary.write_bytes(data)
-            _fsync(temporary)
+            fsync(temporary)
             try:
                 target.hardlink_to(temporary)
             except OSError as error:
@@ -233,8 +233,8 @@ class Folder:
                     except OSError:  # nobody else's: it would look like one that came first
                         target.unlink()
                         raise
-                _fsync(target)
-            _fsync(target.parent)
+                fsync(target)
+            fsync(target.parent)
 
     @contextmanager
     def _replacing(self, name: str) -> Iterator[Path]:
@@ -242,9 +242,9 @@ class Folder:
         target = Path(self.full_path(name))
         with self._temporary(target) as temporary:
             yield temporary
-            _fsync(temporary)
+            fsync(temporary)
             temporary.replace(target)
-            _fsync(target.parent)
+            fsync(target.parent)
 
     @contextmanager
     def _temporary(self, target: Path) -> Iterator[Path]:
@@ -304,10 +304,11 @@ def _make_folder(path: Path) -> None:
         path = path.parent
     for each in reversed(missing):
         each.mkdir(exist_ok=True)
-        _fsync(each.parent)
+        fsync(each.parent)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Have a local file's content, or a folder's entries, on disk before going on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

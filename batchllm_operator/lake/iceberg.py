@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -12,13 +13,13 @@ from pyiceberg.table import Table
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg_catalog import CatalogTable
 from batchllm_operator.lake.iceberg_partition import PartitionView, partition_names
-from batchllm_operator.lake.iceberg_publish import Publisher
-from batchllm_operator.lake.iceberg_schema import arrow_schema
+from batchllm_operator.lake.iceberg_publish import Publisher, check_takes
+from batchllm_operator.lake.iceberg_schema import arrow_schema, storable_schema
+from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm, TableAddress
 
-_VERSION: Final = "iceberg:"
-_NO_SNAPSHOT: Final = "iceberg:none"
+_VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapshot, of the schema
 
 
 class IcebergTable:
@@ -47,9 +48,10 @@ class IcebergTable:
         table = self._load()
         view = PartitionView.now(table, self.uri, self._partition_column, partition)
         root = f"{table.location().rstrip('/')}/"
+        snapshot_id = "none" if view.snapshot_id is None else view.snapshot_id
         return Snapshot(
             partition=partition,
-            version=_NO_SNAPSHOT if view.snapshot_id is None else f"{_VERSION}{view.snapshot_id}",
+            version=f"iceberg:{snapshot_id}/{table.schema().schema_id}",
             files=tuple(
                 InputFile(
                     name=task.file.file_path.removeprefix(root),
@@ -67,16 +69,17 @@ class IcebergTable:
     ) -> Iterator[pa.RecordBatch]:
         table = self._load()
         where = f"table {self.uri}: snapshot {snapshot.version}"
-        snapshot_id = None
-        if snapshot.version != _NO_SNAPSHOT:
-            snapshot_id = int(snapshot.version.removeprefix(_VERSION))
-            if table.metadata.snapshot_by_id(snapshot_id) is None:
-                raise TableError(
-                    f"{where} is gone: it was expired; keep snapshots for as long as jobs read"
-                )
-        schemas = (table.schema(), *table.schemas().values())
-        schema = next((each for each in schemas if arrow_schema(each) == snapshot.schema), None)
-        if schema is None:
+        known = _VERSION.fullmatch(snapshot.version)
+        if known is None:
+            raise TableError(f"{where} isn't one of an Iceberg table")
+        snapshot_id = None if known[1] == "none" else int(known[1])
+        if snapshot_id is not None and table.metadata.snapshot_by_id(snapshot_id) is None:
+            raise TableError(
+                f"{where} is gone: it was expired; keep snapshots for as long as jobs read"
+            )
+        # Names may mean other columns in the table's newest schema.
+        schema = table.schemas().get(int(known[2]))
+        if schema is None or arrow_schema(schema) != snapshot.schema:
             raise TableError(f"{where}: its schema is gone from the table's metadata")
         view = PartitionView(
             table, self.uri, self._partition_column, snapshot.partition, snapshot_id, schema
@@ -88,6 +91,19 @@ class IcebergTable:
         if table is None:
             return None
         return PartitionView.now(table, self.uri, self._partition_column, partition).published()
+
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        check_name(self.uri, partition)
+        rows = storable_schema(f"table {self.uri}", columns)
+        table = self._catalog_table.load()
+        if table is None:
+            self._catalog_table.check_namespace()
+            return
+        view = PartitionView.now(table, self.uri, self._partition_column, partition)
+        old = [task.file for task in view.tasks()]
+        check_takes(table, view, old, rows, add_columns=add_columns)
 
     def publish(
         self,

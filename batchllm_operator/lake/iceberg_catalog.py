@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.exceptions import (
+    NoSuchIcebergTableError,
     NoSuchNamespaceError,
     NoSuchTableError,
     NotInstalledError,
@@ -20,14 +21,16 @@ from pyiceberg.exceptions import ValidationError as IcebergValidationError
 from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
+from pyiceberg.utils.config import Config
 
 from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake.iceberg_schema import iceberg_schema
+from batchllm_operator.lake.masking import masked, shown_cause
 from batchllm_operator.spec import TableAddress
 
 _FAULTS_OF_THE_TABLE = (
-    *(FileNotFoundError, ValueError, TypeError, NotImplementedError, pa.ArrowException),
-    *(ResolveError, ValidationException, IcebergValidationError),
+    *(FileNotFoundError, ValueError, TypeError, OverflowError, NotImplementedError),
+    *(pa.ArrowException, ResolveError, ValidationException, IcebergValidationError),
 )
 
 
@@ -46,27 +49,42 @@ class CatalogTable:
         try:
             self._catalog: Catalog = load_catalog(address.catalog)
         except (ValueError, NotInstalledError) as error:
+            text, cause = without_secrets(error, self.uri)
             raise SpecError(
                 f"table {self.uri}: catalog {address.catalog!r} can't be set up from pyiceberg's"
-                f" configuration (PYICEBERG_CATALOG__*, .pyiceberg.yaml): {error}"
-            ) from error
-        # Whatever it is: catalogs have errors of their own, with no base in common.
-        except Exception as error:
-            raise _failure(self.uri, error) from error
+                f" configuration (PYICEBERG_CATALOG__*, .pyiceberg.yaml): {text}"
+            ) from cause
+        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
+            failure, cause = _failure(self.uri, error)
+            raise failure from cause
 
     def load(self) -> Table | None:
         """The table as it is now; None if there is none.
 
         Raises:
+            TableError: the catalog has another kind of table there.
             StorageError: the catalog fails.
         """
         try:
             return self._catalog.load_table(self._identifier)
+        except NoSuchIcebergTableError as error:
+            text, cause = without_secrets(error, self.uri)
+            raise TableError(f"table {self.uri}: isn't an Iceberg table: {text}") from cause
         except NoSuchTableError:
             return None
-        # Whatever it is: catalogs have errors of their own, with no base in common.
-        except Exception as error:
-            raise _failure(self.uri, error) from error
+        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
+            failure, cause = _failure(self.uri, error)
+            raise failure from cause
+
+    def check_namespace(self) -> None:
+        """Refuse a place where no table can be created.
+
+        Raises:
+            TableError: there is no such namespace.
+            StorageError: the catalog fails.
+        """
+        with iceberg_errors(self.uri), self._namespace():
+            self._catalog.load_namespace_properties(self._identifier[:-1])
 
     def create(self, rows: pa.Schema, partition_column: str) -> Table:
         """Create the table for such rows, partitioned by a further column, of strings.
@@ -75,7 +93,7 @@ class CatalogTable:
             TableError: there is no such namespace, or a column's type isn't one of Iceberg's.
             StorageError: the catalog fails.
         """
-        with iceberg_errors(self.uri):
+        with iceberg_errors(self.uri), self._namespace():
             schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
             source = schema.find_field(partition_column)
             field: Any = PartitionField(
@@ -90,10 +108,15 @@ class CatalogTable:
                 )
             except TableAlreadyExistsError:  # just now
                 return self._catalog.load_table(self._identifier)
-            except NoSuchNamespaceError as error:
-                raise TableError(
-                    f"table {self.uri}: the catalog has no such namespace; create it first"
-                ) from error
+
+    @contextmanager
+    def _namespace(self) -> Iterator[None]:
+        try:
+            yield
+        except NoSuchNamespaceError as error:
+            raise TableError(
+                f"table {self.uri}: the catalog has no such namespace; create it first"
+            ) from error
 
 
 @contextmanager
@@ -106,15 +129,29 @@ def iceberg_errors(uri: str) -> Iterator[None]:
     """
     try:
         yield
-    except BatchLLMError:
+    except BatchLLMError as error:
+        text, cause = without_secrets(error, uri)
+        if cause is None:
+            raise type(error)(text) from None
         raise
     except _FAULTS_OF_THE_TABLE as error:
-        raise TableError(f"table {uri}: {error}") from error
-    # Whatever is left is the catalog's or its storage's, with no base in common.
-    except Exception as error:
-        raise _failure(uri, error) from error
+        text, cause = without_secrets(error, uri)
+        raise TableError(f"table {uri}: {text}") from cause
+    except Exception as error:  # noqa: BLE001 - what is left is the catalog's or its storage's
+        failure, cause = _failure(uri, error)
+        raise failure from cause
 
 
-def _failure(uri: str, error: Exception) -> StorageError:
-    """What failed outside this package, as one typed error."""
-    return StorageError(f"table {uri}: {type(error).__name__}: {error}")
+def without_secrets(error: BaseException, uri: str) -> tuple[str, BaseException | None]:
+    """What the error says, and the error as a cause to be shown if its traceback may be.
+
+    Both without what pyiceberg's configuration keeps secret of the catalog of table `uri`.
+    """
+    settings = Config().get_catalog_config(TableAddress.parse(uri).catalog)
+    return masked(str(error), settings), shown_cause(error, settings)
+
+
+def _failure(uri: str, error: Exception) -> tuple[StorageError, BaseException | None]:
+    """What failed outside this package, as one typed error; and its cause."""
+    text, cause = without_secrets(error, uri)
+    return StorageError(f"table {uri}: {type(error).__name__}: {text}"), cause

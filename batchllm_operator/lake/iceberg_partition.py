@@ -61,7 +61,7 @@ class PartitionView:
     """The rows of a partition, and what is to be known about its files.
 
     Attributes:
-        snapshot_id: as given.
+        uri, column, partition, snapshot_id: as given.
         arrow_schema: all columns.
         value: the partition column's, in the partition.
 
@@ -88,9 +88,9 @@ class PartitionView:
         schema: Schema,
     ) -> None:
         self._table = table
-        self._uri = uri
-        self._column = column
-        self._partition = partition
+        self.uri = uri
+        self.column = column
+        self.partition = partition
         self.snapshot_id = snapshot_id
         self._schema = schema
         self._field = _partition_field(table, uri, column, schema)
@@ -108,7 +108,7 @@ class PartitionView:
         """Files that may hold rows of the partition that meet the conditions, by name."""
         if self.snapshot_id is None:
             return []
-        with iceberg_errors(self._uri):
+        with iceberg_errors(self.uri):
             scan = self._table.scan(self._row_filter(conditions), snapshot_id=self.snapshot_id)
             tasks = list(scan.plan_files())
         # By the last part of the path first: folders of some layouts are a hash of it.
@@ -120,14 +120,14 @@ class PartitionView:
         self, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
     ) -> Iterator[pa.RecordBatch]:
         """See `LakeTable.scan`."""
-        check_columns(self._uri, self.arrow_schema, columns, conditions)
+        check_columns(self.uri, self.arrow_schema, columns, conditions)
         tasks = self.tasks(conditions)
         wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
         if not all(self.is_whole(task.file) for task in tasks):
-            wanted[self._column] = None
+            wanted[self.column] = None
         schema = pa.schema([self.arrow_schema.field(name) for name in wanted])
         # `reading` first: what it lets through is pyiceberg's.
-        with iceberg_errors(self._uri), reading(self._uri, self._partition):
+        with iceberg_errors(self.uri), reading(self.uri, self.partition):
             condition = row_condition(conditions, schema)
             files = IcebergFiles(
                 self._table.metadata,
@@ -139,7 +139,7 @@ class PartitionView:
             for task in tasks:
                 in_file = condition
                 if not self.is_whole(task.file):
-                    own = pds.field(self._column) == pa.scalar(self.value)
+                    own = pds.field(self.column) == pa.scalar(self.value)
                     in_file = own if condition is None else own & condition
                 for batch in files.read(task):
                     chosen = batch if in_file is None else batch.filter(in_file)
@@ -161,7 +161,7 @@ class PartitionView:
         found = Publication.of_run_id(first) if isinstance(first, str) and not others else None
         if found is None:
             raise TableError(
-                f"output {self._uri}: partition {self._partition!r} holds rows that no job of this"
+                f"output {self.uri}: partition {self.partition!r} holds rows that no job of this"
                 " package wrote; move them away or choose another output table"
             )
         return found

@@ -12,19 +12,25 @@ from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 
 from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
-from batchllm_operator.lake.iceberg_catalog import CatalogTable, iceberg_errors
+from batchllm_operator.lake.iceberg_catalog import (
+    CatalogTable,
+    iceberg_errors,
+    without_secrets,
+)
 from batchllm_operator.lake.iceberg_commit import NotCommittedError, Overwrite
 from batchllm_operator.lake.iceberg_partition import PartitionView
 from batchllm_operator.lake.iceberg_schema import iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg_write import StagedFiles
-from batchllm_operator.lake.publishing import is_published
+from batchllm_operator.lake.publishing import check_name, is_published
 from batchllm_operator.lake.schema import check_fit
 from batchllm_operator.lake.table import Publication
 
+_NEWEST_FORMAT: Final = 2
 _ATTEMPTS: Final = 10
 _MIN_WAIT_S: Final = 0.1
 _MAX_WAIT_S: Final = 5.0
@@ -56,6 +62,7 @@ class Publisher:
 
     def publish(self, replaces: Publication | None, *, add_columns: bool) -> None:
         """See `LakeTable.publish`."""
+        check_name(self._uri, self._publication.partition)
         try:
             for attempt in range(_ATTEMPTS):
                 if attempt:
@@ -67,11 +74,13 @@ class Publisher:
         finally:
             if self._staged is not None and not self._is_open:
                 self._staged.remove()
+        assert failure is not None  # of the last attempt
         kind = CommitUnknownError if self._is_open else StorageError
+        text, cause = without_secrets(failure, self._uri)
         raise kind(
             f"output {self._uri}: partition {self._publication.partition!r}: gave up after"
-            f" {_ATTEMPTS} commits; commit again: {failure}"
-        ) from failure
+            f" {_ATTEMPTS} commits; commit again: {text}"
+        ) from cause
 
     def _try(self, replaces: Publication | None, add_columns: bool) -> Exception | None:
         """Look at the table and commit on top of it; return why that wasn't to be."""
@@ -104,7 +113,8 @@ class Publisher:
         if isinstance(failure, NotCommittedError):
             self._is_open = was_open
             overwrite.clean_up()
-        _log.warning("%s: not committed, trying again: %s", self._uri, failure)
+        text, _ = without_secrets(failure, self._uri)
+        _log.warning("%s: not committed, trying again: %s", self._uri, text)
         return failure
 
     @contextmanager
@@ -134,10 +144,8 @@ class Publisher:
         Raises:
             TableError: the table or its partition isn't one that can be replaced so.
         """
-        where = f"table {self._uri}"
         old = [task.file for task in view.tasks()]
-        self._check_partitioning(table, view, old)
-        new_names = check_fit(where, view.arrow_schema, self._rows, add_columns=add_columns)
+        new_names = check_takes(table, view, old, self._rows, add_columns=add_columns)
         new_columns = pa.schema([self._rows.field(name) for name in new_names])
         overwrite = Overwrite(table, iceberg_schema(new_columns))
         if self._staged is None or self._staged.schema != overwrite.metadata.schema():
@@ -157,17 +165,41 @@ class Publisher:
         overwrite.stage(old, self._staged.files, properties)
         return overwrite
 
-    def _check_partitioning(
-        self, table: Table, view: PartitionView, old: Sequence[DataFile]
-    ) -> None:
-        parts = table.spec().fields
-        if len(parts) != 1 or not view.is_identity(table.spec()):
-            raise TableError(
-                f"table {self._uri}: outputs go to tables partitioned by the values of"
-                f" {self._column!r} alone; this one has {table.spec()}"
-            )
-        if not all(view.is_whole(file) for file in old):
-            raise TableError(
-                f"table {self._uri}: partition {self._publication.partition!r} has files from"
-                f" before the table was partitioned by {self._column!r}; rewrite them first"
-            )
+
+def check_takes(
+    table: Table,
+    view: PartitionView,
+    old: Sequence[DataFile],
+    rows: pa.Schema,
+    *,
+    add_columns: bool,
+) -> list[str]:
+    """Names of the columns that the table lacks of the rows to be published.
+
+    Args:
+        table: as it was loaded.
+        view: the partition in its newest state.
+        old: the partition's files.
+        rows: columns as `storable_schema` gives them.
+        add_columns: whether the table may get more.
+
+    Raises:
+        TableError: the table or its partition isn't one that can be replaced by such rows.
+    """
+    where = f"table {view.uri}"
+    if table.format_version > _NEWEST_FORMAT:
+        raise TableError(
+            f"{where}: has format version {table.format_version}, which pyiceberg can't write;"
+            " choose another output table"
+        )
+    if len(table.spec().fields) != 1 or not view.is_identity(table.spec()):
+        raise TableError(
+            f"{where}: outputs go to tables partitioned by the values of"
+            f" {view.column!r} alone; this one has {table.spec()}"
+        )
+    if not all(map(view.is_whole, old)):
+        raise TableError(
+            f"{where}: partition {view.partition!r} has files from before the table was"
+            f" partitioned by {view.column!r}; rewrite them first"
+        )
+    return check_fit(where, schema_to_pyarrow(table.schema()), rows, add_columns=add_columns)

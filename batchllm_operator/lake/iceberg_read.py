@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, Any, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from pyiceberg.types import NestedField
 
 from batchllm_operator.lake.iceberg_project import absent, project
 from batchllm_operator.lake.iceberg_schema import arrow_schema
+from batchllm_operator.lake.parquet_footer import file_schema
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import row_condition
 from batchllm_operator.lake.schema import plain_type
@@ -64,9 +66,11 @@ class IcebergFiles:
         if task.file.file_format != FileFormat.PARQUET:
             raise ValueError(f"{task.file.file_path}: only Parquet data files can be read")
         deleted = self._deleted(task)
-        with self._io.new_input(task.file.file_path).open() as stream:
+        with _storage_errors():
+            opened = self._io.new_input(task.file.file_path).open()
+        with opened as stream:
             source = cast(IO[bytes], StorageFile(stream))
-            held = self._held(pq.read_schema(source))
+            held = self._held(file_schema(pq.read_metadata(source)))
             fields = {field.field_id: field for _, field in held}
             # With rows to leave out by their place, none may be left out before.
             condition = None if deleted is not None else self._condition(fields, held)
@@ -140,17 +144,15 @@ class IcebergFiles:
             return None
         places = [np.zeros(0, dtype=np.int64)]
         for file in task.delete_files:
-            found = _read_deletes(self._io, file).get(task.file.file_path)
+            with _storage_errors():
+                found = _read_deletes(self._io, file).get(task.file.file_path)
             if found is not None:
                 places.append(found.to_numpy().astype(np.int64))
         return np.concatenate(places)
 
 
 class StorageFile(io.RawIOBase):
-    """A file whose failures to read carry an errno, which Arrow's own for remote files lack.
-
-    It is by the errno that a storage that fails is told from a file that is damaged.
-    """
+    """A file whose failures to read carry an errno."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
@@ -169,9 +171,22 @@ class StorageFile(io.RawIOBase):
         return int(self._stream.tell())
 
     def read(self, size: int = -1) -> bytes:
-        try:
+        with _storage_errors():
             return bytes(self._stream.read(*(() if size is None or size < 0 else (size,))))
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise OSError(error.errno or errno.EIO, str(error)) from error
+
+
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    """Give an errno to failures that lack one, as Arrow's own for remote files do.
+
+    It is by the errno that a storage that fails is told from a file that is damaged.
+
+    Raises:
+        OSError: with an errno, but for files that aren't there.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, str(error)) from error

@@ -54,7 +54,7 @@ def iceberg_schema(rows: pa.Schema) -> Schema:
 
 
 def partition_value(where: str, kind: Any, partition: str) -> str | int | datetime.date:
-    """The partition's name as a value of the column's type.
+    """The partition's name as a value of the column's type, each of which has one name.
 
     Raises:
         TableError: it isn't one, or partitions of that type have no names here.
@@ -62,8 +62,9 @@ def partition_value(where: str, kind: Any, partition: str) -> str | int | dateti
     match kind:
         case StringType():
             return partition
-        case IntegerType() | LongType() if re.fullmatch(r"-?[0-9]{1,18}", partition):
-            return int(partition)
+        case IntegerType() | LongType() if re.fullmatch(r"0|-?[1-9][0-9]{0,18}", partition):
+            if kind.min <= (number := int(partition)) <= kind.max:
+                return number
         case DateType() if re.fullmatch(r"\d{4}-\d\d-\d\d", partition, re.ASCII):
             try:
                 return datetime.date.fromisoformat(partition)

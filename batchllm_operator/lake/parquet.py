@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote, unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.errors import StorageError, TableError
+from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
 from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.parquet_footer import publication_of, read_footer
-from batchllm_operator.lake.publishing import has_happened, is_published
+from batchllm_operator.lake.hive_names import (
+    HIVE_NULL,
+    folder_name,
+    hive_values,
+    is_visible,
+    visible,
+)
+from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
+from batchllm_operator.lake.publishing import check_name, has_happened, is_published
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.schema import check_fit
@@ -29,8 +37,8 @@ from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
-_HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
-_ATTEMPTS: Final = 3  # where the file changes and holds the same publication again
+_LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)
+"""Before each try, as another request was writing the file at the same time."""
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +55,7 @@ class ParquetTable:
 
     def partitions(self) -> list[str]:
         """From the first level of folders, where a published partition always is."""
-        found = (_hive_values(f"{name}/") for name in self._folder.subfolder_names())
+        found = (hive_values(f"{name}/") for name in self._folder.subfolder_names())
         names = (values.get(self._partition_column) for values in found)
         return sorted(name for name in names if name is not None)
 
@@ -57,7 +65,7 @@ class ParquetTable:
         files = self._files_near(partition)
         if not files:
             raise TableError(f"table {self.uri}: holds no Parquet files")
-        if not any(self._partition_column in _hive_values(name) for name in files):
+        if not any(self._partition_column in hive_values(name) for name in files):
             raise TableError(
                 f"table {self.uri}: isn't partitioned by {self._partition_column!r}: there are no"
                 f" folders named {self._partition_column}=..."
@@ -68,7 +76,7 @@ class ParquetTable:
         pinned: list[InputFile] = []
         for name, details in schema_of.items():
             footer, file = self._pin(name, details)
-            schemas.append(footer.schema.to_arrow_schema())
+            schemas.append(file_schema(footer))
             pinned.append(file)
         pinned = [file for file in pinned if file.name in chosen]
         return Snapshot(
@@ -105,6 +113,19 @@ class ParquetTable:
     def published(self, partition: str) -> Publication | None:
         return self._look(partition)[0]
 
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        check_name(self.uri, partition)
+        if partition == HIVE_NULL:
+            raise TableError(
+                f"output {self.uri}: a folder named {HIVE_NULL} means null; choose another name"
+            )
+        if not self.partitions():
+            self._check_free()
+        known = self._published_schema(but=partition) or columns
+        check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
+
     def publish(
         self,
         publication: Publication,
@@ -115,14 +136,14 @@ class ParquetTable:
     ) -> None:
         """See the protocol; the footer of `data` must name the publication (`published_schema`)."""
         footer = pq.read_metadata(data)
+        rows = footer.schema.to_arrow_schema()
+        self.check_outputs(publication.partition, rows, add_columns=add_columns)
         if publication_of(footer) != publication:
             raise ValueError(f"{data}: its footer doesn't name {publication.run_id}")
-        rows = footer.schema.to_arrow_schema()
-        known = self._published_schema(but=publication.partition) or rows
-        check_fit(f"table {self.uri}", known, rows, add_columns=add_columns)
-        folder = self._partition_folder(publication.partition)
+        folder, _ = self._partition_folder(publication.partition)
         with exclusive(self._folder, self._folder_name(publication.partition)):
-            for _ in range(_ATTEMPTS):
+            for longest_s in _LONGEST_PAUSES_S:
+                time.sleep(random.uniform(0, longest_s))
                 found, etag = self._look(publication.partition)
                 if is_published(self.uri, found, publication, replaces):
                     return
@@ -131,12 +152,17 @@ class ParquetTable:
                     return
                 except FileChangedError as error:
                     failure: Exception = error
-                except StorageError as error:
+                except (StorageError, CommitUnknownError) as error:
                     failure = error
                     break
             if has_happened(self, publication, replaces):
                 _log.info("%s: the answer was lost, but the file is published", folder.uri)
                 return
+        if isinstance(failure, CommitUnknownError):
+            raise CommitUnknownError(
+                f"output {folder.uri}: no answer came whether it was published; commit again to"
+                f" find out: {failure}"
+            ) from failure
         raise StorageError(f"output {folder.uri}: wasn't published: {failure}") from failure
 
     def _look(self, partition: str) -> tuple[Publication | None, str | None]:
@@ -145,8 +171,7 @@ class ParquetTable:
         Raises:
             TableError: it holds anything else.
         """
-        folder = self._partition_folder(partition)
-        names = [name for name in folder.find() if _is_visible(name)]
+        folder, names = self._partition_folder(partition)
         foreign = [name for name in names if name != DATA_FILE]
         if foreign:
             raise TableError(
@@ -171,21 +196,54 @@ class ParquetTable:
     def _published_schema(self, but: str) -> pa.Schema | None:
         """Columns of the newest partition with a file of ours, by name, other than `but`."""
         for partition in reversed(self.partitions()):
-            folder = self._partition_folder(partition)
-            if partition == but or DATA_FILE not in (files := folder.find()):
+            folder, files = self._partition_folder(partition)
+            if partition == but or DATA_FILE not in files:
                 continue
             footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
-            return footer.schema.to_arrow_schema()
+            return file_schema(footer)
         return None
 
-    def _folder_name(self, partition: str) -> str:
-        column = self._partition_column
-        for char in "%/=":  # no others, as earlier releases quoted none
-            column = column.replace(char, quote(char, safe=""))
-        return f"{column}={quote(partition, safe='')}"
+    def _check_free(self) -> None:
+        """Refuse to make a table where another lies: readers would take both for one."""
+        for name in self._folder.find():
+            if is_visible(name) and name.endswith(".parquet"):
+                raise TableError(
+                    f"output {self.uri}: holds {name!r}, but isn't partitioned by"
+                    f" {self._partition_column!r}; move it away or choose another output table"
+                )
 
-    def _partition_folder(self, partition: str) -> Folder:
-        return self._folder.child(self._folder_name(partition))
+    def _folder_name(self, partition: str) -> str:
+        return folder_name(self._partition_column, partition)
+
+    def _partition_folder(self, partition: str) -> tuple[Folder, dict[str, dict[str, Any]]]:
+        """The partition's folder, and the files in it that readers see.
+
+        Another program may have escaped its name otherwise: to readers that is the same partition.
+
+        Raises:
+            TableError: two such folders hold files.
+        """
+        own = self._folder_name(partition)
+        holding = {}
+        for name in dict.fromkeys((own, *self._folders_of(partition))):
+            found = self._folder.child(name).find()
+            if files := {n: details for n, details in found.items() if is_visible(n)}:
+                holding[name] = files
+        if len(holding) > 1:
+            raise TableError(
+                f"output {self.uri}: partition {partition!r} lies in two folders,"
+                f" {' and '.join(map(repr, holding))}; move one away"
+            )
+        ((name, files),) = holding.items() or ((own, {}),)
+        return self._folder.child(name), files
+
+    def _folders_of(self, partition: str) -> list[str]:
+        """Names of the folders at the first level that stand for the partition."""
+        return [
+            name
+            for name in self._folder.subfolder_names()
+            if hive_values(f"{name}/").get(self._partition_column) == partition
+        ]
 
     def _files_near(self, partition: str) -> dict[str, dict[str, Any]]:
         """Parquet files that readers see, by name: the partition's, or all if it has none.
@@ -193,17 +251,12 @@ class ParquetTable:
         Where the table's first level of folders is the partition column, no other partition
         is listed.
         """
-        chosen = [
-            name
-            for name in self._folder.subfolder_names()
-            if _hive_values(f"{name}/").get(self._partition_column) == partition
-        ]
         found = {
             f"{name}/{below}": details
-            for name in chosen
+            for name in self._folders_of(partition)
             for below, details in self._folder.child(name).find().items()
         }
-        return _visible(found) or _visible(self._folder.find())
+        return visible(found) or visible(self._folder.find())
 
     def _chosen(
         self, files: Mapping[str, dict[str, Any]], partition: str
@@ -211,7 +264,7 @@ class ParquetTable:
         return {
             name: details
             for name, details in files.items()
-            if _hive_values(name).get(self._partition_column) == partition
+            if hive_values(name).get(self._partition_column) == partition
         }
 
     def _is_current(self, snapshot: Snapshot) -> bool:
@@ -239,7 +292,7 @@ class ParquetTable:
             raise TableError(
                 f"table {self.uri}: the partition's files disagree on a column: {error}"
             ) from error
-        hive_columns = _hive_values(name)
+        hive_columns = hive_values(name)
         fields = [field for field in merged if field.name not in hive_columns]
         return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
 
@@ -254,28 +307,7 @@ def _listing_version(files: Sequence[InputFile]) -> str:
     return f"listing:{hashlib.sha256(listed.encode()).hexdigest()}"
 
 
-def _hive_values(name: str) -> dict[str, str]:
-    """Partition columns and values in a relative file name such as `ds=2026-01-31/a.parquet`."""
-    segments = name.split("/")[:-1]
-    pairs = (segment.partition("=") for segment in segments if "=" in segment)
-    return {unquote(column): unquote(value) for column, _, value in pairs}
-
-
 def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:
     """What the file's folders say of the partition's folder columns; None is null."""
-    known = _hive_values(snapshot.files[0].name)  # others aren't in the schema
-    found = {column: v for column, v in _hive_values(name).items() if column in known}
-    return {column: None if v == _HIVE_NULL else v for column, v in found.items()}
-
-
-def _is_visible(name: str) -> bool:
-    return not any(segment.startswith(("_", ".")) for segment in name.split("/"))
-
-
-def _visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Files that hold data: not those below `_x` or `.x`, and not empty ones.
-
-    Only names ending in `.parquet`, if there are any: writers leave other files beside them.
-    """
-    seen = {n: details for n, details in files.items() if _is_visible(n) and details["size"]}
-    return {n: details for n, details in seen.items() if n.endswith(".parquet")} or seen
+    known = hive_values(snapshot.files[0].name)  # others aren't in the schema
+    return {column: value for column, value in hive_values(name).items() if column in known}

@@ -46,6 +46,13 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
     return metadata, hashlib.sha256(footer).hexdigest()
 
 
+def file_schema(footer: pq.FileMetaData) -> pa.Schema:
+    """A file's columns as `read_batches` has them: timestamps of 96 bits as microseconds."""
+    nothing = pa.BufferReader(b"")  # the footer tells all
+    file = pq.ParquetFile(nothing, metadata=footer, coerce_int96_timestamp_unit="us")
+    return file.schema_arrow
+
+
 def published_schema(schema: pa.Schema, publication: Publication) -> pa.Schema:
     """`schema` marked with whose outputs a file of it holds."""
     mark = {

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError
+from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
 from batchllm_operator.lake.table import LakeTable, Publication
+
+
+def check_name(uri: str, partition: str) -> None:
+    """Refuse a partition that no reader of the table could name.
+
+    Raises:
+        TableError: its name is empty.
+    """
+    if not partition:
+        raise TableError(f"output {uri}: a partition needs a name, such as 2026-01-31")
 
 
 def is_published(

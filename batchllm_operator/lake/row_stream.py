@@ -79,6 +79,8 @@ def _steps(
         metadata=footer,
         pre_buffer=False,  # it would hold whole row groups
         buffer_size=max(_LEAST_READ_BYTES, min(buffer_bytes, _MOST_READ_BYTES)),
+        # Spark's timestamps of 96 bits: nanoseconds don't reach all of their days.
+        coerce_int96_timestamp_unit="us",
         # Without this a column that was a dictionary in Arrow carries all its values in each batch.
         binary_type=pa.large_binary(),
     )

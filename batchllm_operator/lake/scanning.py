@@ -35,7 +35,7 @@ def row_condition(conditions: Sequence[FilterTerm], schema: pa.Schema) -> pds.Ex
     """All conditions as one on rows of `schema`; None if there are none.
 
     Raises:
-        pa.ArrowException: a column can't be compared as a condition asks.
+        pa.ArrowException, OverflowError: a column can't be compared as a condition asks.
     """
     if not conditions:
         return None
@@ -61,7 +61,7 @@ def reading(uri: str, partition: str) -> Iterator[None]:
         raise TableError(
             f"table {uri}: a file of partition {partition!r} vanished while it was read: {error}"
         ) from error
-    except (pa.ArrowException, OSError, BotoCoreError) as error:
+    except (pa.ArrowException, OverflowError, OSError, BotoCoreError) as error:
         # Arrow says OSError for damaged data too, without the errno of a real one.
         is_storage = isinstance(error, BotoCoreError) or getattr(error, "errno", None)
         kind = StorageError if is_storage else TableError

@@ -41,10 +41,17 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
         add_columns: whether the table may get more columns.
 
     Raises:
-        TableError: a column has another type, or is new and none may be.
+        TableError: a column has another type, parts that may not be null, is new and none may be,
+            or differs from one of the table's by case only.
     """
+    known = {name.casefold(): name for name in table.names}
     for field in rows:
         if field.name not in table.names:
+            if other := known.get(field.name.casefold()):
+                raise TableError(
+                    f"{where}: the job's column {field.name!r} differs from {other!r} by case only,"
+                    " which few readers tell apart; rename it in a view of the input"
+                )
             continue
         theirs, ours = plain_type(table.field(field.name).type), plain_type(field.type)
         if theirs != ours and pa.null() not in (theirs, ours):
@@ -52,6 +59,11 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
                 f"{where}: column {field.name!r} holds {theirs}, the job's outputs {ours};"
                 " give the job an output table of its own, or rename the column in a view of the"
                 " input"
+            )
+        if _has_required_parts(table.field(field.name).type):
+            raise TableError(
+                f"{where}: column {field.name!r} has parts that may not be null, which isn't"
+                " checked for parts; give the job an output table of its own"
             )
     new = [name for name in rows.names if name not in table.names]
     if new and not add_columns:
@@ -62,3 +74,12 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
             " are kept"
         )
     return new
+
+
+def _has_required_parts(kind: pa.DataType) -> bool:
+    """Whether something nested in a column may not be null, but for keys of maps."""
+    if types.is_map(kind):
+        parts = [kind.item_field]
+    else:
+        parts = [kind.field(idx) for idx in range(kind.num_fields)]
+    return any(not part.nullable or _has_required_parts(part.type) for part in parts)

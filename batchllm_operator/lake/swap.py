@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from batchllm_operator.errors import StorageError
+from batchllm_operator.errors import CommitUnknownError, StorageError
 from batchllm_operator.lake.folder import Folder
 
 _PART_BYTES: Final = 64 << 20  # what a single request may hold, and a part of a larger upload
@@ -70,7 +70,8 @@ def replace_file(folder: Folder, source: Path, name: str, *, etag: str | None) -
 
     Raises:
         FileChangedError: on S3, it is another file meanwhile, or there is one.
-        StorageError: the storage fails; whether the file was replaced may be open.
+        StorageError: the storage fails.
+        CommitUnknownError: S3 gave no answer; the request may yet arrive.
     """
     if not hasattr(folder.fs, "call_s3"):
         folder.publish_file(source, name)
@@ -86,7 +87,9 @@ def replace_file(folder: Folder, source: Path, name: str, *, etag: str | None) -
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         if status in _CONDITION_FAILS or (status == 404 and etag is not None):
             raise FileChangedError(f"{where}: {error}") from error
-        raise StorageError(f"{where}: {error}") from error
+        is_refused = isinstance(status, int) and status < 500
+        kind = StorageError if is_refused else CommitUnknownError
+        raise kind(f"{where}: {error}") from error
 
 
 def _lock(path: Path) -> int:

@@ -31,8 +31,9 @@ class Snapshot:
 
     partition: str
     version: str
-    """The table's state: `iceberg:<snapshot id>` (`iceberg:none` before the first),
-    `delta:<version>` or `listing:<digest>`; a plan records it. Equal versions are equal content."""
+    """The table's state: `iceberg:<snapshot id>/<schema id>` (`iceberg:none/...` before the first
+    snapshot), `delta:<version>` or `listing:<digest>`; a plan records it. Equal versions are equal
+    content."""
     files: tuple[InputFile, ...]
     schema: pa.Schema
     """Columns of the partition, the partition columns included."""
@@ -108,6 +109,22 @@ class LakeTable(Protocol):
 
         Raises:
             TableError: the partition holds rows that no job of this package wrote.
+            StorageError: the storage or the catalog fails.
+        """
+        ...
+
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        """Refuse what `publish` would refuse, as far as the rows' columns tell.
+
+        Args:
+            partition: to be published.
+            columns: all but the partition's own.
+            add_columns: whether columns that the table lacks may be added to it.
+
+        Raises:
+            TableError: the table's schema or partitioning doesn't take such rows.
             StorageError: the storage or the catalog fails.
         """
         ...

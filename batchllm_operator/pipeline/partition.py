@@ -73,7 +73,7 @@ def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -
     data = spool / "data.parquet"
     with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as rows_file:
         _check_kept(plan, rows_file.schema_arrow)
-        schema = published_schema(_output_schema(spec, rows_file.schema_arrow), plan.publication)
+        schema = published_schema(output_schema(spec, rows_file.schema_arrow), plan.publication)
         all_rows = _rebatch(rows_file, buckets.num_rows_each)
         with pq.ParquetWriter(data, schema, compression="zstd") as writer:
             row_idx = 0
@@ -150,8 +150,13 @@ def _join(
         yield pa.table([columns[field.name].cast(field.type) for field in schema], schema=schema)
 
 
-def _output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
-    """Key, the job's own columns, carried columns."""
+def output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
+    """Columns of the output table: key, the job's own, carried ones.
+
+    Args:
+        spec: the job.
+        rows_schema: holds the key and the carried columns.
+    """
     own = {field.name: field for field in PART_SCHEMA}
     return pa.schema(
         [

@@ -19,6 +19,7 @@ from batchllm_operator.pipeline.group_lengths import write_groups
 from batchllm_operator.pipeline.keys import check_keys
 from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.output_lengths import learn_output_lengths
+from batchllm_operator.pipeline.partition import output_schema
 from batchllm_operator.pipeline.reuse import Reuse, find_indexes
 from batchllm_operator.pipeline.reuse_index import reuse_identity
 from batchllm_operator.pipeline.rows import Rows, read_rows
@@ -69,8 +70,8 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     Raises:
         SpecError: input and output are the same table or one lies in the other; or the spec
             names a column that the table lacks; or the memory budget is too small.
-        TableError: the table or a column of it isn't there, or the output partition holds
-            what another job or program wrote.
+        TableError: the table or a column of it isn't there, the output partition holds
+            what another job or program wrote, or the output table doesn't take the job's columns.
         KeyColumnError: keys aren't unique or are null; names up to ten.
         ModelError: the tokenizer can't be loaded, or refuses a prompt.
         StorageError: the input changed while it was read, or the disk is full.
@@ -85,8 +86,11 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     check_columns(spec, table, snapshot)
-    # A partition in the way would stop the commit; better to know before the GPU runs.
-    check_publisher(open_table(spec.output.uri, spec.input.partition_column), spec, ds)
+    # What would stop the commit is better known before the GPU runs.
+    output = open_table(spec.output.uri, spec.input.partition_column)
+    check_publisher(output, spec, ds)
+    columns = output_schema(spec, snapshot.schema)
+    output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     tokenizer = load_tokenizer(spec, ds)
     gpu_target = find_target(spec)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)

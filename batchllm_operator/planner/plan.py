@@ -205,7 +205,7 @@ class PlanManifest(_Frozen):
     ds: str = Field(min_length=1)
     input_uri: str
     input_version: str | None = None
-    """State of the table that was read, such as `iceberg:<snapshot id>`; None in plans of releases
+    """State of the table that was read, such as `delta:<version>`; None in plans of releases
     that read nothing but Parquet."""
     input_files: tuple[SnapshotFile, ...]
     tokenizer_fingerprint: str

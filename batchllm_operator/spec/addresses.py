@@ -72,5 +72,6 @@ class TableAddress:
         """Whether both are one table, or one lies in the other's folder."""
         if "iceberg" in (self.format, other.format):
             return self == other
-        ours, theirs = f"{self.location}/", f"{other.location}/"
+        # Two names of one scheme.
+        ours, theirs = (f"{each.location.replace('s3a://', 's3://', 1)}/" for each in (self, other))
         return ours.startswith(theirs) or theirs.startswith(ours)

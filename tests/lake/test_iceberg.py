@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import io
+import re
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyiceberg.catalog
 import pytest
-from pyiceberg.exceptions import CommitFailedException
-from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.exceptions import CommitFailedException, NoSuchIcebergTableError
+from pyiceberg.io.pyarrow import PyArrowFile, schema_to_pyarrow
 from pyiceberg.manifest import (
     DataFile,
     DataFileContent,
@@ -21,14 +25,18 @@ from pyiceberg.manifest import (
     ManifestWriterV2,
 )
 from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform, MonthTransform, Transform
 from pyiceberg.types import LongType
+from pyiceberg.utils.config import Config
 from support.lake_tables import DS, IcebergLake, of_plan, open_lake, publish, wrapped
 
+import batchllm_operator.lake.iceberg_read as iceberg_read
 import batchllm_operator.lake.iceberg_write as iceberg_write
-from batchllm_operator.errors import SpecError, StorageError, TableError
+from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake import LakeTable, open_table
 from batchllm_operator.lake.iceberg_schema import iceberg_schema
+from batchllm_operator.lake.iceberg_write import StagedFiles
 from batchllm_operator.spec import FilterTerm
 
 
@@ -114,6 +122,28 @@ def test_a_snapshot_is_read_with_the_names_it_was_looked_at(
     assert read(table, ["m"]) == [{"m": 1}]
 
 
+def test_a_snapshot_is_not_read_by_a_later_schema_that_looks_the_same(
+    lake: IcebergLake, table: LakeTable
+) -> None:
+    """Two columns that changed names, and one that was made anew."""
+    lake.append(DS, pa.table({"a": [1], "b": [2], "c": [3]}))
+    lake.load().update_schema().move_first("ds").commit()
+    snapshot = table.snapshot(DS)
+    for change in (
+        lambda update: update.rename_column("a", "x").rename_column("b", "a").delete_column("c"),
+        lambda update: update.rename_column("x", "b").move_after("x", "a"),
+        lambda update: update.add_column("c", LongType()),
+    ):
+        with lake.load().update_schema() as update:
+            change(update)
+    later = table.snapshot(DS)
+    assert later.schema == snapshot.schema
+    assert later.version != snapshot.version
+    for pinned, values in ((snapshot, (1, 2, 3)), (later, (2, 1, None))):
+        [batch] = table.scan(pinned, ["a", "b", "c"])
+        assert tuple(batch.to_pylist()[0].values()) == values
+
+
 def test_nulls_at_every_level(lake: IcebergLake, table: LakeTable, tmp_path: Path) -> None:
     """In slices too. pyiceberg would make empty lists of null ones, reading as well as writing."""
     lists = [[{"x": 1}], None, [], [None], [{"x": None}]] * 2000
@@ -174,8 +204,9 @@ def test_partition_columns_of_other_types(
     assert [row["n"] for row in read(table, ["n"], partition=free)] == [5]
     assert table.published(free) == of_plan(partition=free)
     assert table.partitions() == sorted([*map(str, column.to_pylist()), free])
-    with pytest.raises(TableError, match="'tomorrow' isn't one"):
-        table.snapshot("tomorrow")
+    for other in ("tomorrow", f"0{partition}", f"+{partition}", "-0", str(2**63), "2026-02-30"):
+        with pytest.raises(TableError, match=re.escape(f"'{other}'")):
+            table.snapshot(other)
 
 
 def test_hidden_partitioning_is_read_by_rows_and_not_written(
@@ -192,8 +223,20 @@ def test_hidden_partitioning_is_read_by_rows_and_not_written(
     assert read(table, ["n", "ds"], partition="2026-02-01") == []
     with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
         publish(table, numbers(1), tmp_path, of_plan(partition="2026-02-01"))
+    with pytest.raises(TableError, match="partitioned by the values of 'ds' alone"):
+        table.check_outputs("2026-02-01", numbers().schema)
     with pytest.raises(TableError, match="isn't partitioned by the values"):
         table.partitions()
+
+
+def test_a_format_that_pyiceberg_does_not_write(
+    lake: IcebergLake, table: LakeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake.append(DS, numbers(1))
+    monkeypatch.setattr(Table, "format_version", 3)
+    assert read(table, ["n"]) == [{"n": 1}]
+    with pytest.raises(TableError, match="format version 3"):
+        table.check_outputs("2026-02-01", numbers().schema)
 
 
 def test_a_table_that_is_not_partitioned_by_the_column(lake: IcebergLake, tmp_path: Path) -> None:
@@ -278,6 +321,31 @@ def test_deleted_rows_stay_deleted(lake: IcebergLake, table: LakeTable, tmp_path
     assert lake.load().scan().to_arrow().num_rows == 100
 
 
+class FailingFile(io.BytesIO):
+    def read(self, size: int | None = -1) -> bytes:
+        raise OSError("AWS Error SLOW_DOWN")
+
+
+@pytest.mark.parametrize("what", ["reading", "deletes", "opening"])
+def test_storage_that_fails_while_rows_are_read(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path, what: str
+) -> None:
+    """Its errors have no errno: they aren't taken for those of damaged files, which are final."""
+    publish(table, numbers(*range(100)), tmp_path)
+    if what == "deletes":
+        delete_rows(lake, [0])
+    snapshot = table.snapshot(DS)
+
+    def fail(real: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        if what != "deletes" and not file.location.endswith(".parquet"):
+            return real(file, *args, **kwargs)
+        return FailingFile(b"?" * 99) if what == "reading" else FailingFile().read()
+
+    target = (iceberg_read, "_read_deletes") if what == "deletes" else (PyArrowFile, "open")
+    with wrapped(target, fail), pytest.raises(StorageError, match="SLOW_DOWN"):
+        list(table.scan(snapshot, ["n"]))
+
+
 # Commits
 
 
@@ -310,7 +378,7 @@ def test_statistics_are_written_for_other_readers(
     assert task.file.record_count == 3
     assert list(lake.load().scan("n > 3").plan_files()) == []
     [path] = lake.data_files()
-    with lake.warehouse.open_file(path) as file:
+    with lake.folder.open_file(path) as file:
         schema = pq.read_schema(file)
     assert schema.field("n").metadata[b"PARQUET:field_id"] == b"1"
     assert schema.names == schema_to_pyarrow(lake.load().schema()).names
@@ -320,7 +388,7 @@ def test_a_refused_commit_leaves_no_files(
     lake: IcebergLake, table: LakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(table, numbers(0), tmp_path, of_plan("p0"))
-    before = {name for name in lake.warehouse.find() if not name.endswith(".metadata.json")}
+    before = {name for name in lake.folder.find() if not name.endswith(".metadata.json")}
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     tries: list[int] = []
 
@@ -331,7 +399,7 @@ def test_a_refused_commit_leaves_no_files(
     with wrapped(lake.commit, refuse), pytest.raises(StorageError, match="commit again"):
         publish(table, numbers(1), tmp_path)
     assert len(tries) > 3
-    assert {n for n in lake.warehouse.find() if not n.endswith(".metadata.json")} == before
+    assert {n for n in lake.folder.find() if not n.endswith(".metadata.json")} == before
 
 
 def test_a_commit_that_was_never_answered_keeps_its_files(
@@ -388,11 +456,83 @@ def test_a_catalog_that_is_not_set_up() -> None:
         open_table("iceberg://nowhere/ns.table", "ds")
 
 
+def configure(monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
+    """A catalog `canary`."""
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PYICEBERG_CATALOG__CANARY__{name}", value)
+    monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())  # it was read at import
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"URI": "mysql://user:SECRET@host/db"},
+        {"URI": "http://127.0.0.1:1/?token=SECRET"},
+        {"URI": "http://127.0.0.1:1/", "TOKEN": "SECRET\n"},
+        {"URI": "http://user:SECRET@127.0.0.1:1/", "CREDENTIAL": "id:SECRET"},
+    ],
+    ids=str,
+)
+def test_secrets_of_a_catalog_that_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    configure(monkeypatch, **settings)
+    with pytest.raises((SpecError, StorageError)) as caught:
+        open_table("iceberg://canary/ns.table", "ds").published(DS)
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_secrets_that_a_server_repeats(
+    lake: IcebergLake,
+    table: LakeTable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("S3__SECRET_ACCESS_KEY", "S3__SESSION_TOKEN", "HEADER__AUTHORIZATION"):
+        monkeypatch.setenv(f"PYICEBERG_CATALOG__TESTS__{name}", f"SECRET/{name}")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    said = "no SECRET/S3__SECRET_ACCESS_KEY, SECRET/HEADER__AUTHORIZATION, ftp://me:SECRET@host"
+
+    def refuse(kind: type[Exception]) -> Any:
+        def raising(real: Any, *args: Any) -> Any:
+            raise kind(said) from RuntimeError("SECRET/S3__SESSION_TOKEN")
+
+        return raising
+
+    for target, kind in (
+        (lake.commit, CommitFailedException),
+        (lake.commit, ConnectionError),
+        (lake.read, ConnectionError),
+        ((StagedFiles, "write"), ValueError),
+        ((StagedFiles, "write"), StorageError),
+    ):
+        with wrapped(target, refuse(kind)), pytest.raises(BatchLLMError) as caught:
+            publish(table, numbers(1), tmp_path, replaces=of_plan("p0"))
+        assert "no <hidden>, <hidden>, ftp://<hidden>@host" in str(caught.value)
+        assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+    assert "<hidden>" in caplog.text
+    assert "SECRET" not in caplog.text
+
+
+def test_what_is_no_iceberg_table(lake: IcebergLake, table: LakeTable) -> None:
+    """As a Hive or Glue catalog has it: not nothing, which a job would fill."""
+
+    def other(real: Any, *args: Any) -> Any:
+        raise NoSuchIcebergTableError("it is a view")
+
+    with wrapped(lake.read, other), pytest.raises(TableError, match="isn't an Iceberg table"):
+        table.published(DS)
+
+
 def test_a_namespace_that_is_not_there(lake: IcebergLake, tmp_path: Path) -> None:
     table = open_table("iceberg://tests/no.table", "ds")
     assert table.partitions() == []
     with pytest.raises(TableError, match="no such namespace"):
         publish(table, numbers(1), tmp_path)
+    with pytest.raises(TableError, match="no such namespace"):
+        table.check_outputs(DS, numbers().schema)
 
 
 def test_a_catalog_that_fails(lake: IcebergLake, table: LakeTable) -> None:

@@ -11,8 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from botocore.exceptions import ClientError
 
-from batchllm_operator.errors import ConflictError, StorageError, TableError
+from batchllm_operator.errors import (
+    CommitUnknownError,
+    ConflictError,
+    StorageError,
+    TableError,
+)
 from batchllm_operator.lake import (
     Folder,
     LakeTable,
@@ -495,6 +501,57 @@ def test_a_foreign_partition_is_neither_replaced_nor_added_to(
     assert folder.read_bytes(f"ds={DS}/{name}") == data
 
 
+@pytest.mark.parametrize("name", ["ds=a b", "ds=%61%20b"])
+def test_a_folder_whose_name_another_program_has_escaped(
+    folder: Folder, table: LakeTable, tmp_path: Path, name: str
+) -> None:
+    """To readers it is the partition itself: theirs, or ours once it was moved and renamed."""
+    put(folder, f"{name}/part-0.parquet", numbers(5))
+    for use in (
+        lambda: table.published("a b"),
+        lambda: publish(table, "a b", numbers(1), tmp_path),
+    ):
+        with pytest.raises(TableError, match=r"part-0\.parquet.*no job of this package"):
+            use()
+    folder.remove(f"{name}/part-0.parquet")
+    publish(table, "a b", numbers(1), tmp_path)
+    ours = folder.read_bytes("ds=a%20b/data.parquet")
+    folder.write_bytes(f"{name}/data.parquet", ours)
+    with pytest.raises(TableError, match="lies in two folders"):
+        table.published("a b")
+    folder.remove("ds=a%20b/data.parquet")
+    publish(table, "a b", numbers(2), tmp_path, plan_id="p2")
+    assert list(folder.find()) == [f"{name}/data.parquet"]
+    assert rows(table, ["n"], partition="a b") == [{"n": 2}]
+
+
+def test_folders_are_named_so_that_hive_reads_them(
+    folder: Folder, table: LakeTable, tmp_path: Path
+) -> None:
+    """It takes each escape for one character. An older release escaped those of UTF-8, too."""
+    publish(table, "a/ü", numbers(1), tmp_path)
+    assert list(folder.find()) == ["ds=a%2Fü/data.parquet"]
+    data = folder.read_bytes("ds=a%2Fü/data.parquet")
+    folder.remove("ds=a%2Fü/data.parquet")
+    folder.write_bytes("ds=a%2F%C3%BC/data.parquet", data)
+    publish(table, "a/ü", numbers(2), tmp_path, plan_id="p2")
+    assert list(folder.find()) == ["ds=a%2F%C3%BC/data.parquet"]
+    assert rows(table, ["n"], partition="a/ü") == [{"n": 2}]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "region=eu/a.parquet"])
+def test_another_table_in_the_place_of_a_new_one(
+    folder: Folder, table: LakeTable, tmp_path: Path, name: str
+) -> None:
+    put(folder, name, numbers(5))
+    folder.write_bytes("notes.txt", b"")
+    with pytest.raises(TableError, match=f"holds '{name}', but isn't partitioned by 'ds'"):
+        publish(table, DS, numbers(1), tmp_path)
+    folder.remove(name)
+    folder.write_bytes("_batchllm/plan/rows.parquet", b"")
+    publish(table, DS, numbers(1), tmp_path)
+
+
 def test_markers_beside_the_data_are_left_alone(
     folder: Folder, table: LakeTable, tmp_path: Path
 ) -> None:
@@ -555,6 +612,43 @@ def test_publishers_side_by_side(folder: Folder, tmp_path: Path) -> None:
     assert table.published(DS) == publication(plan_id=winner)
     assert rows(table, ["n"]) == [{"n": int(winner[1])}]
     assert list(folder.find()) == [f"ds={DS}/data.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "num_tries"),
+    [
+        (403, "AccessDenied", StorageError, 1),
+        (500, "InternalError", CommitUnknownError, 1),
+        (None, "", CommitUnknownError, 1),
+        (409, "ConditionalRequestConflict", StorageError, 5),
+    ],
+)
+def test_s3_that_does_not_take_a_file(
+    s3_bucket: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int | None,
+    code: str,
+    kind: type[Exception],
+    num_tries: int,
+) -> None:
+    """Without an answer the request may yet arrive; a conflict may be with one that is lost."""
+    table = open_table(f"{s3_bucket}/table", "ds")
+    source = published_file(tmp_path / "x", numbers(1), publication())
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        cause = ClientError(answer, "PutObject") if status else None  # type: ignore[arg-type]
+        raise OSError(5, "no luck") from cause
+
+    monkeypatch.setattr("batchllm_operator.lake.swap._upload", fail)
+    with pytest.raises(kind, match="no luck"):
+        table.publish(publication(), source, replaces=None)
+    assert len(pauses) == num_tries
+    assert len(set(pauses)) == num_tries
+    assert table.published(DS) is None
 
 
 def test_a_file_that_does_not_say_whose_it_is(table: LakeTable, tmp_path: Path) -> None:

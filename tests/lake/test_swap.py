@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchllm_operator.errors import StorageError
+from batchllm_operator.errors import CommitUnknownError, StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.lake.swap import FileChangedError, etag_of, exclusive, replace_file
 
@@ -63,7 +63,7 @@ def test_a_part_that_fails_leaves_no_upload(
         return real(fs, method, *args, **kwargs)
 
     monkeypatch.setattr(type(folder.fs), "call_s3", failing)
-    with pytest.raises(StorageError, match="connection lost"):
+    with pytest.raises(CommitUnknownError, match="connection lost"):
         replace_file(folder, source, "data", etag=None)
     bucket = s3_bucket.removeprefix("s3://")
     assert not folder.fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads")

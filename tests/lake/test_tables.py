@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import io
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.lake_tables import DS, LAKES, Lake, of_plan, open_lake, publish, wrapped
+from support.lake_tables import DS, HIVE_NULL, LAKES, Lake, of_plan, open_lake, publish, wrapped
 
 from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
-from batchllm_operator.lake import LakeTable
+from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.lake.schema import plain_type
 from batchllm_operator.spec import FilterTerm
 
 
@@ -56,6 +59,8 @@ def test_a_table_that_is_not_there(table: LakeTable) -> None:
     assert table.published(DS) is None
     with pytest.raises(TableError, match="table"):
         table.snapshot(DS)
+    table.check_outputs(DS, numbers().schema)
+    assert table.partitions() == []
 
 
 def test_columns_come_as_they_were_asked_for(lake: Lake, table: LakeTable) -> None:
@@ -72,6 +77,8 @@ def test_an_absent_partition_has_a_schema_and_no_rows(lake: Lake, table: LakeTab
     assert (snapshot.files, snapshot.num_rows) == ((), 0)
     assert snapshot.schema.names == ["n", "ds"]
     assert list(table.scan(snapshot, ["n"])) == []
+    with pytest.raises(TableError, match="no column 'm'"):
+        list(table.scan(snapshot, ["m"]))
 
 
 def test_rows_keep_the_order_of_files_and_of_rows_in_them(lake: Lake, table: LakeTable) -> None:
@@ -127,8 +134,9 @@ def test_conditions_on_columns_that_are_not_read(lake: Lake, table: LakeTable) -
         rows(table, ["n"], [FilterTerm(column="nothing", value=1)])
     with pytest.raises(TableError, match="no column 'nothing'"):
         rows(table, ["nothing"])
-    with pytest.raises(TableError, match="table"):
-        rows(table, ["n"], [FilterTerm(column="n", value="two")])
+    for value in ("two", 2**70):
+        with pytest.raises(TableError, match="table"):
+            rows(table, ["n"], [FilterTerm(column="n", value=value)])
 
 
 def test_a_file_that_its_statistics_rule_out_is_not_read(lake: Lake, table: LakeTable) -> None:
@@ -218,17 +226,74 @@ def test_vanished_files(lake: Lake, table: LakeTable) -> None:
 
 # Values
 
-AWKWARD = ["a/b", "a b", "naïve-表", "50%", "%2F", "..", ".", "a=b", "a+b", "x&y?z#", "'\""]
+AWKWARD = [
+    "a/b",
+    "a b",
+    "naïve-表",
+    "50%",
+    "%2F",
+    "..",
+    ".",
+    "a=b",
+    "x+&y?z#",
+    "'\"",
+    "\\:*|<>^{}~`[]",
+]
 
 
 @pytest.mark.parametrize("value", AWKWARD)
 def test_any_partition_value(lake: Lake, table: LakeTable, tmp_path: Path, value: str) -> None:
-    whose = of_plan(partition=value)
-    publish(table, numbers(7), tmp_path, whose)
-    assert rows(table, ["n", "ds"], partition=value) == [{"n": 7, "ds": value}]
-    assert table.published(value) == whose
+    for number, plan_id in enumerate(("p1", "p2")):
+        whose = of_plan(plan_id, value)
+        publish(table, numbers(number), tmp_path, whose)
+        assert rows(table, ["n", "ds"], partition=value) == [{"n": number, "ds": value}]
+        assert table.published(value) == whose
     assert table.partitions() == [value]
+    neighbour = f"{quote(value)}!"
+    lake.append(neighbour, pa.table({"n": [5], "run_id": ["theirs"]}))  # another program
+    assert rows(table, ["n", "ds"], partition=neighbour) == [{"n": 5, "ds": neighbour}]
+    assert table.partitions() == sorted([value, neighbour])
     assert not any(table.snapshot(other).files for other in AWKWARD if other != value)
+
+
+def test_a_partition_without_a_name(table: LakeTable, tmp_path: Path) -> None:
+    """It would be null in one format, and nobody's rows in the others."""
+    for _ in range(2):
+        with pytest.raises(TableError, match="needs a name"):
+            publish(table, numbers(1), tmp_path, of_plan(partition=""))
+        publish(table, numbers(1), tmp_path)
+    assert table.partitions() == [DS]
+
+
+def test_rows_without_a_partition_value_are_in_none(
+    lake: Lake, table: LakeTable, tmp_path: Path
+) -> None:
+    publish(table, numbers(1), tmp_path)
+    lake.append(None, pa.table({"n": [2], "run_id": ["theirs"]}))
+    assert table.partitions() == [DS]
+    assert values(table) == [1]
+    for name in (HIVE_NULL, "None", "null"):
+        assert table.snapshot(name).files == ()
+
+
+def test_the_name_that_folders_have_for_null(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    """Where partitions are known by their folders, nobody could tell it from null."""
+    if lake.has_versions:
+        publish(table, numbers(1), tmp_path, of_plan(partition=HIVE_NULL))
+        assert rows(table, ["n", "ds"], partition=HIVE_NULL) == [{"n": 1, "ds": HIVE_NULL}]
+        assert table.partitions() == [HIVE_NULL]
+    else:
+        with pytest.raises(TableError, match="means null"):
+            publish(table, numbers(1), tmp_path, of_plan(partition=HIVE_NULL))
+        assert lake.data_files() == []
+
+
+@pytest.mark.parametrize("column", ["a b", "a/b", "../x", "ä", "a=b", "a%20b", "_ds", "DS"])
+def test_any_partition_column(lake: Lake, tmp_path: Path, column: str) -> None:
+    table = open_table(lake.address, column)
+    publish(table, numbers(7), tmp_path)
+    assert rows(table, ["n", column]) == [{"n": 7, column: DS}]
+    assert (table.partitions(), table.published(DS)) == ([DS], of_plan())
 
 
 KINDS: dict[str, pa.Array] = {
@@ -267,6 +332,20 @@ def test_values_of_all_kinds_come_back(
     assert found == [same(value) for value in column.to_pylist()]
     publish(table, pa.table({"n": [3, 4], "x": column}), tmp_path, of_plan("p2"))
     publish(table, pa.table({"n": [3, 4], "x": column}), tmp_path, of_plan(partition="other"))
+
+
+def test_timestamps_as_spark_writes_them(lake: Lake, table: LakeTable) -> None:
+    """INT96 counts from days that nanoseconds since 1970 don't reach."""
+    years = [datetime.datetime(year, 12, 31, 23, 59, 59) for year in (1, 1500, 2026, 9999)]
+    at = pa.array(years, pa.timestamp("us"))
+    lake.append(DS, pa.table({"at": at, "s": pa.StructArray.from_arrays([at], ["at"])}))
+    [path] = lake.data_files()
+    data = pq.read_table(io.BytesIO(lake.folder.read_bytes(path)))
+    file = io.BytesIO()
+    pq.write_table(data, file, use_deprecated_int96_timestamps=True)
+    lake.folder.write_bytes(path, file.getvalue())
+    assert [row["at"] for row in rows(table, ["at"])] == years
+    assert [row["s"]["at"] for row in rows(table, ["s"])] == years
 
 
 @pytest.mark.parametrize("name", ["a b", "a.b", "ü", "1st", "select", "a/b", "Ab"])
@@ -336,6 +415,13 @@ def test_somebody_else_has_published(
     assert lake.data_files() == files
 
 
+def test_nothing_is_there_where_something_was(table: LakeTable, tmp_path: Path) -> None:
+    publish(table, numbers(1), tmp_path, of_plan(partition="other"))
+    with pytest.raises(ConflictError, match="holds nothing where"):
+        publish(table, numbers(2), tmp_path, of_plan("p2"), replaces=of_plan("p1"))
+    assert values(table) == []
+
+
 def first_call(action: Callable[[], None]) -> Callable[..., Any]:
     """Around a function: the action comes before its first call."""
     done: list[int] = []
@@ -363,6 +449,22 @@ def test_two_publishers_race(lake: Lake, table: LakeTable, tmp_path: Path, seen:
     with wrapped(lake.commit, first_call(win)), pytest.raises(ConflictError, match="winner"):
         publish(table, numbers(2), tmp_path, of_plan("loser"), replaces=seen)
     assert (values(table), table.published(DS)) == ([1], of_plan("winner"))
+
+
+@pytest.mark.parametrize("seen", [None, of_plan("p0")])
+def test_another_program_adds_rows_meanwhile(
+    lake: Lake, table: LakeTable, tmp_path: Path, seen: Any
+) -> None:
+    if not lake.has_versions:
+        pytest.skip("plain Parquet has no commits that other programs take part in")
+    publish(table, numbers(0), tmp_path, seen or of_plan(partition="other"))
+    theirs = pa.table({"n": [9], "run_id": ["theirs"]})
+    with (
+        wrapped(lake.commit, first_call(lambda: lake.append(DS, theirs))),
+        pytest.raises(TableError, match="no job of this"),
+    ):
+        publish(table, numbers(1), tmp_path, replaces=seen)
+    assert sorted(values(table)) == ([0, 9] if seen else [9])
 
 
 def test_another_partition_is_published_meanwhile(
@@ -464,9 +566,12 @@ def test_rows_that_another_program_adds_to_ours(
 def test_columns_of_another_type_are_refused(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
     publish(table, numbers(1), tmp_path, of_plan(partition="2026-01-01"))
     files = lake.data_files()
+    other = pa.table({"n": ["1"]})
     for add_columns in (False, True):
         with pytest.raises(TableError, match=r"column 'n' holds int64.*string"):
-            publish(table, pa.table({"n": ["1"]}), tmp_path, add_columns=add_columns)
+            publish(table, other, tmp_path, add_columns=add_columns)
+        with pytest.raises(TableError, match=r"column 'n' holds int64.*string"):
+            table.check_outputs(DS, other.schema, add_columns=add_columns)
     assert lake.data_files() == files
 
 
@@ -475,11 +580,51 @@ def test_new_columns_are_added_if_asked_for(lake: Lake, table: LakeTable, tmp_pa
     wide = pa.table({"n": [2], "word": ["x"], "nested": [{"a": [1]}]})
     with pytest.raises(TableError, match=r"no column 'word' nor 'nested'.*add_columns"):
         publish(table, wide, tmp_path)
+    with pytest.raises(TableError, match=r"no column 'word' nor 'nested'.*add_columns"):
+        table.check_outputs(DS, wide.schema)
+    table.check_outputs(DS, wide.schema, add_columns=True)
     publish(table, wide, tmp_path, add_columns=True)
     assert rows(table, ["n", "word", "nested"]) == wide.to_pylist()
     assert values(table, "2026-01-01") == [1]
     if lake.has_versions:
         assert rows(table, ["word"], partition="2026-01-01") == [{"word": None}]
+
+
+def test_a_column_that_differs_by_case_only(lake: Lake, table: LakeTable, tmp_path: Path) -> None:
+    """Most engines couldn't read a table with both."""
+    publish(table, pa.table({"Word": ["x"]}), tmp_path, of_plan(partition="2026-01-01"))
+    for add_columns in (False, True):
+        with pytest.raises(TableError, match="'word' differs from 'Word' by case only"):
+            publish(table, pa.table({"word": ["x"]}), tmp_path, add_columns=add_columns)
+    publish(table, pa.table({"Word": ["y"]}), tmp_path)
+    assert rows(table, ["Word"]) == [{"Word": "y"}]
+
+
+REQUIRED: dict[str, tuple[pa.DataType, Any]] = {
+    "column": (pa.int64(), None),
+    "struct": (pa.struct([pa.field("a", pa.int64(), nullable=False)]), {"a": None}),
+    "list": (pa.list_(pa.field("element", pa.int64(), nullable=False)), [None]),
+    "map": (pa.map_(pa.string(), pa.field("value", pa.int64(), nullable=False)), [("k", None)]),
+}
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_what_may_not_be_null(lake: Lake, table: LakeTable, tmp_path: Path, kind: str) -> None:
+    """What another program demanded of its table. Parts of columns aren't looked into."""
+    if not lake.has_versions:
+        pytest.skip("plain Parquet makes no demands")
+    column, value = REQUIRED[kind]
+    fields = [("n", pa.int64()), ("x", column, kind != "column"), ("run_id", pa.string())]
+    lake.create(pa.schema([pa.field(*field) for field in fields]))
+    with_null = pa.table({"n": [1], "x": pa.array([value], plain_type(column))})
+    with pytest.raises(TableError, match=r"'x' .*(may not be null|non-nullable)"):
+        publish(table, with_null, tmp_path)
+    assert lake.data_files() == []
+    if kind == "column":
+        with pytest.raises(TableError, match=r"'x' .*(may not be null|non-nullable)"):
+            publish(table, numbers(1), tmp_path)
+        publish(table, pa.table({"n": [1], "x": [2]}), tmp_path)
+        assert values(table) == [1]
 
 
 def test_a_column_that_is_no_longer_written_is_null(

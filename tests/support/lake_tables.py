@@ -22,6 +22,7 @@ from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import Folder, LakeTable, Publication, open_table, published_schema
 
 DS = "2026-01-31"
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 class Lake(Protocol):
@@ -33,6 +34,8 @@ class Lake(Protocol):
     """What a spec calls the table."""
     staging: str
     """A folder for a job that writes the table."""
+    folder: Folder
+    """Where `data_files` lie."""
     commit: tuple[Any, str]
     """Object and name of the function whose answer says whether a commit has happened."""
     read: tuple[Any, str]
@@ -42,11 +45,14 @@ class Lake(Protocol):
     unreadable: Exception
     """What `read` raises then."""
 
-    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
-        """Another program adds a file of rows to a partition."""
+    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
+        """Another program adds a file of rows to a partition; None is null."""
+
+    def create(self, columns: pa.Schema) -> None:
+        """Another program creates the table, with these columns besides `ds`."""
 
     def data_files(self) -> list[str]:
-        """Paths of all data files, those included that no version refers to."""
+        """Names of all data files, those included that no version refers to."""
 
     def remove(self, path: str) -> None:
         """Take a data file away."""
@@ -73,14 +79,18 @@ class ParquetLake:
         self.read = (Folder, "find")
         self._num_files = 0
 
-    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
         from urllib.parse import quote
 
         sink = io.BytesIO()
         pq.write_table(rows, sink, **options)
         self._num_files += 1
-        name = f"ds={quote(partition, safe='')}/part-{self._num_files:05d}.parquet"
+        value = HIVE_NULL if partition is None else quote(partition, safe="")
+        name = f"ds={value}/part-{self._num_files:05d}.parquet"
         self.folder.write_bytes(name, sink.getvalue())
+
+    def create(self, columns: pa.Schema) -> None:
+        raise NotImplementedError
 
     def data_files(self) -> list[str]:
         return [name for name in self.folder.find() if name.endswith(".parquet")]
@@ -106,7 +116,7 @@ class IcebergLake:
         from pyiceberg.catalog.sql import SqlCatalog
         from pyiceberg.utils.config import Config
 
-        self.warehouse = Folder.open(uri)
+        self.folder = Folder.open(uri)
         settings = {
             "TYPE": "sql",
             "URI": f"sqlite:///{spool}/catalog.db",
@@ -134,26 +144,30 @@ class IcebergLake:
         """The table, as pyiceberg has it."""
         return self.catalog.load_table(self.name)
 
-    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
+        from batchllm_operator.lake.iceberg_schema import storable_schema
+
+        rows = rows.cast(storable_schema("test", rows.schema))
+        if not self.catalog.table_exists(self.name):
+            self.create(rows.schema)
+        ds = pa.array([partition] * rows.num_rows, pa.string())
+        self.load().append(rows.append_column("ds", ds))
+
+    def create(self, columns: pa.Schema) -> None:
         from pyiceberg.partitioning import PartitionField, PartitionSpec
         from pyiceberg.transforms import IdentityTransform
 
-        from batchllm_operator.lake.iceberg_schema import iceberg_schema, storable_schema
+        from batchllm_operator.lake.iceberg_schema import iceberg_schema
 
-        rows = rows.cast(storable_schema("test", rows.schema))
-        rows = rows.append_column("ds", pa.array([partition] * rows.num_rows, pa.string()))
-        if not self.catalog.table_exists(self.name):
-            schema = iceberg_schema(rows.schema)
-            source_id = schema.find_field("ds").field_id
-            field = PartitionField(source_id, 1000, IdentityTransform(), "ds")
-            self.catalog.create_table(self.name, schema, partition_spec=PartitionSpec(field))
-        self.load().append(rows)
+        schema = iceberg_schema(columns.append(pa.field("ds", pa.string())))
+        field = PartitionField(schema.find_field("ds").field_id, 1000, IdentityTransform(), "ds")
+        self.catalog.create_table(self.name, schema, partition_spec=PartitionSpec(field))
 
     def data_files(self) -> list[str]:
-        return [name for name in self.warehouse.find() if name.endswith(".parquet")]
+        return [name for name in self.folder.find() if name.endswith(".parquet")]
 
     def remove(self, path: str) -> None:
-        self.warehouse.remove(path)
+        self.folder.remove(path)
 
     def forget(self) -> None:
         table = self.load()
@@ -181,7 +195,7 @@ class DeltaLake:
         is_s3 = uri.startswith("s3://")
         self._options = {"conditional_put": "etag", "allow_http": "true"} if is_s3 else {}
 
-    def append(self, partition: str, rows: pa.Table, **options: Any) -> None:
+    def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
         from deltalake import write_deltalake
 
         rows = rows.append_column("ds", pa.array([partition] * rows.num_rows, pa.string()))
@@ -193,6 +207,12 @@ class DeltaLake:
             schema_mode="merge",
             storage_options=self._options,
         )
+
+    def create(self, columns: pa.Schema) -> None:
+        from deltalake import DeltaTable, Schema
+
+        schema = Schema.from_arrow(columns.append(pa.field("ds", pa.string())))
+        DeltaTable.create(self.folder.uri, schema, partition_by="ds", storage_options=self._options)
 
     def data_files(self) -> list[str]:
         return [name for name in self.folder.find() if name.endswith(".parquet")]
