@@ -46,17 +46,8 @@ class CatalogTable:
         """
         self.uri = address.uri
         self._identifier = tuple(address.identifier.split("."))
-        try:
-            self._catalog: Catalog = load_catalog(address.catalog)
-        except (ValueError, NotInstalledError) as error:
-            text, cause = without_secrets(error, self.uri)
-            raise SpecError(
-                f"table {self.uri}: catalog {address.catalog!r} can't be set up from pyiceberg's"
-                f" configuration (PYICEBERG_CATALOG__*, .pyiceberg.yaml): {text}"
-            ) from cause
-        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
-            failure, cause = _failure(self.uri, error)
-            raise failure from cause
+        self._name = address.catalog
+        self._catalog = self._open()
 
     def load(self) -> Table | None:
         """The table as it is now; None if there is none.
@@ -75,6 +66,23 @@ class CatalogTable:
         except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
             failure, cause = _failure(self.uri, error)
             raise failure from cause
+
+    def load_anew(self) -> Table | None:
+        """The same after a commit that failed, as everybody else sees it.
+
+        A connection whose commit was refused (SQLite: database is locked) may still have the
+        transaction open, and answers as if it had been committed.
+
+        Raises:
+            TableError, StorageError: see `load`.
+        """
+        try:
+            self._catalog.close()
+        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
+            failure, cause = _failure(self.uri, error)
+            raise failure from cause
+        self._catalog = self._open()
+        return self.load()
 
     def check_namespace(self) -> None:
         """Refuse a place where no table can be created.
@@ -108,6 +116,20 @@ class CatalogTable:
                 )
             except TableAlreadyExistsError:  # just now
                 return self._catalog.load_table(self._identifier)
+
+    def _open(self) -> Catalog:
+        """Raises: see `__init__`."""
+        try:
+            return load_catalog(self._name)
+        except (ValueError, NotInstalledError) as error:
+            text, cause = without_secrets(error, self.uri)
+            raise SpecError(
+                f"table {self.uri}: catalog {self._name!r} can't be set up from pyiceberg's"
+                f" configuration (PYICEBERG_CATALOG__*, .pyiceberg.yaml): {text}"
+            ) from cause
+        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
+            failure, cause = _failure(self.uri, error)
+            raise failure from cause
 
     @contextmanager
     def _namespace(self) -> Iterator[None]:

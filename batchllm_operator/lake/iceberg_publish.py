@@ -107,7 +107,7 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 - each catalog has its own; judged below
             failure = error
         with self._looking():
-            now = self._catalog_table.load()
+            now = self._catalog_table.load_anew()
         if now is not None and self._has_happened(now):
             return None
         if isinstance(failure, NotCommittedError):

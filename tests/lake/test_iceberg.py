@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import re
+import sqlite3
 import traceback
 from pathlib import Path
 from typing import Any
@@ -424,6 +426,37 @@ def test_a_commit_that_was_never_answered_keeps_its_files(
         late[1][0](*late[1][1])
     publish(table, numbers(1), tmp_path, replaces=of_plan("p0"))
     assert [row["n"] for row in read(table, ["n"])] == [1]
+
+
+def test_a_commit_that_sqlite_refuses_is_not_taken_for_done(
+    lake: IcebergLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection that asked sees what it could not commit, until it is closed."""
+    publish(open_lake(lake), numbers(1), tmp_path)
+    database = tmp_path / "catalog.db"
+    uri = f"sqlite:///{database}?timeout=0.1"
+    monkeypatch.setenv("PYICEBERG_CATALOG__TESTS__URI", uri)
+    monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())
+    reader = sqlite3.connect(database, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM iceberg_tables").fetchall()  # a lock, as of a paused process
+    refused: list[str] = []
+
+    def commit(function: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            refused.append(str(error))
+            raise
+        finally:
+            if len(refused) == 2:
+                reader.execute("ROLLBACK")
+
+    with contextlib.closing(reader), wrapped(lake.commit, commit):
+        publish(open_lake(lake), numbers(2, 3), tmp_path, whose=of_plan("b" * 16))
+    assert len(refused) == 2 and "database is locked" in refused[0]
+    assert lake.load().scan().to_arrow()["n"].to_pylist() == [2, 3]
+    assert len(lake.load().snapshots()) == 2
 
 
 def test_a_value_that_a_type_cannot_hold(
