@@ -33,3 +33,26 @@ def test_rows_that_are_not_as_they_should_be_are_counted() -> None:
     assert not job.is_whole([{**rows[0], "run_id": "b"}, *rows[1:]], truth)
     assert not job.is_whole(rows, None)
     assert job.is_whole([], None)
+
+
+def test_no_two_inputs_have_a_prompt_in_common() -> None:
+    job = load("faults.job")
+    texts = [{text for text, _ in job.computed_truth(version).values()} for version in range(9)]
+    assert all(texts)
+    assert len(set().union(*texts)) == sum(map(len, texts))
+
+
+def test_kinds_of_which_nothing_happened_are_named() -> None:
+    idle_kinds = load("faults.__main__").idle_kinds
+    nothing = {"kind": "zombie_run", "kills": 0, "faults": 0}
+    assert idle_kinds([nothing] * 7) == [], "too few to tell"
+    assert idle_kinds([nothing] * 8) == ["zombie_run"]
+    assert idle_kinds([nothing] * 8 + [{**nothing, "faults": 1}]) == []
+
+
+def test_what_the_product_never_may_do_fails_a_trial() -> None:
+    trial = load("faults.trial")
+    assert not trial.Outcome("kill_run", kills=1, reader_errors=1, regenerated_parts=1).has_failed
+    for name in trial.FATAL:
+        assert trial.Outcome("kill_run", **{name: 1}).has_failed, name
+    assert {"lost_rows", "half_commits", "zombies_published", "overpaid_parts"} <= set(trial.FATAL)
