@@ -719,16 +719,14 @@ def test_wrong_arguments(batchllm: Any, args: list[str]) -> None:
 
 @pytest.mark.parametrize("ds", ["..", ".", "a/b", "../../up", "a b", "50%", "naïve 表"])
 def test_any_partition_value_stays_inside_its_folders(job: Job, ds: str) -> None:
-    from urllib.parse import quote
+    from urllib.parse import quote, unquote
 
     shutil.move(job.folder / "in" / f"ds={DS}", job.folder / "in" / f"ds={quote(ds, safe='')}")
     plan = job.planned(ds)
     assert plan.resolve().parent.parent == job.out / "_batchllm" / "job"
     job.run_all(plan)
     assert job.commit(plan).code == 0
-    assert sorted(path.name for path in job.out.iterdir()) == sorted(
-        ["_batchllm", f"ds={quote(ds, safe='')}"]
-    )
+    assert {unquote(path.name) for path in job.out.iterdir()} == {"_batchllm", f"ds={ds}"}
     assert job.batchllm("report", "--job", job.folder / "job.yaml", "--ds", ds).code == 0
 
 

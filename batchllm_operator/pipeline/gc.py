@@ -212,7 +212,7 @@ def _table_folders(spec: JobSpec, ds: str | None) -> Iterator[Folder]:
         return
     for name in table.subfolder_names():
         column, _, value = name.partition("=")
-        if column == spec.input.partition_column and ds in (None, unquote(value)):
+        if unquote(column) == spec.input.partition_column and ds in (None, unquote(value)):
             yield table.child(name)
 
 
