@@ -29,7 +29,7 @@ from batchllm_operator.pipeline.parts import PART_SCHEMA
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.reuse_index import INDEX_FILE
 from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.stored_plan import PREDECESSORS_FILE, StoredPlan
+from batchllm_operator.pipeline.stored_plan import TURN_FILE, StoredPlan
 from batchllm_operator.pipeline.stored_profiles import StoredProfiles
 from batchllm_operator.planner.plan import MANIFEST_FILE, SHARD_SCHEMA, describe_file
 
@@ -264,18 +264,16 @@ def test_a_manifest_that_says_what_cannot_be(job: Job, changes: dict[str, Any]) 
 
 rubbish = st.one_of(
     st.binary(max_size=40),
-    st.sampled_from([b"[" * 100_000, b'{"predecessors": 1}', b'{"predecessors": [1, null, {}]}']),
-    st.sampled_from(
-        [b'{"predecessors": ["../../x", "' + b"a" * 16 + b'"]}', b"null", b'"\\ud800"']
-    ),
+    st.sampled_from([b"[" * 100_000, b'{"turn": null}', b'{"turn": [1]}', b'{"turn": 1e999}']),
+    st.sampled_from([b'{"turn": "../../x"}', b'{"turn": -7}', b"null", b'"\\ud800"']),
 )
 
 
 @given(content=rubbish)
-def test_a_note_of_older_plans_is_read_or_passed_over(job: Job, content: bytes) -> None:
-    job.second.folder.write_bytes(PREDECESSORS_FILE, content)
-    job.second.mark_predecessors(None)
-    job.second.note_predecessors()
+def test_a_note_of_a_plans_turn_is_read_or_passed_over(job: Job, content: bytes) -> None:
+    job.second.folder.write_bytes(TURN_FILE, content)
+    job.second.mark_older_plans(None)
+    job.second.note_turn()
 
 
 @pytest.fixture
