@@ -21,7 +21,8 @@ from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline import commit as commit_module
 from batchllm_operator.pipeline import gc as gc_module
-from batchllm_operator.pipeline.attempts import claim_attempt
+from batchllm_operator.pipeline import run as run_module
+from batchllm_operator.pipeline.attempts import Attempt, claim_attempt
 from batchllm_operator.pipeline.commit import commit_run, load_report
 from batchllm_operator.pipeline.committed import COMMITTED_FILE
 from batchllm_operator.pipeline.gc import Garbage, Kept, find_garbage, remove_garbage
@@ -335,6 +336,22 @@ def test_who_begins_just_then_keeps_the_plan_or_is_told(
     assert plan.folder.read_bytes("manifest.json") == manifest
     run_and_commit(plan)
     check_published(plan)
+
+
+def test_a_run_whose_plan_has_just_gone_pays_nothing(
+    local_plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was collected after the run had looked at it, before the run made its claim."""
+
+    def claim(folder: Folder) -> Attempt:
+        assert collect(local_plan.manifest.spec)[0]
+        return claim_attempt(folder)
+
+    monkeypatch.setattr(run_module, "claim_attempt", claim)
+    engines = Engines()
+    with pytest.raises(PlanError, match="has just removed it; make the plan again"):
+        run_shard(local_plan.folder.uri, 0, start=engines)
+    assert engines.started == []
 
 
 def test_a_folder_of_another_name_stays(local_plan: StoredPlan) -> None:
