@@ -312,6 +312,11 @@ def test_numbers_that_are_too_large(lake: Path, section: str, name: str) -> None
         ({"planner": {"gpu_table": "\0"}}, "planner.gpu_table: holds a NUL character"),
         ({"planner": {"num_shards": 100_001}}, "planner.num_shards"),
         ({"sampling": {"stop_token_ids": [-1]}}, "sampling.stop_token_ids.0"),
+        ({"input": {"filter": [{"column": "n", "value": 1 << 63}]}}, "must fit into 64 bits"),
+        (
+            {"input": {"filter": [{"column": "n", "op": "in", "value": [1, -(1 << 70)]}]}},
+            "must fit into 64 bits",
+        ),
     ],
 )
 def test_what_would_fail_later_is_refused_at_once(

@@ -133,7 +133,16 @@ class FilterTerm(_Section):
     op: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"] = "=="
     """Comparison; `in` and `not in` take a list."""
     value: str | Int64 | float | bool | tuple[str | Int64 | float | bool, ...]
-    """What the column is compared with."""
+    """What the column is compared with. Whole numbers have at most 64 bits."""
+
+    @field_validator("value", mode="before")
+    @classmethod
+    def _check_size(cls, value: object) -> object:
+        """A larger number would become a float, and compare as one."""
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, int) and not -_MAX_BYTES - 1 <= each <= _MAX_BYTES:
+                raise ValueError("a whole number must fit into 64 bits")
+        return value
 
     @model_validator(mode="after")
     def _check_list(self) -> FilterTerm:

@@ -134,9 +134,10 @@ def test_conditions_on_columns_that_are_not_read(lake: Lake, table: LakeTable) -
         rows(table, ["n"], [FilterTerm(column="nothing", value=1)])
     with pytest.raises(TableError, match="no column 'nothing'"):
         rows(table, ["nothing"])
-    for value in ("two", 2**70):
+    for value in ("two", 2**70):  # a spec with such a number is refused, a stored one might have it
+        condition = FilterTerm.model_construct(column="n", op="==", value=value)
         with pytest.raises(TableError, match="table"):
-            rows(table, ["n"], [FilterTerm(column="n", value=value)])
+            rows(table, ["n"], [condition])
 
 
 def test_a_file_that_its_statistics_rule_out_is_not_read(lake: Lake, table: LakeTable) -> None:
