@@ -121,6 +121,10 @@ class Run:
     def path(self) -> str:
         return f"{RUNS.format(self.dag_id)}/{self.run_id}"
 
+    @property
+    def state(self) -> str:
+        return str(self.airflow.api("GET", self.path)["state"])
+
     def task(self, shard: int) -> dict[str, Any]:
         return dict(self.airflow.api("GET", f"{self.path}/taskInstances/{GENERATE}/{shard}"))
 
@@ -428,6 +432,8 @@ def test_a_worker_and_the_triggerer_die_and_a_run_is_marked_failed(
     thaw(killed)
     waiting.wait_for(1, "success", try_number=2)
     assert waiting.num_resumed_parts(1) == 0  # one pod did it all
+    # Airflow ends a run that was cleared just before, and nobody takes it up again.
+    airflow.wait(lambda: waiting.state == "failed", "the run has ended")
     waiting.clear(0)
     waiting.check_success()
 
