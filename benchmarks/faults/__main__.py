@@ -61,6 +61,7 @@ import batchllm_operator.pipeline.run  # noqa: F401
 from benchmarks.faults.tables import FORMATS
 from benchmarks.faults.trial import FATAL
 from benchmarks.faults.worker import Worker
+from benchmarks.provenance import provenance
 
 _SUMMED: Final = (
     "kills",
@@ -158,6 +159,7 @@ def main() -> int:
         "by_format": {name: summary(found) for name, found in by_format.items()},
         "trials_by_kind": dict(sorted(kinds.items())),
         "idle_kinds": idle_kinds(outcomes),
+        **provenance(),
         "wall_s": round(time.monotonic() - started_at, 1),
     }
     has_failed = not is_whole or any(result[name] for name in (*FATAL, "idle_kinds"))
