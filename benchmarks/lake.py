@@ -5,7 +5,7 @@ For each format and number of rows, on the local disk, a job with the fake engin
 
     peak_bytes     most memory that the process held, Python and its libraries included
     growth         that of the largest table divided by that of the smallest
-    commit_s       the command `commit`, from the first import to its end
+    commit_s       the command `commit`, once what it needs is imported
     write_s        pyarrow writes the same rows, which it has in memory, into one Parquet file
     commit_ratio   commit_s over write_s with the same compression (zstd), which is the median of
                    `--repetitions` pairs; `commit_ratio_vs_snappy`: with pyarrow's own choice

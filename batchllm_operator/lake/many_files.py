@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from batchllm_operator.lake.folder import Folder
 
 _NUM_THREADS: Final = 8
 """Each holds what is read ahead of one file at most: 16 MiB."""
+_MOST_AT_ONCE: Final = 16
+"""Files of one task, for a task costs as much as reading a small file from local disk."""
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -82,12 +84,16 @@ def ahead(
 
 def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
     """The result for each name that there is a file of. What one raises ends the others."""
+    names = list(names)
+    num_at_once = max(1, min(_MOST_AT_ONCE, len(names) // (4 * _NUM_THREADS)))
+    chunks = [names[at : at + num_at_once] for at in range(0, len(names), num_at_once)]
 
-    def done(name: str) -> tuple[str, T] | None:
-        try:
-            return name, work(name)
-        except FileNotFoundError:
-            return None
+    def done(chunk: Sequence[str]) -> dict[str, T]:
+        found = {}
+        for name in chunk:
+            with suppress(FileNotFoundError):
+                found[name] = work(name)
+        return found
 
     with ThreadPoolExecutor(_NUM_THREADS, "batchllm-files") as pool:
-        return dict(result for result in pool.map(done, names) if result is not None)
+        return {name: result for found in pool.map(done, chunks) for name, result in found.items()}
