@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyiceberg.io.fileformat import DataFileStatistics, FileFormatFactory, FileFormatWriter
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
@@ -16,10 +17,9 @@ from pyiceberg.partitioning import PartitionFieldValue, PartitionKey
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 
-from batchllm_operator.lake.row_stream import read_batches
-
 FILE_BYTES: Final = 128 << 20  # of rows in memory; compressed, a file is smaller
 _GROUP_BYTES: Final = 32 << 20
+_BATCH_ROWS: Final = 1 << 10
 
 
 class StagedFiles:
@@ -53,18 +53,16 @@ class StagedFiles:
             pa.ArrowException: a value doesn't fit its column's type.
             OSError: the storage fails.
         """
-        with data.open("rb") as source:
-            tables = map(self._conform, _groups(read_batches(source, rows, {})))
-            table = next(tables, None)
-            while table is not None:
+        with pq.ParquetFile(data) as source:
+            tables = ((size, self._conform(table)) for size, table in _groups(source, rows))
+            found = next(tables, None)
+            while found is not None:
                 num_bytes = 0
                 with self._open() as writer:
-                    while table is not None and (
-                        num_bytes == 0 or num_bytes + table.nbytes <= FILE_BYTES
-                    ):
-                        writer.write(table)
-                        num_bytes += table.nbytes
-                        table = next(tables, None)
+                    while found and (num_bytes == 0 or num_bytes + found[0] <= FILE_BYTES):
+                        writer.write(found[1])
+                        num_bytes += found[0]
+                        found = next(tables, None)
                 self._add(writer.result())
 
     def remove(self) -> None:
@@ -116,15 +114,16 @@ class StagedFiles:
         return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Neighbouring batches as one row group each."""
+def _groups(source: pq.ParquetFile, rows: pa.Schema) -> Iterator[tuple[int, pa.Table]]:
+    """Neighbouring rows as one row group each, as columns of `rows`' types; and its bytes."""
     pieces: list[pa.RecordBatch] = []
     num_bytes = 0
-    for batch in batches:
-        if pieces and num_bytes + batch.nbytes > _GROUP_BYTES:
-            yield pa.Table.from_batches(pieces)
+    for batch in source.iter_batches(_BATCH_ROWS, use_threads=False):
+        size = batch.nbytes
+        if pieces and num_bytes + size > _GROUP_BYTES:
+            yield num_bytes, pa.Table.from_batches(pieces).cast(rows)
             pieces, num_bytes = [], 0
         pieces.append(batch)
-        num_bytes += batch.nbytes
+        num_bytes += size
     if pieces:
-        yield pa.Table.from_batches(pieces)
+        yield num_bytes, pa.Table.from_batches(pieces).cast(rows)
