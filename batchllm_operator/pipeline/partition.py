@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import Folder, ahead, published_schema
-from batchllm_operator.pipeline.buckets import Outputs, spread
+from batchllm_operator.pipeline.buckets import Buckets, Outputs, spread
 from batchllm_operator.pipeline.parts import PART_SCHEMA, PartEntry
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.planner.plan import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
@@ -75,13 +75,10 @@ def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -
         _check_kept(plan, rows_file.schema_arrow)
         schema = published_schema(output_schema(spec, rows_file.schema_arrow), plan.publication)
         all_rows = _rebatch(rows_file, buckets.num_rows_each)
+        tables = _join_all(all_rows, buckets, constants, schema)
         with pq.ParquetWriter(data, schema, compression="zstd") as writer:
-            row_idx = 0
-            for rows, outputs in zip(all_rows, buckets, strict=True):
-                tables = _join(rows, outputs, row_idx, constants, schema)
-                row_idx += rows.num_rows
-                for _ in ahead(tables, writer.write_table, num_threads=1):
-                    pass  # encoded while the next ones are joined
+            for _ in ahead(tables, writer.write_table, num_threads=1):
+                pass  # one is encoded while the next is joined
     return data
 
 
@@ -109,6 +106,16 @@ def _rebatch(rows_file: pq.ParquetFile, bucket_rows: int) -> Iterator[pa.Table]:
             num_kept += batch.num_rows
     if kept:
         yield pa.Table.from_batches(kept)
+
+
+def _join_all(
+    all_rows: Iterable[pa.Table], buckets: Buckets, constants: dict[str, str], schema: pa.Schema
+) -> Iterator[pa.Table]:
+    """The rows of each bucket with their outputs, see `_join`."""
+    start = 0
+    for rows, outputs in zip(all_rows, buckets, strict=True):
+        yield from _join(rows, outputs, start, constants, schema)
+        start += rows.num_rows
 
 
 def _join(
