@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import deltalake
 import pyarrow as pa
+import pyiceberg.catalog
 import pytest
 import yaml
 from support.fake_job import DS, document_rows
@@ -47,7 +49,6 @@ def run_spec(begins: str, lake: Path, tmp_path: Path) -> None:
 
 
 def test_the_delta_example(tmp_path: Path) -> None:
-    deltalake = pytest.importorskip("deltalake")
     lake = tmp_path / "lake"
     deltalake.write_deltalake(str(lake / "documents"), documents(), partition_by="ds")
     run_spec("# delta\n", lake, tmp_path)
@@ -57,7 +58,6 @@ def test_the_delta_example(tmp_path: Path) -> None:
 
 
 def test_the_iceberg_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyiceberg = pytest.importorskip("pyiceberg.catalog")
     from pyiceberg.partitioning import PartitionField, PartitionSpec
     from pyiceberg.transforms import IdentityTransform
     from pyiceberg.utils.config import Config
@@ -68,8 +68,8 @@ def test_the_iceberg_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     lake.mkdir()
     for line in shown("PYICEBERG_").replace("/data/lake", str(lake)).split():
         monkeypatch.setenv(*line.split("=", 1))
-    monkeypatch.setattr(pyiceberg, "_ENV_CONFIG", Config())  # it was read at import
-    catalog = pyiceberg.load_catalog("lake")
+    monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())  # it was read at import
+    catalog = pyiceberg.catalog.load_catalog("lake")
     catalog.create_namespace("search")
     schema = iceberg_schema(documents().schema)
     field = PartitionField(schema.find_field("ds").field_id, 1000, IdentityTransform(), "ds")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import math
 import os
@@ -12,12 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.benchmark_modules import ROOT, load
 from torch import Tensor
 
 from batchllm_kernels.prefix_attention import (
@@ -29,21 +27,8 @@ from batchllm_kernels.prefix_attention import (
 )
 from batchllm_kernels.prefix_attention.work import count_work
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = AttentionShape(num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
 CPU = torch.device("cpu")
-
-
-def load(name: str) -> ModuleType:
-    """A module of benchmarks/, which isn't installed, without the repository on `sys.path`."""
-    if "benchmarks" not in sys.modules:
-        folder = ROOT / "benchmarks"
-        spec = importlib.util.spec_from_file_location(
-            "benchmarks", folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        assert spec is not None
-        sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
-    return importlib.import_module(f"benchmarks.{name}")
 
 
 workloads = load("kernel_workloads")
