@@ -185,6 +185,36 @@ class LearnedOutputs(_Frozen):
         return sum(bucket.num_output_tokens for bucket in self.buckets) / self.num_rows
 
 
+class Histogram(_Frozen):
+    """How many there are of each size. Bins are half-open, and end where the next begins."""
+
+    edges: tuple[Count, ...]
+    """One more than bins, ascending; without any if there is nothing to count."""
+    counts: tuple[Count, ...]
+
+
+class LargeGroup(_Frozen):
+    """One of the groups that save most."""
+
+    num_requests: Count
+    num_prefix_tokens: Count
+    num_saved_tokens: Count
+    """Prefix tokens that all its requests but the first needn't compute."""
+    first_words: str
+    """How its prefix begins, decoded and clipped."""
+
+
+class PlanSharing(_Frozen):
+    """How prefixes are shared, for people to look at."""
+
+    prefix_lengths: Histogram
+    """Groups of two requests or more, by tokens of their prefix."""
+    share_degrees: Histogram
+    """Requests, by how many share their group's prefix; 1 for those that share none."""
+    largest_groups: tuple[LargeGroup, ...]
+    """The most saved tokens first; few."""
+
+
 class SnapshotFile(_Frozen):
     """One input file as it was when the plan read it."""
 
@@ -219,6 +249,8 @@ class PlanManifest(_Frozen):
     """What output lengths were estimated from, where the spec asks for that and it exists."""
     estimate: CostEstimate | None = None
     """None where no GPU is named, or the model's shape isn't known."""
+    sharing: PlanSharing | None = None
+    """None in plans of older releases."""
     imbalance: float = 1.0
     """Predicted work of the largest shard / that of an average one."""
     files: Mapping[str, DataFile]

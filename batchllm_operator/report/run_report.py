@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.plan import PlanSharing
+
+REPORT_FILE: Final = "report.json"
+PAGE_FILE: Final = "report.html"
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SampleRow(_Frozen):
@@ -20,10 +24,120 @@ class SampleRow(_Frozen):
     generated_text: str
 
 
-class RunReport(_Frozen):
-    """Version 1 of report.json. Ratios are fractions (0 to 1) of the logical prompt tokens."""
+class ErrorKind(_Frozen):
+    """Rows that failed in the same way."""
 
-    report_version: Literal[1] = 1
+    kind: str
+    """What stands before the colon of their errors."""
+    num_rows: int
+    example_keys: tuple[dict[str, str], ...]
+    """Of the first rows of this kind, in input order; few."""
+    example_error: str
+    """Of the first of these rows, clipped."""
+
+
+class TokenKinds(_Frozen):
+    """Where the tokens of the rows that got a text went. Prompt tokens, but for the last."""
+
+    num_duplicate: int
+    """Of rows that took their text from an equal prompt's request."""
+    num_cached: int
+    """Found in the KV cache: shared prefixes that were computed once."""
+    num_computed: int
+    num_output: int
+
+    @property
+    def num_logical(self) -> int:
+        """All prompt tokens."""
+        return self.num_duplicate + self.num_cached + self.num_computed
+
+
+class ShardRun(_Frozen):
+    """What one shard took."""
+
+    shard_idx: int
+    num_rows: int
+    num_rows_failed: int
+    num_requests: int
+    num_tokens: int
+    """Prompt and output tokens of the requests that got a text."""
+    engine_s: float
+    """Seconds of generating the parts that count."""
+    num_attempts: int
+    gpu_s: float | None = None
+    """GPU seconds of all attempts, engine starts and dropped work included; None if unknown."""
+    predicted_gpu_s: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """While parts were generated."""
+        return self.num_tokens / self.engine_s if self.engine_s else 0.0
+
+
+class Bill(_Frozen):
+    """GPU time and its price, against what was predicted."""
+
+    gpu_s: float | None
+    """GPU seconds that attempts have held, from their first to their last sign: engine starts and
+    work that was dropped are in it. None if it isn't known (no GPU, or an older release)."""
+    usd_per_hour: float | None
+    """Of a GPU, from the table of GPUs; None if the spec names none."""
+    gpu: str | None = None
+    """That the price and the prediction are of."""
+    predicted_gpu_s: float | None = None
+    unshared_gpu_s: float | None = None
+    """Predicted for each row's prompt computed alone."""
+
+    def usd(self, gpu_s: float | None) -> float | None:
+        """The price of GPU seconds; None if either isn't known."""
+        if gpu_s is None or self.usd_per_hour is None:
+            return None
+        return gpu_s / 3600 * self.usd_per_hour
+
+    @property
+    def cost_usd(self) -> float | None:
+        """What the run has cost."""
+        return self.usd(self.gpu_s)
+
+    @property
+    def predicted_cost_usd(self) -> float | None:
+        """What it was predicted to cost."""
+        return self.usd(self.predicted_gpu_s)
+
+
+class Timeline(_Frozen):
+    """The token batches of one engine over time (paper, Fig. 2 and 6), in bins of equal length.
+
+    Tuples hold a value for each bin; token counts are means over the bin's steps.
+    """
+
+    shard_idx: int
+    num_steps: int
+    duration_s: float
+    chunk_size: int | None
+    """Most tokens of a step; None in traces of older releases."""
+    bin_s: float
+    num_decode_tokens: tuple[float, ...]
+    num_distinct_tokens: tuple[float, ...]
+    num_prefix_tokens: tuple[float, ...]
+    kv_used: tuple[float, ...]
+    """Share of the KV cache's blocks in use, 0 to 1; the largest of the bin."""
+    kv_held: tuple[float, ...]
+    """Of it, held for members to come; the largest of the bin."""
+    num_valley_steps: int
+    """Steps under half of the chunk size while requests waited."""
+    valley_share: float
+    """Of the time, in such steps, 0 to 1."""
+    num_preempted: int
+
+
+class RunReport(_Frozen):
+    """Version 2 of report.json. Ratios are fractions (0 to 1) of the logical prompt tokens.
+
+    Version 1, of older releases, ends with `sample_rows`, and is read too.
+    """
+
+    report_version: Literal[1, 2] = 2
     job: str
     ds: str
     run_id: str
@@ -65,12 +179,29 @@ class RunReport(_Frozen):
     """Prompt and output tokens of the requests per second of `engine_s`."""
     sample_rows: tuple[SampleRow, ...]
 
+    committed_at: AwareDatetime | None = None
+    tokens: TokenKinds | None = None
+    bill: Bill | None = None
+    errors: tuple[ErrorKind, ...] = ()
+    """The most frequent first."""
+    shards: tuple[ShardRun, ...] = ()
+    """In order."""
+    timelines: tuple[Timeline, ...] = ()
+    """Of the shards that took longest, the longest first; none with vLLM's own scheduler."""
+    sharing: PlanSharing | None = None
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows that the engines answered, per second of `engine_s`."""
+        num_rows = sum(shard.num_rows for shard in self.shards)
+        return num_rows / self.engine_s if self.engine_s else 0.0
+
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> RunReport:
         """Read a stored report.
 
         Raises:
-            PlanError: it isn't a report of this version.
+            PlanError: it isn't a report of a version that this release knows.
         """
         try:
             return cls.model_validate_json(data)

@@ -1,0 +1,64 @@
+"""Renders HTML pages from templates; all that comes from outside is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from batchllm_operator import __version__
+
+_UNKNOWN: Final = "unknown"
+
+Trail = Sequence[tuple[str, str]]
+"""Pages above this one, the topmost first: text and URL of each."""
+
+
+def render(template: str, *, trail: Trail = (), **values: Any) -> str:
+    """Render one of `templates/` as a whole page: no scripts, nothing loaded from elsewhere."""
+    return _environment().get_template(template).render(trail=trail, version=__version__, **values)
+
+
+def count(value: int | float | None) -> str:
+    """A number of things, such as `12,345`, or `unknown`."""
+    return _UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def ratio(value: float | None) -> str:
+    """A fraction as a percentage, such as `63.3 %`."""
+    return _UNKNOWN if value is None else f"{100 * value:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit that reads best, such as `12 s`, `3 min 20 s` or `2 h 05 min`."""
+    if seconds is None:
+        return _UNKNOWN
+    if seconds < 10:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def usd(value: float | None) -> str:
+    """A price, such as `$1.25`."""
+    if value is None:
+        return _UNKNOWN
+    return f"${value:,.2f}" if value >= 0.01 or value == 0 else "under $0.01"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("batchllm_operator.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(count=count, ratio=ratio, duration=duration, usd=usd)
+    return environment

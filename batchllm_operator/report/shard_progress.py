@@ -1,0 +1,90 @@
+"""How far an attempt at a shard is: a small object in the lake, replaced every few seconds."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Final, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.planner import saving_ratio
+
+PROGRESS_FILE: Final = "progress.json"
+"""Name in the folder of an attempt."""
+
+State = Literal["starting", "running", "finished", "stopped", "failed"]
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Seconds = Annotated[float, Field(ge=0)]
+
+
+class ShardProgress(BaseModel):
+    """Version 1 of an attempt's progress.json. Only for people to look at: nothing relies on it.
+
+    Rows, parts and tokens count what is finished, by this attempt and by those before it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    progress_version: Literal[1] = 1
+    plan_id: str
+    shard_idx: _Count
+    attempt: _Count
+    host: str
+    state: State
+    """`starting` until the engine takes requests; `stopped` by a signal, to be gone on with."""
+    started_at: AwareDatetime
+    updated_at: AwareDatetime
+    elapsed_s: _Seconds
+    """Since `started_at`, by a clock that never goes back; the engine's start is in it."""
+    engine_start_s: _Seconds = 0.0
+    """Of it, until the engine took requests."""
+    num_gpus: _Count = 0
+    """GPUs that the attempt holds; 0 on a CPU."""
+    num_rows: _Count
+    num_rows_done: _Count
+    num_rows_failed: _Count = 0
+    num_parts: _Count
+    num_parts_done: _Count
+    """Parts that are written. Rows of others are done too as soon as the engine has given them."""
+    num_logical_tokens: _Count = 0
+    """Prompt tokens of the rows that got a text, duplicates included."""
+    num_prompt_tokens: _Count = 0
+    """Prompt tokens of the requests that got a text."""
+    num_cached_tokens: _Count = 0
+    """Of those, found in the cache instead of computed."""
+    num_output_tokens: _Count = 0
+    tokens_per_s: _Seconds = 0.0
+    """Prompt and output tokens of this attempt's requests per second, over the last minute."""
+    eta_s: _Seconds | None = None
+    """Until the last row, as seen at `updated_at`; None while that isn't known."""
+    error: str | None = None
+    """Of a failed attempt, its first line."""
+
+    @property
+    def saving_ratio(self) -> float:
+        """Eq. 2 so far, over the rows that got a text, 0 to 1."""
+        num_computed = self.num_prompt_tokens - self.num_cached_tokens
+        return saving_ratio(num_computed, self.num_logical_tokens)
+
+    @property
+    def gpu_s(self) -> float:
+        """GPU seconds that the attempt has held: its GPUs, from its start to its last sign."""
+        return self.elapsed_s * self.num_gpus
+
+    def age_s(self, now: datetime) -> float:
+        """Seconds since it was written, at least 0: clocks differ."""
+        return max(0.0, (now - self.updated_at).total_seconds())
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, source: str) -> ShardProgress:
+        """Read a stored object; `source` names it in errors.
+
+        Raises:
+            PlanError: it isn't progress of this version.
+        """
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise PlanError(f"progress {source}: can't be read by this release") from error
