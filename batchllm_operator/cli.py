@@ -171,19 +171,37 @@ def _commit(args: argparse.Namespace) -> Result:
         f"{report.num_rows_out:,} rows with a text and {report.num_rows_failed:,} with an error"
         f" published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
-    return report.model_dump(exclude={"sample_rows"})
+    return report.figures()
 
 
 def _report(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.commit import published_plan_uri
-    from batchllm_operator.pipeline.run_report import load_report
+    from batchllm_operator.pipeline.run_report import load_report, refresh_page
     from batchllm_operator.report import format_summary
+    from batchllm_operator.report.page import render_report
     from batchllm_operator.spec import load_spec
 
+    if args.compare is not None:
+        return _compare(args)
     plan_uri = args.plan or published_plan_uri(load_spec(args.job), args.ds)
     report = load_report(plan_uri)
+    refresh_page(plan_uri, report)
+    if args.out is not None:
+        args.out.write_text(render_report(report), encoding="utf-8")
     print(format_summary(report))
-    return report.model_dump(exclude={"sample_rows"})
+    return report.figures()
+
+
+def _compare(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.run_report import load_report
+    from batchllm_operator.report.comparison import compare, format_comparison, render_comparison
+
+    before, after = (load_report(uri) for uri in args.compare)
+    comparison = compare(before, after)
+    if args.out is not None:
+        args.out.write_text(render_comparison(comparison), encoding="utf-8")
+    print(format_comparison(comparison))
+    return {"before": before.figures(), "after": after.figures()}
 
 
 def _gc(args: argparse.Namespace) -> Result:
@@ -288,11 +306,20 @@ def _parser() -> argparse.ArgumentParser:
     commit = add_stage("commit", _commit, "Check that every row is answered, and publish.")
     commit.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")
 
-    report = add_stage("report", _report, "Print what a committed run did.")
+    report = add_stage("report", _report, "Print what a committed run did, or compare two.")
     which = report.add_mutually_exclusive_group(required=True)
     which.add_argument("--plan", metavar="URI", help="what `plan` printed")
     which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML); needs --ds")
+    which.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="URIs of two committed plans: print what changed from A to B",
+    )
     report.add_argument("--ds", help="the partition; with --job")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the page (HTML) there as well"
+    )
 
     simulate_command.add_arguments(
         add_stage(
