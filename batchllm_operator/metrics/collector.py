@@ -63,7 +63,10 @@ _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
 
 
 class ShardCollector(Collector):
-    """Makes the families of one attempt at a shard; keeps nothing between two scrapes.
+    """Makes the families of one attempt at a shard, anew at each scrape.
+
+    An attempt that is stopped gives back the rows of open parts. A counter that falls would be
+    taken for one that began anew, so here they stay where they were.
 
     Every sample has the labels `job_name`, `ds` and `shard`. (`job` is Prometheus's own.)
 
@@ -75,6 +78,7 @@ class ShardCollector(Collector):
 
     def __init__(self, snapshot: Snapshot, *, job: str, ds: str) -> None:
         self._snapshot, self._job, self._ds = snapshot, job, ds
+        self._highest: dict[str, float] = {}
 
     def collect(self) -> Iterator[Metric]:
         """The families, all of the same moment."""
@@ -82,13 +86,15 @@ class ShardCollector(Collector):
         labels = {"job_name": self._job, "ds": self._ds, "shard": str(progress.shard_idx)}
         for name, text, value_of in _COUNTERS:
             counter = CounterMetricFamily(f"batchllm_{name}", text, labels=list(labels))
-            counter.add_metric(list(labels.values()), value_of(progress) or 0)
+            value = max(value_of(progress) or 0, self._highest.get(name, 0))
+            self._highest[name] = value
+            counter.add_metric(list(labels.values()), value)
             yield counter
         for name, text, value_of in _GAUGES:
-            value = value_of(progress)
+            now = value_of(progress)
             gauge = GaugeMetricFamily(f"batchllm_{name}", text, labels=list(labels))
-            if value is not None:
-                gauge.add_metric(list(labels.values()), value)
+            if now is not None:
+                gauge.add_metric(list(labels.values()), now)
             yield gauge
         yield _state(progress, labels)
         info = InfoMetricFamily(

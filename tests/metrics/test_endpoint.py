@@ -96,6 +96,14 @@ def test_each_scrape_asks_anew_and_an_unknown_eta_is_absent() -> None:
     assert "batchllm_eta_seconds" in second
 
 
+def test_a_counter_never_falls() -> None:
+    """A stop drops the rows of open parts."""
+    asked = iter([50, 40, 60])
+    with endpoint(lambda: shard_progress(num_rows_done=next(asked))) as url:
+        told = [values(get(f"{url}/metrics")[1])["batchllm_rows_done_total"] for _ in range(3)]
+    assert told == [50, 50, 60]
+
+
 @pytest.mark.parametrize(
     ("path", "method", "status"),
     [("/", "GET", 404), ("/metrics/x", "GET", 404), ("/metrics", "POST", 405)],
