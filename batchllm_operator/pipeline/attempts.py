@@ -88,22 +88,22 @@ def claim_attempt(shard_folder: Folder) -> Attempt:
     data = claim.model_dump_json(indent=1).encode()
     number = 0
     while True:
-        number = max([number, *_numbers(shard_folder)]) + 1
+        number = max([number, *attempt_numbers(shard_folder)]) + 1
         if shard_folder.create(f"{attempt_name(number)}/{CLAIM_FILE}", data):
             return Attempt(shard_folder, number)
 
 
-def _numbers(shard_folder: Folder) -> list[int]:
-    """Numbers that there are folders of, whatever lies in them."""
+def attempt_numbers(shard_folder: Folder) -> list[int]:
+    """Numbers that there are folders of, whatever lies in them, ascending."""
     found = map(_NAME.fullmatch, shard_folder.subfolder_names())
-    return [int(match[1]) for match in found if match]
+    return sorted(int(match[1]) for match in found if match)
 
 
 def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
     """Numbers above `above` that have been claimed. A folder without a claim is nobody's yet."""
     return [
         number
-        for number in _numbers(shard_folder)
+        for number in attempt_numbers(shard_folder)
         if number > above and shard_folder.exists(f"{attempt_name(number)}/{CLAIM_FILE}")
     ]
 

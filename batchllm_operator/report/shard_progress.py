@@ -15,6 +15,10 @@ PROGRESS_FILE: Final = "progress.json"
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 
+LIVE_STATES: Final[tuple[State, ...]] = ("starting", "running")
+_SILENT_AFTER_S: Final = 60.0
+_SILENT_AFTER_INTERVALS: Final = 10
+
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Seconds = Annotated[float, Field(ge=0)]
 
@@ -36,6 +40,8 @@ class ShardProgress(BaseModel):
     """`starting` until the engine takes requests; `stopped` by a signal, to be gone on with."""
     started_at: AwareDatetime
     updated_at: AwareDatetime
+    interval_s: _Seconds = 5.0
+    """How often a live attempt replaces it."""
     elapsed_s: _Seconds
     """Since `started_at`, by a clock that never goes back; the engine's start is in it."""
     engine_start_s: _Seconds = 0.0
@@ -76,6 +82,15 @@ class ShardProgress(BaseModel):
     def age_s(self, now: datetime) -> float:
         """Seconds since it was written, at least 0: clocks differ."""
         return max(0.0, (now - self.updated_at).total_seconds())
+
+    def is_live(self, now: datetime) -> bool:
+        """Whether it is being worked on, as far as can be told from outside.
+
+        A process that was killed leaves the state that it was in; it gives no sign any more for a
+        minute, or for ten of its intervals.
+        """
+        limit_s = max(_SILENT_AFTER_S, _SILENT_AFTER_INTERVALS * self.interval_s)
+        return self.state in LIVE_STATES and self.age_s(now) <= limit_s
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> ShardProgress:
