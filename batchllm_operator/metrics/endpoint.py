@@ -64,7 +64,13 @@ def serving_metrics(
         yield None
         return
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # the machine gives no more threads
+        _log.warning("no metrics: %s", error)
+        server.server_close()
+        yield None
+        return
     served = MetricsAddress(address.host, server.server_port)
     _log.info("metrics: http://%s%s", served, _PATH)
     try:
@@ -79,7 +85,7 @@ def _listen(address: MetricsAddress, collector: ShardCollector) -> _Server | Non
     kind = _Server6 if ":" in address.host else _Server
     try:
         server = kind((address.host, address.port), _Handler)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a host that can't be a name
         _log.warning("no metrics: can't listen on %s: %s", address, error)
         return None
     registry = CollectorRegistry(auto_describe=False)  # doesn't ask before the first scrape

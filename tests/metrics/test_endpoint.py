@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,6 +143,28 @@ def test_a_port_in_use_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
             assert served is None
     assert f"no metrics: can't listen on {address}" in caplog.text
+
+
+def test_a_host_that_cannot_be_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    collector = ShardCollector(shard_progress, job="j", ds="d")
+    address = MetricsAddress(f"{'a' * 64}.example", 9400)
+    with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
+        assert served is None
+    assert "no metrics" in caplog.text
+
+
+def test_a_machine_without_threads_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    collector = ShardCollector(shard_progress, job="j", ds="d")
+    address = MetricsAddress("127.0.0.1", 0)
+    with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
+        assert served is None
+    assert "can't start new thread" in caplog.text
 
 
 def test_the_port_is_free_again_afterwards() -> None:
