@@ -62,7 +62,7 @@ def test_a_run_is_scraped_while_it_goes_on(tmp_path: Path, by_environment: bool)
     # What the command line says counts.
     variable = {ADDRESS_VARIABLE: f"127.0.0.1:{port}" if by_environment else "0"}
     process = subprocess.Popen(
-        [*COMMAND, plan(tmp_path, delay_s=0.3), *arguments],
+        [*COMMAND, plan(tmp_path, delay_s=0.1), *arguments],
         env=environment(**variable),
         stderr=subprocess.PIPE,
         text=True,
