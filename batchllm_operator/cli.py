@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.name == "report" and args.job is not None and args.ds is None:
-        parser.error("report: --job needs --ds")
+    if args.name in ("report", "status") and args.job is not None and args.ds is None:
+        parser.error(f"{args.name}: --job needs --ds")
     if args.name == "verify":
         _check_verify(parser, args)
     if args.name == "simulate":

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import Batchllm
+from support.fake_job import DS, job_fields
 from support.staged_job import Engines, plan_one_shard
 
 from batchllm_operator.errors import EngineError, ExitCode, Interrupted
@@ -177,6 +178,21 @@ def test_the_command_prints_and_writes_its_result(batchllm: Batchllm, tmp_path: 
     run_shard(plan.folder.uri, 0)
     done = batchllm("status", "--plan", plan.folder.uri, "--follow", "--interval", "0.01")
     assert done.code == ExitCode.OK and "30/30 (100 %) rows" in done.out
+
+
+def test_the_newest_plan_of_a_job_is_found(batchllm: Batchllm, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(job_fields(str(tmp_path), planner={"num_shards": 1})))
+    assert batchllm("status", "--job", file, "--ds", DS).code == ExitCode.INVALID
+    plans = [plan_one_shard(str(tmp_path), name="job")]
+    plans += [plan_one_shard(str(tmp_path), sampling={"max_tokens": each}) for each in (9, 10)]
+    for again in (plans[2], plans[0]):  # planned once more, it is the newest
+        again.note_turn()
+        result = tmp_path / "result.json"
+        done = batchllm("status", "--job", file, "--ds", DS, "--result", result)
+        assert done.code == ExitCode.OK
+        assert json.loads(result.read_text())["plan_id"] == again.manifest.plan_id
+    assert batchllm("status", "--job", file).code == 2
 
 
 def test_wrong_arguments(batchllm: Batchllm, tmp_path: Path) -> None:
