@@ -15,9 +15,11 @@ from batchllm_operator.lake import Folder, ahead
 from batchllm_operator.pipeline.attempts import attempt_name, attempt_numbers
 from batchllm_operator.pipeline.committed import find_committed
 from batchllm_operator.pipeline.shard_report import REPORT_FILE, ShardReport
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.pipeline.stored_plan import PLAN_FOLDER, StoredPlan, job_folder, turn_of
+from batchllm_operator.planner.plan import MANIFEST_FILE
 from batchllm_operator.report.shard_progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.report.status import JobStatus, ShardStatus, shard_status
+from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32
@@ -73,6 +75,22 @@ def read_attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
         for note in attempts.notes:
             _log.warning("%s", note)
     return found
+
+
+def newest_plan_uri(spec: JobSpec, ds: str) -> str:
+    """Where the plan of a job and partition lies that was planned last.
+
+    Raises:
+        SpecError: the partition's name is wrong.
+        PlanError: there is none.
+        StorageError: the storage fails.
+    """
+    parent = job_folder(spec, ds)
+    folders = [parent.child(n) for n in parent.subfolder_names() if PLAN_FOLDER.fullmatch(n)]
+    complete = [folder for folder in folders if folder.exists(MANIFEST_FILE)]
+    if not complete:
+        raise PlanError(f"job {spec.name}, partition {ds}: there is no plan; run `batchllm plan`")
+    return max(complete, key=turn_of).uri
 
 
 def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobStatus:

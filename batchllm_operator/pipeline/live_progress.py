@@ -57,21 +57,18 @@ def live_progress(
     tally: ShardTally,
     every_s: float | None,
     observe: Observe | None = None,
-    *,
-    end_wait_s: float = _END_WAIT_S,
 ) -> Iterator[ProgressWriter]:
     """Write the tally to an attempt's folder for as long as the context is open, and its end.
 
     The body's end is the attempt's: `finished` without an error, `stopped` by a `KeyboardInterrupt`
     (such as `Interrupted`), `failed` by any other. Storage that fails costs a warning; one that
-    hangs holds up the end for `end_wait_s` at most.
+    hangs holds up the end for five seconds at most.
 
     Args:
         folder: the attempt's.
         tally: what is written.
         every_s: seconds between two writes; None for none.
         observe: who else looks at the tally.
-        end_wait_s: see above.
     """
     writer = ProgressWriter(folder, tally, every_s)
     with nullcontext() if observe is None else observe(tally):
@@ -87,7 +84,7 @@ def live_progress(
         else:
             tally.end("finished")
         finally:
-            writer.end(end_wait_s)
+            writer.end(_END_WAIT_S)
 
 
 class ProgressWriter:
