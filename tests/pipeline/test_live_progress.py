@@ -284,6 +284,30 @@ def test_it_is_refreshed_while_nothing_finishes(
     assert ages == sorted(ages)
 
 
+def test_a_process_that_hangs_refreshes_it_no_longer(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_often(monkeypatch)
+    monkeypatch.setattr(live, "_QUIET_S", 0.0)
+    storage, looks = BadStorage(monkeypatch), list[ShardProgress]()
+    storage.is_bad = False
+    snapshot = ShardTally.snapshot
+
+    def looked_at(tally: ShardTally) -> ShardProgress:
+        looks.append(snapshot(tally))
+        return looks[-1]
+
+    monkeypatch.setattr(ShardTally, "snapshot", looked_at)
+
+    def hang() -> None:
+        num_before = len(looks)
+        wait_until(lambda: len(looks) > num_before + 5, "five more looks", poll_s=0.01)
+
+    run_shard(plan.folder.uri, 0, start=Engines(at=13, act=hang))
+    told = [(each.state, each.num_rows_done) for each in storage.written]
+    assert len(told) == len(set(told)) < len(looks) and told[-1] == ("finished", NUM_ROWS)
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("", 5.0), ("off", None), ("0", None), ("2.5", 2.5), ("1e-9", 0.1), ("1e9", 3600.0)],
