@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator import __version__
 from batchllm_operator.errors import ERROR_MARK, BatchLLMError, ExitCode, Interrupted
-from batchllm_operator.pipeline import gc_command, simulate_command
+from batchllm_operator.pipeline import gc_command, simulate_command, status_command
 
 if TYPE_CHECKING:
+    from batchllm_operator.metrics import MetricsAddress
+    from batchllm_operator.pipeline.shard_tally import ShardTally
     from batchllm_operator.spec import JobSpec
 
 # Each command imports its stage when it runs, so that --help and schema answer at once.
@@ -57,12 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.name == "report" and args.job is not None and args.ds is None:
-        parser.error("report: --job needs --ds")
+    if args.name in ("report", "status") and args.job is not None and args.ds is None:
+        parser.error(f"{args.name}: --job needs --ds")
     if args.name == "verify":
         _check_verify(parser, args)
     if args.name == "simulate":
         simulate_command.check_arguments(parser, args)
+    if args.name == "run":
+        args.metrics = _metrics_address(parser, args.metrics_port)
     if getattr(args, "result", None) is not None and not args.result.parent.is_dir():
         parser.error(f"--result: there is no folder {args.result.parent}")
     logging.basicConfig(
@@ -143,12 +147,26 @@ def _run(args: argparse.Namespace) -> Result:
 
     drain = Drain()
     with drain.on_sigterm(args.drain_s) if args.drain_s else nullcontext():
-        report = run_shard(args.plan, args.shard, num_gpus=args.num_gpus, drain=drain)
+        report = run_shard(
+            args.plan,
+            args.shard,
+            num_gpus=args.num_gpus,
+            drain=drain,
+            observe=lambda tally: _metrics_of(tally, args.metrics),
+        )
     print(
         f"shard {report.shard_idx}: {report.num_rows:,} rows, {report.num_failed_rows:,} failed;"
         f" {report.num_parts} parts, {report.num_resumed_parts} of them done before"
     )
     return {"plan_uri": args.plan, **report.model_dump()}
+
+
+def _metrics_of(
+    tally: ShardTally, address: MetricsAddress | None
+) -> AbstractContextManager[MetricsAddress | None]:
+    from batchllm_operator.metrics import ShardCollector, serving_metrics
+
+    return serving_metrics(address, ShardCollector(tally.snapshot, job=tally.job, ds=tally.ds))
 
 
 def _verify(args: argparse.Namespace) -> Result:
@@ -293,6 +311,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="at SIGTERM, finish open parts for at most S seconds (default 0: drop them)",
     )
+    run.add_argument(
+        "--metrics-port",
+        metavar="[HOST:]PORT",
+        help="serve Prometheus metrics there, on this machine alone if HOST is left out; 0 for none"
+        " (default: BATCHLLM_METRICS_PORT, or none)",
+    )
 
     verify = add_stage(
         "verify", _verify, "Check that what a stage was to leave in the lake is there, whole."
@@ -329,6 +353,10 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
 
+    status_command.add_arguments(
+        add_stage("status", status_command.run, "Print how far the run of a plan is, by shards.")
+    )
+
     gc = add_stage(
         "gc", _gc, "List what a job has left behind and nobody needs any more; --yes removes it."
     )
@@ -350,6 +378,19 @@ def _add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML)")
     which.add_argument("--job-json", metavar="JSON", help="the job spec itself, paths absolute")
+
+
+def _metrics_address(parser: argparse.ArgumentParser, given: str | None) -> MetricsAddress | None:
+    """Where to serve metrics: what the command line says, else the environment."""
+    from batchllm_operator.metrics import ADDRESS_VARIABLE, MetricsAddress
+
+    where, text = "--metrics-port", given
+    if text is None:
+        where, text = ADDRESS_VARIABLE, os.environ.get(ADDRESS_VARIABLE, "")
+    try:
+        return MetricsAddress.parse(text.strip())
+    except ValueError as error:
+        parser.error(f"run: {where}: {error}")
 
 
 def _check_verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
