@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
-from airflow.exceptions import AirflowException
 from airflow.models.connection import Connection
+from airflow.providers.common.compat.sdk import AirflowException
 
 from batchllm_operator.errors import BatchLLMError, PlanError, StorageError
 from batchllm_operator.lake import Folder
@@ -21,14 +21,15 @@ from batchllm_operator.report.run_report import REPORT_FILE, RunReport
 from batchllm_operator.report.status import JobStatus
 from batchllm_operator.report.web.kept import Kept
 from batchllm_operator.report.web.plan_uri import PlanURI
-from batchllm_operator.report.web.problems import PageProblem
+from batchllm_operator.report.web.problems import PageError
 
 CONNECTION_SETTING: Final = "BATCHLLM_AWS_CONN_ID"
 """Environment variable: the Airflow connection whose AWS credentials read the lake."""
 
 _MAX_BYTES: Final = 64 << 20
 """Of a manifest or a report. Larger ones aren't ours, or would take the API server down."""
-_PLANS: Final[Kept[StoredPlan]] = Kept(30.0)
+_PLANS: Final[Kept[tuple[StoredPlan, tuple[str, ...]]]] = Kept(30.0)
+"""With the secrets that opened each, to be masked in what comes later."""
 _REPORTS: Final[Kept[RunReport | None]] = Kept(2.0)
 _STATUSES: Final[Kept[JobStatus | None]] = Kept(2.0)
 
@@ -36,7 +37,7 @@ _STATUSES: Final[Kept[JobStatus | None]] = Kept(2.0)
 class LakeReader:
     """Reads about one plan. Its methods block: call them in a thread.
 
-    Raises, in each: PageProblem, with 404 if the plan isn't there, 409 if something isn't what it
+    Raises, in each: PageError, with 404 if the plan isn't there, 409 if something isn't what it
     should be, 503 if the lake can't be read.
     """
 
@@ -58,7 +59,7 @@ class LakeReader:
             data = _bounded(plan.folder, REPORT_FILE)
         except FileNotFoundError:
             if plan.folder.exists(COMMITTED_FILE):
-                raise PageProblem(
+                raise PageError(
                     404, f"The plan is committed, but its {REPORT_FILE} isn't there any more."
                 ) from None
             return None
@@ -74,15 +75,16 @@ class LakeReader:
         return read_status(plan)
 
     def _plan(self) -> StoredPlan:
-        return _PLANS.get(self._uri.uri, self._open_plan)
+        plan, self._secrets = _PLANS.get(self._uri.uri, self._open_plan)
+        return plan
 
-    def _open_plan(self) -> StoredPlan:
+    def _open_plan(self) -> tuple[StoredPlan, tuple[str, ...]]:
         self._uri.check_place(os.environ)
         folder = Folder.open(self._uri.uri, **self._options())
         try:
             data = _bounded(folder, MANIFEST_FILE)
         except FileNotFoundError:
-            raise PageProblem(
+            raise PageError(
                 404,
                 "The plan of this run isn't in the lake any more: `batchllm gc` removes plans that"
                 " nobody needs, or somebody has removed it.",
@@ -91,7 +93,7 @@ class LakeReader:
         where = (manifest.spec.name, manifest.ds, manifest.plan_id)
         if where != (self._uri.job, self._uri.ds, self._uri.plan_id):
             raise PlanError(f"plan {self._uri.uri}: belongs elsewhere")
-        return StoredPlan(folder, manifest)
+        return StoredPlan(folder, manifest), self._secrets
 
     def _options(self) -> dict[str, Any]:
         """How S3 is reached, if not as the API server's own environment says.
@@ -119,10 +121,11 @@ class LakeReader:
         try:
             return read()
         except StorageError as error:
-            raise PageProblem(503, f"The lake can't be read: {error}", secrets=self._secrets)\
-                from error
+            raise PageError(
+                503, f"The lake can't be read: {error}", secrets=self._secrets
+            ) from error
         except (BatchLLMError, AirflowException) as error:
-            raise PageProblem(409, f"{error}", secrets=self._secrets) from error
+            raise PageError(409, f"{error}", secrets=self._secrets) from error
 
 
 _S3_OPTIONS: Final = (

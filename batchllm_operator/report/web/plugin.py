@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from airflow.plugins_manager import AirflowPlugin
 
@@ -36,11 +36,12 @@ class LazyApp:
         receive: Callable[[], Awaitable[_Message]],
         send: Callable[[_Message], Awaitable[None]],
     ) -> None:
-        if self._app is None:
+        app = self._app
+        if app is None:
             self._lock = self._lock or asyncio.Lock()
             async with self._lock:  # imports take a second: the API server goes on meanwhile
-                self._app = self._app or await asyncio.to_thread(_build)
-        await self._app(scope, receive, send)
+                app = self._app = self._app or await asyncio.to_thread(_build)
+        await app(scope, receive, send)
 
 
 def _build() -> _App:
@@ -54,10 +55,11 @@ class BatchLLMPlugin(AirflowPlugin):
     """Adds the pages to the navigation and to each run of a DAG, and links to each shard."""
 
     name = "batchllm"
-    fastapi_apps: ClassVar[list[Any]] = [
+    # Airflow declares these as variables of instances, and reads them from either.
+    fastapi_apps: list[Any] = [  # noqa: RUF012
         {"app": LazyApp(), "url_prefix": URL_PREFIX, "name": "BatchLLM"}
     ]
-    external_views: ClassVar[list[Any]] = [
+    external_views: list[Any] = [  # noqa: RUF012
         {
             "name": "BatchLLM",
             "href": f"{pages_root()}/",
@@ -72,4 +74,4 @@ class BatchLLMPlugin(AirflowPlugin):
             "url_route": "batchllm-run",
         },
     ]
-    operator_extra_links: ClassVar[list[Any]] = [LiveProgressLink()]
+    operator_extra_links: list[Any] = [LiveProgressLink()]  # noqa: RUF012

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from batchllm_operator.spec import environment_secrets, mask, mask_uris
 
 
-class PageProblem(Exception):
+class PageError(Exception):
     """A page can't be shown; the message may be, for secrets are masked in it."""
 
     def __init__(self, status_code: int, text: str, *, secrets: Iterable[str] = ()) -> None:

@@ -105,9 +105,7 @@ def jobs_of_run(session: Session, dag_id: str, run_id: str) -> list[JobInRun]:
         .order_by(TaskInstance.task_id, TaskInstance.map_index)
     )
     return [
-        JobInRun(
-            JobRef(dag_id, run_id, task_id, map_index), state_name(state), decoded_xcom(value)
-        )
+        JobInRun(JobRef(dag_id, run_id, task_id, map_index), state_name(state), decoded_xcom(value))
         for task_id, map_index, state, value in rows
     ]
 
