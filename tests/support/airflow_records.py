@@ -40,7 +40,7 @@ class Records:
             "state": state,
             "run_type": DagRunType.MANUAL,
             "run_after": due,
-            "logical_date": due,
+            "logical_date": None,
             "queued_at": due,
             "clear_number": 0,
             "log_template_id": None,

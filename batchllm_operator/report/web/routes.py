@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from airflow.utils.session import create_session
 from fastapi import APIRouter, Depends, Path, Request, Response
@@ -207,6 +207,7 @@ def _job_page(job: JobInRun, links: Links) -> Response:
     return _live_page(found, links)
 
 
-def _live_page(found: Any, links: Links) -> Response:
+def _live_page(found: views.LiveJob | views.LiveShard, links: Links) -> Response:
     nonce = secrets.token_urlsafe(16)
-    return HTMLResponse(found.page(links, nonce), headers={CSP: live_policy(nonce)})
+    headers = {} if found.is_final else {CSP: live_policy(nonce)}
+    return HTMLResponse(found.page(links, nonce), headers=headers)

@@ -16,6 +16,9 @@ if "airflow" not in sys.modules:  # else another test's home is as good
     atexit.register(shutil.rmtree, _airflow_home, ignore_errors=True)
     os.environ["AIRFLOW_HOME"] = _airflow_home
     os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
+os.environ["AIRFLOW__API_AUTH__JWT_SECRET"] = (
+    "a secret of the tests" * 4
+)  # a short one is warned of
 
 from support.airflow_records import Records
 from support.fake_job import DS, document_rows, fake_spec, write_table
