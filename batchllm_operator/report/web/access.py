@@ -8,6 +8,7 @@ about a DAG on `readable_dag`.
 from __future__ import annotations
 
 from typing import Annotated, Final
+from urllib.parse import quote, urlencode
 
 from airflow.api_fastapi.app import get_auth_manager
 from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
@@ -64,14 +65,10 @@ def login_url(request: Request) -> str:
     """Airflow's login, which comes back to the request's page."""
     links = Links(request.scope.get("root_path", ""))
     airflow_root = links.root.rpartition("/")[0]
-    next_url = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return f"{airflow_root}/api/v2/auth/login?{_next(next_url)}"
-
-
-def _next(url: str) -> str:
-    from urllib.parse import urlencode
-
-    return urlencode({"next": url})
+    next_url = quote(request.scope["path"])
+    if request.url.query:
+        next_url += f"?{request.url.query}"
+    return f"{airflow_root}/api/v2/auth/login?{urlencode({'next': next_url})}"
 
 
 def _can_be_id(text: str) -> bool:
