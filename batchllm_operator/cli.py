@@ -175,7 +175,8 @@ def _commit(args: argparse.Namespace) -> Result:
 
 
 def _report(args: argparse.Namespace) -> Result:
-    from batchllm_operator.pipeline.commit import load_report, published_plan_uri
+    from batchllm_operator.pipeline.commit import published_plan_uri
+    from batchllm_operator.pipeline.run_report import load_report
     from batchllm_operator.report import format_summary
     from batchllm_operator.spec import load_spec
 

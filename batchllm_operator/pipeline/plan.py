@@ -37,6 +37,7 @@ from batchllm_operator.planner import (
     PromptStore,
     RankedPrompts,
     Requests,
+    describe_sharing,
     make_requests,
     num_processed_tokens,
 )
@@ -143,6 +144,7 @@ def _build(
         )
         learned = learn_output_lengths(spec, ds, budget)
         chosen = arrange(spec, requests, ranked, learned, target)
+        sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
         shards, unevenness = write_shards(spec, requests, chosen, target, spool)
     counts = PlanCounts(
         num_rows=rows.num_rows,
@@ -186,6 +188,7 @@ def _build(
         optimal_saving_ratio=counts.optimal_saving_ratio,
         learned=by_length,
         estimate=estimate_cost(target, requests, chosen.output_tokens, chosen.groups, len(shards)),
+        sharing=sharing,
         imbalance=unevenness,
         files=files,
         shards=shards,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.engine import (
@@ -19,17 +17,26 @@ from batchllm_operator.engine import (
     EngineRequest,
     start_engine,
 )
+from batchllm_operator.engine.gpus import num_gpus_of
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.pipeline.attempts import Attempt, claim_attempt
 from batchllm_operator.pipeline.committed import committed_shard
 from batchllm_operator.pipeline.draining import Drain
+from batchllm_operator.pipeline.live_progress import (
+    Observe,
+    ProgressWriter,
+    interval_s,
+    live_progress,
+)
 from batchllm_operator.pipeline.parts import PartEntry, read_ledger, write_part
 from batchllm_operator.pipeline.shard_report import ShardReport, write_report
+from batchllm_operator.pipeline.shard_tally import DEFAULT_INTERVAL_S, ShardTally
+from batchllm_operator.pipeline.shard_work import ShardWork
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_folder
 from batchllm_operator.pipeline.traces import traced
 from batchllm_operator.planner import matrix_seconds
-from batchllm_operator.planner.plan import PlanManifest, read_parts
+from batchllm_operator.planner.plan import PlanManifest
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import JobSpec
@@ -57,13 +64,15 @@ def run_shard(
     start: Callable[[JobSpec, EngineJob], Engine] = start_engine,
     num_gpus: int | None = None,
     drain: Drain | None = None,
+    observe: Observe | None = None,
 ) -> ShardReport:
     """Generate for every request of a shard that has no finished part yet.
 
     Parts are written as they finish, by an attempt of its own; an interruption drops the open
     ones, and the next run begins with them. Memory holds the open parts only. If nothing is left
     to do, no attempt and no engine is started: so for a plan that is committed, and for a shard
-    below `planner.num_shards` that a small partition didn't need.
+    below `planner.num_shards` that a small partition didn't need. An attempt keeps a progress
+    object in its folder, see `live_progress`.
 
     Args:
         plan_uri: where the plan lies.
@@ -72,6 +81,7 @@ def run_shard(
         num_gpus: GPUs that this process has been given, for `engine.tensor_parallel_size`; None
             for what the spec says.
         drain: when it has begun, no further part is opened and the open ones are finished.
+        observe: looks on while an attempt works, see `live_progress.Observe`.
 
     Raises:
         PlanError: the plan or the shard is absent, corrupted or of another version, or the
@@ -93,27 +103,54 @@ def run_shard(
         return committed
     folder = plan.run_folder(shard_idx)
     entries = read_ledger(folder, plan.manifest.plan_id)
-    attempt = None
-    if _missing(plan, shard_idx, entries):
-        with plan.open_shard(shard_idx) as file:
-            _check_model(plan)
-            attempt = claim_attempt(folder)
-            plan.check_stays()
-            # An earlier attempt may have gone on until it could see the claim.
-            entries = read_ledger(folder, plan.manifest.plan_id, entries)
-            resumed = len(entries)
-            if attempt.number > 1:
-                _log.info("attempt %d: %d parts are finished already", attempt.number, resumed)
-            _generate(plan, shard_idx, file, attempt, entries, start, drain)
-    else:
+    if not _missing(plan, shard_idx, entries):
+        return _report(plan, shard_idx, entries, len(entries))
+    with plan.open_shard(shard_idx) as file:
+        _check_model(plan)
+        attempt = claim_attempt(folder)
+        plan.check_stays()
+        # An earlier attempt may have gone on until it could see the claim.
+        entries = read_ledger(folder, plan.manifest.plan_id, entries)
         resumed = len(entries)
-    drain.check(num_left=len(_missing(plan, shard_idx, entries)))
-    report = ShardReport.of(
-        plan.manifest.plan_id, shard_idx, [entries[i] for i in sorted(entries)], resumed
+        if attempt.number > 1:
+            _log.info("attempt %d: %d parts are finished already", attempt.number, resumed)
+        tally, every_s = _tally(plan, shard_idx, attempt, entries, num_gpus)
+        with live_progress(attempt.folder, tally, every_s, observe) as writer:
+            run = _ShardRun(attempt, plan.manifest.plan_id, drain, tally, writer)
+            _generate(plan, shard_idx, file, run, entries, start)
+            drain.check(num_left=len(_missing(plan, shard_idx, entries)))
+            attempt.check_current()
+            return _report(plan, shard_idx, entries, resumed)
+
+
+def _tally(
+    plan: StoredPlan,
+    shard_idx: int,
+    attempt: Attempt,
+    entries: Mapping[int, PartEntry],
+    num_gpus: int | None,
+) -> tuple[ShardTally, float | None]:
+    """What counts an attempt's work, and how often that is written; None for never."""
+    every_s = interval_s()
+    held = num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus
+    tally = ShardTally(
+        plan,
+        shard_idx,
+        attempt,
+        entries.values(),
+        num_gpus=held,
+        interval_s=every_s or DEFAULT_INTERVAL_S,
     )
-    if attempt is not None:
-        attempt.check_current()
-    write_report(folder, report)
+    return tally, every_s
+
+
+def _report(
+    plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry], num_resumed_parts: int
+) -> ShardReport:
+    """Write the report of a shard that has all its parts."""
+    in_order = [entries[part_idx] for part_idx in sorted(entries)]
+    report = ShardReport.of(plan.manifest.plan_id, shard_idx, in_order, num_resumed_parts)
+    write_report(plan.run_folder(shard_idx), report)
     return report
 
 
@@ -127,26 +164,24 @@ def _generate(
     plan: StoredPlan,
     shard_idx: int,
     file: pq.ParquetFile,
-    attempt: Attempt,
+    run: _ShardRun,
     entries: dict[int, PartEntry],
     start: Callable[[JobSpec, EngineJob], Engine],
-    drain: Drain,
 ) -> None:
-    """Generate the parts that `entries` lacks, and add theirs; stop early if `drain` has begun."""
+    """Generate the parts that `entries` lacks, and add theirs; stop early if it is drained."""
     missing = _missing(plan, shard_idx, entries)
     if not missing:
         return
     spec, shard = plan.manifest.spec, plan.manifest.shards[shard_idx]
-    work = _ShardWork(file, missing, has_estimates=_has_estimates(spec))
-    run = _ShardRun(attempt, plan.manifest.plan_id, work, drain)
-    with traced(attempt.folder) as trace_folder:
+    work = ShardWork(file, missing, has_estimates=_has_estimates(spec))
+    with traced(run.attempt.folder) as trace_folder:
         engine = start(_pin_revision(plan.manifest), _job(plan, work, trace_folder))
         try:
             rows_before = sum(entry.num_rows for entry in entries.values())
             with Progress(f"shard {shard_idx}", shard.num_rows, initial=rows_before) as progress:
-                for entry in run.entries(engine, progress):
+                for entry in run.entries(engine, work, progress):
                     entries[entry.part_idx] = entry
-            drain.end()
+            run.drain.end()
         finally:
             engine.close()
 
@@ -190,7 +225,7 @@ def _pin_revision(manifest: PlanManifest) -> JobSpec:
     return manifest.spec.model_copy(update={"model": model})
 
 
-def _job(plan: StoredPlan, work: _ShardWork, trace_folder: Path) -> EngineJob:
+def _job(plan: StoredPlan, work: ShardWork, trace_folder: Path) -> EngineJob:
     return EngineJob(
         max_model_len=plan.manifest.max_model_len,
         num_requests=work.num_requests,
@@ -215,81 +250,60 @@ def _step_cost(manifest: PlanManifest) -> StepCost | None:
     return StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)
 
 
-class _ShardWork:
-    """The parts of a shard that are to be generated, and how large their groups are."""
-
-    def __init__(
-        self, file: pq.ParquetFile, part_idxs: Sequence[int], *, has_estimates: bool
-    ) -> None:
-        self._file, self._part_idxs, self._has_estimates = file, part_idxs, has_estimates
-        group_ids = file.read_row_groups(list(part_idxs), columns=["group_id"])["group_id"]
-        self._group_ids, self._sizes = np.unique(group_ids.to_numpy(), return_counts=True)
-
-    @property
-    def num_requests(self) -> int:
-        """In all parts."""
-        return int(self._sizes.sum())
-
-    def parts(self) -> Iterator[tuple[int, pa.Table]]:
-        """Each part's index and requests, with a column `group_size`.
-
-        Without `num_output_tokens` where that is no estimate, or in plans of older releases.
-        """
-        for part_idx, table in read_parts(self._file, self._part_idxs):
-            if not self._has_estimates and "num_output_tokens" in table.column_names:
-                table = table.drop_columns(["num_output_tokens"])
-            at = np.searchsorted(self._group_ids, table["group_id"].to_numpy())
-            yield part_idx, table.append_column("group_size", pa.array(self._sizes[at]))
-
-
 class _ShardRun:
     """Feeds parts to the engine and collects what comes back."""
 
-    def __init__(self, attempt: Attempt, plan_id: str, work: _ShardWork, drain: Drain) -> None:
-        self._attempt = attempt
-        self._drain = drain
+    def __init__(
+        self,
+        attempt: Attempt,
+        plan_id: str,
+        drain: Drain,
+        tally: ShardTally,
+        writer: ProgressWriter,
+    ) -> None:
+        self.attempt, self.drain = attempt, drain
         self._plan_id = plan_id
-        self._parts = work.parts()
+        self._tally, self._writer = tally, writer
         self._open_parts: dict[int, _OpenPart] = {}
         self._part_of: dict[int, int] = {}  # request_idx -> part_idx, of requests with the engine
-        self._num_tokens = 0
 
-    def entries(self, engine: Engine, progress: Progress) -> Iterator[PartEntry]:
+    def entries(self, engine: Engine, work: ShardWork, progress: Progress) -> Iterator[PartEntry]:
         """Run all parts through the engine; yield the ledger entry of each as it is written."""
-        started_at = part_started_at = time.monotonic()
-        for output in engine.stream(self._requests()):
+        part_started_at = time.monotonic()
+        self._tally.begin_running()
+        self._writer.write_soon()
+        for output in engine.stream(self._requests(work)):
             part_idx = self._part_of.pop(output.request_idx)
             part = self._open_parts[part_idx]
             part.outputs.append(output)
-            self._num_tokens += output.num_prompt_tokens + output.num_output_tokens
-            tokens_per_s = self._num_tokens / max(time.monotonic() - started_at, 1e-9)
-            progress.advance(
-                len(part.row_idxs[output.request_idx]), f"{tokens_per_s:,.0f} tokens/s"
-            )
+            num_rows = len(part.row_idxs[output.request_idx])
+            self._tally.count_output(output, num_rows)
+            progress.advance(num_rows, self._tally.note())
             if part.is_finished:
                 del self._open_parts[part_idx]
                 now = time.monotonic()
                 entry = write_part(
-                    self._attempt,
+                    self.attempt,
                     self._plan_id,
                     part_idx,
                     part.outputs,
                     part.row_idxs,
                     now - part_started_at,
                 )
-                self._drain.num_open_parts = len(self._open_parts)
+                self.drain.num_open_parts = len(self._open_parts)
+                self._tally.count_part(entry)
                 yield entry
                 part_started_at = now
         assert not self._open_parts, "the engine left requests without an output"
 
-    def _requests(self) -> Iterator[EngineRequest]:
-        for part_idx, table in self._parts:
-            if self._drain.has_begun:
+    def _requests(self, work: ShardWork) -> Iterator[EngineRequest]:
+        for part_idx, table in work.parts():
+            if self.drain.has_begun:
                 return
             request_idxs = table["request_idx"].to_pylist()
             row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
             self._open_parts[part_idx] = _OpenPart(row_idxs)
-            self._drain.num_open_parts = len(self._open_parts)
+            self.drain.num_open_parts = len(self._open_parts)
             known = table.drop_columns(["request_idx", "row_idxs", "prompt_token_ids"]).to_pylist()
             for request_idx, hints, token_ids in zip(
                 request_idxs, known, table["prompt_token_ids"], strict=True

@@ -46,6 +46,7 @@ from batchllm_operator.planner.reuse import (
 from batchllm_operator.planner.search import Phase, PrefixSearch, SearchMemory, build_block_tree
 from batchllm_operator.planner.segment_hashes import SegmentHasher
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
+from batchllm_operator.planner.sharing import PlanSharing, describe_sharing
 from batchllm_operator.planner.sorted_runs import Advance
 from batchllm_operator.planner.step_time import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.planner.token_table import TokenTable
@@ -57,6 +58,7 @@ __all__ = [
     "EngineLimits",
     "ModelShape",
     "Phase",
+    "PlanSharing",
     "Prediction",
     "PrefixChoice",
     "PrefixGroups",
@@ -78,6 +80,7 @@ __all__ = [
     "build_prefix_tree",
     "cached_tokens",
     "choose_prefixes",
+    "describe_sharing",
     "find_gpu",
     "group_prefill_tokens",
     "group_work",

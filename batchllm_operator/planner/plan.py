@@ -23,6 +23,7 @@ from batchllm_operator.planner.gpu import GPU
 from batchllm_operator.planner.model_shape import ModelShape
 from batchllm_operator.planner.requests import Requests
 from batchllm_operator.planner.reuse import saving_ratio
+from batchllm_operator.planner.sharing import PlanSharing
 from batchllm_operator.planner.sorted_runs import Advance, ignore
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
 
@@ -183,36 +184,6 @@ class LearnedOutputs(_Frozen):
     def mean_output_tokens(self) -> float:
         """Of all rows."""
         return sum(bucket.num_output_tokens for bucket in self.buckets) / self.num_rows
-
-
-class Histogram(_Frozen):
-    """How many there are of each size. Bins are half-open, and end where the next begins."""
-
-    edges: tuple[Count, ...]
-    """One more than bins, ascending; without any if there is nothing to count."""
-    counts: tuple[Count, ...]
-
-
-class LargeGroup(_Frozen):
-    """One of the groups that save most."""
-
-    num_requests: Count
-    num_prefix_tokens: Count
-    num_saved_tokens: Count
-    """Prefix tokens that all its requests but the first needn't compute."""
-    first_words: str
-    """How its prefix begins, decoded and clipped."""
-
-
-class PlanSharing(_Frozen):
-    """How prefixes are shared, for people to look at."""
-
-    prefix_lengths: Histogram
-    """Groups of two requests or more, by tokens of their prefix."""
-    share_degrees: Histogram
-    """Requests, by how many share their group's prefix; 1 for those that share none."""
-    largest_groups: tuple[LargeGroup, ...]
-    """The most saved tokens first; few."""
 
 
 class SnapshotFile(_Frozen):

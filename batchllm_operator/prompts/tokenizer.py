@@ -53,6 +53,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of some tokens, for people: bytes that are no characters are replaced."""
+        ...
+
 
 class ModelTokenizer:
     """The model's own tokenizer, loaded by transformers from a folder or the hub.
@@ -128,6 +132,9 @@ class ModelTokenizer:
             texts = [self._apply_chat_template(text) for text in texts]
         return self._encoder.encode(texts)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids)))
+
     def _apply_chat_template(self, text: str) -> str:
         from jinja2 import TemplateError  # transformers renders chat templates with it
 
@@ -180,6 +187,9 @@ class Utf8Tokenizer:
     def encode(self, texts: Sequence[str]) -> TokenTable:
         encoded = [text.encode("utf-8", errors="replace") for text in texts]
         return TokenTable.from_lists([np.frombuffer(text, dtype=np.uint8) for text in encoded])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
 
 
 def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:

@@ -28,7 +28,7 @@ def count(value: int | float | None) -> str:
 
 def ratio(value: float | None) -> str:
     """A fraction as a percentage, such as `63.3 %`."""
-    return _UNKNOWN if value is None else f"{100 * value:.1f} %"
+    return _UNKNOWN if value is None else f"{100 * value:.1f}\N{NO-BREAK SPACE}%"
 
 
 def duration(seconds: float | None) -> str:

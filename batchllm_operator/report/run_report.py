@@ -7,7 +7,7 @@ from typing import Final, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner.plan import PlanSharing
+from batchllm_operator.planner.sharing import PlanSharing
 
 REPORT_FILE: Final = "report.json"
 PAGE_FILE: Final = "report.html"

@@ -121,7 +121,7 @@ class BatchLLMScheduler(AsyncScheduler):
                 # Without a trace the scheduler runs where pyarrow isn't installed.
                 from batchllm_operator.vllm_plugin.trace import StepTrace
 
-                self._trace = StepTrace(Path(settings.trace_path))
+                self._trace = StepTrace(Path(settings.trace_path), self._most_tokens)
             except OSError as error:
                 _log.warning("steps aren't traced: %s", error)
 

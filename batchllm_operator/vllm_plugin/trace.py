@@ -24,18 +24,29 @@ TRACE_SCHEMA: Final = pa.schema(
 )
 
 
+CHUNK_SIZE_KEY: Final = b"batchllm.chunk_size"
+"""Of the file's metadata: most tokens of a step, in decimal digits."""
+
+
 class StepTrace:
     """Writes a row per step; a context manager.
 
     Rows go to the file some thousands at a time, so that memory doesn't grow with the run. The
     file can be read once it has been closed.
 
+    Args:
+        path: the file to write.
+        chunk_size: most tokens of a step, noted in the file's metadata.
+
     Raises:
         OSError: the file can't be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._writer = pq.ParquetWriter(path, TRACE_SCHEMA, compression="zstd")
+    def __init__(self, path: Path, chunk_size: int | None = None) -> None:
+        self._schema = TRACE_SCHEMA
+        if chunk_size is not None:
+            self._schema = TRACE_SCHEMA.with_metadata({CHUNK_SIZE_KEY: str(chunk_size).encode()})
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
         self._columns = [array("d" if name.endswith("_s") else "q") for name in TRACE_SCHEMA.names]
 
     def __enter__(self) -> StepTrace:
@@ -64,7 +75,7 @@ class StepTrace:
     def _flush(self) -> None:
         if self._columns[0]:
             self._writer.write_table(
-                pa.table([pa.array(each) for each in self._columns], schema=TRACE_SCHEMA)
+                pa.table([pa.array(each) for each in self._columns], schema=self._schema)
             )
             for column in self._columns:
                 del column[:]

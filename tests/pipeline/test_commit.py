@@ -14,10 +14,11 @@ from support.fake_job import DS, document_rows, expected_prompt, fake_spec, writ
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
 from batchllm_operator.pipeline import buckets, partition
-from batchllm_operator.pipeline.commit import commit_run, load_report, published_plan_uri
+from batchllm_operator.pipeline.commit import commit_run, published_plan_uri
 from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.pipeline.run_report import load_report
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.spec import JobSpec
 

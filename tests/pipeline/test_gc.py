@@ -23,13 +23,14 @@ from batchllm_operator.pipeline import commit as commit_module
 from batchllm_operator.pipeline import gc as gc_module
 from batchllm_operator.pipeline import run as run_module
 from batchllm_operator.pipeline.attempts import Attempt, claim_attempt
-from batchllm_operator.pipeline.commit import commit_run, load_report
+from batchllm_operator.pipeline.commit import commit_run
 from batchllm_operator.pipeline.committed import COMMITTED_FILE
 from batchllm_operator.pipeline.gc import Garbage, Kept, find_garbage, remove_garbage
 from batchllm_operator.pipeline.gc_command import parse_age
 from batchllm_operator.pipeline.partition import write_partition
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.pipeline.run_report import load_report
 from batchllm_operator.pipeline.stored_plan import StoredPlan, job_root
 from batchllm_operator.pipeline.verify import record_plan, verify_shard
 from batchllm_operator.spec import JobSpec

@@ -17,11 +17,12 @@ from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import ConflictError, PlanError, SpecError, TableError
 from batchllm_operator.lake import Folder, Publication
-from batchllm_operator.pipeline.commit import commit_run, load_report, published_plan_uri
+from batchllm_operator.pipeline.commit import commit_run, published_plan_uri
 from batchllm_operator.pipeline.gc import find_garbage, remove_garbage
 from batchllm_operator.pipeline.partition import write_partition
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.pipeline.run_report import load_report
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher
 from batchllm_operator.pipeline.verify import verify_shard
 from batchllm_operator.spec import FilterTerm, JobSpec

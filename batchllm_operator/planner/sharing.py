@@ -1,0 +1,148 @@
+"""How prefixes are shared, for people to look at: distributions, and the groups that save most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from batchllm_operator.planner.requests import Requests
+from batchllm_operator.planner.reuse import PrefixGroups
+
+_NUM_GROUPS: Final = 10
+_NUM_WORD_TOKENS: Final = 40
+_MAX_CHARS: Final = 160
+_LONGEST_COMMON: Final = 4096
+"""Tokens up to which the beginning that all of the largest groups share is looked for."""
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Decode = Callable[[Sequence[int]], str]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Histogram(_Frozen):
+    """How many there are of each size. Bins are half-open, and end where the next begins."""
+
+    edges: tuple[_Count, ...]
+    """Ascending, one more than bins; empty if there is nothing to count."""
+    counts: tuple[_Count, ...]
+
+    @model_validator(mode="after")
+    def _check_bins(self) -> Histogram:
+        if len(self.counts) != max(0, len(self.edges) - 1) or len(self.edges) == 1:
+            raise ValueError("a histogram has one more edge than bins")
+        return self
+
+    @classmethod
+    def of(cls, sizes: NDArray[np.int64], weights: NDArray[np.int64] | None = None) -> Histogram:
+        """Count sizes of at least 1 in bins between powers of two.
+
+        Args:
+            sizes: int64 [num_sizes].
+            weights: int64 [num_sizes], how often each counts; once without.
+        """
+        if len(sizes) == 0:
+            return cls(edges=(), counts=())
+        # frexp is exact where log2 is rounded: 2**k - 1 stays below 2**k.
+        exponents = np.frexp(sizes.astype(np.float64))[1] - 1
+        low, high = int(exponents.min()), int(exponents.max())
+        counts = np.zeros(high - low + 1, dtype=np.int64)
+        np.add.at(counts, exponents - low, 1 if weights is None else weights)
+        edges = tuple(1 << exponent for exponent in range(low, high + 2))
+        return cls(edges=edges, counts=tuple(counts.tolist()))
+
+
+class LargeGroup(_Frozen):
+    """One of the groups that save most."""
+
+    num_requests: _Count
+    num_prefix_tokens: _Count
+    num_saved_tokens: _Count
+    """Prefix tokens that its requests but the first needn't compute."""
+    first_words: str
+    """How its prefix begins, decoded and clipped, behind what all of these groups begin with (an
+    instruction, mostly), for which an ellipsis stands."""
+
+
+class PlanSharing(_Frozen):
+    """What the groups of a plan look like."""
+
+    prefix_lengths: Histogram
+    """Groups of two requests or more, by the tokens of their prefix."""
+    share_degrees: Histogram
+    """Requests, by how many share their group's prefix; 1 for those that share none."""
+    largest_groups: tuple[LargeGroup, ...]
+    """The most saved tokens first; at most ten."""
+
+
+def describe_sharing(requests: Requests, groups: PrefixGroups, decode: Decode) -> PlanSharing:
+    """Describe the groups of a plan.
+
+    Args:
+        requests: all requests of the plan.
+        groups: their groups.
+        decode: turns token ids into text.
+    """
+    sizes, lengths = groups.sizes, groups.num_prefix_tokens
+    return PlanSharing(
+        prefix_lengths=Histogram.of(lengths[sizes > 1]),
+        share_degrees=Histogram.of(sizes, weights=sizes),
+        largest_groups=_largest(requests, groups, decode),
+    )
+
+
+def _largest(requests: Requests, groups: PrefixGroups, decode: Decode) -> tuple[LargeGroup, ...]:
+    sizes, lengths = groups.sizes, groups.num_prefix_tokens
+    saved = (sizes - 1) * lengths
+    # By place in the plan where they save as much: the same plan from the same input.
+    chosen = np.argsort(-saved, kind="stable")[:_NUM_GROUPS]
+    chosen = chosen[saved[chosen] > 0]
+    first_members = groups.member_idxs[groups.offsets[:-1][chosen]]
+    prefixes = _prefixes(requests, first_members, lengths[chosen])
+    num_common = _num_common(prefixes)
+    return tuple(
+        LargeGroup(
+            num_requests=int(sizes[group_idx]),
+            num_prefix_tokens=int(lengths[group_idx]),
+            num_saved_tokens=int(saved[group_idx]),
+            first_words=_first_words(prefix, num_common, decode),
+        )
+        for group_idx, prefix in zip(chosen.tolist(), prefixes, strict=True)
+    )
+
+
+def _prefixes(
+    requests: Requests, request_idxs: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> list[NDArray[Any]]:
+    """The beginnings of the groups' prefixes, as far as they are looked at."""
+    lengths = np.minimum(lengths, _LONGEST_COMMON + _NUM_WORD_TOKENS)
+    table = requests.prompts.beginnings(requests.prompt_idxs[request_idxs], lengths)
+    return np.split(table.token_ids, table.offsets[1:-1]) if len(lengths) else []
+
+
+def _num_common(prefixes: Sequence[NDArray[Any]]) -> int:
+    """Tokens that all of several prefixes begin with, unless one of them has no more than that."""
+    if len(prefixes) < 2:
+        return 0
+    shortest = min(map(len, prefixes))
+    first = prefixes[0][:shortest]
+    differs = np.zeros(shortest, dtype=bool)
+    for prefix in prefixes[1:]:
+        differs |= prefix[:shortest] != first
+    num_common = int(np.argmax(differs)) if differs.any() else shortest
+    return num_common if num_common < shortest else 0
+
+
+def _first_words(prefix: NDArray[Any], num_common: int, decode: Decode) -> str:
+    text = decode(prefix[num_common : num_common + _NUM_WORD_TOKENS].tolist())
+    # Line breaks and control characters would hide text; half a surrogate pair can't be stored.
+    words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    if len(words) > _MAX_CHARS:
+        words = words[: _MAX_CHARS - 1] + "…"
+    return f"… {words}" if num_common else words

@@ -1,0 +1,284 @@
+"""The pictures of a run report (paper, Fig. 2 and 6 for the timeline)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from batchllm_operator.planner.sharing import Histogram
+from batchllm_operator.report.drawing import Plot, Table, colour, draw, plain_axes
+from batchllm_operator.report.pages import count, duration, ratio
+from batchllm_operator.report.run_report import RunReport, ShardRun, Timeline, TokenKinds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import Locator
+
+_MOST_BARS: Final = 40
+_FEWEST_SLOTS: Final = 8
+"""Along an axis, so that a single bar isn't as wide as the page."""
+_TABLE_POINTS: Final = 24
+_KINDS: Final = (
+    ("decode", "num_decode_tokens", "decode"),
+    ("distinct", "num_distinct_tokens", "prefill, distinct"),
+    ("prefix", "num_prefix_tokens", "prefill, prefix"),
+)
+
+
+def saving_plot(report: RunReport) -> Plot:
+    """Saving ratios: what could be saved at most, what was planned, what came out."""
+    values = {
+        "optimal, every level": report.optimal_saving_ratio,
+        "planned, one level": report.planned_saving_ratio,
+        "achieved": report.achieved_saving_ratio,
+    }
+    shown = [ratio(value) for value in values.values()]
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes = figure.subplots()
+        colours = [colour("line"), colour("decode"), colour("prefix")]
+        bars = axes.barh(list(values), [100 * value for value in values.values()], color=colours)
+        axes.bar_label(bars, labels=shown, padding=3, color=colour("ink"))
+        axes.invert_yaxis()
+        low = min(0.0, *(100 * value for value in values.values()))
+        axes.set_xlim(1.15 * low, 118 if narrow else 108)
+        axes.set_xlabel("% of prompt tokens saved")
+        plain_axes(axes, values_along="x")
+
+    return draw(
+        "Saving ratio",
+        "Bars of the share of prompt tokens that needn't be computed: "
+        + ", ".join(f"{text} {name}" for name, text in zip(values, shown, strict=True)),
+        Table(
+            ("Saving", "Share of prompt tokens"),
+            list(zip(values, shown, strict=True)),
+        ),
+        paint,
+        wide_height=1.5,
+        narrow_height=1.6,
+    )
+
+
+def token_plot(tokens: TokenKinds) -> Plot:
+    """Where the tokens went: prompt tokens that were saved and computed, and output."""
+    kinds = (
+        ("saved", "prompt, of duplicate rows", tokens.num_duplicate),
+        ("prefix", "prompt, found in the KV cache", tokens.num_cached),
+        ("distinct", "prompt, computed", tokens.num_computed),
+        ("decode", "output", tokens.num_output),
+    )
+    total = max(1, tokens.num_logical + tokens.num_output)
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes = figure.subplots()
+        bars = axes.barh(
+            [name for _, name, _ in kinds],
+            [value for _, _, value in kinds],
+            color=[colour(each) for each, _, _ in kinds],
+        )
+        axes.bar_label(bars, labels=[count(value) for _, _, value in kinds], padding=3)
+        axes.invert_yaxis()
+        axes.set_xlim(0, (1.45 if narrow else 1.15) * max(1, *(value for _, _, value in kinds)))
+        axes.xaxis.set_major_locator(_few_ticks(3 if narrow else 6))
+        axes.xaxis.set_major_formatter(_short_number)
+        axes.set_xlabel("tokens")
+        plain_axes(axes, values_along="x")
+
+    return draw(
+        "Tokens by kind",
+        "Bars of tokens: " + ", ".join(f"{count(value)} {name}" for _, name, value in kinds),
+        Table(
+            ("Kind", "Tokens", "Share"),
+            [(name, count(value), ratio(value / total)) for _, name, value in kinds],
+        ),
+        paint,
+        wide_height=1.9,
+        narrow_height=2.1,
+    )
+
+
+def timeline_plot(line: Timeline) -> Plot:
+    """Tokens of each step by kind over time, and below it the KV cache."""
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
+        edges = np.arange(len(line.kv_used) + 1) * line.bin_s
+        _paint_tokens(upper, line, edges)
+        lower.stairs(
+            100 * np.array(line.kv_used), edges, fill=True, color=colour("saved"), label="in use"
+        )
+        lower.stairs(
+            100 * np.array(line.kv_held), edges, fill=True, color=colour("limit"), label="held"
+        )
+        lower.set_ylim(0, 105)
+        lower.set_ylabel("% of KV blocks")
+        lower.set_xlabel("seconds since the first step")
+        lower.set_xlim(0, edges[-1])
+        handles, labels = upper.get_legend_handles_labels()
+        more, others = lower.get_legend_handles_labels()
+        figure.legend(
+            [*handles, *more],
+            [*labels, *(f"KV {each}" for each in others)],
+            loc="outside upper left",
+            ncols=2 if narrow else 6,
+        )
+
+    limit = f"chunk size {count(line.chunk_size)}" if line.chunk_size else "chunk size unknown"
+    alt = (
+        f"Tokens of each step over {duration(line.duration_s)}, {count(line.num_steps)} steps,"
+        f" {limit}: {ratio(line.valley_share)} of the time in valleys; the KV cache is"
+        f" {ratio(max(line.kv_used))} full at most"
+    )
+    return draw(
+        f"Token batches of shard {line.shard_idx}",
+        alt,
+        _timeline_table(line),
+        paint,
+        wide_height=3.6,
+        narrow_height=3.9,
+    )
+
+
+def length_plot(found: Histogram) -> Plot:
+    """How long the shared prefixes are."""
+    return _histogram_plot(
+        found, "Prefix lengths", "tokens of the shared prefix", "groups", colour("prefix")
+    )
+
+
+def degree_plot(found: Histogram) -> Plot:
+    """How many requests share a prefix."""
+    return _histogram_plot(
+        found, "Share degrees", "requests that share the prefix", "requests", colour("decode")
+    )
+
+
+def shard_plot(shards: Sequence[ShardRun]) -> Plot:
+    """Seconds of generating, the slowest shards first."""
+    slowest = sorted(shards, key=lambda each: -each.engine_s)[:_MOST_BARS]
+    names = [str(each.shard_idx) for each in slowest]
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes = figure.subplots()
+        axes.bar(names, [each.engine_s for each in slowest], color=colour("distinct"))
+        axes.set_xlim(-0.6, max(len(names), _FEWEST_SLOTS) - 0.4)
+        if len(names) > (8 if narrow else 30):
+            axes.set_xticks(axes.get_xticks()[:: 5 if narrow else 2])
+        axes.yaxis.set_major_locator(_few_ticks(4))
+        axes.set_ylabel("seconds")
+        axes.set_xlabel("shard")
+        plain_axes(axes, values_along="y")
+
+    seconds = np.array([each.engine_s for each in shards])
+    return draw(
+        "Seconds of generating, by shard",
+        f"Bars of the {len(slowest)} slowest of {len(shards)} shards: the slowest took"
+        f" {duration(float(seconds.max()))}, an average one {duration(float(seconds.mean()))}",
+        Table(
+            ("Shard", "Generating", "Rows", "Tokens/s"),
+            [
+                (
+                    str(each.shard_idx),
+                    duration(each.engine_s),
+                    count(each.num_rows),
+                    count(each.tokens_per_s),
+                )
+                for each in slowest
+            ],
+        ),
+        paint,
+        wide_height=2.0,
+        narrow_height=2.2,
+    )
+
+
+def _histogram_plot(found: Histogram, title: str, sizes: str, things: str, fill: str) -> Plot:
+    names = [_bin_name(low, high) for low, high in zip(found.edges, found.edges[1:], strict=False)]
+    most = int(np.argmax(found.counts))
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes = figure.subplots()
+        if narrow:
+            axes.barh(names, found.counts, color=fill)
+            axes.set_ylabel(sizes)
+            axes.set_xlabel(things)
+            axes.xaxis.set_major_locator(_few_ticks(4))
+            axes.xaxis.set_major_formatter(_short_number)
+            axes.invert_yaxis()
+            plain_axes(axes, values_along="x")
+            return
+        axes.bar(names, found.counts, color=fill)
+        axes.set_xlim(-0.6, max(len(names), _FEWEST_SLOTS) - 0.4)
+        axes.set_xlabel(sizes)
+        axes.set_ylabel(things)
+        axes.yaxis.set_major_locator(_few_ticks(4))
+        axes.yaxis.set_major_formatter(_short_number)
+        plain_axes(axes, values_along="y")
+
+    return draw(
+        title,
+        f"Bars of {things} by {sizes}: {count(sum(found.counts))} {things} in all, most of them,"
+        f" {count(found.counts[most])}, with {names[most]}",
+        Table(
+            (sizes.capitalize(), things.capitalize()),
+            [(name, count(number)) for name, number in zip(names, found.counts, strict=True)],
+        ),
+        paint,
+        wide_height=2.2,
+        narrow_height=max(1.4, 0.24 * len(names) + 0.8),
+    )
+
+
+def _paint_tokens(axes: Axes, line: Timeline, edges: np.ndarray) -> None:
+    bottom = np.zeros(len(edges) - 1)
+    for name, attribute, label in _KINDS:
+        top = bottom + np.array(getattr(line, attribute))
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=colour(name), label=label)
+        bottom = top
+    if line.chunk_size is not None:
+        axes.axhline(
+            line.chunk_size, color=colour("limit"), linestyle="--", linewidth=1, label="chunk size"
+        )
+    axes.set_ylabel("tokens per step")
+    axes.yaxis.set_major_formatter(_short_number)
+    axes.set_ylim(0, 1.08 * max(line.chunk_size or 0, float(bottom.max()), 1))
+
+
+def _timeline_table(line: Timeline) -> Table:
+    """Every so many bins of the timeline."""
+    every = -(-len(line.kv_used) // _TABLE_POINTS)
+    rows = []
+    for start in range(0, len(line.kv_used), every):
+        chosen = slice(start, start + every)
+        means = (np.mean(getattr(line, attribute)[chosen]) for _, attribute, _ in _KINDS)
+        rows.append(
+            (
+                f"{start * line.bin_s:,.1f} s",
+                *(count(float(mean)) for mean in means),
+                ratio(max(line.kv_used[chosen])),
+                ratio(max(line.kv_held[chosen])),
+            )
+        )
+    names = (label.capitalize() for _, _, label in _KINDS)
+    return Table(("From", *names, "KV in use, at most", "KV held, at most"), rows)
+
+
+def _bin_name(low: int, high: int) -> str:
+    return count(low) if high == low + 1 else f"{_short_number(low)} to {_short_number(high - 1)}"
+
+
+def _short_number(value: float, position: float = 0.0) -> str:
+    """Such as `950`, `12 k`, `3.5 M`: for axes."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * size or (abs(value) >= size and value % size == 0):
+            return f"{value / size:,.3g} {unit}"
+    return f"{value:,.4g}"
+
+
+def _few_ticks(most: int) -> Locator:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(most, integer=True)
