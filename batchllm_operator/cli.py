@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator import __version__
 from batchllm_operator.errors import ERROR_MARK, BatchLLMError, ExitCode, Interrupted
-from batchllm_operator.pipeline import gc_command, simulate_command
+from batchllm_operator.pipeline import gc_command, simulate_command, status_command
 
 if TYPE_CHECKING:
     from batchllm_operator.spec import JobSpec
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.name == "report" and args.job is not None and args.ds is None:
-        parser.error("report: --job needs --ds")
+    if args.name in ("report", "status") and args.job is not None and args.ds is None:
+        parser.error(f"{args.name}: --job needs --ds")
     if args.name == "verify":
         _check_verify(parser, args)
     if args.name == "simulate":
@@ -300,6 +300,10 @@ def _parser() -> argparse.ArgumentParser:
             simulate_command.run,
             "Play a job through vLLM's scheduler step by step, without a model.",
         )
+    )
+
+    status_command.add_arguments(
+        add_stage("status", status_command.run, "Print how far the run of a plan is, by shards.")
     )
 
     gc = add_stage(

@@ -109,10 +109,10 @@ class Progress:
         if self._note:
             parts.append(self._note)
         if self._done < self._total:
-            eta = _duration((self._total - self._done) / speed) if speed > 0 else "unknown"
+            eta = duration((self._total - self._done) / speed) if speed > 0 else "unknown"
             parts.append(f"ETA {eta}")
         else:
-            parts.append(f"took {_duration(elapsed_s)}")
+            parts.append(f"took {duration(elapsed_s)}")
         return f"{self._label}: {', '.join(parts)}"
 
     def _print(self, text: str) -> None:
@@ -127,7 +127,8 @@ def _interval_s() -> float:
         return LINE_INTERVAL_S
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in words, to the second or to the minute."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

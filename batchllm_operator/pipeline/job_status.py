@@ -15,9 +15,11 @@ from batchllm_operator.lake import Folder, ahead
 from batchllm_operator.pipeline.attempts import attempt_name, attempt_numbers
 from batchllm_operator.pipeline.committed import find_committed
 from batchllm_operator.pipeline.shard_report import REPORT_FILE, ShardReport
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.pipeline.stored_plan import PLAN_FOLDER, StoredPlan, job_folder, turn_of
+from batchllm_operator.planner.plan import MANIFEST_FILE
 from batchllm_operator.report.shard_progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.report.status import JobStatus, ShardStatus, shard_status
+from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32
@@ -75,6 +77,22 @@ def read_attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
     return found
 
 
+def newest_plan_uri(spec: JobSpec, ds: str) -> str:
+    """Where the plan of a job and partition lies that was planned last.
+
+    Raises:
+        SpecError: the partition's name is wrong.
+        PlanError: there is none.
+        StorageError: the storage fails.
+    """
+    parent = job_folder(spec, ds)
+    folders = [parent.child(n) for n in parent.subfolder_names() if PLAN_FOLDER.fullmatch(n)]
+    complete = [folder for folder in folders if folder.exists(MANIFEST_FILE)]
+    if not complete:
+        raise PlanError(f"job {spec.name}, partition {ds}: there is no plan; run `batchllm plan`")
+    return max(complete, key=turn_of).uri
+
+
 def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobStatus:
     """How far the run of a plan is: each shard by its report, else by its latest attempt.
 
@@ -102,12 +120,10 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
     found = _read_shards(plan, with_reports=committed is None)
     shards = []
     for shard_idx in range(len(manifest.shards)):
-        each = found.get(shard_idx)
-        if committed is not None:
-            attempts = each.attempts if each is not None else ShardAttempts(0, ())
-            each = _Found(attempts, committed.shards[shard_idx])
-        shards.append(_status(plan, shard_idx, each, now))
-        notes += each.attempts.notes if each is not None else ()
+        each = found.get(shard_idx, _Found(ShardAttempts(0, ()), None))
+        report = None if committed is None else committed.shards[shard_idx]
+        shards.append(_status(plan, shard_idx, each, report, now))
+        notes += each.attempts.notes
     return JobStatus(
         plan_uri=plan.folder.uri,
         plan_id=manifest.plan_id,
@@ -120,16 +136,18 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
     )
 
 
-def _status(plan: StoredPlan, shard_idx: int, found: _Found | None, now: datetime) -> ShardStatus:
+def _status(
+    plan: StoredPlan, shard_idx: int, found: _Found, committed: ShardReport | None, now: datetime
+) -> ShardStatus:
     shard = plan.manifest.shards[shard_idx]
     waiting = ShardStatus(shard_idx, "waiting", shard.num_rows, shard.num_parts)
-    if found is None:
-        return waiting
-    attempts, report, latest = found.attempts, found.report, found.attempts.latest
-    if latest is not None and (report is None or latest.is_live(now)):
-        status = shard_status(latest, now)
-    elif report is not None:
+    attempts, latest = found.attempts, found.attempts.latest
+    report = committed or found.report
+    is_at_work = committed is None and latest is not None and latest.is_live(now)
+    if report is not None and not is_at_work:
         status = _finished(waiting, report, latest, now)
+    elif latest is not None:
+        status = shard_status(latest, now)
     else:
         status = replace(waiting, state="silent" if attempts.num_attempts else "waiting")
     return replace(status, num_attempts=attempts.num_attempts, gpu_s=attempts.gpu_s)

@@ -22,6 +22,9 @@ _LEAST_INTERVAL_S: Final = 0.1
 _MOST_INTERVAL_S: Final = 3600.0
 _END_WAIT_S: Final = 5.0
 """How long the end of a run waits for the last write."""
+_QUIET_S: Final = 86_400.0
+"""When nothing has been finished for so long, a process hangs. It isn't to keep a plan young for
+ever that `gc` would take."""
 _MAX_ERROR_CHARS: Final = 300
 
 Observe = Callable[[ShardTally], AbstractContextManager[object]]
@@ -57,21 +60,18 @@ def live_progress(
     tally: ShardTally,
     every_s: float | None,
     observe: Observe | None = None,
-    *,
-    end_wait_s: float = _END_WAIT_S,
 ) -> Iterator[ProgressWriter]:
     """Write the tally to an attempt's folder for as long as the context is open, and its end.
 
     The body's end is the attempt's: `finished` without an error, `stopped` by a `KeyboardInterrupt`
     (such as `Interrupted`), `failed` by any other. Storage that fails costs a warning; one that
-    hangs holds up the end for `end_wait_s` at most.
+    hangs holds up the end for five seconds at most.
 
     Args:
         folder: the attempt's.
         tally: what is written.
         every_s: seconds between two writes; None for none.
         observe: who else looks at the tally.
-        end_wait_s: see above.
     """
     writer = ProgressWriter(folder, tally, every_s)
     with nullcontext() if observe is None else observe(tally):
@@ -87,7 +87,7 @@ def live_progress(
         else:
             tally.end("finished")
         finally:
-            writer.end(end_wait_s)
+            writer.end(_END_WAIT_S)
 
 
 class ProgressWriter:
@@ -98,6 +98,8 @@ class ProgressWriter:
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._has_warned = False
+        self._news: tuple[object, float] | None = None
+        """State and rows as they were when they last changed, and the attempt's seconds then."""
 
     def start(self) -> None:
         """Begin, with a first write at once."""
@@ -129,14 +131,20 @@ class ProgressWriter:
         while True:
             self._wake.clear()
             is_last = self._ended.is_set()
-            self._write()
+            self._write(is_last=is_last)
             if is_last:
                 return
             self._wake.wait(self._every_s)
 
-    def _write(self) -> None:
-        data = self._tally.snapshot().model_dump_json(indent=1).encode()
+    def _write(self, *, is_last: bool) -> None:
+        progress = self._tally.snapshot()
+        seen = (progress.state, progress.num_rows_done)
+        if self._news is None or self._news[0] != seen:
+            self._news = (seen, progress.elapsed_s)
+        elif progress.elapsed_s - self._news[1] > _QUIET_S and not is_last:
+            return
         try:
+            data = progress.model_dump_json(indent=1).encode()
             self._folder.write_bytes(PROGRESS_FILE, data)
         except StorageError as error:
             self._warn(error)

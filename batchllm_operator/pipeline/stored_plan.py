@@ -27,7 +27,7 @@ from batchllm_operator.spec import JobSpec
 SUPERSEDED_FILE: Final = "superseded.json"
 COMMITTING_FILE: Final = "committing.json"
 TURN_FILE: Final = "turn.json"
-_FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
+PLAN_FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
 _log = logging.getLogger(__name__)
 
 
@@ -138,7 +138,7 @@ class StoredPlan:
         Written each time that planning gives this plan, and before its manifest completes it.
         A plan's own content says nothing of when it was made, and clocks differ.
         """
-        turn = 1 + max(map(_turn, self._others().values()), default=0)
+        turn = 1 + max(map(turn_of, self._others().values()), default=0)
         self.folder.write_bytes(TURN_FILE, json.dumps({"turn": turn}).encode())
 
     def mark_older_plans(self, published: Publication | None) -> None:
@@ -163,8 +163,8 @@ class StoredPlan:
 
         Of two that were planned at the same time, neither is older.
         """
-        own = _turn(self.folder)
-        return {plan_id for plan_id, folder in self._others().items() if _turn(folder) < own}
+        own = turn_of(self.folder)
+        return {plan_id for plan_id, folder in self._others().items() if turn_of(folder) < own}
 
     def _shares_table(self, folder: Folder) -> bool:
         """Whether another plan writes the same output table, as far as can be told.
@@ -180,7 +180,7 @@ class StoredPlan:
     def _others(self) -> dict[str, Folder]:
         """Folders of the other plans of this job and partition, by plan_id."""
         parent = Folder(self.folder.fs, self.folder.path.rpartition("/")[0])
-        found = filter(None, map(_FOLDER.fullmatch, parent.subfolder_names()))
+        found = filter(None, map(PLAN_FOLDER.fullmatch, parent.subfolder_names()))
         return {m[1]: parent.child(m[0]) for m in found if m[1] != self.manifest.plan_id}
 
     @staticmethod
@@ -238,7 +238,7 @@ def _superseded_by(folder: Folder) -> str | None:
         return "a plan whose note can't be read"
 
 
-def _turn(folder: Folder) -> int:
+def turn_of(folder: Folder) -> int:
     """When a plan was planned last, counted from 1; 0 for plans of older releases."""
     try:
         return int(json.loads(folder.read_bytes(TURN_FILE))["turn"])

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from batchllm_operator.report.run_report import RunReport, SampleRow
     from batchllm_operator.report.shard_progress import ShardProgress
     from batchllm_operator.report.status import JobStatus, ShardStatus
+    from batchllm_operator.report.status_table import format_status, format_totals
     from batchllm_operator.report.summary import format_summary
 
 __all__ = [
@@ -24,7 +25,9 @@ __all__ = [
     "ShardStatus",
     "format_advice",
     "format_plan",
+    "format_status",
     "format_summary",
+    "format_totals",
 ]
 
 _MODULES = {
@@ -37,7 +40,9 @@ _MODULES = {
     "ShardStatus": "status",
     "format_advice": "advice",
     "format_plan": "plan_summary",
+    "format_status": "status_table",
     "format_summary": "summary",
+    "format_totals": "status_table",
 }
 
 

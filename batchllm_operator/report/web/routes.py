@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from batchllm_operator.errors import PlanError
+from batchllm_operator.report.page import render_report
 from batchllm_operator.report.run_report import RunReport
 from batchllm_operator.report.web import views
 from batchllm_operator.report.web.access import CurrentUser, may_read, readable_dag
@@ -92,7 +93,7 @@ def download_report(dag_id: str, run_id: str, task_id: str, map_index: MapIndex)
         raise PageError(404, "There is no report yet: the job hasn't been committed.")
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{report.job}-{report.ds}")
     headers = {"content-disposition": f'attachment; filename="{name}.html"'}
-    return HTMLResponse(views.report_page(report), headers=headers)
+    return HTMLResponse(render_report(report), headers=headers)
 
 
 @dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}")
@@ -203,7 +204,7 @@ def _live_shard(job: JobInRun, shard_idx: int) -> views.LiveShard | None:
 def _job_page(job: JobInRun, links: Links) -> Response:
     found = _live_job(job)
     if isinstance(found, RunReport):
-        return HTMLResponse(views.report_page(found, views.report_trail(job.ref, links)))
+        return HTMLResponse(render_report(found, trail=views.report_trail(job.ref, links)))
     return _live_page(found, links)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from batchllm_operator.report.pages import Trail, count, ratio, render
-from batchllm_operator.report.run_report import RunReport
 from batchllm_operator.report.status import JobStatus, ShardStatus
 from batchllm_operator.report.web.job_state import JobState
 from batchllm_operator.report.web.jobs import Job, JobRun
@@ -120,11 +119,6 @@ def message_page(heading: str, text: str, links: Links) -> str:
     """Why a page can't be shown."""
     trail = (("Jobs", links.jobs),)
     return render("web_message.html.j2", trail=trail, heading=heading, text=text)
-
-
-def report_page(report: RunReport, trail: Trail = ()) -> str:
-    """The report of a committed run."""
-    return render("web_report.html.j2", trail=trail, report=report)
 
 
 def report_trail(ref: JobRef, links: Links) -> Trail:
