@@ -171,7 +171,7 @@ def _commit(args: argparse.Namespace) -> Result:
         f"{report.num_rows_out:,} rows with a text and {report.num_rows_failed:,} with an error"
         f" published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
-    return report.model_dump(exclude={"sample_rows"})
+    return report.result()
 
 
 def _report(args: argparse.Namespace) -> Result:
@@ -183,7 +183,7 @@ def _report(args: argparse.Namespace) -> Result:
     plan_uri = args.plan or published_plan_uri(load_spec(args.job), args.ds)
     report = load_report(plan_uri)
     print(format_summary(report))
-    return report.model_dump(exclude={"sample_rows"})
+    return report.result()
 
 
 def _gc(args: argparse.Namespace) -> Result:

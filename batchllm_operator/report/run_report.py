@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
@@ -195,6 +195,17 @@ class RunReport(_Frozen):
         """Rows that the engines answered, per second of `engine_s`."""
         num_rows = sum(shard.num_rows for shard in self.shards)
         return num_rows / self.engine_s if self.engine_s else 0.0
+
+    def result(self) -> dict[str, Any]:
+        """The fields for whoever called the command, but for rows; and what the run has cost.
+
+        `gpu_s` and `cost_usd` are there if they are known. Airflow keeps them with the task.
+        """
+        cost = (
+            {} if self.bill is None else {"gpu_s": self.bill.gpu_s, "cost_usd": self.bill.cost_usd}
+        )
+        known = {name: value for name, value in cost.items() if value is not None}
+        return {**self.model_dump(exclude={"sample_rows"}), **known}
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> RunReport:

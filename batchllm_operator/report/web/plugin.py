@@ -28,7 +28,7 @@ class LazyApp:
 
     def __init__(self) -> None:
         self._app: _App | None = None
-        self._lock: asyncio.Lock | None = None
+        self._lock = asyncio.Lock()
 
     async def __call__(
         self,
@@ -36,12 +36,14 @@ class LazyApp:
         receive: Callable[[], Awaitable[_Message]],
         send: Callable[[_Message], Awaitable[None]],
     ) -> None:
-        app = self._app
-        if app is None:
-            self._lock = self._lock or asyncio.Lock()
-            async with self._lock:  # imports take a second: the API server goes on meanwhile
-                app = self._app = self._app or await asyncio.to_thread(_build)
+        app = self._app or await self._built()
         await app(scope, receive, send)
+
+    async def _built(self) -> _App:
+        async with self._lock:  # imports take a second: the API server goes on meanwhile
+            if self._app is None:
+                self._app = await asyncio.to_thread(_build)
+            return self._app
 
 
 def _build() -> _App:

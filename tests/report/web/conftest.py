@@ -65,7 +65,7 @@ class Browser:
         """A page that is shown."""
         answer = self.get(path)
         assert answer.status_code == 200, answer.text
-        return str(answer.text)
+        return str(answer.text).replace("\N{NO-BREAK SPACE}", " ")
 
 
 @pytest.fixture
