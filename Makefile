@@ -6,13 +6,15 @@ PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
 COMPAT_TESTS := tests/engine tests/simulate tests/vllm_plugin \
   tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py tests/e2e/test_attention_outputs.py
 AIRFLOW_TESTS := $(wildcard tests/operators/*.py) tests/operators/pods tests/dags/test_dags.py \
-  tests/dags/test_standalone_pods.py \
+  tests/dags/test_standalone_pods.py tests/report/web \
   $(addprefix tests/operators/kubernetes/test_,generate.py kills.py leaks.py credentials_of_pods.py)
 # Whole files, for their fixtures take long.
 PARALLEL := -n 2 --dist loadfile
 AIRFLOWS := airflow31 airflow32
-# Airflow's scheduler parses these files over and over: no heavy import may run at module level.
-DAG_CODE := batchllm_operator/operators dags
+# Airflow's scheduler parses DAGs over and over, and each of its processes loads plugins: no heavy
+# import may run at module level.
+DAG_CODE := batchllm_operator/operators dags plugins \
+  $(addprefix batchllm_operator/report/web/,__init__.py links.py plugin.py)
 DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 

@@ -41,10 +41,11 @@ class Folder:
     path: str
 
     @classmethod
-    def open(cls, uri: str) -> Folder:
+    def open(cls, uri: str, **options: Any) -> Folder:
         """The folder at a local path or an fsspec URI such as `s3://bucket/table`.
 
-        Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client.
+        Credentials and endpoints come from the environment (`AWS_*`), as for any AWS client, unless
+        `options` of the file system say otherwise.
 
         Raises:
             SpecError: no file system is installed for the URI's scheme, or it can't be a path,
@@ -63,7 +64,8 @@ class Folder:
             raise SpecError(f"{uri!r}: isn't a path or a URI")
         try:
             # No listings are cached: other processes write here too.
-            fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False, **s3_options(uri))
+            options = {"use_listings_cache": False, **s3_options(uri), **options}
+            fs, path = fsspec.core.url_to_fs(uri, **options)
         except (ValueError, ImportError) as error:
             raise SpecError(f"{uri}: no storage for this kind of URI: {error}") from error
         return cls(fs, path.rstrip("/"))

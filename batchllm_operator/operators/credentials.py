@@ -77,7 +77,11 @@ class Credentials:
             AirflowFailException: there is no such connection, this task may not read it, it
                 is of another type, or its fields don't fit together.
         """
-        connection = _get_connection(conn_id)
+        return cls.from_connection(conn_id, _get_connection(conn_id))
+
+    @classmethod
+    def from_connection(cls, conn_id: str, connection: Any) -> Credentials:
+        """Take the fields of a connection that has been read; see `from_aws`."""
         if connection.conn_type not in ("aws", "generic"):
             raise AirflowFailException(
                 f"Airflow connection {conn_id!r} is of type {connection.conn_type!r}; aws_conn_id"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pyarrow.parquet as pq
@@ -209,6 +210,40 @@ def test_generate_tasks_of_all_runs_share_the_pools_slots(standalone: Examples) 
     others = [task for task in ended if task["task_id"] != "snippets.generate"]
     assert {task["pool"] for task in others} == {"default_pool"}
     assert at_a_time(generate) <= POOL_SLOTS
+
+
+def test_the_plugins_pages_show_what_has_run(standalone: Examples) -> None:
+    """Of yesterday's run, which has started by itself."""
+    (run,) = standalone.wait_for_runs(
+        "daily_snippets", lambda run: run["run_type"] == "scheduled", 1
+    )
+    run_path = f"daily_snippets/runs/{quote(run['dag_run_id'], safe='')}"
+    (plugin,) = standalone.api("GET", "/api/v2/plugins")["plugins"]
+    assert (plugin["name"], len(plugin["external_views"])) == ("batchllm", 2)
+    assert standalone.api("GET", "/api/v2/plugins/importErrors")["total_entries"] == 0
+
+    listed = standalone.page("/batchllm/")
+    assert "daily_snippets" in listed and ">committed</span>" in listed
+    assert f'href="/batchllm/dags/{run_path}/jobs/snippets.plan/-1"' in listed
+    report = standalone.page(f"/batchllm/dags/{run_path}")
+    assert "report.html" in report and "<script" not in report
+
+    task_path = "dagRuns/{}/taskInstances/snippets.generate/links".format(run["dag_run_id"])
+    links = standalone.api(
+        "GET", f"/api/v2/dags/daily_snippets/{task_path}", params={"map_index": 0}
+    )
+    shard = f"/batchllm/dags/{run_path}/tasks/snippets.generate/0"
+    assert links["extra_links"] == {"Live progress": shard}
+    assert standalone.page(shard) == report  # which the shard's page leads to after the commit
+
+    stranger = httpx.get(
+        standalone.url + "/batchllm/",
+        headers={"accept": "text/html"},
+        follow_redirects=True,
+        timeout=60,
+        trust_env=False,
+    )
+    assert stranger.url.path == "/auth/login" and "daily_snippets" not in stranger.text
 
 
 def test_a_second_one_in_the_same_place_is_refused(standalone: Examples) -> None:

@@ -98,6 +98,15 @@ class Standalone:
         assert answer.is_success, answer.text
         return answer.json()
 
+    def page(self, path: str) -> str:
+        """A page that a browser gets, wherever that leads."""
+        headers = {**self._headers, "accept": "text/html"}
+        answer = httpx.get(
+            self.url + path, headers=headers, follow_redirects=True, timeout=60, trust_env=False
+        )
+        assert answer.is_success, answer.text
+        return answer.text
+
     def runs(self, dag_id: str) -> list[dict[str, Any]]:
         return list(self.api("GET", RUNS.format(dag_id))["dag_runs"])
 

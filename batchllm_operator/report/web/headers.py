@@ -1,0 +1,53 @@
+"""Headers that keep what the pages show where it belongs, on each answer, errors included."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+
+_POLICY: Final = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'self'"
+)
+CSP: Final = "content-security-policy"
+
+_ALWAYS: Final = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def live_policy(nonce: str) -> str:
+    """The content security policy of a page with one script of our own, which asks us for news."""
+    return f"{_POLICY}; script-src 'nonce-{nonce}'; connect-src 'self'"
+
+
+class SecurityHeaders:
+    """Wraps an ASGI application so that no answer leaves without the headers."""
+
+    def __init__(self, app: _App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        async def send_with_headers(message: _Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": _completed(message.get("headers", ()))}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def _completed(given: Any) -> list[tuple[bytes, bytes]]:
+    """The headers with ours in place of others of their names; only a policy is left if given."""
+    kept = [(name, value) for name, value in given if name.lower().decode() not in _ALWAYS]
+    ours = dict(_ALWAYS)
+    if not any(name.lower() == CSP.encode() for name, _ in kept):
+        ours[CSP] = _POLICY
+    return kept + [(name.encode(), value.encode()) for name, value in ours.items()]

@@ -1,0 +1,46 @@
+"""Answers that are kept for a moment, so that many viewers cost no more than one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+_T = TypeVar("_T")
+_MAX_ENTRIES: Final = 64
+
+
+@dataclass(slots=True)
+class _Entry:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    made_at: float = float("-inf")
+    value: Any = None
+
+
+class Kept(Generic[_T]):
+    """Values by key, each made anew when it is older than `keep_s` seconds.
+
+    While one is made, others who ask for it wait for that. What making raises is kept by nobody.
+    """
+
+    def __init__(self, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keep_s, self._clock = keep_s, clock
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """The value of `key`, made by `make` if there is none that is young enough."""
+        with self._lock:
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            while len(self._entries) > _MAX_ENTRIES:
+                self._entries.popitem(last=False)
+        with entry.lock:
+            if self._clock() - entry.made_at >= self._keep_s:
+                entry.value = make()
+                entry.made_at = self._clock()
+            value: _T = entry.value
+            return value

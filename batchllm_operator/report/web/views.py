@@ -1,0 +1,233 @@
+"""Pages as text, from what was found; nothing is read here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from batchllm_operator.report.pages import Trail, count, ratio, render
+from batchllm_operator.report.status import JobStatus, ShardStatus
+from batchllm_operator.report.web.job_state import JobState
+from batchllm_operator.report.web.jobs import Job, JobRun
+from batchllm_operator.report.web.links import Links
+from batchllm_operator.report.web.problems import masked
+from batchllm_operator.report.web.runs import FAILED, JobInRun, JobRef
+from batchllm_operator.report.web.sparkline import Sparkline, sparkline
+
+EVERY_MS: Final = 5000
+"""Milliseconds between a live page's questions for news."""
+_MAX_NOTES: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run of a job as the list shows it."""
+
+    run_id: str
+    href: str
+    ds: str | None
+    state: str
+    is_failed: bool
+    num_rows: float | None
+    num_failed: float | None
+    saving: float | None
+    tokens_per_s: float | None
+    gpu_s: float | None
+    cost_usd: float | None
+
+    @classmethod
+    def of(cls, run: JobRun, links: Links) -> RunView:
+        """Take what is shown of a run."""
+        return cls(
+            run_id=run.job.ref.run_id,
+            href=links.job(run.job.ref),
+            ds=run.ds,
+            state=run.run_state,
+            is_failed=run.run_state in FAILED,
+            num_rows=run.number("num_rows_in"),
+            num_failed=run.number("num_rows_failed"),
+            saving=run.number("achieved_saving_ratio"),
+            tokens_per_s=run.number("tokens_per_s"),
+            gpu_s=run.number("gpu_s"),
+            cost_usd=run.number("cost_usd"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job as the list shows it."""
+
+    name: str
+    dag_id: str
+    task_id: str
+    href: str
+    state: JobState
+    latest: RunView
+    shown: RunView
+    """The run whose numbers are shown: the latest that has some."""
+    shown_note: str
+    runs: tuple[RunView, ...]
+    """The latest first."""
+    trends: tuple[tuple[str, Sparkline], ...]
+
+    @classmethod
+    def of(cls, job: Job, links: Links) -> JobView:
+        """Take what is shown of a job."""
+        runs = [RunView.of(run, links) for run in job.runs]
+        latest, shown = runs[-1], RunView.of(job.latest_done, links)
+        is_older = shown.saving is not None and shown.href != latest.href
+        lines = (
+            ("Saving ratio", sparkline("Saving ratio", [run.saving for run in runs], ratio)),
+            ("Tokens/s", sparkline("Tokens per second", [run.tokens_per_s for run in runs], count)),
+        )
+        return cls(
+            name=job.name,
+            dag_id=job.dag_id,
+            task_id=job.task_id,
+            href=latest.href,
+            state=job.state,
+            latest=latest,
+            shown=shown,
+            shown_note=f"as of {shown.ds or shown.run_id}" if is_older else "",
+            runs=tuple(reversed(runs)),
+            trends=tuple((name, line) for name, line in lines if line is not None),
+        )
+
+
+def jobs_page(jobs: list[Job], links: Links) -> str:
+    """The list of jobs."""
+    return render("web_jobs.html.j2", jobs=[JobView.of(job, links) for job in jobs])
+
+
+def choice_page(jobs: list[JobInRun], dag_id: str, run_id: str, links: Links) -> str:
+    """The jobs of a run that has several."""
+    rows = [
+        {
+            "href": links.job(job.ref),
+            "title": job.title,
+            "task_id": job.ref.task_id,
+            "map_index": job.ref.map_index,
+            "state": job.state,
+        }
+        for job in jobs
+    ]
+    trail = (("Jobs", links.jobs),)
+    return render("web_choice.html.j2", trail=trail, jobs=rows, dag_id=dag_id, run_id=run_id)
+
+
+def message_page(heading: str, text: str, links: Links) -> str:
+    """Why a page can't be shown."""
+    trail = (("Jobs", links.jobs),)
+    return render("web_message.html.j2", trail=trail, heading=heading, text=text)
+
+
+def report_trail(ref: JobRef, links: Links) -> Trail:
+    """What a report is below of in the pages, and the file to keep."""
+    return (
+        ("Jobs", links.jobs),
+        (f"Run {ref.run_id}", links.run(ref.dag_id, ref.run_id)),
+        ("Download this report", links.report_file(ref)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LiveJob:
+    """A job while it runs."""
+
+    job: JobInRun
+    stage: JobState
+    status: JobStatus | None
+    """None before there is a plan."""
+    is_final: bool
+    """Whether the run of the DAG has ended, so that nothing changes any more."""
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        status = self.status
+        share = 0.0 if status is None else _share(status.num_rows_done, status.num_rows)
+        summary = self.stage.text
+        if status is not None and not self.stage.is_failed:
+            summary = f"{self.stage.text}, {_tenths(share)} of the rows are done"
+        return {
+            "stage": self.stage,
+            "status": status,
+            "share": share,
+            "summary": f"{summary[:1].upper()}{summary[1:]}.",
+            "is_final": self.is_final,
+            "notes": [masked(note) for note in status.notes[:_MAX_NOTES]] if status else [],
+            "ref": self.job.ref,
+        }
+
+    def fragment(self, links: Links) -> str:
+        """What changes."""
+        return render("web_job_live.html.j2", links=links, **self._values)
+
+    def page(self, links: Links, nonce: str) -> str:
+        """The whole page; it asks for news unless the run has ended."""
+        ref = self.job.ref
+        trail = (("Jobs", links.jobs), (f"Run {ref.run_id}", links.run(ref.dag_id, ref.run_id)))
+        return render(
+            "web_live.html.j2",
+            trail=trail,
+            heading=self.job.title,
+            fragment="web_job_live.html.j2",
+            live_url="" if self.is_final else links.live_job(ref),
+            links=links,
+            **_page_values(ref, nonce),
+            **self._values,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LiveShard:
+    """A shard while it runs."""
+
+    job: JobInRun
+    shard: ShardStatus
+    is_final: bool
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        share = _share(self.shard.num_rows_done, self.shard.num_rows)
+        return {
+            "shard": self.shard,
+            "share": share,
+            "summary": f"{self.shard.state.capitalize()}, {_tenths(share)} of the rows are done.",
+            "is_final": self.is_final,
+            "error": None if self.shard.error is None else masked(self.shard.error),
+        }
+
+    def fragment(self) -> str:
+        """What changes."""
+        return render("web_shard_live.html.j2", **self._values)
+
+    def page(self, links: Links, nonce: str) -> str:
+        """The whole page; it asks for news unless the run has ended."""
+        ref, shard_idx = self.job.ref, self.shard.shard_idx
+        trail = (
+            ("Jobs", links.jobs),
+            (f"Run {ref.run_id}", links.run(ref.dag_id, ref.run_id)),
+            (self.job.title, links.job(ref)),
+        )
+        return render(
+            "web_live.html.j2",
+            trail=trail,
+            heading=f"Shard {shard_idx} of {self.job.title}",
+            fragment="web_shard_live.html.j2",
+            live_url="" if self.is_final else links.live_shard(ref, shard_idx),
+            **_page_values(ref, nonce),
+            **self._values,
+        )
+
+
+def _page_values(ref: JobRef, nonce: str) -> dict[str, Any]:
+    return {"dag_id": ref.dag_id, "run_id": ref.run_id, "nonce": nonce, "every_ms": EVERY_MS}
+
+
+def _share(num_done: int, num_rows: int) -> float:
+    return num_done / num_rows if num_rows else 1.0
+
+
+def _tenths(share: float) -> str:
+    """In steps of ten: what is read aloud shall not change every few seconds."""
+    return f"{int(share * 10) * 10} %"

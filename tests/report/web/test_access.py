@@ -1,0 +1,110 @@
+"""Nobody sees anything whom Airflow's auth manager doesn't let."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs
+
+import pytest
+from starlette.responses import PlainTextResponse
+from support.airflow_records import Records
+
+Browser = Any  # the class in conftest.py
+
+VALUES = {
+    "dag_id": "job",
+    "run_id": "a",
+    "task_id": "batchllm.plan",
+    "map_index": "-1",
+    "shard_idx": "0",
+}
+
+
+def paths(app: Any) -> list[str]:
+    """An address of each route that the application has, whoever has added it."""
+    found = [re.sub(r"\{(\w+)\}", lambda match: VALUES[match[1]], r.path) for r in app.routes]
+    assert len(found) >= 8
+    return found
+
+
+def refuses_without_login(browser: Browser, app: Any) -> bool:
+    """Whether each route refuses whoever has no token, or a forged one."""
+    for path in paths(app):
+        page = browser.get(path)
+        if page.status_code != 302 or "/api/v2/auth/login?next=" not in page.headers["location"]:
+            return False
+        if browser.get(path, accept="*/*").status_code != 401:
+            return False
+        if browser.get(path, authorization="Bearer forged", accept="*/*").status_code != 403:
+            return False
+    return True
+
+
+def test_each_route_refuses_without_a_login(nobody: Browser, pages: Any, records: Records) -> None:
+    records.run().job("x")
+    assert refuses_without_login(nobody, pages)
+
+
+def test_a_route_beside_the_dependency_would_be_found(nobody: Browser, pages: Any) -> None:
+    pages.add_route("/open", lambda request: PlainTextResponse("all of it"))
+    assert not refuses_without_login(nobody, pages)
+
+
+def test_a_route_that_is_added_to_the_application_has_the_dependency(
+    nobody: Browser, pages: Any
+) -> None:
+    @pages.get("/new")
+    def show_new() -> str:
+        return "all of it"
+
+    assert nobody.get("/new", accept="*/*").status_code == 401
+
+
+def test_login_leads_back_to_the_page(nobody: Browser) -> None:
+    answer = nobody.get("/dags/job/runs/a%2B1?x=1")
+    path, _, query = answer.headers["location"].partition("?")
+    assert path == "/api/v2/auth/login"
+    assert parse_qs(query) == {"next": ["/batchllm/dags/job/runs/a%2B1?x=1"]}
+
+
+@pytest.fixture
+def bob(log_in: Callable[[str], Browser], monkeypatch: pytest.MonkeyPatch) -> Browser:
+    """A user who may read all DAGs but `secret`, and nothing of `half` but that it exists."""
+    from airflow.api_fastapi.auth.managers.simple.simple_auth_manager import SimpleAuthManager
+
+    def is_authorized_dag(
+        self: Any, *, method: str, user: Any, access_entity: Any = None, details: Any = None
+    ) -> bool:
+        assert method == "GET"
+        if user.username != "bob":
+            return True
+        return details.id != "secret" and (details.id != "half" or access_entity is None)
+
+    monkeypatch.setattr(SimpleAuthManager, "is_authorized_dag", is_authorized_dag)
+    return log_in("bob")
+
+
+@pytest.mark.parametrize("dag_id", ["secret", "half"])
+def test_who_may_not_read_a_dag_sees_nothing_of_it(
+    bob: Browser, anna: Browser, pages: Any, records: Records, committed: Any, dag_id: str
+) -> None:
+    uri = committed.folder.uri
+    records.run(dag_id).job(uri, dag_id=dag_id, outcome={"num_rows_in": 30})
+    records.run("job").job(uri)
+    assert dag_id in anna.page("/")
+    listed = bob.page("/")
+    assert f"DAG {dag_id}," not in listed and "DAG job," in listed
+    about_dags = [path for path in paths(pages) if path != "/"]
+    for path in about_dags:
+        of_dag = path.replace("/dags/job/", f"/dags/{dag_id}/")
+        assert bob.get(of_dag).status_code == 403, path
+        assert anna.get(of_dag).status_code in (200, 205, 302, 404), path
+
+
+def test_a_dag_that_nobody_knows_has_no_pages(anna: Browser, records: Records) -> None:
+    assert anna.get("/dags/other/runs/a").status_code == 404
+    records.run()
+    assert anna.get("/dags/job/runs/b").status_code == 404
+    assert anna.get("/dags/job/runs/a").status_code == 404

@@ -1,0 +1,115 @@
+"""The list of jobs: from Airflow's database alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.airflow_records import Records
+
+Browser = Any  # the class in conftest.py
+
+
+def uri(day: int, job: str = "rank") -> str:
+    return f"s3://lake/out/_batchllm/{job}/2026-01-{day + 1:02d}/plan-{day:016x}"
+
+
+def outcome(saving: float = 0.5, **changes: Any) -> dict[str, Any]:
+    return {
+        "num_rows_in": 1000,
+        "num_rows_failed": 2,
+        "achieved_saving_ratio": saving,
+        "tokens_per_s": 4321.0,
+        **changes,
+    }
+
+
+@pytest.fixture(autouse=True)
+def no_lake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list opens no folder."""
+    from batchllm_operator.lake import Folder
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("the lake was read")
+
+    monkeypatch.setattr(Folder, "open", fail)
+
+
+def test_an_airflow_without_jobs_says_how_they_come(anna: Browser, records: Records) -> None:
+    assert "No job has run here yet" in anna.page("/")
+    records.run().task("hello", operator="BashOperator", plan_uri=uri(0))
+    assert "No job has run here yet" in anna.page("/")
+
+
+def test_a_job_is_listed_with_its_latest_run_and_the_trend(anna: Browser, records: Records) -> None:
+    for day in range(35):
+        records.run(run_id=f"r{day}", state="success", day=day)
+        records.job(uri(day), run_id=f"r{day}", outcome=outcome(0.4 + day / 100))
+    records.run(run_id="now", day=40).job(uri(40), run_id="now")
+    html = anna.page("/")
+    assert '<a href="/batchllm/dags/job/runs/now/jobs/batchllm.plan/-1">rank</a>' in html
+    for shown in ("generating (0 of 2 shards)", "74.0 %", "as of 2026-01-35", "4,321", "1,000"):
+        assert shown in html, shown
+    assert "The last 30 runs of rank" in html and ">r5<" not in html and ">r6<" in html
+    text = "Saving ratio of the last 30 runs: from 46.0 % to 74.0 %, between 46.0 % and 74.0 %"
+    assert f'aria-label="{text}; unknown for 1"' in html
+
+
+def test_jobs_of_one_dag_have_their_own_numbers(anna: Browser, records: Records) -> None:
+    records.run(state="success").job(uri(0, "one"), group="one", outcome=outcome(0.11))
+    records.job(uri(0, "two"), group="two", outcome=outcome(0.22))
+    records.job(uri(0, "three"), group="", outcome=outcome(0.33, gpu_s=7200.0, cost_usd=5.5))
+    one, three, two = anna.page("/").split('<section class="card"')[1:]
+    assert "11.0 %" in one and "22.0 %" not in one
+    assert "22.0 %" in two and "11.0 %" not in two
+    assert "33.0 %" in three and "2 h 00 min" in three and "$5.50" in three
+
+
+@pytest.mark.parametrize(
+    ("plan", "generate", "commit", "shown"),
+    [
+        ("running", [], None, "planning"),
+        ("queued", [], None, "waiting for planning"),
+        ("failed", [], None, "planning failed"),
+        ("up_for_retry", [], None, "planning again"),
+        ("success", ["success", "running"], None, "generating (1 of 2 shards)"),
+        ("success", ["success", "failed"], "upstream_failed", "generating failed (1 of 2 shards)"),
+        ("success", ["success", "success"], "running", "committing"),
+        ("success", ["success", "success"], "failed", "committing failed"),
+        ("success", ["skipped"], "success", "committed"),
+    ],
+)
+def test_the_stage_of_a_job(
+    anna: Browser,
+    records: Records,
+    plan: str,
+    generate: list[str],
+    commit: str | None,
+    shown: str,
+) -> None:
+    noted = {"plan_uri": uri(0)} if plan == "success" else {}
+    records.run(run_id="old").task("j.plan", run_id="old", plan_uri=uri(1))
+    records.run(day=1).task("j.plan", plan, **noted).task("j.commit", commit)
+    for idx, state in enumerate(generate):
+        records.task("j.generate", state, map_index=idx)
+    assert f">{shown}</span>" in anna.page("/")
+
+
+def test_what_xcoms_hold_need_not_be_what_we_wrote(anna: Browser, records: Records) -> None:
+    for day, noted in enumerate((17, None, ["x"], {"plan_uri": 1}, "/etc/passwd", "[" * 5000)):
+        records.run(run_id=f"r{day}", day=day)
+        records.job(noted, run_id=f"r{day}", outcome=outcome("x", num_rows_in=True))  # type: ignore[arg-type]
+    records.run(run_id="r9", day=9).task("batchllm.plan", run_id="r9", plan_uri=uri(9))
+    records.task("batchllm.commit", run_id="r9", return_value=[uri(9)])
+    records.task("batchllm.report", run_id="r9", return_value={"plan_uri": [uri(9)]})
+    html = anna.page("/")
+    assert "unknown" in html and ">r0<" in html and "/etc/passwd" not in html
+
+
+def test_mapped_plans_are_runs_of_one_job(anna: Browser, records: Records) -> None:
+    records.run()
+    for idx in range(3):
+        records.task("m.plan", map_index=idx, plan_uri=uri(idx))
+    html = anna.page("/")
+    assert html.count('<section class="card"') == 1 and "The last 3 runs of rank" in html
+    assert "/jobs/m.plan/2" in html

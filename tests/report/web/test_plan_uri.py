@@ -1,0 +1,135 @@
+"""What a plan task has noted is read only if it can be the URI of a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.airflow_records import Records
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.report.web.plan_uri import ROOTS_SETTING, PlanURI
+
+Browser = Any  # the class in conftest.py
+END = "_batchllm/job/2026-01-31/plan-0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [f"s3://lake/out/{END}", f"s3a://lake/{END}", f"/lake/out/{END}", f"file:///lake/out/{END}"],
+)
+def test_uris_of_plans(uri: str) -> None:
+    found = PlanURI.parse(uri)
+    assert (found.uri, found.job, found.ds) == (uri, "job", "2026-01-31")
+    assert found.plan_id == "0123456789abcdef"
+    assert (found.local_path is None) == uri.startswith("s3")
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [
+        None,
+        17,
+        ["/lake"],
+        "",
+        "/etc/passwd",
+        "/etc",
+        END,
+        f"lake/{END}",
+        f"//lake/{END}",
+        f"/lake/../etc/{END}",
+        f"/lake/./{END}",
+        f"/lake//x/{END}",
+        f"/lake/{END}/",
+        f"/lake/{END}/..",
+        f"/lake/{END}/../../../../etc",
+        f"/lake/{END}\n",
+        f"/lake/{END}\0",
+        f"/lake\0/{END}",
+        f"/lake/{END[:-1]}",
+        f"/lake/{END}0",
+        f"/lake/{END.upper()}",
+        f"/lake/{END.replace('2026-01-31', '..')}",
+        f"/lake/{END.replace('2026-01-31', 'a/b')}",
+        f"/lake/{END.replace('job', '..')}",
+        f"/lake/%2e%2e/{END}?x=1",
+        f"https://host/{END}",
+        f"http://169.254.169.254/latest/{END}",
+        f"s3:///{END}",
+        f"s3://key:secret@lake/{END}",
+        f"file://host/{END}",
+        f"gs://lake/{END}",
+        f"github://a:b@/{END}",
+        f"filecache::s3://lake/{END}",
+        f"simplecache::file:///lake/{END}",
+        "/lake/" + 5000 * "x" + f"/{END}",
+    ],
+)
+def test_what_is_no_uri_of_a_plan(noted: Any) -> None:
+    with pytest.raises(PlanError) as error:
+        PlanURI.parse(noted)
+    assert "secret" not in str(error.value) and "etc" not in str(error.value)
+
+
+def test_roots_bound_what_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "lake" / END
+    folder.mkdir(parents=True)
+    local, remote = PlanURI.parse(str(folder)), PlanURI.parse(f"s3://lake/out/{END}")
+    local.check_place({})
+    roots = {ROOTS_SETTING: f"s3://lake/out , {tmp_path}/lake,"}
+    local.check_place(roots)
+    remote.check_place(roots)
+    for other in ("", f"{tmp_path}/la", "s3://lake/ou", "s3://other"):
+        for uri in (local, remote):
+            with pytest.raises(PlanError, match=ROOTS_SETTING):
+                uri.check_place({ROOTS_SETTING: other})
+
+
+def test_links_out_of_the_roots_are_followed_before_they_are_judged(tmp_path: Path) -> None:
+    outside, inside = tmp_path / "outside" / END, tmp_path / "lake" / END
+    outside.mkdir(parents=True)
+    inside.parent.mkdir(parents=True)
+    inside.symlink_to(outside)
+    PlanURI.parse(str(inside)).check_place({})
+    with pytest.raises(PlanError, match=ROOTS_SETTING):
+        PlanURI.parse(str(inside)).check_place({ROOTS_SETTING: str(tmp_path / "lake")})
+    inside.unlink()
+    inside.symlink_to("/etc")
+    with pytest.raises(PlanError, match="symbolic link"):
+        PlanURI.parse(str(inside)).check_place({})
+
+
+@pytest.mark.parametrize("noted", ["/etc", "/etc/passwd", 5, {"a": 1}, f"https://host/{END}"])
+def test_a_page_of_what_was_edited_says_so(anna: Browser, records: Records, noted: Any) -> None:
+    records.run().job(noted)
+    answer = anna.get("/dags/job/runs/a")
+    assert answer.status_code == 409 and "root:" not in answer.text
+
+
+def test_links_to_other_files_show_nothing_of_them(
+    anna: Browser, records: Records, committed: Any, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text(json.dumps({"password": "hunter22"}))
+    folder = Path(committed.folder.path)
+    records.run().job(str(folder))
+    for name in ("report.json", "manifest.json"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(secret)
+        for path in ("", "/jobs/batchllm.plan/-1/report.html"):
+            answer = anna.get("/dags/job/runs/a" + path)
+            assert answer.status_code == 409
+            assert "hunter22" not in answer.text and "password" not in answer.text
+
+
+def test_a_plan_of_another_place_is_not_shown(
+    anna: Browser, records: Records, committed: Any, tmp_path: Path
+) -> None:
+    folder = Path(committed.folder.path)
+    other = folder.with_name("plan-" + 16 * "0")
+    folder.rename(other)
+    records.run().job(str(other))
+    answer = anna.get("/dags/job/runs/a")
+    assert answer.status_code == 409 and "belongs elsewhere" in answer.text

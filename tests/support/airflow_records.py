@@ -1,0 +1,137 @@
+"""Rows of Airflow's database: runs, their tasks, and what these have noted."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import delete, func, insert, select
+
+DAY = datetime(2026, 1, 1, tzinfo=UTC)
+CLASSES = {
+    "plan": "BatchLLMPlanOperator",
+    "generate": "BatchLLMGenerateOperator",
+    "commit": "BatchLLMCommitOperator",
+    "report": "BatchLLMReportOperator",
+}
+
+
+class Records:
+    """Puts rows into Airflow's database. Ids need be no ids that Airflow would take."""
+
+    def clear(self) -> None:
+        """Remove all runs, tasks and what they have noted."""
+        with self._session() as session:
+            for table in self._tables():
+                session.execute(delete(table))
+
+    def run(
+        self, dag_id: str = "job", run_id: str = "a", *, state: str = "running", day: int = 0
+    ) -> Records:
+        """A run of a DAG, due `day` days after the first."""
+        from airflow.models.dagrun import DagRun
+        from airflow.utils.types import DagRunType
+
+        due = DAY + timedelta(days=day)
+        run = {
+            "dag_id": dag_id,
+            "run_id": run_id,
+            "state": state,
+            "run_type": DagRunType.MANUAL,
+            "run_after": due,
+            "logical_date": None,
+            "queued_at": due,
+            "clear_number": 0,
+            "log_template_id": None,
+        }
+        self._insert(DagRun, run)
+        return self
+
+    def task(
+        self,
+        task_id: str,
+        state: str | None = "success",
+        *,
+        dag_id: str = "job",
+        run_id: str = "a",
+        map_index: int = -1,
+        operator: str | None = None,
+        rendered: dict[str, Any] | None = None,
+        **xcoms: Any,
+    ) -> Records:
+        """A task of a run; `xcoms` are what it has noted, as Airflow stores it."""
+        from airflow.models.renderedtifields import RenderedTaskInstanceFields
+        from airflow.models.taskinstance import TaskInstance
+        from airflow.models.xcom import XComModel
+
+        which = {"dag_id": dag_id, "run_id": run_id, "task_id": task_id, "map_index": map_index}
+        task = {
+            "state": state,
+            "operator": operator or CLASSES[task_id.rpartition(".")[2]],
+            "try_number": 1,
+            "max_tries": 0,
+            "pool": "default_pool",
+            "pool_slots": 1,
+            "queue": "default",
+            "priority_weight": 1,
+        }
+        self._insert(TaskInstance, which | task)
+        if rendered is not None:
+            self._insert(RenderedTaskInstanceFields, {**which, "rendered_fields": rendered})
+        for key, value in xcoms.items():
+            noted = {"key": key, "value": json.dumps(value), "dag_run_id": self._run(which)}
+            self._insert(XComModel, which | noted)
+        return self
+
+    def job(
+        self,
+        plan_uri: Any,
+        *,
+        dag_id: str = "job",
+        run_id: str = "a",
+        group: str = "batchllm",
+        commit: str | None = None,
+        outcome: dict[str, Any] | None = None,
+        num_shards: int = 2,
+    ) -> Records:
+        """The tasks of a job, planned as `plan_uri`; committed if there is an outcome."""
+        where: dict[str, Any] = {"dag_id": dag_id, "run_id": run_id}
+        shards = [{"plan_uri": plan_uri, "shard_idx": idx} for idx in range(num_shards)]
+        self.task(f"{group}.plan", plan_uri=plan_uri, return_value=shards, **where)
+        generated = "running" if outcome is None else "success"
+        for idx in range(num_shards):
+            self.task(f"{group}.generate", generated, map_index=idx, **where)
+        if outcome is None:
+            return self.task(f"{group}.commit", commit, **where)
+        outcome = {"plan_uri": plan_uri, **outcome}
+        return self.task(f"{group}.commit", return_value=outcome, **where)
+
+    def _run(self, which: dict[str, Any]) -> int:
+        from airflow.models.dagrun import DagRun
+
+        with self._session() as session:
+            return int(
+                session.scalar(
+                    select(func.max(DagRun.id)).where(
+                        DagRun.dag_id == which["dag_id"], DagRun.run_id == which["run_id"]
+                    )
+                )
+            )
+
+    def _insert(self, model: Any, values: dict[str, Any]) -> None:
+        with self._session() as session:
+            session.execute(insert(model).values(**values))
+
+    def _session(self) -> Any:
+        from airflow.utils.session import create_session
+
+        return create_session(scoped=False)
+
+    def _tables(self) -> list[Any]:
+        from airflow.models.dagrun import DagRun
+        from airflow.models.renderedtifields import RenderedTaskInstanceFields
+        from airflow.models.taskinstance import TaskInstance
+        from airflow.models.xcom import XComModel
+
+        return [XComModel, RenderedTaskInstanceFields, TaskInstance, DagRun]
