@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator import __version__
 from batchllm_operator.errors import ERROR_MARK, BatchLLMError, ExitCode, Interrupted
-from batchllm_operator.pipeline import gc_command, simulate_command, status_command
+from batchllm_operator.pipeline import gc_command, report_command, simulate_command, status_command
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from batchllm_operator.metrics import MetricsAddress
     from batchllm_operator.pipeline.shard_tally import ShardTally
     from batchllm_operator.spec import JobSpec
@@ -192,46 +194,28 @@ def _commit(args: argparse.Namespace) -> Result:
     return report.figures()
 
 
-def _report(args: argparse.Namespace) -> Result:
-    from batchllm_operator.pipeline.commit import published_plan_uri
-    from batchllm_operator.pipeline.run_report import load_report, refresh_page
-    from batchllm_operator.report import format_summary
-    from batchllm_operator.report.page import render_report
-    from batchllm_operator.spec import load_spec
-
-    if args.compare is not None:
-        return _compare(args)
-    plan_uri = args.plan or published_plan_uri(load_spec(args.job), args.ds)
-    report = load_report(plan_uri)
-    refresh_page(plan_uri, report)
-    if args.out is not None:
-        args.out.write_text(render_report(report), encoding="utf-8")
-    print(format_summary(report))
-    return report.figures()
-
-
-def _compare(args: argparse.Namespace) -> Result:
-    from batchllm_operator.pipeline.run_report import load_report
-    from batchllm_operator.report.comparison import compare, format_comparison, render_comparison
-
-    before, after = (load_report(uri) for uri in args.compare)
-    comparison = compare(before, after)
-    if args.out is not None:
-        args.out.write_text(render_comparison(comparison), encoding="utf-8")
-    print(format_comparison(comparison))
-    return {"before": before.figures(), "after": after.figures()}
-
-
 def _gc(args: argparse.Namespace) -> Result:
     return gc_command.run(_load_job(args), args)
 
 
 def _schema(args: argparse.Namespace) -> Result:
-    from batchllm_operator.spec import JobSpec
-
-    schema = JobSpec.model_json_schema()
+    schema = _schema_model(args.what).model_json_schema()
     print(json.dumps(schema, indent=2))
     return schema
+
+
+def _schema_model(what: str) -> type[BaseModel]:
+    if what == "report":
+        from batchllm_operator.report.run_report import RunReport
+
+        return RunReport
+    if what == "progress":
+        from batchllm_operator.report.shard_progress import ShardProgress
+
+        return ShardProgress
+    from batchllm_operator.spec import JobSpec
+
+    return JobSpec
 
 
 def _demo_table(args: argparse.Namespace) -> Result:
@@ -330,19 +314,8 @@ def _parser() -> argparse.ArgumentParser:
     commit = add_stage("commit", _commit, "Check that every row is answered, and publish.")
     commit.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")
 
-    report = add_stage("report", _report, "Print what a committed run did, or compare two.")
-    which = report.add_mutually_exclusive_group(required=True)
-    which.add_argument("--plan", metavar="URI", help="what `plan` printed")
-    which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML); needs --ds")
-    which.add_argument(
-        "--compare",
-        nargs=2,
-        metavar=("A", "B"),
-        help="URIs of two committed plans: print what changed from A to B",
-    )
-    report.add_argument("--ds", help="the partition; with --job")
-    report.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the page (HTML) there as well"
+    report_command.add_arguments(
+        add_stage("report", report_command.run, "Print what a committed run did, or compare two.")
     )
 
     simulate_command.add_arguments(
@@ -363,7 +336,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_job(gc)
     gc_command.add_arguments(gc)
 
-    add("schema", _schema, "Print the JSON schema of the job spec.")
+    schema = add("schema", _schema, "Print the JSON schema of the job spec, or of another file.")
+    schema.add_argument(
+        "what",
+        nargs="?",
+        choices=("job", "report", "progress"),
+        default="job",
+        help="job spec, a run's report.json, or an attempt's progress.json (default job)",
+    )
 
     table = add("demo-table", _demo_table, "Make a small table from installed packages' texts.")
     table.add_argument("folder", type=Path, metavar="DIR")

@@ -133,8 +133,46 @@ def test_schema_is_json_and_names_every_section(batchllm: Batchllm) -> None:
 
 
 @pytest.mark.parametrize(
+    ("what", "field"), [("report", "report_version"), ("progress", "progress_version")]
+)
+def test_schemas_of_what_is_stored(batchllm: Batchllm, what: str, field: str) -> None:
+    assert field in json.loads(batchllm("schema", what).out)["properties"]
+
+
+def test_a_report_is_written_where_it_is_asked_for(job: Path, batchllm: Batchllm) -> None:
+    uri = plan(job)
+    assert call("run", "--plan", uri, "--shard", "0").returncode == 0
+    assert call("commit", "--plan", uri).returncode == 0
+    page, result = job.parent / "page.html", job.parent / "result.json"
+    outcome = batchllm("report", "--plan", uri, "--out", str(page))
+    assert outcome.code == ExitCode.OK
+    assert "saving ratio" in outcome.out
+    assert page.read_text() == (Path(uri) / "report.html").read_text()
+    outcome = batchllm("report", "--compare", uri, uri, "--out", str(page), "--result", str(result))
+    assert outcome.code == ExitCode.OK
+    assert "note: both are the same run" in outcome.out
+    assert "Achieved saving" in page.read_text()
+    assert json.loads(result.read_text())["after"]["num_rows_in"] == 40
+
+
+def test_a_report_for_a_folder_that_is_not_there_is_an_error(job: Path, batchllm: Batchllm) -> None:
+    outcome = batchllm("report", "--compare", str(job.parent / "none"), str(job.parent / "none"))
+    assert outcome.code == ExitCode.INVALID
+    assert "there is no manifest.json" in outcome.err
+
+
+@pytest.mark.parametrize(
     "arguments",
-    [[], ["nonsense"], ["plan"], ["run", "--plan", "x"], ["report"], ["report", "--job", "x.yaml"]],
+    [
+        [],
+        ["nonsense"],
+        ["report", "--compare", "a"],
+        ["schema", "nonsense"],
+        ["plan"],
+        ["run", "--plan", "x"],
+        ["report"],
+        ["report", "--job", "x.yaml"],
+    ],
 )
 def test_wrong_usage_is_exit_code_2(batchllm: Batchllm, arguments: list[str]) -> None:
     outcome = batchllm(*arguments)

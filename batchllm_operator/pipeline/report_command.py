@@ -1,0 +1,59 @@
+"""The command `batchllm report`: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Heavy imports wait until the command runs, so that --help answers at once.
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("--plan", metavar="URI", help="what `plan` printed")
+    which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML); needs --ds")
+    which.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="URIs of two committed plans: print what changed from A to B",
+    )
+    command.add_argument("--ds", help="the partition; with --job")
+    command.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the page (HTML) there as well"
+    )
+
+
+def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Print the summary of a run, or what changed between two, and return the figures."""
+    if args.compare is not None:
+        return _compare(args.compare, args.out)
+    from batchllm_operator.pipeline.commit import published_plan_uri
+    from batchllm_operator.pipeline.run_report import load_report, refresh_page
+    from batchllm_operator.report import format_summary
+    from batchllm_operator.spec import load_spec
+
+    plan_uri = args.plan or published_plan_uri(load_spec(args.job), args.ds)
+    report = load_report(plan_uri)
+    refresh_page(plan_uri, report)
+    if args.out is not None:
+        from batchllm_operator.report.page import render_report
+
+        args.out.write_text(render_report(report), encoding="utf-8")
+    print(format_summary(report))
+    return report.figures()
+
+
+def _compare(plan_uris: list[str], out: Path | None) -> Mapping[str, Any]:
+    from batchllm_operator.pipeline.run_report import load_report
+    from batchllm_operator.report.comparison import compare, format_comparison, render_comparison
+
+    before, after = map(load_report, plan_uris)
+    comparison = compare(before, after)
+    if out is not None:
+        out.write_text(render_comparison(comparison), encoding="utf-8")
+    print(format_comparison(comparison))
+    return {"before": before.figures(), "after": after.figures()}
