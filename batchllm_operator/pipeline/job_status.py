@@ -195,7 +195,9 @@ def _read_shard(plan: StoredPlan, shard_idx: int, *, with_report: bool) -> _Foun
         else:
             progress += [found] if found is not None else []
     report = None
-    if with_report:  # after the progress, for it is written before the last of that
+    # After the progress, for it is written before the last of that, which then says the same.
+    is_told = bool(progress) and progress[-1].state == "finished"
+    if with_report and not is_told:
         try:
             report = _report(folder, plan.manifest.plan_id, shard_idx)
         except PlanError as error:

@@ -198,25 +198,26 @@ class _Window:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: deque[tuple[float, int, int]] = deque()
+        """When a step began, and its tokens and rows."""
+        self._num_tokens = self._num_rows = 0
 
     def add(self, clock: float, num_tokens: int, num_rows: int) -> None:
         with self._lock:
+            self._num_tokens += num_tokens
+            self._num_rows += num_rows
             if self._steps and clock - self._steps[-1][0] < _STEP_S:
                 began_at, tokens, rows = self._steps[-1]
                 self._steps[-1] = (began_at, tokens + num_tokens, rows + num_rows)
             else:
                 self._steps.append((clock, num_tokens, num_rows))
-            self._forget(clock)
 
     def rates(self, clock: float, running_s: float) -> tuple[float, float]:
         """Tokens and rows per second, over the window or since the engine runs."""
         with self._lock:
-            self._forget(clock)
-            num_tokens = sum(step[1] for step in self._steps)
-            num_rows = sum(step[2] for step in self._steps)
+            while self._steps and clock - self._steps[0][0] >= _WINDOW_S:
+                _, num_tokens, num_rows = self._steps.popleft()
+                self._num_tokens -= num_tokens
+                self._num_rows -= num_rows
+            sums = self._num_tokens, self._num_rows
         span_s = min(running_s, _WINDOW_S)
-        return (num_tokens / span_s, num_rows / span_s) if span_s > 0 else (0.0, 0.0)
-
-    def _forget(self, clock: float) -> None:
-        while self._steps and clock - self._steps[0][0] >= _WINDOW_S:
-            self._steps.popleft()
+        return (sums[0] / span_s, sums[1] / span_s) if span_s > 0 else (0.0, 0.0)

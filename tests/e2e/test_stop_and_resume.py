@@ -34,7 +34,10 @@ def test_a_stopped_run_leaves_nothing_and_is_resumed(demo: Demo, how: signal.Sig
     expected = -how if how is signal.SIGKILL else 128 + how
     assert process.returncode == expected, output
     wait_until(lambda: not live_processes(process.pid), "the engine's processes are gone", 10.0)
-    assert not list(runs.rglob(".*")), "no temporary file is left"
+    temporary = [path.name for path in runs.rglob(".*")]
+    if how is signal.SIGKILL:  # a thread of the process may have been at its progress just then
+        temporary = [name for name in temporary if not name.startswith(".progress.json.")]
+    assert not temporary, "no temporary file is left"
     num_parts_kept = len(list(runs.glob("*/part-*.json")))
 
     report = demo.run(*arguments)

@@ -22,6 +22,7 @@ from batchllm_operator.pipeline import run as run_module
 from batchllm_operator.pipeline.attempts import CLAIM_FILE, Attempt, claim_attempt
 from batchllm_operator.pipeline.commit import commit_run
 from batchllm_operator.pipeline.draining import Drain
+from batchllm_operator.pipeline.live_progress import INTERVAL_VARIABLE
 from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan
@@ -275,6 +276,7 @@ def test_a_damaged_part_is_made_again_beside_the_old_one(plan: StoredPlan) -> No
 
 def test_files_and_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each file the content, then its name; of each new folder its name, too."""
+    monkeypatch.setenv(INTERVAL_VARIABLE, "off")  # another thread's files come in between
     plan = plan_one_shard(str(tmp_path))
     before = {path for path in tmp_path.rglob("*") if path.is_dir()}
     synced: list[Path] = []
