@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,8 @@ from batchllm_operator.errors import ERROR_MARK, BatchLLMError, ExitCode, Interr
 from batchllm_operator.pipeline import gc_command, simulate_command, status_command
 
 if TYPE_CHECKING:
+    from batchllm_operator.metrics import MetricsAddress
+    from batchllm_operator.pipeline.shard_tally import ShardTally
     from batchllm_operator.spec import JobSpec
 
 # Each command imports its stage when it runs, so that --help and schema answer at once.
@@ -63,6 +65,8 @@ def _main(argv: Sequence[str] | None) -> int:
         _check_verify(parser, args)
     if args.name == "simulate":
         simulate_command.check_arguments(parser, args)
+    if args.name == "run":
+        args.metrics = _metrics_address(parser, args.metrics_port)
     if getattr(args, "result", None) is not None and not args.result.parent.is_dir():
         parser.error(f"--result: there is no folder {args.result.parent}")
     logging.basicConfig(
@@ -143,12 +147,26 @@ def _run(args: argparse.Namespace) -> Result:
 
     drain = Drain()
     with drain.on_sigterm(args.drain_s) if args.drain_s else nullcontext():
-        report = run_shard(args.plan, args.shard, num_gpus=args.num_gpus, drain=drain)
+        report = run_shard(
+            args.plan,
+            args.shard,
+            num_gpus=args.num_gpus,
+            drain=drain,
+            observe=lambda tally: _metrics_of(tally, args.metrics),
+        )
     print(
         f"shard {report.shard_idx}: {report.num_rows:,} rows, {report.num_failed_rows:,} failed;"
         f" {report.num_parts} parts, {report.num_resumed_parts} of them done before"
     )
     return {"plan_uri": args.plan, **report.model_dump()}
+
+
+def _metrics_of(
+    tally: ShardTally, address: MetricsAddress | None
+) -> AbstractContextManager[MetricsAddress | None]:
+    from batchllm_operator.metrics import ShardCollector, serving_metrics
+
+    return serving_metrics(address, ShardCollector(tally.snapshot, job=tally.job, ds=tally.ds))
 
 
 def _verify(args: argparse.Namespace) -> Result:
@@ -171,19 +189,37 @@ def _commit(args: argparse.Namespace) -> Result:
         f"{report.num_rows_out:,} rows with a text and {report.num_rows_failed:,} with an error"
         f" published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
-    return report.result()
+    return report.figures()
 
 
 def _report(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.commit import published_plan_uri
-    from batchllm_operator.pipeline.run_report import load_report
+    from batchllm_operator.pipeline.run_report import load_report, refresh_page
     from batchllm_operator.report import format_summary
+    from batchllm_operator.report.page import render_report
     from batchllm_operator.spec import load_spec
 
+    if args.compare is not None:
+        return _compare(args)
     plan_uri = args.plan or published_plan_uri(load_spec(args.job), args.ds)
     report = load_report(plan_uri)
+    refresh_page(plan_uri, report)
+    if args.out is not None:
+        args.out.write_text(render_report(report), encoding="utf-8")
     print(format_summary(report))
-    return report.result()
+    return report.figures()
+
+
+def _compare(args: argparse.Namespace) -> Result:
+    from batchllm_operator.pipeline.run_report import load_report
+    from batchllm_operator.report.comparison import compare, format_comparison, render_comparison
+
+    before, after = (load_report(uri) for uri in args.compare)
+    comparison = compare(before, after)
+    if args.out is not None:
+        args.out.write_text(render_comparison(comparison), encoding="utf-8")
+    print(format_comparison(comparison))
+    return {"before": before.figures(), "after": after.figures()}
 
 
 def _gc(args: argparse.Namespace) -> Result:
@@ -275,6 +311,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="at SIGTERM, finish open parts for at most S seconds (default 0: drop them)",
     )
+    run.add_argument(
+        "--metrics-port",
+        metavar="[HOST:]PORT",
+        help="serve Prometheus metrics there, on this machine alone if HOST is left out; 0 for none"
+        " (default: BATCHLLM_METRICS_PORT, or none)",
+    )
 
     verify = add_stage(
         "verify", _verify, "Check that what a stage was to leave in the lake is there, whole."
@@ -288,11 +330,20 @@ def _parser() -> argparse.ArgumentParser:
     commit = add_stage("commit", _commit, "Check that every row is answered, and publish.")
     commit.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")
 
-    report = add_stage("report", _report, "Print what a committed run did.")
+    report = add_stage("report", _report, "Print what a committed run did, or compare two.")
     which = report.add_mutually_exclusive_group(required=True)
     which.add_argument("--plan", metavar="URI", help="what `plan` printed")
     which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML); needs --ds")
+    which.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="URIs of two committed plans: print what changed from A to B",
+    )
     report.add_argument("--ds", help="the partition; with --job")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the page (HTML) there as well"
+    )
 
     simulate_command.add_arguments(
         add_stage(
@@ -327,6 +378,19 @@ def _add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML)")
     which.add_argument("--job-json", metavar="JSON", help="the job spec itself, paths absolute")
+
+
+def _metrics_address(parser: argparse.ArgumentParser, given: str | None) -> MetricsAddress | None:
+    """Where to serve metrics: what the command line says, else the environment."""
+    from batchllm_operator.metrics import ADDRESS_VARIABLE, MetricsAddress
+
+    where, text = "--metrics-port", given
+    if text is None:
+        where, text = ADDRESS_VARIABLE, os.environ.get(ADDRESS_VARIABLE, "")
+    try:
+        return MetricsAddress.parse(text.strip())
+    except ValueError as error:
+        parser.error(f"run: {where}: {error}")
 
 
 def _check_verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
 USER 10001:10001
 WORKDIR /tmp
 # As the user who is to run it: whatever is missing or can't be read shows here.
-RUN python3 -c "import fsspec, jinja2, numba, pyarrow, s3fs, tokenizers" && batchllm schema >/dev/null
+RUN python3 -c "import fsspec, jinja2, numba, prometheus_client, pyarrow, s3fs, tokenizers" && batchllm schema >/dev/null
 HEALTHCHECK NONE
 # The pod says what to run.
 ENTRYPOINT []

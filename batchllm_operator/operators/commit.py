@@ -8,6 +8,7 @@ from typing import Any, Final
 from airflow.sdk import Asset, Context, XComArg
 
 from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_and_counts
+from batchllm_operator.operators.metrics import send_stage
 
 _EVENT_FIELDS: Final = (
     "ds",
@@ -52,6 +53,7 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
         for outlet in self.outlets:
             if isinstance(outlet, Asset):
                 context["outlet_events"][outlet].extra = _event_extra(result)
+        send_stage("commit", context, result)
         return uris_and_counts(result)
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from airflow.sdk import Context, XComArg
 
 from batchllm_operator.operators.command import uris_and_counts
+from batchllm_operator.operators.metrics import send_stage
 from batchllm_operator.operators.pods.attempt import LABEL
 from batchllm_operator.operators.pods.settings import DRAIN_MARGIN_S
 from batchllm_operator.operators.stage import BatchLLMStageOperator
@@ -62,6 +63,7 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
         """URIs and counts of the shard's report."""
+        send_stage("generate", context, result)
         return uris_and_counts(result)
 
     def stem(self) -> str:

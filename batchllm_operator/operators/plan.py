@@ -11,6 +11,7 @@ from airflow.sdk import Context
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.operators.command import uris_and_counts
+from batchllm_operator.operators.metrics import send_stage
 from batchllm_operator.operators.pod_task import UID_PLACE
 from batchllm_operator.operators.pods.attempt import LABEL
 from batchllm_operator.operators.stage import BatchLLMStageOperator
@@ -69,6 +70,7 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> list[dict[str, str | int]]:
         """Push the plan's URI and counts; see the class."""
+        send_stage("plan", context, result)
         plan_uri = str(result["plan_uri"])
         context["ti"].xcom_push(key=PLAN_URI_KEY, value=plan_uri)
         context["ti"].xcom_push(key=SUMMARY_KEY, value=uris_and_counts(result))

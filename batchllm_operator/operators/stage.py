@@ -16,8 +16,9 @@ from kubernetes.client import models as k8s
 
 from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.operators.credentials import Credentials
+from batchllm_operator.operators.metrics import PODS_REPLACED, QUOTA_WAITS, count_pod_event
 from batchllm_operator.operators.pod_task import BatchLLMPodTask
-from batchllm_operator.operators.pods.attempt import QuotaExceededError, StoppedError
+from batchllm_operator.operators.pods.attempt import LABEL, QuotaExceededError, StoppedError
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.triggerer import triggerer_runs
 
@@ -139,7 +140,9 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             try:
                 pod = self._take_pod(context, num_disruptions)
             except QuotaExceededError as full:
-                waiting_since = waiting_since or datetime.now(UTC)
+                if waiting_since is None:
+                    self._count(QUOTA_WAITS, context)
+                    waiting_since = datetime.now(UTC)
                 deadline = self._deadline(context)
                 self._wait_for_quota(
                     str(full), num_disruptions, waiting_since, defers=defers, deadline=deadline
@@ -190,11 +193,16 @@ class BatchLLMStageOperator(BatchLLMPodTask):
                 num_disruptions + 2,
                 self.max_disruptions + 1,
             )
+            self._count(PODS_REPLACED, context)
             return None
         message = f"{end.explanation()}. In the lake: {found}"
         if end.is_final:
             raise AirflowFailException(message)
         raise AirflowException(message)
+
+    def _count(self, name: str, context: Context) -> None:
+        job = self.stage_labels().get(f"{LABEL}/job", "job")
+        count_pod_event(name, self.component, context, job)
 
     def _defer(self, context: Context, pod: k8s.V1Pod, num_disruptions: int) -> NoReturn:
         """Leave the pod to the triggerer.

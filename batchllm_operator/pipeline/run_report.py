@@ -122,6 +122,11 @@ def store_page(folder: Folder, report: RunReport) -> None:
         _log.warning("%s/%s isn't written: %r", folder.uri, PAGE_FILE, error)
 
 
+def refresh_page(plan_uri: str, report: RunReport) -> None:
+    """Bring the stored page to what this release makes of a report; see `store_page`."""
+    store_page(Folder.open(plan_uri), report)
+
+
 def load_report(plan_uri: str) -> RunReport:
     """The stored report of a committed plan.
 

@@ -91,6 +91,7 @@ class ShardTally:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        self.job, self.ds = plan.manifest.spec.name, plan.manifest.ds
         self._plan_id, self._shard_idx = plan.manifest.plan_id, shard_idx
         self._shard = plan.shard(shard_idx)
         self._attempt, self._num_gpus, self._interval_s = attempt.number, num_gpus, interval_s

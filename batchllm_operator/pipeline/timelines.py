@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 _NUM_BINS: Final = 240
 _VALLEY: Final = 0.5
 """Of the chunk size: a step below it, while requests wait, is a valley."""
+_SHORTEST_S: Final = 1e-3
+"""For a step of which nobody knows how long it took."""
 _MOST_STEPS: Final = 1_000_000
 """Of which earlier engines' traces are read, too; some 100 bytes of memory each."""
 _PATH: Final = re.compile(r"(?:attempt-([0-9]{5,})/)?trace-[^/]*\.parquet")
@@ -37,8 +39,8 @@ class _Steps:
     """Steps of a shard's engines, one engine after the other."""
 
     columns: dict[str, NDArray[Any]]
-    ends_s: NDArray[np.float64]
-    """When the next step began; of an engine's last one, a guess."""
+    end_s: float
+    """Of the last one: a guess, as of each engine's last."""
     chunk_size: int | None
 
     @property
@@ -80,71 +82,62 @@ def _concatenate(traces: Sequence[pq.ParquetFile]) -> _Steps | None:
     if not traces:
         return None
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in _COLUMNS}
-    ends: list[NDArray[np.float64]] = []
     before_s, chunk_sizes = 0.0, []
     for trace in traces:
         table = trace.read(list(_COLUMNS))
         start_s = table["start_s"].to_numpy()
         last_s = float(np.median(np.diff(start_s))) if len(start_s) > 1 else 0.0
+        last_s = max(last_s, _SHORTEST_S)
         for name in _COLUMNS[1:]:
             parts[name].append(table[name].to_numpy())
         parts["start_s"].append(start_s + before_s)
-        ends.append(np.append(start_s[1:], start_s[-1] + last_s) + before_s)
-        before_s = float(ends[-1][-1])
+        before_s += float(start_s[-1]) + last_s
         noted = (trace.schema_arrow.metadata or {}).get(CHUNK_SIZE_KEY, b"")
         chunk_sizes.append(int(noted) if noted.isdigit() else None)
     columns = {name: np.concatenate(each) for name, each in parts.items()}
-    return _Steps(columns, np.concatenate(ends), chunk_sizes[-1])
+    return _Steps(columns, before_s, chunk_sizes[-1])
 
 
 def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
-    columns, num_steps = steps.columns, len(steps.ends_s)
-    duration_s = max(float(steps.ends_s[-1]), 1e-6)
-    num_bins = min(_NUM_BINS, num_steps)
-    bin_s = duration_s / num_bins
-    bins = np.minimum((columns["start_s"] / bin_s).astype(np.int64), num_bins - 1)
+    columns, duration_s = steps.columns, steps.end_s
+    start_s, num_steps = columns["start_s"], len(columns["start_s"])
+    edges = np.linspace(0.0, duration_s, min(_NUM_BINS, num_steps) + 1)
     used = columns["num_used_blocks"] / np.maximum(columns["num_blocks"], 1)
     held = columns["num_held_blocks"] / np.maximum(columns["num_blocks"], 1)
     limit = steps.chunk_size or int(steps.num_tokens.max())
     in_valley = (steps.num_tokens < _VALLEY * limit) & (columns["num_waiting"] > 0)
-    step_s = steps.ends_s - columns["start_s"]
-    means = {name: _filled(_means(columns[name], bins, num_bins), bins) for name in _KINDS}
+    bounds_s = np.append(start_s, duration_s)
     return Timeline(
         shard_idx=shard_idx,
         num_steps=num_steps,
         duration_s=round(duration_s, 3),
         chunk_size=steps.chunk_size,
-        bin_s=bin_s,
-        kv_used=_filled(_largest(used, bins, num_bins), bins, digits=4),
-        kv_held=_filled(_largest(held, bins, num_bins), bins, digits=4),
+        bin_s=float(edges[1]),
+        kv_used=_largest(used, start_s, edges),
+        kv_held=_largest(held, start_s, edges),
         num_valley_steps=int(np.count_nonzero(in_valley)),
-        valley_share=round(float(step_s[in_valley].sum()) / duration_s, 4),
+        valley_share=round(float(np.diff(bounds_s)[in_valley].sum()) / duration_s, 4),
         num_preempted=int(columns["num_preempted"].sum()),
-        **means,
+        **{name: _means(columns[name], bounds_s, edges) for name in _KINDS},
     )
 
 
 def _means(
-    values: NDArray[np.int64], bins: NDArray[np.int64], num_bins: int
-) -> NDArray[np.float64]:
-    counts = np.bincount(bins, minlength=num_bins)
-    sums = np.bincount(bins, weights=values, minlength=num_bins)
-    return np.asarray(sums / np.maximum(counts, 1), dtype=np.float64)
+    values: NDArray[np.int64], bounds_s: NDArray[np.float64], edges: NDArray[np.float64]
+) -> tuple[float, ...]:
+    """The mean over time of a value of the step that runs, for each bin."""
+    before = np.append(0.0, np.cumsum(values * np.diff(bounds_s)))
+    means = np.diff(np.interp(edges, bounds_s, before)) / np.diff(edges)
+    return tuple(np.round(means, 1).tolist())
 
 
 def _largest(
-    values: NDArray[np.float64], bins: NDArray[np.int64], num_bins: int
-) -> NDArray[np.float64]:
-    largest = np.zeros(num_bins)
-    np.maximum.at(largest, bins, values)
-    return largest
-
-
-def _filled(
-    values: NDArray[np.float64], bins: NDArray[np.int64], digits: int = 1
+    values: NDArray[np.float64], start_s: NDArray[np.float64], edges: NDArray[np.float64]
 ) -> tuple[float, ...]:
-    """Bins in which no step began take what the step before them has: it still runs."""
-    has_steps = np.zeros(len(values), dtype=bool)
-    has_steps[bins] = True
-    latest = np.maximum.accumulate(np.where(has_steps, np.arange(len(values)), 0))
-    return tuple(np.round(values[latest], digits).tolist())
+    """The largest value of the steps that run in each bin."""
+    num_bins = len(edges) - 1
+    running = np.maximum(np.searchsorted(start_s, edges[:-1], "right") - 1, 0)
+    largest = values[running]
+    bins = np.clip(np.searchsorted(edges, start_s, "right") - 1, 0, num_bins - 1)
+    np.maximum.at(largest, bins, values)
+    return tuple(np.round(largest, 4).tolist())

@@ -131,8 +131,10 @@ def _for_page(svg: str, alt: str) -> str:
     """What of a file is needed inside a page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
+    # Names of parts, which repeat in every picture; what is referred to has a name of its own.
+    svg = re.sub(r' id="[A-Za-z0-9.]+(_[0-9]+)+"', "", svg)
     svg = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", svg)
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", svg)
     svg = re.sub(r"-?[0-9]+[.][0-9]{3,}", lambda number: f"{float(number[0]):.2f}", svg)
     for name, value in _VARIABLES.items():
         svg = svg.replace(value, f"var(--{name})")

@@ -11,6 +11,7 @@ from batchllm_operator.planner.sharing import PlanSharing
 
 REPORT_FILE: Final = "report.json"
 PAGE_FILE: Final = "report.html"
+_NOT_FIGURES: Final = {"sample_rows", "bill", "errors", "shards", "timelines", "sharing"}
 
 
 class _Frozen(BaseModel):
@@ -108,7 +109,7 @@ class Bill(_Frozen):
 class Timeline(_Frozen):
     """The token batches of one engine over time (paper, Fig. 2 and 6), in bins of equal length.
 
-    Tuples hold a value for each bin; token counts are means over the bin's steps.
+    Tuples hold a value for each bin; token counts are means over its time.
     """
 
     shard_idx: int
@@ -196,16 +197,17 @@ class RunReport(_Frozen):
         num_rows = sum(shard.num_rows for shard in self.shards)
         return num_rows / self.engine_s if self.engine_s else 0.0
 
-    def result(self) -> dict[str, Any]:
-        """The fields for whoever called the command, but for rows; and what the run has cost.
-
-        `gpu_s` and `cost_usd` are there if they are known. Airflow keeps them with the task.
-        """
-        cost = (
-            {} if self.bill is None else {"gpu_s": self.bill.gpu_s, "cost_usd": self.bill.cost_usd}
-        )
-        known = {name: value for name, value in cost.items() if value is not None}
-        return {**self.model_dump(exclude={"sample_rows"}), **known}
+    def figures(self) -> dict[str, Any]:
+        """What programs want of it: URIs, counts, ratios, times and cost; no texts of rows."""
+        bill = self.bill or Bill(gpu_s=None, usd_per_hour=None)
+        return {
+            **self.model_dump(mode="json", exclude=_NOT_FIGURES),
+            "rows_per_s": round(self.rows_per_s, 3),
+            "gpu_s": bill.gpu_s,
+            "cost_usd": bill.cost_usd,
+            "predicted_gpu_s": bill.predicted_gpu_s,
+            "predicted_cost_usd": bill.predicted_cost_usd,
+        }
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> RunReport:

@@ -14,7 +14,7 @@ from batchllm_operator import __version__
 
 FAULTS = ROOT / "docs" / "faults.md"
 PAGES = [
-    *(PAGE, FAULTS, CHART / "README.md", ROOT / "helm" / "README.md"),
+    *(PAGE, FAULTS, ROOT / "docs" / "metrics.md", CHART / "README.md", ROOT / "helm" / "README.md"),
     *sorted(RUNBOOKS.glob("*.md")),
 ]
 

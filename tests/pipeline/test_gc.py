@@ -36,7 +36,7 @@ from batchllm_operator.pipeline.verify import record_plan, verify_shard
 from batchllm_operator.spec import JobSpec
 
 DAY_S = 86_400.0
-KEPT = ["committed.json", "manifest.json", "report.json", "turn.json"]
+KEPT = ["committed.json", "manifest.json", "report.html", "report.json", "turn.json"]
 
 
 def collect(spec: JobSpec, *, age_s: float = -DAY_S) -> tuple[list[Garbage], list[Kept]]:

@@ -6,45 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from support.run_reports import make_full_report, make_report
 
 from batchllm_operator.errors import ExitCode, PlanError
 from batchllm_operator.report import RunReport, SampleRow, format_summary
-
-
-def make_report(**changes: Any) -> RunReport:
-    fields: dict[str, Any] = {
-        "job": "snippets",
-        "ds": "2026-01-31",
-        "run_id": "snippets/2026-01-31/0123456789abcdef",
-        "plan_uri": "/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef",
-        "table_uri": "/lake/out",
-        "report_uri": "/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef/report.json",
-        "model": "/models/tiny",
-        "num_rows_in": 1234,
-        "num_rows_out": 1200,
-        "num_rows_failed": 34,
-        "num_rows_duplicate": 56,
-        "errors_by_kind": {"prompt_too_long": 4, "null_value": 30},
-        "num_requests": 1144,
-        "num_groups": 300,
-        "num_shared_groups": 250,
-        "num_shards": 4,
-        "num_logical_tokens": 100_000,
-        "num_computed_tokens": 40_000,
-        "num_output_tokens": 9_876,
-        "optimal_saving_ratio": 0.654,
-        "planned_saving_ratio": 0.612,
-        "achieved_saving_ratio": 0.6,
-        "engine_s": 12.34,
-        "tokens_per_s": 4041.0,
-        "sample_rows": (
-            SampleRow(key={"id": "a-1"}, generated_text="A snippet."),
-            SampleRow(key={"id": "b", "lang": "de"}, generated_text="Zwei\nZeilen"),
-            SampleRow(key={"id": "c"}, generated_text="long " * 100),
-        ),
-        **changes,
-    }
-    return RunReport(**fields)
 
 
 def summary_lines(**changes: Any) -> dict[str, str]:
@@ -101,8 +66,8 @@ def test_control_characters_of_a_key_do_not_reach_the_terminal() -> None:
     assert shown.splitlines()[-2] == "  sample rows"
 
 
-def test_a_report_survives_being_stored() -> None:
-    report = make_report()
+@pytest.mark.parametrize("report", [make_report(), make_full_report()])
+def test_a_report_survives_being_stored(report: RunReport) -> None:
     assert RunReport.from_bytes(report.model_dump_json().encode(), source="x") == report
 
 
@@ -120,3 +85,24 @@ def test_another_version_is_refused(change: dict[str, Any]) -> None:
 def test_what_is_no_report_is_refused(data: bytes) -> None:
     with pytest.raises(PlanError, match="can't be read"):
         RunReport.from_bytes(data, source="x")
+
+
+def test_a_report_of_version_1_is_read() -> None:
+    old = make_report(report_version=1).model_dump(mode="json")
+    new_in_2 = {"committed_at", "tokens", "bill", "errors", "shards", "timelines", "sharing"}
+    body = {name: value for name, value in old.items() if name not in new_in_2}
+    assert len(body) == len(old) - len(new_in_2)
+    found = RunReport.from_bytes(json.dumps(body).encode(), source="x")
+    assert found.report_version == 1
+    assert (found.tokens, found.bill, found.shards) == (None, None, ())
+
+
+def test_figures_are_numbers_and_uris_for_other_programs() -> None:
+    figures = make_full_report().figures()
+    assert json.loads(json.dumps(figures)) == figures
+    assert figures["gpu_s"] == 86.0
+    assert figures["cost_usd"] == pytest.approx(86 / 3600 * 3)
+    assert figures["rows_per_s"] == pytest.approx(1200 / 12.34, abs=1e-3)
+    assert not {"sample_rows", "errors", "sharing"} & figures.keys()
+    unknown = make_report().figures()
+    assert unknown["gpu_s"] is unknown["cost_usd"] is unknown["predicted_gpu_s"] is None

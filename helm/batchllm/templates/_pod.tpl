@@ -11,7 +11,7 @@ metadata:
   namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- toYaml (merge (dict "app.kubernetes.io/name" "batchllm") $values.pods.labels) | nindent 4 }}
-  {{- with $values.pods.annotations }}
+  {{- with include "batchllm.podAnnotations" . | fromYaml }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -45,14 +45,18 @@ spec:
       imagePullPolicy: {{ $values.images.pullPolicy }}
       env:
         {{- include "batchllm.env" .root | trim | nindent 8 }}
+        {{- if and (include "batchllm.servesMetrics" .) (not (hasKey $values.pods.env "BATCHLLM_METRICS_PORT")) }}
+        - name: BATCHLLM_METRICS_PORT
+          value: {{ printf "0.0.0.0:%d" (int64 $values.monitoring.metrics.port) | quote }}
+        {{- end }}
       {{- with include "batchllm.envFrom" . }}
       envFrom:
         {{- trim . | nindent 8 }}
       {{- end }}
-      {{- if and (eq .kind "gpu") $values.monitoring.podMonitor.enabled }}
+      {{- if include "batchllm.servesMetrics" . }}
       ports:
         - name: metrics
-          containerPort: {{ int64 $values.monitoring.podMonitor.port }}
+          containerPort: {{ int64 $values.monitoring.metrics.port }}
       {{- end }}
       resources:
         {{- include "batchllm.resources" . | nindent 8 }}

@@ -1,0 +1,119 @@
+"""The progress of a shard as metric families, made when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from batchllm_operator.report.shard_progress import ShardProgress, State
+
+Snapshot = Callable[[], ShardProgress]
+"""How far the shard is now; called in a thread of the endpoint's."""
+
+_Value = Callable[[ShardProgress], float | None]
+
+# Name without `_total`, what it is, and where it comes from.
+_COUNTERS: Final[tuple[tuple[str, str, _Value], ...]] = (
+    ("rows_done", "Rows with a text or an error.", lambda p: p.num_rows_done),
+    ("rows_failed", "Of them, rows with an error.", lambda p: p.num_rows_failed),
+    ("parts_done", "Parts that are written.", lambda p: p.num_parts_done),
+    (
+        "logical_tokens",
+        "Prompt tokens of the rows with a text, duplicates included.",
+        lambda p: p.num_logical_tokens,
+    ),
+    (
+        "prompt_tokens",
+        "Prompt tokens of the requests that got a text.",
+        lambda p: p.num_prompt_tokens,
+    ),
+    (
+        "cached_tokens",
+        "Of them, tokens that were found in the cache.",
+        lambda p: p.num_cached_tokens,
+    ),
+    ("output_tokens", "Generated tokens.", lambda p: p.num_output_tokens),
+)
+_GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
+    ("shard_rows", "Rows of the shard.", lambda p: p.num_rows),
+    ("shard_parts", "Parts of the shard.", lambda p: p.num_parts),
+    (
+        "saving_ratio",
+        "Share of the logical prompt tokens that wasn't computed, 0 to 1.",
+        lambda p: p.saving_ratio,
+    ),
+    (
+        "tokens_per_second",
+        "Prompt and output tokens of this attempt per second, over the last minute.",
+        lambda p: p.tokens_per_s,
+    ),
+    ("eta_seconds", "Until the last row; absent while unknown.", lambda p: p.eta_s),
+    ("elapsed_seconds", "Since the attempt's start.", lambda p: p.elapsed_s),
+    (
+        "engine_start_seconds",
+        "Of elapsed_seconds, until the engine took requests.",
+        lambda p: p.engine_start_s,
+    ),
+    ("gpus", "GPUs that the attempt holds.", lambda p: p.num_gpus),
+)
+
+
+class ShardCollector(Collector):
+    """Makes the families of one attempt at a shard, anew at each scrape.
+
+    An attempt that is stopped gives back the rows of open parts. A counter that falls would be
+    taken for one that began anew, so here they stay where they were.
+
+    Every sample has the labels `job_name`, `ds` and `shard`. (`job` is Prometheus's own.)
+
+    Args:
+        snapshot: how far the shard is.
+        job: name in the job's spec.
+        ds: the partition.
+    """
+
+    def __init__(self, snapshot: Snapshot, *, job: str, ds: str) -> None:
+        self._snapshot, self._job, self._ds = snapshot, job, ds
+        self._highest: dict[str, float] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """The families, all of the same moment."""
+        progress = self._snapshot()
+        labels = {"job_name": self._job, "ds": self._ds, "shard": str(progress.shard_idx)}
+        for name, text, value_of in _COUNTERS:
+            counter = CounterMetricFamily(f"batchllm_{name}", text, labels=list(labels))
+            value = max(value_of(progress) or 0, self._highest.get(name, 0))
+            self._highest[name] = value
+            counter.add_metric(list(labels.values()), value)
+            yield counter
+        for name, text, value_of in _GAUGES:
+            now = value_of(progress)
+            gauge = GaugeMetricFamily(f"batchllm_{name}", text, labels=list(labels))
+            if now is not None:
+                gauge.add_metric(list(labels.values()), now)
+            yield gauge
+        yield _state(progress, labels)
+        info = InfoMetricFamily(
+            "batchllm_shard", "Plan and attempt; always 1.", labels=list(labels)
+        )
+        info.add_metric(
+            list(labels.values()),
+            {"plan_id": progress.plan_id, "attempt": str(progress.attempt)},
+        )
+        yield info
+
+
+def _state(progress: ShardProgress, labels: dict[str, str]) -> Metric:
+    """A sample for each state, 1 for the one that the attempt is in."""
+    family = GaugeMetricFamily(
+        "batchllm_shard_state",
+        "1 for the state that the attempt is in, else 0.",
+        labels=[*labels, "state"],
+    )
+    for state in get_args(State):
+        family.add_metric([*labels.values(), state], float(progress.state == state))
+    return family

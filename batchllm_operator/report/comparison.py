@@ -1,0 +1,248 @@
+"""Two runs side by side: what changed between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from batchllm_operator.report.pages import Trail, count, duration, ratio, render, usd
+from batchllm_operator.report.run_report import Bill, RunReport
+
+Verdict = Literal["better", "worse", "same", "changed"]
+"""`changed`: neither is better, such as more rows. A change that is hardly one is the `same`."""
+
+_NOTABLE: Final = 0.01
+_NOTABLE_FAILURES: Final = 0.001
+"""Of the rows: a few that fail are worth a look."""
+_UNKNOWN_BILL: Final = Bill(gpu_s=None, usd_per_hour=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One figure of both runs."""
+
+    name: str
+    before: str
+    after: str
+    change: str
+    """In percent of what it was, or in percentage points; empty if it isn't known."""
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Figures about one thing."""
+
+    title: str
+    measures: tuple[Measure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Run `after` against run `before`."""
+
+    before: RunReport
+    after: RunReport
+    sections: tuple[Section, ...]
+    cautions: tuple[str, ...]
+    """Why the two may not be comparable."""
+
+    @property
+    def notable(self) -> list[str]:
+        """What is better or worse, in words; the worse first."""
+        found = [
+            (
+                measure.verdict != "worse",
+                f"{measure.name.lower()} {measure.verdict}: {measure.change}",
+            )
+            for section in self.sections
+            for measure in section.measures
+            if measure.verdict in ("better", "worse")
+        ]
+        return [text for _, text in sorted(found, key=lambda each: each[0])]
+
+
+def compare(before: RunReport, after: RunReport) -> Comparison:
+    """Compare two runs, of one job on two days or of two jobs.
+
+    Costs and GPU times are compared as they are, speeds as tokens per second, and failures as
+    shares of the rows: partitions differ in size.
+    """
+    return Comparison(
+        before=before,
+        after=after,
+        sections=(
+            Section("Input", _input(before, after)),
+            Section("Saving", _saving(before, after)),
+            Section("Speed and cost", _speed(before, after)),
+            Section("Failures", _failures(before, after)),
+        ),
+        cautions=_cautions(before, after),
+    )
+
+
+def format_comparison(comparison: Comparison) -> str:
+    """A table for a terminal; no trailing line break."""
+    before, after = comparison.before, comparison.after
+    rows = [
+        (measure.name, measure.before, measure.after, measure.change, _mark(measure.verdict))
+        for section in comparison.sections
+        for measure in section.measures
+    ]
+    head = ("", f"{before.job} {before.ds}", f"{after.job} {after.ds}", "change", "")
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(4)]
+    lines = [_line(head, widths)]
+    for section in comparison.sections:
+        if section.measures:
+            lines.append(section.title)
+        for _ in section.measures:
+            lines.append(_line(rows.pop(0), widths))
+    return "\n".join([*lines, *(f"note: {caution}" for caution in comparison.cautions)])
+
+
+def render_comparison(comparison: Comparison, *, trail: Trail = ()) -> str:
+    """The page of a comparison.
+
+    Args:
+        comparison: the comparison.
+        trail: see `pages.render`.
+    """
+    return render("comparison.html.j2", trail=trail, comparison=comparison)
+
+
+def _input(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
+    return (
+        _amount("Rows in", before.num_rows_in, after.num_rows_in),
+        _amount("Duplicate rows", before.num_rows_duplicate, after.num_rows_duplicate),
+        _amount("Reused rows", before.num_rows_reused, after.num_rows_reused),
+        _amount("Requests", before.num_requests, after.num_requests),
+        _amount("Shared groups", before.num_shared_groups, after.num_shared_groups),
+        _amount("Prompt tokens", before.num_logical_tokens, after.num_logical_tokens),
+        _amount("Output tokens", before.num_output_tokens, after.num_output_tokens),
+        _amount("Shards", before.num_shards, after.num_shards),
+    )
+
+
+def _saving(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
+    return (
+        _share("Optimal saving", before.optimal_saving_ratio, after.optimal_saving_ratio, None),
+        _share("Planned saving", before.planned_saving_ratio, after.planned_saving_ratio, None),
+        _share("Achieved saving", before.achieved_saving_ratio, after.achieved_saving_ratio, True),
+        _share("Achieved of planned", _reached(before), _reached(after), True),
+    )
+
+
+def _speed(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
+    old, new = before.bill or _UNKNOWN_BILL, after.bill or _UNKNOWN_BILL
+    return (
+        _amount("Tokens per second", before.tokens_per_s, after.tokens_per_s, more_is_better=True),
+        _amount("Generating", before.engine_s, after.engine_s, show=duration),
+        _amount("GPU time", old.gpu_s, new.gpu_s, show=duration),
+        _amount("Cost", old.cost_usd, new.cost_usd, show=usd),
+        _amount(
+            "Cost per 1,000 rows",
+            _per_1000(old.cost_usd, before.num_rows_in),
+            _per_1000(new.cost_usd, after.num_rows_in),
+            show=usd,
+            more_is_better=False,
+        ),
+        _share("Time in valleys", _valleys(before), _valleys(after), False),
+    )
+
+
+def _failures(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
+    def failed(name: str, kind: str | None) -> Measure:
+        old, new = _failed(before, kind), _failed(after, kind)
+        return _share(name, old, new, False, notable=_NOTABLE_FAILURES)
+
+    kinds = sorted({*before.errors_by_kind, *after.errors_by_kind})
+    return (failed("Failed rows", None), *(failed(f"of them {kind}", kind) for kind in kinds))
+
+
+def _failed(report: RunReport, kind: str | None) -> float | None:
+    """Share of the rows that failed, in one way or in any."""
+    number = report.num_rows_failed if kind is None else report.errors_by_kind.get(kind, 0)
+    return number / report.num_rows_in if report.num_rows_in else None
+
+
+def _cautions(before: RunReport, after: RunReport) -> tuple[str, ...]:
+    cautions = [
+        f"{what} differs: {old} and {new}"
+        for what, old, new in (
+            ("the job", before.job, after.job),
+            ("the model", before.model, after.model),
+        )
+        if old != new
+    ]
+    if before.plan_uri == after.plan_uri:
+        cautions.append("both are the same run")
+    return tuple(cautions)
+
+
+def _reached(report: RunReport) -> float | None:
+    """Of what was planned."""
+    planned = report.planned_saving_ratio
+    return report.achieved_saving_ratio / planned if planned else None
+
+
+def _valleys(report: RunReport) -> float | None:
+    """Share of the time, over the shards that were traced."""
+    total_s = sum(line.duration_s for line in report.timelines)
+    valley_s = sum(line.duration_s * line.valley_share for line in report.timelines)
+    return valley_s / total_s if total_s else None
+
+
+def _per_1000(cost_usd: float | None, num_rows: int) -> float | None:
+    return 1000 * cost_usd / num_rows if cost_usd is not None and num_rows else None
+
+
+def _amount(
+    name: str,
+    before: float | None,
+    after: float | None,
+    *,
+    show: Callable[[float | None], str] = count,
+    more_is_better: bool | None = None,
+) -> Measure:
+    change, verdict = "", _verdict(None, more_is_better)
+    if before is not None and after is not None:
+        relative = after / before - 1 if before else (0.0 if after == before else None)
+        change = "new" if relative is None else f"{100 * relative:+.1f}\N{NO-BREAK SPACE}%"
+        verdict = _verdict(float("inf") if relative is None else relative, more_is_better)
+    return Measure(name, show(before), show(after), change, verdict)
+
+
+def _share(
+    name: str,
+    before: float | None,
+    after: float | None,
+    more_is_better: bool | None,
+    *,
+    notable: float = _NOTABLE,
+) -> Measure:
+    change, verdict = "", _verdict(None, more_is_better)
+    if before is not None and after is not None:
+        change = f"{100 * (after - before):+.1f} points"
+        verdict = _verdict(after - before, more_is_better, notable)
+    return Measure(name, ratio(before), ratio(after), change, verdict)
+
+
+def _verdict(
+    change: float | None, more_is_better: bool | None, notable: float = _NOTABLE
+) -> Verdict:
+    if change is None or abs(change) < notable:
+        return "same"
+    if more_is_better is None:
+        return "changed"
+    return "better" if (change > 0) == more_is_better else "worse"
+
+
+def _mark(verdict: Verdict) -> str:
+    return verdict if verdict in ("better", "worse") else ""
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    name, before, after, change, mark = cells
+    shown = f"  {name:<{widths[0]}}  {before:>{widths[1]}}  {after:>{widths[2]}}"
+    return f"{shown}  {change:>{widths[3]}}  {mark}".rstrip()

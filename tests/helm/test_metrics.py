@@ -1,0 +1,118 @@
+"""Pods that serve metrics, who may read them, and what tells Prometheus of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from helm_chart.rendering import Rendered, Values, pod_templates, render
+from helm_python import HelmError
+from support.shard_progress import shard_progress
+
+from batchllm_operator.metrics import ADDRESS_VARIABLE, MetricsAddress, ShardCollector
+
+ENABLED: Values = {"monitoring": {"metrics": {"enabled": True, "port": 9401}}}
+
+
+def with_metrics(**metrics: Any) -> Values:
+    return {"monitoring": {"metrics": {"enabled": True, **metrics}}, "cpu": {"enabled": True}}
+
+
+def pods(values: Values) -> dict[str, Any]:
+    """Pod templates by preset."""
+    found = pod_templates(render(values))
+    return {each.name.removeprefix("batchllm-"): each.content for each in found}
+
+
+def main(pod: dict[str, Any]) -> dict[str, Any]:
+    [container] = pod["spec"]["containers"]
+    return dict(container)
+
+
+def variable(pod: dict[str, Any]) -> list[str]:
+    return [each["value"] for each in main(pod)["env"] if each["name"] == ADDRESS_VARIABLE]
+
+
+def of_kind(objects: list[Rendered], kind: str) -> list[Any]:
+    return [each.content for each in objects if each.kind == kind]
+
+
+def test_by_default_nothing_is_served() -> None:
+    for pod in pods({"cpu": {"enabled": True}}).values():
+        assert variable(pod) == []
+        assert "ports" not in main(pod)
+        assert "annotations" not in pod["metadata"]
+
+
+def test_gpu_pods_listen_on_the_named_port() -> None:
+    found = pods(with_metrics(port=9401) | {"gpu": {"amd": {"enabled": True}}})
+    for name in ("nvidia", "amd"):
+        [address] = variable(found[name])
+        assert MetricsAddress.parse(address) == MetricsAddress("0.0.0.0", 9401)
+        assert main(found[name])["ports"] == [{"name": "metrics", "containerPort": 9401}]
+    assert variable(found["cpu"]) == []
+    assert "ports" not in main(found["cpu"])
+
+
+def test_the_users_address_wins() -> None:
+    env = {ADDRESS_VARIABLE: "[::]:9400"}
+    assert variable(pods({**with_metrics(), "pods": {"env": env}})["nvidia"]) == ["[::]:9400"]
+
+
+def test_annotations_are_added_where_they_are_wanted() -> None:
+    values = with_metrics(annotations=True) | {
+        "pods": {"annotations": {"team": "data", "prometheus.io/path": "/other"}}
+    }
+    found = pods(values)
+    assert found["nvidia"]["metadata"]["annotations"] == {
+        "team": "data",
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": "9400",
+        "prometheus.io/path": "/other",
+    }
+    assert found["cpu"]["metadata"]["annotations"] == values["pods"]["annotations"]
+
+
+def test_only_prometheus_may_connect() -> None:
+    [policy] = of_kind(render(ENABLED), "NetworkPolicy")
+    assert policy["spec"]["ingress"] == [
+        {
+            "from": [
+                {
+                    "namespaceSelector": {
+                        "matchLabels": {"kubernetes.io/metadata.name": "monitoring"}
+                    }
+                }
+            ],
+            "ports": [{"protocol": "TCP", "port": 9401}],
+        }
+    ]
+
+
+def test_a_pod_monitor_needs_metrics() -> None:
+    with pytest.raises(HelmError, match=r"monitoring\.metrics\.enabled"):
+        render({"monitoring": {"podMonitor": {"enabled": True}}})
+    monitoring = {**ENABLED["monitoring"], "podMonitor": {"enabled": True}}
+    [monitor] = of_kind(render({"monitoring": monitoring}), "PodMonitor")
+    [place] = monitor["spec"]["podMetricsEndpoints"]
+    assert place == {"port": "metrics", "interval": "30s"}
+
+
+def stalled(values: Values) -> list[dict[str, Any]]:
+    [rules] = of_kind(render(values), "PrometheusRule")
+    [group] = rules["spec"]["groups"]
+    return [rule for rule in group["rules"] if rule["alert"] == "BatchLLMShardStalled"]
+
+
+def test_the_alert_of_a_stalled_shard_needs_metrics_and_names_real_ones() -> None:
+    alerts = {"enabled": True, "runbookBaseUrl": "https://example.com", "stalledMinutes": 45}
+    assert stalled({"monitoring": {"alerts": alerts}}) == []
+    [rule] = stalled({"monitoring": {**ENABLED["monitoring"], "alerts": alerts}})
+    assert rule["expr"].count("45m") == 2
+    collector = ShardCollector(shard_progress, job="j", ds="d")
+    samples = {sample.name for family in collector.collect() for sample in family.samples}
+    assert set(re.findall(r"batchllm_\w+", rule["expr"])) <= samples
+    labels = {key for family in collector.collect() for s in family.samples for key in s.labels}
+    in_texts = re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))
+    assert set(in_texts) <= {*labels, "pod"}

@@ -1,0 +1,125 @@
+"""`batchllm run` with metrics: scraped while it runs, and never stopped by them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.demo_job import wait_until
+from support.fake_job import DS, document_rows, fake_spec, write_table
+
+from batchllm_operator.metrics import ADDRESS_VARIABLE
+from batchllm_operator.pipeline.plan import plan_job
+
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+COMMAND = (sys.executable, "-P", "-m", "batchllm_operator.cli", "run", "--shard", "0", "--plan")
+
+
+def plan(folder: Path, delay_s: float = 0.0) -> str:
+    """The URI of a plan of one shard of 40 rows in 8 parts."""
+    write_table(folder / "documents", document_rows(8, 5))
+    engine = {"extra_args": {"delay_s": delay_s, "max_in_flight": 2}}
+    return plan_job(fake_spec(folder, engine=engine, planner={"num_shards": 1}), DS).folder.uri
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def scrape(port: int) -> dict[str, float]:
+    """Values by name and state; none while nobody listens."""
+    try:
+        with NO_PROXY.open(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+            text = response.read().decode()
+    except (URLError, ConnectionError):
+        return {}
+    families = text_string_to_metric_families(text)
+    samples = [sample for family in families for sample in family.samples]
+    assert {(s.labels["job_name"], s.labels["ds"], s.labels["shard"]) for s in samples} == {
+        ("job", DS, "0")
+    }
+    return {sample.name + sample.labels.get("state", ""): sample.value for sample in samples}
+
+
+def environment(**variables: str) -> dict[str, str]:
+    others = {name: value for name, value in os.environ.items() if name != ADDRESS_VARIABLE}
+    return {**others, **variables}
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_run_is_scraped_while_it_goes_on(tmp_path: Path, by_environment: bool) -> None:
+    port = free_port()
+    arguments = [] if by_environment else ["--metrics-port", str(port)]
+    # What the command line says counts.
+    variable = {ADDRESS_VARIABLE: f"127.0.0.1:{port}" if by_environment else "0"}
+    process = subprocess.Popen(
+        [*COMMAND, plan(tmp_path, delay_s=0.1), *arguments],
+        env=environment(**variable),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    told: list[dict[str, float]] = []
+
+    def is_half_done() -> bool:
+        told.append(scrape(port))
+        return 10 <= told[-1].get("batchllm_rows_done_total", 0) < 40
+
+    wait_until(is_half_done, "some rows are done")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    last = told[-1]
+    assert last["batchllm_shard_rows"] == 40
+    assert last["batchllm_shard_parts"] == 8
+    assert last["batchllm_shard_staterunning"] == 1
+    assert last["batchllm_output_tokens_total"] > 0
+    assert last["batchllm_prompt_tokens_total"] <= last["batchllm_logical_tokens_total"]
+    assert f"metrics: http://127.0.0.1:{port}/metrics" in errors
+    assert scrape(port) == {}
+
+
+def test_a_port_in_use_does_not_stop_a_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [*COMMAND, plan(tmp_path), "--metrics-port", str(port)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"WARNING: no metrics: can't listen on 127\.0\.0\.1:{port}: ", done.stderr)
+    assert "40 rows, 0 failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "named"),
+    [
+        (["--metrics-port", "x"], "", "--metrics-port: 'x'"),
+        ([], "70000", f"{ADDRESS_VARIABLE}: '70"),
+    ],
+)
+def test_a_wrong_address_is_refused(
+    arguments: list[str],
+    variable: str,
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from batchllm_operator.cli import main
+
+    monkeypatch.setenv(ADDRESS_VARIABLE, variable)
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--plan", "nowhere", "--shard", "0", *arguments])
+    assert caught.value.code == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""The endpoint over HTTP: formats, refusals, a port that is taken, and faults of the snapshot."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.error import HTTPError
+
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from support.shard_progress import shard_progress
+
+from batchllm_operator.metrics import MetricsAddress, ShardCollector, serving_metrics
+from batchllm_operator.report.shard_progress import ShardProgress
+
+LABELS = {"job_name": "snippets", "ds": "2026-01-31", "shard": "3"}
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@contextmanager
+def endpoint(snapshot: Callable[[], ShardProgress] = shard_progress) -> Iterator[str]:
+    """The base URL of an endpoint on a free port."""
+    collector = ShardCollector(snapshot, job="snippets", ds="2026-01-31")
+    with serving_metrics(MetricsAddress("127.0.0.1", 0), collector) as address:
+        yield f"http://{address}"
+
+
+def get(url: str, method: str = "GET", **headers: str) -> tuple[str, str]:
+    """Content type and body."""
+    request = urllib.request.Request(url, headers=headers, method=method)
+    with NO_PROXY.open(request, timeout=10) as response:
+        return response.headers["Content-Type"], response.read().decode()
+
+
+def values(text: str) -> dict[str, float]:
+    """By name, with what labels there are besides the constant ones."""
+    found = {}
+    for family in parse_text(text):
+        for sample in family.samples:
+            assert sample.labels.items() >= LABELS.items()
+            more = {key: sample.labels[key] for key in sample.labels.keys() - LABELS.keys()}
+            found[sample.name + (json.dumps(more, sort_keys=True) if more else "")] = sample.value
+    return found
+
+
+def test_the_text_holds_what_the_snapshot_says() -> None:
+    with endpoint() as url:
+        kind, text = get(f"{url}/metrics")
+    assert kind.startswith("text/plain; version=")
+    assert values(text) == {
+        "batchllm_rows_done_total": 50,
+        "batchllm_rows_failed_total": 1,
+        "batchllm_parts_done_total": 4,
+        "batchllm_logical_tokens_total": 1000,
+        "batchllm_prompt_tokens_total": 900,
+        "batchllm_cached_tokens_total": 500,
+        "batchllm_output_tokens_total": 77,
+        "batchllm_shard_rows": 100,
+        "batchllm_shard_parts": 10,
+        "batchllm_saving_ratio": pytest.approx(0.6),
+        "batchllm_tokens_per_second": 12.5,
+        "batchllm_eta_seconds": 590,
+        "batchllm_elapsed_seconds": 600.5,
+        "batchllm_engine_start_seconds": 40,
+        "batchllm_gpus": 2,
+        'batchllm_shard_state{"state": "starting"}': 0,
+        'batchllm_shard_state{"state": "running"}': 1,
+        'batchllm_shard_state{"state": "finished"}': 0,
+        'batchllm_shard_state{"state": "stopped"}': 0,
+        'batchllm_shard_state{"state": "failed"}': 0,
+        'batchllm_shard_info{"attempt": "2", "plan_id": "plan-abc"}': 1,
+    }
+
+
+def test_openmetrics_is_given_to_those_who_ask() -> None:
+    with endpoint() as url:
+        kind, text = get(f"{url}/metrics", Accept="application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    assert text.endswith("# EOF\n")
+    assert {family.name for family in parse_openmetrics(text)} > {"batchllm_rows_done"}
+
+
+def test_each_scrape_asks_anew_and_an_unknown_eta_is_absent() -> None:
+    asked = iter([shard_progress(num_rows_done=1, eta_s=None), shard_progress(num_rows_done=2)])
+    with endpoint(lambda: next(asked)) as url:
+        first, second = (values(get(f"{url}/metrics")[1]) for _ in range(2))
+    assert (first["batchllm_rows_done_total"], second["batchllm_rows_done_total"]) == (1, 2)
+    assert "batchllm_eta_seconds" not in first
+    assert "batchllm_eta_seconds" in second
+
+
+def test_a_counter_never_falls() -> None:
+    """A stop drops the rows of open parts."""
+    asked = iter([50, 40, 60])
+    with endpoint(lambda: shard_progress(num_rows_done=next(asked))) as url:
+        told = [values(get(f"{url}/metrics")[1])["batchllm_rows_done_total"] for _ in range(3)]
+    assert told == [50, 50, 60]
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [("/", "GET", 404), ("/metrics/x", "GET", 404), ("/metrics", "POST", 405)],
+)
+def test_nothing_else_is_answered(path: str, method: str, status: int) -> None:
+    with endpoint() as url, pytest.raises(HTTPError) as caught:
+        get(url + path, method)
+    with caught.value:
+        assert caught.value.code == status
+
+
+def test_names_in_the_query_are_ignored() -> None:
+    with endpoint() as url:
+        assert get(f"{url}/metrics?name[]=other")[1] == get(f"{url}/metrics")[1]
+
+
+def test_a_snapshot_that_fails_is_an_error_of_that_scrape(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def snapshot() -> ShardProgress:
+        raise RuntimeError("half made")
+
+    with endpoint(snapshot) as url:
+        with pytest.raises(HTTPError) as caught:
+            get(f"{url}/metrics")
+        with caught.value:
+            assert caught.value.code == 500
+            assert b"half made" not in caught.value.read()
+    assert "half made" in capfd.readouterr().err
+
+
+def test_a_port_in_use_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    collector = ShardCollector(shard_progress, job="j", ds="d")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = MetricsAddress("127.0.0.1", taken.getsockname()[1])
+        with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
+            assert served is None
+    assert f"no metrics: can't listen on {address}" in caplog.text
+
+
+def test_a_host_that_cannot_be_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    collector = ShardCollector(shard_progress, job="j", ds="d")
+    address = MetricsAddress(f"{'a' * 64}.example", 9400)
+    with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
+        assert served is None
+    assert "no metrics" in caplog.text
+
+
+def test_a_machine_without_threads_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    collector = ShardCollector(shard_progress, job="j", ds="d")
+    address = MetricsAddress("127.0.0.1", 0)
+    with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
+        assert served is None
+    assert "can't start new thread" in caplog.text
+
+
+def test_the_port_is_free_again_afterwards() -> None:
+    collector = ShardCollector(shard_progress, job="j", ds="d")
+    with serving_metrics(MetricsAddress("127.0.0.1", 0), collector) as address:
+        assert address is not None
+    with serving_metrics(address, collector) as again:
+        assert again == address
+
+
+def test_without_an_address_nothing_is_served() -> None:
+    with serving_metrics(None, ShardCollector(shard_progress, job="j", ds="d")) as address:
+        assert address is None

@@ -1,0 +1,173 @@
+"""What a commit says of its run: gathered from parts, attempts, traces and the plan."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_job import DS, document_rows, fake_spec, write_table
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.lake import Folder
+from batchllm_operator.pipeline import row_errors, run_report
+from batchllm_operator.pipeline.commit import commit_run
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.row_errors import RowErrors
+from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.pipeline.run_report import load_report, refresh_page
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.report.page import render_report
+from batchllm_operator.report.run_report import PAGE_FILE, RunReport
+from batchllm_operator.spec import JobSpec
+
+
+def run_job(spec: JobSpec) -> StoredPlan:
+    plan = plan_job(spec, DS)
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    return plan
+
+
+def commit_job(lake: Path, rows: list[dict[str, Any]], **changes: Any) -> RunReport:
+    write_table(lake / "documents", rows)
+    return commit_run(run_job(fake_spec(lake, **changes)).folder.uri)
+
+
+def test_tokens_and_shards_add_up(tmp_path: Path) -> None:
+    rows = document_rows(8, 5)
+    rows[11] = {**rows[20], "row_key": "a duplicate"}
+    report = commit_job(tmp_path, rows)
+    tokens = report.tokens
+    assert tokens is not None
+    assert tokens.num_logical == report.num_logical_tokens
+    assert tokens.num_computed == report.num_computed_tokens
+    assert tokens.num_output == report.num_output_tokens
+    assert tokens.num_duplicate > 0 and tokens.num_cached > 0
+    assert 1 - tokens.num_computed / tokens.num_logical == pytest.approx(
+        report.achieved_saving_ratio
+    )
+    assert [shard.shard_idx for shard in report.shards] == [0, 1]
+    assert sum(shard.num_rows for shard in report.shards) == 40
+    assert sum(shard.num_requests for shard in report.shards) == report.num_requests
+    assert sum(shard.engine_s for shard in report.shards) == pytest.approx(report.engine_s)
+    assert {shard.num_attempts for shard in report.shards} == {1}
+
+
+def test_without_a_gpu_there_is_no_bill(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    assert report.bill is not None
+    assert (report.bill.gpu_s, report.bill.cost_usd) == (None, None)
+    assert report.timelines == ()
+
+
+def test_what_the_plan_knew_of_sharing_is_in_it(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows(6, 5))
+    sharing = report.sharing
+    assert sharing is not None
+    assert sum(sharing.share_degrees.counts) == report.num_requests == 30
+    assert sum(sharing.prefix_lengths.counts) == report.num_shared_groups
+    largest = sharing.largest_groups[0]
+    assert largest.num_saved_tokens == largest.num_prefix_tokens * (largest.num_requests - 1)
+    assert any("document" in group.first_words for group in sharing.largest_groups)
+
+
+def test_errors_have_the_keys_of_their_first_rows(tmp_path: Path) -> None:
+    rows = document_rows(8, 5)
+    for idx in (3, 7, 20, 33):
+        rows[idx] = {**rows[idx], "document": None}
+    rows[5] = {**rows[5], "document": "too long " * 1000}
+    report = commit_job(tmp_path, rows, max_failed_fraction=0.5)
+    nulls, long = report.errors
+    assert (nulls.kind, nulls.num_rows) == ("null_value", 4)
+    assert [key["row_key"] for key in nulls.example_keys] == [
+        rows[idx]["row_key"] for idx in (3, 7, 20)
+    ]
+    assert nulls.example_error == "null_value: column 'document' is null"
+    assert (long.kind, long.num_rows) == ("prompt_too_long", 1)
+    assert long.example_keys == ({"row_key": rows[5]["row_key"]},)
+    assert report.errors_by_kind == {"null_value": 4, "prompt_too_long": 1}
+
+
+def test_errors_of_the_engine_are_found_whatever_their_order(tmp_path: Path) -> None:
+    errors = RowErrors()
+    errors.add("engine_error: b", [9, 30])
+    errors.add("engine_error: a", [4])
+    errors.add("engine_error: " + "long " * 500, [2])
+    errors.add("other: x", [1])
+    rows = document_rows(8, 5)
+    write_table(tmp_path / "documents", rows)
+    plan = plan_job(fake_spec(tmp_path), DS)
+    engine, other = errors.kinds(plan)
+    assert engine.num_rows == 4
+    assert [key["row_key"] for key in engine.example_keys] == [
+        rows[idx]["row_key"] for idx in (2, 4, 9)
+    ]
+    assert len(engine.example_error) == 300
+    assert other.kind == "other"
+
+
+def test_kinds_beyond_number_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_errors, "_NUM_KINDS", 2)
+    write_table(tmp_path / "documents", document_rows(8, 5))
+    errors = RowErrors()
+    for idx, kind in enumerate(["a", "b", "b", "c"]):
+        errors.add(f"{kind}: x", [idx])
+    assert [each.kind for each in errors.kinds(plan_job(fake_spec(tmp_path), DS))] == ["b", "a"]
+    assert errors.num_rows == 4
+
+
+def test_a_page_lies_beside_the_report(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    page = Path(report.plan_uri) / PAGE_FILE
+    assert page.read_text() == render_report(report)
+    assert load_report(report.plan_uri) == report
+
+
+def test_committing_again_keeps_the_report_and_brings_the_page_back(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    page = Path(report.plan_uri) / PAGE_FILE
+    (Path(report.plan_uri) / "committed.json").unlink()
+    page.unlink()
+    assert commit_run(report.plan_uri) == report
+    assert page.exists()
+
+
+def test_a_page_that_is_as_it_should_be_is_not_written_again(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    page = Path(report.plan_uri) / PAGE_FILE
+    before = page.stat().st_mtime_ns
+    refresh_page(report.plan_uri, report)
+    assert page.stat().st_mtime_ns == before
+    page.write_text("of an older release")
+    refresh_page(report.plan_uri, report)
+    assert page.read_text() == render_report(report)
+
+
+def test_a_page_that_cannot_be_made_costs_a_warning_not_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(report: RunReport) -> str:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("batchllm_operator.report.page.render_report", fail)
+    with caplog.at_level(logging.WARNING):
+        report = commit_job(tmp_path, document_rows())
+    assert report.num_rows_out == 30
+    assert "report.html isn't written: RuntimeError('no fonts')" in caplog.text
+    assert not (Path(report.plan_uri) / PAGE_FILE).exists()
+
+
+def test_a_report_before_the_commit_is_refused(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    with pytest.raises(PlanError, match="it wasn't committed yet"):
+        load_report(plan.folder.uri)
+
+
+def test_a_report_of_an_older_release_is_replaced_with_the_time_of_now(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    folder = Folder.open(report.plan_uri)
+    folder.write_bytes("report.json", b"{}")
+    assert run_report._first_committed(folder) is None

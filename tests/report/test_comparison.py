@@ -1,0 +1,105 @@
+"""Two runs side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.run_reports import PLAN_URI, make_full_report, make_report, make_timeline
+
+from batchllm_operator.report.comparison import (
+    Comparison,
+    Measure,
+    compare,
+    format_comparison,
+    render_comparison,
+)
+from batchllm_operator.report.run_report import Bill
+
+
+def measures(comparison: Comparison) -> dict[str, Measure]:
+    return {each.name: each for section in comparison.sections for each in section.measures}
+
+
+def against(**changes: Any) -> Comparison:
+    """A full report against one of the next day, with changes."""
+    later = {"ds": "2026-02-01", "plan_uri": f"{PLAN_URI[:-1]}0", **changes}
+    return compare(make_full_report(), make_full_report(**later))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "change", "verdict"),
+    [
+        ({"num_rows_in": 2468}, "Rows in", "+100.0\xa0%", "changed"),
+        ({"num_rows_duplicate": 56}, "Duplicate rows", "+0.0\xa0%", "same"),
+        ({"num_rows_reused": 7}, "Reused rows", "new", "changed"),
+        ({"achieved_saving_ratio": 0.5}, "Achieved saving", "-10.0 points", "worse"),
+        ({"achieved_saving_ratio": 0.605}, "Achieved saving", "+0.5 points", "same"),
+        ({"optimal_saving_ratio": 0.9}, "Optimal saving", "+24.6 points", "changed"),
+        ({"tokens_per_s": 8082.0}, "Tokens per second", "+100.0\xa0%", "better"),
+        ({"num_rows_failed": 37}, "Failed rows", "+0.2 points", "worse"),
+        ({"errors_by_kind": {}}, "of them null_value", "-2.4 points", "better"),
+        ({"bill": None}, "Cost", "", "same"),
+        (
+            {"timelines": (make_timeline(valley_share=0.5),)},
+            "Time in valleys",
+            "+37.5 points",
+            "worse",
+        ),
+    ],
+)
+def test_what_has_changed(changes: dict[str, Any], name: str, change: str, verdict: str) -> None:
+    found = measures(against(**changes))[name]
+    assert (found.change, found.verdict) == (change, verdict)
+
+
+def test_cost_counts_by_row() -> None:
+    bill = Bill(gpu_s=172.0, usd_per_hour=3.0)
+    found = measures(against(num_rows_in=4936, bill=bill))
+    assert found["Cost"].verdict == "changed"
+    assert (found["Cost per 1,000 rows"].change, found["Cost per 1,000 rows"].verdict) == (
+        "-50.0\xa0%",
+        "better",
+    )
+
+
+def test_runs_that_are_hardly_comparable_say_so() -> None:
+    report = make_report()
+    assert compare(report, report).cautions == ("both are the same run",)
+    other = make_report(job="ranking", model="/models/other", plan_uri="/elsewhere")
+    assert compare(report, other).cautions == (
+        "the job differs: snippets and ranking",
+        "the model differs: /models/tiny and /models/other",
+    )
+    assert against().cautions == ()
+
+
+def test_the_table_for_a_terminal_has_a_line_for_each_figure() -> None:
+    comparison = against(achieved_saving_ratio=0.5, job="<b>other</b>")
+    lines = format_comparison(comparison).splitlines()
+    num_measures = len(measures(comparison))
+    assert len(lines) == 1 + len(comparison.sections) + num_measures + 1
+    (achieved,) = (line for line in lines if "Achieved saving" in line)
+    assert achieved.split() == [
+        *("Achieved", "saving", "60.0", "%", "50.0", "%", "-10.0", "points", "worse")
+    ]
+    assert lines[-1] == "note: the job differs: snippets and <b>other</b>"
+
+
+def test_the_page_shows_both_runs_and_escapes_them() -> None:
+    html = render_comparison(against(achieved_saving_ratio=0.5, job="<b>other</b>"))
+    assert "<b>" not in html and "&lt;b&gt;other&lt;/b&gt;" in html
+    assert "achieved saving worse: -10.0 points" in html
+    assert "-10.0 points" in html and "2026-02-01" in html
+
+
+def test_worse_comes_first() -> None:
+    found = against(tokens_per_s=1.0, achieved_saving_ratio=0.9).notable
+    assert found[0].startswith("tokens per second worse")
+    assert any(text.startswith("achieved saving better") for text in found)
+
+
+def test_old_reports_can_be_compared() -> None:
+    found = measures(compare(make_report(), make_full_report()))
+    assert found["GPU time"].before == "unknown"
+    assert found["GPU time"].verdict == "same"

@@ -1,0 +1,181 @@
+"""The page of a run report: what it shows, and what it mustn't need."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from support.run_reports import make_full_report, make_report, make_timeline
+
+from batchllm_operator.planner.sharing import Histogram, LargeGroup, PlanSharing
+from batchllm_operator.report.page import render_report
+from batchllm_operator.report.run_report import ErrorKind, RunReport
+
+EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
+SVG = re.compile(r"<svg.*?</svg>", re.DOTALL)
+
+
+class Page(HTMLParser):
+    """Counts elements, and keeps all text that is shown."""
+
+    VOID = frozenset({"meta", "link", "br", "path", "use", "image"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == [], "every element is closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.text += " ".join(data.split()) + " "
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for each, attributes in self.elements if each == tag]
+
+
+def test_everything_that_the_issue_of_a_run_is_about_is_there() -> None:
+    text = Page(render_report(make_full_report())).text.replace("\xa0", " ")
+    for shown in (
+        *("snippets, 2026-01-31", "published 2026-02-01 03:04 UTC", "/models/tiny"),
+        *("1,234", "1,200", "56 of duplicate prompts, 0 reused", "34"),
+        *("60.0 %", "61.2 % planned, 65.4 % optimal"),
+        *("4,041", "1 min 26 s", "40 s predicted", "$0.07", "$0.03 predicted"),
+        *("55,000", "9,876", "60 of them valleys (12.5 % of the time); 2 preemptions"),
+        *("… How to prune roses", "4,000"),
+        *("null_value: column 'body' is null", "id=n-1", "id=n-2", "prompt_too_long"),
+        *("id=b, lang=de", "A snippet."),
+        *("/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef/report.json",),
+    ):
+        assert shown in text, shown
+
+
+def test_it_needs_no_script_and_nothing_from_elsewhere() -> None:
+    page = Page(render_report(make_full_report()))
+    assert not page.of("script") and not page.of("iframe") and not page.of("img")
+    addresses = [
+        value
+        for _, attributes in page.elements
+        for name, value in attributes.items()
+        if name.endswith(("href", "src")) and value is not None
+    ]
+    assert all(value.startswith(("#", "data:")) for value in addresses), addresses
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+
+
+def test_each_plot_has_words_and_a_table_behind_it() -> None:
+    html = render_report(make_full_report())
+    page = Page(html)
+    pictures = page.of("svg")
+    assert len(pictures) == 2 * 7, "each of saving, tokens, 2 timelines, 2 histograms, shards"
+    assert all(each["role"] == "img" and each["aria-label"] for each in pictures)
+    figures = re.findall(r"<figure>.*?</figure>", html, re.DOTALL)
+    assert len(figures) == 7
+    for figure in figures:
+        assert figure.count("<svg") == 2 and "<figcaption>" in figure
+        assert "<details>" in figure and "<table>" in figure
+
+
+def test_pictures_are_whole_and_in_the_pages_colours() -> None:
+    pictures = SVG.findall(render_report(make_full_report()))
+    for picture in pictures:
+        ET.fromstring(picture.replace("xlink:href", "href"))
+        assert "var(--" in picture
+        assert not re.search(r"#0a[0-9a-f]{2}b7", picture)
+        assert "DejaVu" not in picture
+    ids = [each for picture in pictures for each in re.findall(r'\bid="([^"]*)"', picture)]
+    assert len(ids) == len(set(ids)), "a clip of one picture isn't that of another"
+    used = {each for picture in pictures for each in re.findall(r"url\(#([^)]*)\)", picture)}
+    assert used <= set(ids)
+
+
+def test_the_same_report_gives_the_same_page() -> None:
+    assert render_report(make_full_report()) == render_report(make_full_report())
+
+
+def evil_reports() -> list[dict[str, Any]]:
+    error = ErrorKind(kind=EVIL, num_rows=1, example_keys=({EVIL: EVIL},), example_error=EVIL)
+    group = LargeGroup(num_requests=2, num_prefix_tokens=1, num_saved_tokens=1, first_words=EVIL)
+    empty = Histogram(edges=(), counts=())
+    return [
+        {"job": EVIL, "ds": EVIL, "model": EVIL, "table_uri": EVIL, "plan_uri": EVIL},
+        {"errors": (error,), "errors_by_kind": {EVIL: 1}},
+        {
+            "sharing": PlanSharing(
+                prefix_lengths=empty, share_degrees=empty, largest_groups=(group,)
+            )
+        },
+        {"sample_rows": ({"key": {EVIL: EVIL}, "generated_text": EVIL},)},
+    ]
+
+
+@pytest.mark.parametrize("changes", evil_reports())
+def test_words_of_strangers_stay_words(changes: dict[str, Any]) -> None:
+    html = render_report(make_full_report(**changes))
+    assert "<script" not in html
+    page = Page(html)
+    assert "<script>alert(1)</script>" in page.text
+    assert "{{ 7 * 7 }}" in page.text
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        make_report(),
+        make_report(report_version=1, errors_by_kind={}, num_rows_failed=0),
+        make_full_report(timelines=(), errors=(), errors_by_kind={}),
+        make_full_report(timelines=(make_timeline(num_bins=1, chunk_size=None),)),
+        make_full_report(
+            num_rows_in=0,
+            num_rows_out=0,
+            num_rows_failed=0,
+            num_requests=0,
+            num_logical_tokens=0,
+            engine_s=0.0,
+            tokens_per_s=0.0,
+            shards=(),
+            timelines=(),
+            sample_rows=(),
+            errors=(),
+            errors_by_kind={},
+            bill=None,
+            achieved_saving_ratio=0.0,
+            planned_saving_ratio=0.0,
+            optimal_saving_ratio=0.0,
+            sharing=PlanSharing(
+                prefix_lengths=Histogram(edges=(), counts=()),
+                share_degrees=Histogram(edges=(), counts=()),
+                largest_groups=(),
+            ),
+        ),
+        make_full_report(achieved_saving_ratio=-0.2),
+    ],
+    ids=["old", "version-1", "no-trace", "one-bin", "empty", "recomputed"],
+)
+def test_reports_with_less_in_them_are_pages_too(report: RunReport) -> None:
+    page = Page(render_report(report))
+    assert f"{report.job}, {report.ds}" in page.text
+    assert len(page.of("h1")) == len(page.of("main")) == 1
+
+
+def test_links_above_it_are_shown_where_there_are_some() -> None:
+    page = Page(render_report(make_report(), trail=[("Jobs", "/batchllm/")]))
+    assert page.of("a") == [{"href": "/batchllm/"}]
+    assert not Page(render_report(make_report())).of("nav")

@@ -1,0 +1,126 @@
+"""A run report in which every part of the page has something to show."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from batchllm_operator.planner.sharing import Histogram, LargeGroup, PlanSharing
+from batchllm_operator.report import RunReport, SampleRow
+from batchllm_operator.report.run_report import Bill, ErrorKind, ShardRun, Timeline, TokenKinds
+
+PLAN_URI = "/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef"
+
+
+def make_report(**changes: Any) -> RunReport:
+    """As a release before version 2 wrote it, but for `changes`."""
+    fields: dict[str, Any] = {
+        "job": "snippets",
+        "ds": "2026-01-31",
+        "run_id": "snippets/2026-01-31/0123456789abcdef",
+        "plan_uri": PLAN_URI,
+        "table_uri": "/lake/out",
+        "report_uri": f"{PLAN_URI}/report.json",
+        "model": "/models/tiny",
+        "num_rows_in": 1234,
+        "num_rows_out": 1200,
+        "num_rows_failed": 34,
+        "num_rows_duplicate": 56,
+        "errors_by_kind": {"prompt_too_long": 4, "null_value": 30},
+        "num_requests": 1144,
+        "num_groups": 300,
+        "num_shared_groups": 250,
+        "num_shards": 4,
+        "num_logical_tokens": 100_000,
+        "num_computed_tokens": 40_000,
+        "num_output_tokens": 9_876,
+        "optimal_saving_ratio": 0.654,
+        "planned_saving_ratio": 0.612,
+        "achieved_saving_ratio": 0.6,
+        "engine_s": 12.34,
+        "tokens_per_s": 4041.0,
+        "sample_rows": (
+            SampleRow(key={"id": "a-1"}, generated_text="A snippet."),
+            SampleRow(key={"id": "b", "lang": "de"}, generated_text="Zwei\nZeilen"),
+            SampleRow(key={"id": "c"}, generated_text="long " * 100),
+        ),
+        **changes,
+    }
+    return RunReport(**fields)
+
+
+def make_timeline(shard_idx: int = 0, num_bins: int = 60, **changes: Any) -> Timeline:
+    fields: dict[str, Any] = {
+        "shard_idx": shard_idx,
+        "num_steps": 600,
+        "duration_s": 30.0,
+        "chunk_size": 2048,
+        "bin_s": 30.0 / num_bins,
+        "num_decode_tokens": tuple(100.0 + idx for idx in range(num_bins)),
+        "num_distinct_tokens": tuple(900.0 - 10 * idx for idx in range(num_bins)),
+        "num_prefix_tokens": tuple(700.0 if idx % 7 else 0.0 for idx in range(num_bins)),
+        "kv_used": tuple(min(1.0, idx / 40) for idx in range(num_bins)),
+        "kv_held": tuple(0.1 for _ in range(num_bins)),
+        "num_valley_steps": 60,
+        "valley_share": 0.125,
+        "num_preempted": 2,
+        **changes,
+    }
+    return Timeline(**fields)
+
+
+def make_full_report(**changes: Any) -> RunReport:
+    """With all that version 2 adds."""
+    shards = tuple(
+        ShardRun(
+            shard_idx=idx,
+            num_rows=300,
+            num_rows_failed=idx,
+            num_requests=286,
+            num_tokens=12_000,
+            engine_s=2.5 + idx,
+            num_attempts=1 + idx % 2,
+            gpu_s=20.0 + idx,
+            predicted_gpu_s=4.0,
+        )
+        for idx in range(4)
+    )
+    fields: dict[str, Any] = {
+        "committed_at": datetime(2026, 2, 1, 3, 4, tzinfo=UTC),
+        "tokens": TokenKinds(
+            num_duplicate=5_000, num_cached=55_000, num_computed=40_000, num_output=9_876
+        ),
+        "bill": Bill(
+            gpu_s=86.0, usd_per_hour=3.0, gpu="H100", predicted_gpu_s=40.0, unshared_gpu_s=90.0
+        ),
+        "errors": (
+            ErrorKind(
+                kind="null_value",
+                num_rows=30,
+                example_keys=({"id": "n-1"}, {"id": "n-2"}),
+                example_error="null_value: column 'body' is null",
+            ),
+            ErrorKind(
+                kind="prompt_too_long",
+                num_rows=4,
+                example_keys=({"id": "long-1"},),
+                example_error="prompt_too_long: 9,000 tokens",
+            ),
+        ),
+        "shards": shards,
+        "timelines": (make_timeline(3), make_timeline(2)),
+        "sharing": PlanSharing(
+            prefix_lengths=Histogram(edges=(64, 128, 256, 512), counts=(20, 200, 30)),
+            share_degrees=Histogram(edges=(1, 2, 4, 8), counts=(50, 94, 1000)),
+            largest_groups=(
+                LargeGroup(
+                    num_requests=9,
+                    num_prefix_tokens=500,
+                    num_saved_tokens=4000,
+                    first_words="… How to prune roses",
+                ),
+            ),
+        ),
+        **changes,
+    }
+    return make_report(**fields)

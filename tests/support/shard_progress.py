@@ -1,0 +1,36 @@
+"""Progress of a shard, made up."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from batchllm_operator.report.shard_progress import ShardProgress
+
+
+def shard_progress(**changes: Any) -> ShardProgress:
+    """Of a shard that is half done."""
+    fields: dict[str, Any] = {
+        "plan_id": "plan-abc",
+        "shard_idx": 3,
+        "attempt": 2,
+        "host": "node-1",
+        "state": "running",
+        "started_at": datetime(2026, 1, 31, 2, tzinfo=UTC),
+        "updated_at": datetime(2026, 1, 31, 2, 10, tzinfo=UTC),
+        "elapsed_s": 600.5,
+        "engine_start_s": 40.0,
+        "num_gpus": 2,
+        "num_rows": 100,
+        "num_rows_done": 50,
+        "num_rows_failed": 1,
+        "num_parts": 10,
+        "num_parts_done": 4,
+        "num_logical_tokens": 1000,
+        "num_prompt_tokens": 900,
+        "num_cached_tokens": 500,
+        "num_output_tokens": 77,
+        "tokens_per_s": 12.5,
+        "eta_s": 590.0,
+    }
+    return ShardProgress(**{**fields, **changes})
