@@ -143,6 +143,40 @@ def test_viewers_at_one_time_cost_one_reading() -> None:
     assert kept.get("other", make) == 3
 
 
+def test_nobody_waits_long_for_another_reader() -> None:
+    kept: Kept[int] = Kept(60.0, wait_s=0.01)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make() -> int:
+        begun.set()
+        assert go_on.wait(30)
+        return 1
+
+    reader = threading.Thread(target=kept.get, args=("plan", make))
+    reader.start()
+    assert begun.wait(30)
+    with pytest.raises(TimeoutError):
+        kept.get("plan", make)
+    assert kept.get("other", lambda: 2) == 2
+    go_on.set()
+    reader.join()
+    assert kept.get("plan", lambda: 3) == 1
+
+
+def test_a_storage_that_does_not_answer_holds_few_threads(
+    anna: Browser, records: Records, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchllm_operator.report.web import lake_access
+
+    monkeypatch.setattr(lake_access, "_READERS", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(lake_access, "_READER_WAIT_S", 0.01)
+    records.run().job(plan.folder.uri)
+    with lake_access._READERS:
+        answer = anna.get("/dags/job/runs/a")
+        assert answer.status_code == 503 and "takes long" in answer.text
+    assert anna.get("/dags/job/runs/a").status_code == 200
+
+
 def test_what_could_not_be_made_is_not_kept() -> None:
     kept: Kept[int] = Kept(60.0)
 
