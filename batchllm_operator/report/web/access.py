@@ -24,6 +24,7 @@ current_user = get_user
 
 CurrentUser = Annotated[BaseUser, Depends(current_user)]
 
+_IDS: Final = ("run_id", "task_id")
 _MAX_ID_CHARS: Final = 250
 """Airflow's own bound of ids."""
 
@@ -52,10 +53,19 @@ def readable_dag(request: Request, user: CurrentUser) -> None:
     Raises:
         HTTPException: 404 if an id in the path can't be one; 403 if the user may not.
     """
-    for name in ("dag_id", "run_id", "task_id"):
-        if not _can_be_id(str(request.path_params.get(name, name))):
-            raise HTTPException(status.HTTP_404_NOT_FOUND, "There is no such page.")
-    if not may_read(user, request.path_params["dag_id"]):
+    ids = [request.path_params[name] for name in _IDS if name in request.path_params]
+    check_readable(user, request.path_params["dag_id"], *ids)
+
+
+def check_readable(user: BaseUser, dag_id: str, *ids: str) -> None:
+    """Make sure that a user may read a DAG; `ids` are others of a request.
+
+    Raises:
+        HTTPException: see `readable_dag`.
+    """
+    if not all(map(_can_be_id, (dag_id, *ids))):
+        raise HTTPException(status.HTTP_404_NOT_FOUND, "There is no such page.")
+    if not may_read(user, dag_id):
         raise HTTPException(
             status.HTTP_403_FORBIDDEN, "You may not read this DAG, its runs, tasks or XComs."
         )

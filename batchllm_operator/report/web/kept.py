@@ -23,24 +23,39 @@ class _Entry:
 class Kept(Generic[_T]):
     """Values by key, each made anew when it is older than `keep_s` seconds.
 
-    While one is made, others who ask for it wait for that. What making raises is kept by nobody.
+    While one is made, others who ask for it wait for that, but not for long: their threads are
+    Airflow's. What making raises is kept by nobody.
     """
 
-    def __init__(self, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._keep_s, self._clock = keep_s, clock
+    def __init__(
+        self,
+        keep_s: float,
+        *,
+        wait_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._keep_s, self._wait_s, self._clock = keep_s, wait_s, clock
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The value of `key`, made by `make` if there is none that is young enough."""
+        """The value of `key`, made by `make` if there is none that is young enough.
+
+        Raises:
+            TimeoutError: somebody else has been making it for more than `wait_s` seconds.
+        """
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
             while len(self._entries) > _MAX_ENTRIES:
                 self._entries.popitem(last=False)
-        with entry.lock:
+        if not entry.lock.acquire(timeout=self._wait_s):
+            raise TimeoutError
+        try:
             if self._clock() - entry.made_at >= self._keep_s:
                 entry.value = make()
                 entry.made_at = self._clock()
             value: _T = entry.value
             return value
+        finally:
+            entry.lock.release()

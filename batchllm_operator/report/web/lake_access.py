@@ -6,7 +6,9 @@ All must be what they are said to be, or aren't shown. Requests never say where 
 from __future__ import annotations
 
 import os
-from typing import Any, Final
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 from airflow.models.connection import Connection
 from airflow.providers.common.compat.sdk import AirflowException
@@ -23,6 +25,8 @@ from batchllm_operator.report.web.kept import Kept
 from batchllm_operator.report.web.plan_uri import PlanURI
 from batchllm_operator.report.web.problems import PageError
 
+_T = TypeVar("_T")
+
 CONNECTION_SETTING: Final = "BATCHLLM_AWS_CONN_ID"
 """Environment variable: the Airflow connection whose AWS credentials read the lake."""
 
@@ -32,6 +36,10 @@ _PLANS: Final[Kept[tuple[StoredPlan, tuple[str, ...]]]] = Kept(30.0)
 """With the secrets that opened each, to be masked in what comes later."""
 _REPORTS: Final[Kept[RunReport | None]] = Kept(2.0)
 _STATUSES: Final[Kept[JobStatus | None]] = Kept(2.0)
+_READERS: Final = threading.BoundedSemaphore(8)
+"""A storage that doesn't answer holds as many threads of the API server, and no more."""
+_READER_WAIT_S: Final = 5.0
+_SLOW: Final = "The lake takes long to answer; look again in a moment."
 
 
 class LakeReader:
@@ -47,11 +55,11 @@ class LakeReader:
 
     def report(self) -> RunReport | None:
         """The report; None before the commit."""
-        return _REPORTS.get(self._uri.uri, lambda: self._guarded(self._read_report))
+        return self._kept(_REPORTS, self._read_report)
 
     def status(self) -> JobStatus | None:
         """How far the run is; None after the commit, when the report says it all."""
-        return _STATUSES.get(self._uri.uri, lambda: self._guarded(self._read_status))
+        return self._kept(_STATUSES, self._read_status)
 
     def _read_report(self) -> RunReport | None:
         plan = self._plan()
@@ -117,15 +125,25 @@ class LakeReader:
             options["client_kwargs"] = {"region_name": region}
         return options
 
-    def _guarded(self, read: Any) -> Any:
+    def _kept(self, kept: Kept[_T], read: Callable[[], _T]) -> _T:
+        """What was read a moment ago, or is read now by this thread."""
+        try:
+            return kept.get(self._uri.uri, lambda: self._guarded(read))
+        except TimeoutError:
+            raise PageError(503, _SLOW) from None
+
+    def _guarded(self, read: Callable[[], _T]) -> _T:
+        if not _READERS.acquire(timeout=_READER_WAIT_S):
+            raise PageError(503, _SLOW)
         try:
             return read()
         except StorageError as error:
-            raise PageError(
-                503, f"The lake can't be read: {error}", secrets=self._secrets
-            ) from error
+            text = f"The lake can't be read: {error}"
+            raise PageError(503, text, secrets=self._secrets) from error
         except (BatchLLMError, AirflowException) as error:
             raise PageError(409, f"{error}", secrets=self._secrets) from error
+        finally:
+            _READERS.release()
 
 
 _S3_OPTIONS: Final = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from airflow.configuration import conf
 from airflow.sdk import BaseOperatorLink
@@ -45,6 +45,10 @@ class Links:
     def report_file(self, ref: JobRef) -> str:
         """The report as a file to keep."""
         return f"{self.job(ref)}/report.html"
+
+    def comparison(self, before: JobRef, after: JobRef) -> str:
+        """Two committed jobs beside each other."""
+        return f"{self.root}/compare?{urlencode({'before': str(before), 'after': str(after)})}"
 
     def job_shard(self, ref: JobRef, shard_idx: int) -> str:
         """A shard of a job, by its number."""

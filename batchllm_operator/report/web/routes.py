@@ -14,17 +14,29 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from batchllm_operator.errors import PlanError
+from batchllm_operator.report.comparison import compare, render_comparison
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.run_report import RunReport
 from batchllm_operator.report.web import views
-from batchllm_operator.report.web.access import CurrentUser, may_read, readable_dag
+from batchllm_operator.report.web.access import (
+    CurrentUser,
+    check_readable,
+    may_read,
+    readable_dag,
+)
 from batchllm_operator.report.web.headers import CSP, live_policy
 from batchllm_operator.report.web.job_state import job_state
 from batchllm_operator.report.web.jobs import list_jobs
 from batchllm_operator.report.web.lake_access import LakeReader
 from batchllm_operator.report.web.links import Links
 from batchllm_operator.report.web.problems import PageError
-from batchllm_operator.report.web.runs import JobInRun, jobs_of_run, run_state, shard_of_task
+from batchllm_operator.report.web.runs import (
+    JobInRun,
+    JobRef,
+    jobs_of_run,
+    run_state,
+    shard_of_task,
+)
 
 MapIndex = Annotated[int, Path(ge=-1, lt=1 << 31)]
 ShardIdx = Annotated[int, Path(ge=0, lt=1 << 31)]
@@ -43,6 +55,27 @@ def show_jobs(request: Request, user: CurrentUser) -> Response:
     with create_session(scoped=False) as session:
         jobs = list_jobs(session, lambda dag_id: may_read(user, dag_id))
     return HTMLResponse(views.jobs_page(jobs, _links(request)))
+
+
+@pages.get("/compare")
+def show_comparison(request: Request, user: CurrentUser, before: str, after: str) -> Response:
+    """Two committed jobs, of any DAGs that the user may read, beside each other.
+
+    Each is `<dag_id>/<run_id>/<task_id>/<map_index>` of the task that planned it.
+    """
+    reports = []
+    for text in (before, after):
+        ref = JobRef.of(text)
+        if ref is None:
+            raise PageError(404, "There is no such page.")
+        check_readable(user, ref.dag_id, ref.run_id, ref.task_id)
+        reader = _reader(_find_job(ref.dag_id, ref.run_id, ref.task_id, ref.map_index))
+        report = None if reader is None else reader.report()
+        if report is None:
+            raise PageError(404, f"Run {ref.run_id} has no report: it hasn't been committed.")
+        reports.append(report)
+    trail = (("Jobs", _links(request).jobs),)
+    return HTMLResponse(render_comparison(compare(*reports), trail=trail))
 
 
 @dag_pages.get("")

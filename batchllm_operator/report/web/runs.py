@@ -7,6 +7,7 @@ DAG had it then. Subclasses of our operators aren't recognised.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,6 +31,8 @@ PLAN_URI_KEY: Final = "plan_uri"
 """As in `operators.plan`, which takes long to import."""
 RETURN_KEY: Final = "return_value"
 
+_MAP_INDEX: Final = re.compile(r"-1|[0-9]{1,9}", re.ASCII)
+
 ACTIVE: Final = ("scheduled", "queued", "running", "restarting", "deferred", "up_for_retry")
 FAILED: Final = ("failed", "upstream_failed")
 
@@ -43,6 +46,18 @@ class JobRef:
     task_id: str
     map_index: int
     """-1 unless the task is mapped."""
+
+    def __str__(self) -> str:
+        """As `of` takes it; no id of Airflow's has a slash."""
+        return f"{self.dag_id}/{self.run_id}/{self.task_id}/{self.map_index}"
+
+    @classmethod
+    def of(cls, text: str) -> JobRef | None:
+        """A job as it is written in an address; None if it isn't one."""
+        dag_id, run_id, task_id, index, *more = [*text.split("/"), "", "", "", ""][:5]
+        if any(more) or not _MAP_INDEX.fullmatch(index):
+            return None
+        return cls(dag_id, run_id, task_id, int(index))
 
     @property
     def group(self) -> str:

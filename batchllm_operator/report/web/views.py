@@ -34,9 +34,11 @@ class RunView:
     tokens_per_s: float | None
     gpu_s: float | None
     cost_usd: float | None
+    compare_href: str = ""
+    """To the comparison with the run before; empty if one of them has no outcome."""
 
     @classmethod
-    def of(cls, run: JobRun, links: Links) -> RunView:
+    def of(cls, run: JobRun, links: Links, before: JobRun | None = None) -> RunView:
         """Take what is shown of a run."""
         return cls(
             run_id=run.job.ref.run_id,
@@ -50,6 +52,9 @@ class RunView:
             tokens_per_s=run.number("tokens_per_s"),
             gpu_s=run.number("gpu_s"),
             cost_usd=run.number("cost_usd"),
+            compare_href=links.comparison(before.job.ref, run.job.ref)
+            if before is not None and before.outcome and run.outcome
+            else "",
         )
 
 
@@ -73,7 +78,8 @@ class JobView:
     @classmethod
     def of(cls, job: Job, links: Links) -> JobView:
         """Take what is shown of a job."""
-        runs = [RunView.of(run, links) for run in job.runs]
+        pairs = zip((None, *job.runs), job.runs, strict=False)
+        runs = [RunView.of(run, links, before) for before, run in pairs]
         latest, shown = runs[-1], RunView.of(job.latest_done, links)
         is_older = shown.saving is not None and shown.href != latest.href
         lines = (

@@ -96,11 +96,26 @@ def test_who_may_not_read_a_dag_sees_nothing_of_it(
     assert dag_id in anna.page("/")
     listed = bob.page("/")
     assert f"DAG {dag_id}," not in listed and "DAG job," in listed
-    about_dags = [path for path in paths(pages) if path != "/"]
+    about_dags = [path for path in paths(pages) if path.startswith("/dags/")]
+    assert len(about_dags) == len(paths(pages)) - len(("/", "/compare"))
     for path in about_dags:
         of_dag = path.replace("/dags/job/", f"/dags/{dag_id}/")
         assert bob.get(of_dag).status_code == 403, path
         assert anna.get(of_dag).status_code in (200, 205, 302, 404), path
+
+
+@pytest.mark.parametrize("dag_id", ["secret", "half"])
+def test_a_comparison_asks_about_both_dags(
+    bob: Browser, anna: Browser, records: Records, committed: Any, dag_id: str
+) -> None:
+    for each in (dag_id, "job"):
+        records.run(each).job(committed.folder.uri, dag_id=each)
+    ours, theirs = (f"{each}/a/batchllm.plan/-1" for each in ("job", dag_id))
+    for before, after in ((ours, theirs), (theirs, ours)):
+        path = f"/compare?before={before}&after={after}"
+        assert bob.get(path).status_code == 403
+        assert anna.get(path).status_code == 200
+    assert bob.get(f"/compare?before={ours}&after={ours}").status_code == 200
 
 
 def test_a_dag_that_nobody_knows_has_no_pages(anna: Browser, records: Records) -> None:

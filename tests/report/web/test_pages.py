@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import UTC, datetime
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,32 @@ def test_what_comes_from_outside_is_escaped(
     records.task("x.plan", "running", run_id="<b>")
     html = anna.page("/dags/job/runs/%3Cb%3E")
     assert "<b>" not in html and "<script" not in html
+
+
+def test_two_runs_are_compared(anna: Browser, records: Records, committed: Any) -> None:
+    for day, run_id in enumerate(("a", "b", "c")):
+        records.run(run_id=run_id, day=day)
+        records.job(committed.folder.uri, run_id=run_id, outcome={} if day < 2 else None)
+    found = re.findall(r'href="(/batchllm/compare[^"]*)"', anna.page("/"))
+    assert len(found) == 1
+    html = anna.page(unescape(found[0]).removeprefix("/batchllm"))
+    check_accessible(html)
+    ref = "job/a/batchllm.plan/-1"
+    for wrong in (
+        "",
+        "job/a/batchllm.plan",
+        "job/a/batchllm.plan/-2",
+        "job/a/batchllm.plan/x",
+        f"{ref}/x",
+        f"{ref}/..",
+        "job/x/batchllm.plan/-1",
+        "job/a%00/batchllm.plan/-1",
+        "../../etc/passwd",
+        "/etc/passwd//-1",
+    ):
+        answer = anna.get(f"/compare?before={ref}&after={wrong}")
+        assert answer.status_code == 404 and "root:" not in answer.text, wrong
+    assert anna.get(f"/compare?before={ref}").status_code == 404
 
 
 @pytest.mark.parametrize(
