@@ -192,6 +192,11 @@ class RunReport(_Frozen):
     sharing: PlanSharing | None = None
 
     @property
+    def page_uri(self) -> str:
+        """Where its page lies."""
+        return f"{self.plan_uri}/{PAGE_FILE}"
+
+    @property
     def rows_per_s(self) -> float:
         """Rows that the engines answered, per second of `engine_s`."""
         num_rows = sum(shard.num_rows for shard in self.shards)
