@@ -125,6 +125,8 @@ class Timeline(_Frozen):
     """Share of the KV cache's blocks in use, 0 to 1; the largest of the bin."""
     kv_held: tuple[float, ...]
     """Of it, held for members to come; the largest of the bin."""
+    valley: tuple[float, ...]
+    """Share of the bin's time in valleys, 0 to 1."""
     num_valley_steps: int
     """Steps under half of the chunk size while requests waited."""
     valley_share: float
