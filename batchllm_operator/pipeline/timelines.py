@@ -115,6 +115,7 @@ def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
         bin_s=float(edges[1]),
         kv_used=_largest(used, start_s, edges),
         kv_held=_largest(held, start_s, edges),
+        valley=_means(in_valley, bounds_s, edges, digits=4),
         num_valley_steps=int(np.count_nonzero(in_valley)),
         valley_share=round(float(np.diff(bounds_s)[in_valley].sum()) / duration_s, 4),
         num_preempted=int(columns["num_preempted"].sum()),
@@ -123,12 +124,15 @@ def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
 
 
 def _means(
-    values: NDArray[np.int64], bounds_s: NDArray[np.float64], edges: NDArray[np.float64]
+    values: NDArray[Any],
+    bounds_s: NDArray[np.float64],
+    edges: NDArray[np.float64],
+    digits: int = 1,
 ) -> tuple[float, ...]:
     """The mean over time of a value of the step that runs, for each bin."""
     before = np.append(0.0, np.cumsum(values * np.diff(bounds_s)))
     means = np.diff(np.interp(edges, bounds_s, before)) / np.diff(edges)
-    return tuple(np.round(means, 1).tolist())
+    return tuple(np.round(means, digits).tolist())
 
 
 def _largest(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
 
 from markupsafe import Markup
 
@@ -16,9 +19,23 @@ from batchllm_operator.report.plots import (
     timeline_plot,
     token_plot,
 )
-from batchllm_operator.report.run_report import RunReport
+from batchllm_operator.report.run_report import RunReport, Timeline
 
-_NUM_SLOWEST = 10
+_NUM_SLOWEST: Final = 10
+_MOST_KEPT: Final = 16
+"""Reports whose plots are kept, some 300 kB each: several look at the same one in Airflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plots:
+    """Those that a report has something to show in."""
+
+    saving: Plot
+    tokens: Plot | None
+    timelines: tuple[tuple[Timeline, Plot], ...]
+    lengths: Plot | None
+    degrees: Plot | None
+    shards: Plot | None
 
 
 def render_report(report: RunReport, *, trail: Trail = ()) -> str:
@@ -28,23 +45,29 @@ def render_report(report: RunReport, *, trail: Trail = ()) -> str:
         report: of any version that can be read; older ones show less.
         trail: see `pages.render`.
     """
-    sharing = report.sharing
     return render(
         "report.html.j2",
         trail=trail,
         report=report,
-        saving=saving_plot(report),
-        tokens=token_plot(report.tokens) if report.tokens is not None else None,
-        timelines=[(line, timeline_plot(line)) for line in report.timelines],
-        lengths=length_plot(sharing.prefix_lengths)
-        if sharing is not None and sharing.prefix_lengths.counts
-        else None,
-        degrees=degree_plot(sharing.share_degrees)
-        if sharing is not None and sharing.share_degrees.counts
-        else None,
-        shards=shard_plot(report.shards) if len(report.shards) > 1 else None,
+        plots=_draw(report.model_dump_json()),
         slowest=heapq.nlargest(_NUM_SLOWEST, report.shards, key=lambda shard: shard.engine_s),
         svg=_svg,
+    )
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _draw(report_json: str) -> _Plots:
+    """Draw a report's plots: some tenths of a second each, one at a time in a process."""
+    report = RunReport.model_validate_json(report_json)
+    sharing = report.sharing
+    lengths, degrees = (sharing.prefix_lengths, sharing.share_degrees) if sharing else (None, None)
+    return _Plots(
+        saving=saving_plot(report),
+        tokens=token_plot(report.tokens) if report.tokens is not None else None,
+        timelines=tuple((line, timeline_plot(line)) for line in report.timelines),
+        lengths=length_plot(lengths) if lengths is not None and lengths.counts else None,
+        degrees=degree_plot(degrees) if degrees is not None and degrees.counts else None,
+        shards=shard_plot(report.shards) if len(report.shards) > 1 else None,
     )
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.ticker import Locator
 
 _MOST_BARS: Final = 40
+_VALLEY_BIN: Final = 0.5
+"""Share of its time in valleys from which a bin is shaded."""
 _FEWEST_SLOTS: Final = 8
 """Along an axis, so that a single bar isn't as wide as the page."""
 _TABLE_POINTS: Final = 24
@@ -123,7 +125,7 @@ def timeline_plot(line: Timeline) -> Plot:
             [*handles, *more],
             [*labels, *(f"KV {each}" for each in others)],
             loc="outside upper left",
-            ncols=2 if narrow else 6,
+            ncols=2 if narrow else 7,
         )
 
     limit = f"chunk size {count(line.chunk_size)}" if line.chunk_size else "chunk size unknown"
@@ -238,6 +240,12 @@ def _paint_tokens(axes: Axes, line: Timeline, edges: np.ndarray) -> None:
         top = bottom + np.array(getattr(line, attribute))
         axes.stairs(top, edges, baseline=bottom, fill=True, color=colour(name), label=label)
         bottom = top
+    valleys = np.array(line.valley) >= _VALLEY_BIN
+    if valleys.any():
+        full = np.where(valleys, 2.0 * max(line.chunk_size or 0, float(bottom.max()), 1), 0.0)
+        axes.stairs(
+            full, edges, fill=True, color=colour("muted"), alpha=0.18, zorder=0, label="valley"
+        )
     if line.chunk_size is not None:
         axes.axhline(
             line.chunk_size, color=colour("limit"), linestyle="--", linewidth=1, label="chunk size"
@@ -260,10 +268,11 @@ def _timeline_table(line: Timeline) -> Table:
                 *(count(float(mean)) for mean in means),
                 ratio(max(line.kv_used[chosen])),
                 ratio(max(line.kv_held[chosen])),
+                ratio(float(np.mean(line.valley[chosen]))),
             )
         )
     names = (label.capitalize() for _, _, label in _KINDS)
-    return Table(("From", *names, "KV in use, at most", "KV held, at most"), rows)
+    return Table(("From", *names, "KV in use, at most", "KV held, at most", "In valleys"), rows)
 
 
 def _bin_name(low: int, high: int) -> str:

@@ -125,6 +125,8 @@ class Timeline(_Frozen):
     """Share of the KV cache's blocks in use, 0 to 1; the largest of the bin."""
     kv_held: tuple[float, ...]
     """Of it, held for members to come; the largest of the bin."""
+    valley: tuple[float, ...]
+    """Share of the bin's time in valleys, 0 to 1."""
     num_valley_steps: int
     """Steps under half of the chunk size while requests waited."""
     valley_share: float
@@ -190,6 +192,11 @@ class RunReport(_Frozen):
     timelines: tuple[Timeline, ...] = ()
     """Of the shards that took longest, the longest first; none with vLLM's own scheduler."""
     sharing: PlanSharing | None = None
+
+    @property
+    def page_uri(self) -> str:
+        """Where its page lies."""
+        return f"{self.plan_uri}/{PAGE_FILE}"
 
     @property
     def rows_per_s(self) -> float:

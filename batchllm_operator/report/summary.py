@@ -29,6 +29,7 @@ def format_summary(report: RunReport) -> str:
         f"  model          {report.model}",
         f"  table          {report.table_uri}",
         f"  report         {report.report_uri}",
+        f"  page           {report.page_uri}",
     ]
     if report.sample_rows:
         lines.append("  sample rows")

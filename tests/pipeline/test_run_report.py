@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
-from batchllm_operator.errors import PlanError
+from batchllm_operator.engine import Engine, EngineJob
+from batchllm_operator.errors import EngineError, PlanError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline import row_errors, run_report
 from batchllm_operator.pipeline.commit import commit_run
+from batchllm_operator.pipeline.job_status import read_attempts
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.row_errors import RowErrors
 from batchllm_operator.pipeline.run import run_shard
@@ -60,6 +62,40 @@ def test_without_a_gpu_there_is_no_bill(tmp_path: Path) -> None:
     assert report.bill is not None
     assert (report.bill.gpu_s, report.bill.cost_usd) == (None, None)
     assert report.timelines == ()
+
+
+def test_the_bill_counts_gpus_of_all_attempts(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
+        raise EngineError("no device")
+
+    with pytest.raises(EngineError):
+        run_shard(plan.folder.uri, 0, num_gpus=2, start=start)
+    for shard_idx in range(2):
+        run_shard(plan.folder.uri, shard_idx, num_gpus=2)
+    report = commit_run(plan.folder.uri)
+    assert report.bill is not None and report.bill.gpu_s is not None
+    known = [shard.gpu_s for shard in report.shards if shard.gpu_s is not None]
+    assert report.bill.gpu_s == pytest.approx(sum(known))
+    assert [shard.num_attempts for shard in report.shards] == [2, 1]
+    held = [read_attempts(plan)[idx].progress for idx in range(2)]
+    assert [len(each) for each in held] == [2, 1]
+    assert known == [
+        pytest.approx(2 * sum(one.elapsed_s for one in each), abs=0.1) for each in held
+    ]
+
+
+def test_an_attempt_that_left_no_sign_leaves_the_bill_open(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    plan = plan_job(fake_spec(tmp_path), DS)
+    for shard_idx in range(2):
+        run_shard(plan.folder.uri, shard_idx, num_gpus=2)
+    (plan.run_folder(1).child("attempt-00001")).remove("progress.json")
+    report = commit_run(plan.folder.uri)
+    assert report.bill is not None and report.bill.gpu_s is None
+    assert report.shards[0].gpu_s is not None and report.shards[1].gpu_s is None
 
 
 def test_what_the_plan_knew_of_sharing_is_in_it(tmp_path: Path) -> None:

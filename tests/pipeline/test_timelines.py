@@ -80,6 +80,7 @@ def test_a_valley_is_a_small_step_while_requests_wait(tmp_path: Path) -> None:
     assert found is not None
     assert (found.num_valley_steps, found.duration_s) == (1, 7.0)
     assert found.valley_share == pytest.approx(3 / 7, abs=1e-4)
+    assert sum(found.valley) * found.bin_s == pytest.approx(3.0, abs=1e-2)
 
 
 @settings(deadline=None, max_examples=30)

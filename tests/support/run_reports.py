@@ -61,6 +61,7 @@ def make_timeline(shard_idx: int = 0, num_bins: int = 60, **changes: Any) -> Tim
         "num_prefix_tokens": tuple(700.0 if idx % 7 else 0.0 for idx in range(num_bins)),
         "kv_used": tuple(min(1.0, idx / 40) for idx in range(num_bins)),
         "kv_held": tuple(0.1 for _ in range(num_bins)),
+        "valley": tuple(1.0 if 40 <= idx < 48 else 0.0 for idx in range(num_bins)),
         "num_valley_steps": 60,
         "valley_share": 0.125,
         "num_preempted": 2,
