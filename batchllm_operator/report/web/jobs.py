@@ -1,6 +1,7 @@
 """All jobs that have run here, with their latest runs, from Airflow's database alone.
 
-A job is registered by having run: its plan task has noted a plan's URI, or is at work on its first.
+A job is registered by having run: its plan task has noted a plan's URI, or is at work on its first,
+or has failed to.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from batchllm_operator.report.web.job_state import JobState, job_state
 from batchllm_operator.report.web.runs import (
     ACTIVE,
     COMMIT,
+    FAILED,
     PLAN,
     PLAN_URI_KEY,
     REPORT,
@@ -99,7 +101,7 @@ def list_jobs(session: Session, may_read: Callable[[str], bool]) -> list[Job]:
 
 
 def _planning_tasks(session: Session) -> set[tuple[str, str]]:
-    """DAG and id of each task that has planned, or is at it; by indexes of Airflow's tables."""
+    """DAG and id of each task that has planned, is at it, or failed; by Airflow's own indexes."""
     noted = (
         select(XComModel.dag_id, XComModel.task_id)
         .join(
@@ -113,10 +115,10 @@ def _planning_tasks(session: Session) -> set[tuple[str, str]]:
         )
         .where(XComModel.key == PLAN_URI_KEY, TaskInstance.operator == PLAN)
     )
-    active = select(TaskInstance.dag_id, TaskInstance.task_id).where(
-        TaskInstance.state.in_(ACTIVE), TaskInstance.operator == PLAN
+    unplanned = select(TaskInstance.dag_id, TaskInstance.task_id).where(
+        TaskInstance.state.in_((*ACTIVE, *FAILED)), TaskInstance.operator == PLAN
     )
-    queries = (noted.distinct(), active.distinct())
+    queries = (noted.distinct(), unplanned.distinct())
     return {(dag_id, task_id) for query in queries for dag_id, task_id in session.execute(query)}
 
 

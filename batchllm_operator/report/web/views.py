@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from batchllm_operator.report.pages import Trail, count, ratio, render
+from batchllm_operator.report.pages import Trail, count, ratio, render, usd
 from batchllm_operator.report.status import JobStatus, ShardStatus
 from batchllm_operator.report.web.job_state import JobState
 from batchllm_operator.report.web.jobs import Job, JobRun
@@ -85,6 +85,7 @@ class JobView:
         lines = (
             ("Saving ratio", sparkline("Saving ratio", [run.saving for run in runs], ratio)),
             ("Tokens/s", sparkline("Tokens per second", [run.tokens_per_s for run in runs], count)),
+            ("Cost", sparkline("Cost", [run.cost_usd for run in runs], usd)),
         )
         return cls(
             name=job.name,

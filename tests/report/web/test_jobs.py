@@ -55,6 +55,15 @@ def test_a_job_is_listed_with_its_latest_run_and_the_trend(anna: Browser, record
     assert f'aria-label="{text}; unknown for 1"' in html
 
 
+def test_a_job_whose_first_planning_failed_is_listed(anna: Browser, records: Records) -> None:
+    records.run(state="failed").task(
+        "batchllm.plan", operator="BatchLLMPlanOperator", state="failed"
+    )
+    html = anna.page("/")
+    assert "planning failed" in html and "not planned" in html
+    assert "/batchllm/dags/job/runs/" in html
+
+
 def test_jobs_of_one_dag_have_their_own_numbers(anna: Browser, records: Records) -> None:
     records.run(state="success").job(uri(0, "one"), group="one", outcome=outcome(0.11))
     records.job(uri(0, "two"), group="two", outcome=outcome(0.22))
