@@ -418,7 +418,7 @@ def test_the_index_outlives_gc_and_a_plan_outlives_the_index(tmp_path: Path) -> 
     remove_garbage(find_garbage(spec, before=FAR_FUTURE, ds=DS)[0])
     remove_garbage(find_garbage(spec, before=FAR_FUTURE, ds=NEXT)[0])
     for plan in (first, second):
-        kept = {"manifest.json", "turn.json", "report.json", "committed.json"}
+        kept = {"manifest.json", "turn.json", "report.json", "report.html", "committed.json"}
         kept.add("reuse.parquet")
         assert set(plan.folder.find()) == kept
     index_path(second).unlink()
