@@ -38,16 +38,18 @@ class _Plots:
     shards: Plot | None
 
 
-def render_report(report: RunReport, *, trail: Trail = ()) -> str:
+def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) -> str:
     """The page of a run report. The same report gives the same page.
 
     Args:
         report: of any version that can be read; older ones show less.
         trail: see `pages.render`.
+        actions: see `pages.render`.
     """
     return render(
         "report.html.j2",
         trail=trail,
+        actions=actions,
         report=report,
         plots=_draw(report.model_dump_json()),
         slowest=heapq.nlargest(_NUM_SLOWEST, report.shards, key=lambda shard: shard.engine_s),

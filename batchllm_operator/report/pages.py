@@ -13,12 +13,23 @@ from batchllm_operator import __version__
 _UNKNOWN: Final = "unknown"
 
 Trail = Sequence[tuple[str, str]]
-"""Pages above this one, the topmost first: text and URL of each."""
+"""Links, such as to the pages above one, the topmost first: text and URL of each."""
 
 
-def render(template: str, *, trail: Trail = (), **values: Any) -> str:
-    """Render one of `templates/` as a whole page: no scripts, nothing loaded from elsewhere."""
-    return _environment().get_template(template).render(trail=trail, version=__version__, **values)
+def render(template: str, *, trail: Trail = (), actions: Trail = (), **values: Any) -> str:
+    """Render one of `templates/` as a whole page: nothing is loaded from elsewhere.
+
+    Args:
+        template: its file name.
+        trail: pages above this one.
+        actions: what can be done with it.
+        values: what it shows.
+    """
+    return (
+        _environment()
+        .get_template(template)
+        .render(trail=trail, actions=actions, version=__version__, **values)
+    )
 
 
 def count(value: int | float | None) -> str:

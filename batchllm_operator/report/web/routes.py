@@ -237,7 +237,7 @@ def _live_shard(job: JobInRun, shard_idx: int) -> views.LiveShard | None:
 def _job_page(job: JobInRun, links: Links) -> Response:
     found = _live_job(job)
     if isinstance(found, RunReport):
-        return HTMLResponse(render_report(found, trail=views.report_trail(job.ref, links)))
+        return HTMLResponse(views.report_page(found, job.ref, links))
     return _live_page(found, links)
 
 

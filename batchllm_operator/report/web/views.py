@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from batchllm_operator.report.pages import Trail, count, ratio, render, usd
+from batchllm_operator.report.page import render_report
+from batchllm_operator.report.pages import count, ratio, render, usd
+from batchllm_operator.report.run_report import RunReport
 from batchllm_operator.report.status import JobStatus, ShardStatus
 from batchllm_operator.report.web.job_state import JobState
 from batchllm_operator.report.web.jobs import Job, JobRun
@@ -128,13 +130,11 @@ def message_page(heading: str, text: str, links: Links) -> str:
     return render("web_message.html.j2", trail=trail, heading=heading, text=text)
 
 
-def report_trail(ref: JobRef, links: Links) -> Trail:
-    """What a report is below of in the pages, and the file to keep."""
-    return (
-        ("Jobs", links.jobs),
-        (f"Run {ref.run_id}", links.run(ref.dag_id, ref.run_id)),
-        ("Download this report", links.report_file(ref)),
-    )
+def report_page(report: RunReport, ref: JobRef, links: Links) -> str:
+    """A report, with the pages that it is below of and the file to keep."""
+    trail = (("Jobs", links.jobs), (f"Run {ref.run_id}", links.run(ref.dag_id, ref.run_id)))
+    actions = (("Download this report", links.report_file(ref)),)
+    return render_report(report, trail=trail, actions=actions)
 
 
 @dataclass(frozen=True, slots=True)

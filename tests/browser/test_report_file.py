@@ -1,0 +1,108 @@
+"""report.html as somebody gets it by mail: a file, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.browser import SCHEMES, WIDTHS, Tab
+from support.run_reports import make_full_report, make_report
+
+from batchllm_operator.report.comparison import compare, render_comparison
+from batchllm_operator.report.page import render_report
+
+PAGES = {
+    "report-file": lambda: render_report(make_full_report()),
+    "comparison-file": lambda: render_comparison(compare(make_report(), make_full_report())),
+}
+
+
+@pytest.fixture(params=[(width, scheme) for width in WIDTHS for scheme in SCHEMES])
+def tab(request: pytest.FixtureRequest, chromium: Any) -> Iterator[Tab]:
+    width, scheme = request.param
+    context = chromium.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
+    )
+    yield Tab(context.new_page())
+    context.close()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_it_can_be_read_by_everybody_everywhere(tab: Tab, name: str, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(PAGES[name]())
+    asked_for: list[str] = []
+    tab.page.on("request", lambda request: asked_for.append(request.url))
+    tab.page.goto(file.as_uri())
+    assert [url for url in asked_for if not url.startswith("data:")] == [file.as_uri()]
+    assert tab.serious_findings() == []
+    assert tab.sideways_px() <= 0
+    width = tab.page.viewport_size["width"]
+    scheme = (
+        "dark"
+        if tab.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+        else "light"
+    )
+    tab.screenshot(f"{name}-{width}-{scheme}")
+    tab.check()
+
+
+def test_each_picture_is_shown_once_in_the_shape_that_fits(tab: Tab, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(PAGES["report-file"]())
+    tab.page.goto(file.as_uri())
+    shape = "wide" if tab.page.viewport_size["width"] > 900 else "narrow"
+    figures = tab.page.locator("figure").all()
+    assert len(figures) == 7
+    for figure in figures:
+        (shown,) = (each for each in figure.locator("svg").all() if each.is_visible())
+        assert shown.locator("xpath=..").get_attribute("class") == shape
+        text_px = shown.evaluate(
+            "svg => Math.min(...[...svg.querySelectorAll('text')].map("
+            "text => text.getBoundingClientRect().height))"
+        )
+        assert text_px >= 9, "letters can be read"
+
+
+def test_the_numbers_behind_a_picture_are_reached_by_the_keyboard(tab: Tab, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(PAGES["report-file"]())
+    tab.page.goto(file.as_uri())
+    table = tab.page.get_by_role("region", name="Saving ratio")
+    assert not table.is_visible()
+    tab.page.keyboard.press("Tab")
+    focused = tab.page.evaluate("document.activeElement.textContent")
+    assert focused == "Numbers: Saving ratio"
+    tab.page.keyboard.press("Enter")
+    assert table.is_visible()
+    assert "planned, one level" in table.inner_text()
+
+
+def test_on_paper_pictures_are_dark_on_white(tab: Tab, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(PAGES["report-file"]())
+    tab.page.goto(file.as_uri())
+    tab.page.emulate_media(media="print")
+    colours = tab.page.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    assert colours == ["rgb(255, 255, 255)", "rgb(0, 0, 0)"]
+    assert tab.page.locator("figure svg:visible").count() == 7
+
+
+def test_these_checks_notice_what_they_are_for(chromium: Any) -> None:
+    page = chromium.new_page(viewport={"width": 390, "height": 900})
+    tab = Tab(page)
+    page.set_content(
+        "<html lang=en><title>x</title><main><h1>x</h1><p style='color: #ccc'>pale</p>"
+        "<img src='data:,'><div style='width: 500px'>wide</div>"
+        "<script>console.error('wrong')</script></main>"
+    )
+    findings = " ".join(tab.serious_findings())
+    assert "color-contrast (serious)" in findings and "image-alt (critical)" in findings
+    assert tab.sideways_px() > 100
+    with pytest.raises(AssertionError, match="console: wrong"):
+        tab.check()
+    page.close()
