@@ -162,7 +162,7 @@ def test_from_the_list_of_dags_to_the_report(airflow: Snippets, tab: Tab) -> Non
     saved = f"{100 * report['achieved_saving_ratio']:.1f}"
     assert figures["Saved"].startswith(saved)
     assert shown.get_by_role("cell", name="null_value: column 'document' is null").is_visible()
-    tab.page.screenshot(path=tab_path("in-airflow"))
+    tab.screenshot("in-airflow")
     tab.check()
 
 
@@ -290,9 +290,3 @@ def test_progress_moves_until_the_report_takes_its_place(airflow: Snippets, tab:
     page.get_by_role("heading", name=f"job, {SLOW_DAY}").wait_for()
     page.get_by_role("heading", name="What was saved").wait_for()
     tab.check()
-
-
-def tab_path(name: str) -> Path:
-    from support.browser import SCREENSHOTS
-
-    return SCREENSHOTS / f"{name}-1280-light.png"

@@ -40,7 +40,7 @@ class Tab:
     def check(self) -> None:
         """Nothing has gone wrong since the last time."""
         faults, self.faults = self.faults, []
-        assert faults == []
+        assert faults == [], faults
 
     def screenshot(self, name: str) -> None:
         """Keep what the whole page looks like, under build/screenshots/."""
