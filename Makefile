@@ -19,7 +19,7 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo airflow test test-compat test-airflow lint helm helm-readme format bench lock clean
+.PHONY: help setup demo airflow test test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ helm: setup ## Lint, render and validate the Helm chart; lint the Dockerfiles
 
 helm-readme: setup ## Write the table of values in the chart's README
 	PYTHONPATH=scripts $(BIN)/python -m helm_chart readme
+
+screenshots: setup ## Take README's pictures of a running `make airflow` (URL=, LOGIN=, PASSWORD=)
+	$(BIN)/python scripts/screenshots.py $(URL) $(LOGIN) $(PASSWORD)
 
 format: setup ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix
