@@ -18,7 +18,7 @@ from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 DAG_ID = "daily_snippets"
-WIDTH, HEIGHT = 1280, 800
+WIDTH, HEIGHT = 1280, 860
 
 
 def take(url: str, user: str, password: str, run_id: str | None) -> None:
@@ -45,7 +45,8 @@ def take(url: str, user: str, password: str, run_id: str | None) -> None:
         page.screenshot(path=IMAGES / "jobs.png")
 
         page.goto(f"/dags/{DAG_ID}/runs/{run_id}/plugin/batchllm-run")
-        frame.get_by_role("heading", name="What was saved").wait_for()
+        # Not the top, with folders of the machine that it is taken on.
+        frame.locator("dl.figures").evaluate("each => each.scrollIntoView()")
         page.wait_for_timeout(500)
         page.screenshot(path=IMAGES / "report.png")
         browser.close()
