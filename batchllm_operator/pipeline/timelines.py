@@ -124,8 +124,11 @@ def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
     columns, duration_s = steps.columns, steps.end_s
     start_s, num_steps = columns["start_s"], len(columns["start_s"])
     edges = np.linspace(0.0, duration_s, min(_NUM_BINS, num_steps) + 1)
-    used = columns["num_used_blocks"] / np.maximum(columns["num_blocks"], 1)
-    held = columns["num_held_blocks"] / np.maximum(columns["num_blocks"], 1)
+    num_blocks = np.maximum(columns["num_blocks"], 1)
+    used, held = (
+        np.minimum(columns[name] / num_blocks, 1.0)
+        for name in ("num_used_blocks", "num_held_blocks")
+    )
     limit = steps.chunk_size or int(steps.num_tokens.max())
     in_valley = (steps.num_tokens < _VALLEY * limit) & (columns["num_waiting"] > 0)
     bounds_s = np.append(start_s, duration_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -17,6 +18,8 @@ _NUM_WORD_TOKENS: Final = 40
 _MAX_CHARS: Final = 160
 _LONGEST_COMMON: Final = 4096
 """Tokens up to which the beginning that all of the largest groups share is looked for."""
+
+_MOST_EDGES: Final = 65
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Decode = Callable[[Sequence[int]], str]
@@ -37,6 +40,8 @@ class Histogram(_Frozen):
     def _check_bins(self) -> Histogram:
         if len(self.counts) != max(0, len(self.edges) - 1) or len(self.edges) == 1:
             raise ValueError("a histogram has one more edge than bins")
+        if len(self.edges) > _MOST_EDGES or any(a >= b for a, b in pairwise(self.edges)):
+            raise ValueError("edges of a histogram ascend, and are few")
         return self
 
     @classmethod
