@@ -16,6 +16,7 @@ from batchllm_operator.planner.reuse import PrefixGroups
 _NUM_GROUPS: Final = 10
 _NUM_WORD_TOKENS: Final = 40
 _MAX_CHARS: Final = 160
+_HALF: Final = "\N{REPLACEMENT CHARACTER} "
 _LONGEST_COMMON: Final = 4096
 """Tokens up to which the beginning that all of the largest groups share is looked for."""
 
@@ -148,6 +149,7 @@ def _first_words(prefix: NDArray[Any], num_common: int, decode: Decode) -> str:
     text = decode(prefix[num_common : num_common + _NUM_WORD_TOKENS].tolist())
     # Line breaks and control characters would hide text; half a surrogate pair can't be stored.
     words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    words = words.strip(_HALF)  # a token at either end may be the half of a character
     if len(words) > _MAX_CHARS:
         words = words[: _MAX_CHARS - 1] + "…"
     return f"… {words}" if num_common else words

@@ -223,17 +223,45 @@ class RunReport(_Frozen):
         return f"{self.plan_uri}/{PAGE_FILE}"
 
     @property
-    def rows_per_s(self) -> float:
-        """Rows that the engines answered, per second of `engine_s`."""
+    def optimal_saving(self) -> float | None:
+        """`optimal_saving_ratio`; None if there was nothing to generate."""
+        return self.optimal_saving_ratio if self.num_logical_tokens else None
+
+    @property
+    def planned_saving(self) -> float | None:
+        """`planned_saving_ratio`; None if there was nothing to generate."""
+        return self.planned_saving_ratio if self.num_logical_tokens else None
+
+    @property
+    def achieved_saving(self) -> float | None:
+        """`achieved_saving_ratio`; None if no row got a text, but for those that reuse one."""
+        num_tokens = self.num_computed_tokens if self.tokens is None else self.tokens.num_logical
+        return self.achieved_saving_ratio if num_tokens else None
+
+    @property
+    def speed(self) -> float | None:
+        """`tokens_per_s`; None if there was nothing to generate."""
+        return self.tokens_per_s if self.engine_s else None
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """Rows that the engines answered, per second of `engine_s`; None if there were none."""
         num_rows = sum(shard.num_rows for shard in self.shards)
-        return num_rows / self.engine_s if self.engine_s else 0.0
+        return num_rows / self.engine_s if self.engine_s and self.shards else None
 
     def figures(self) -> dict[str, Any]:
-        """What programs want of it: URIs, counts, ratios, times and cost; no texts of rows."""
+        """What programs want of it: URIs, counts, ratios, times and cost; no texts of rows.
+
+        None for what isn't known: ratios and speeds of a run with nothing to generate, too.
+        """
         bill = self.bill or Bill(gpu_s=None, usd_per_hour=None)
         return {
             **self.model_dump(mode="json", exclude=_NOT_FIGURES),
-            "rows_per_s": round(self.rows_per_s, 3),
+            "optimal_saving_ratio": self.optimal_saving,
+            "planned_saving_ratio": self.planned_saving,
+            "achieved_saving_ratio": self.achieved_saving,
+            "tokens_per_s": self.speed,
+            "rows_per_s": None if self.rows_per_s is None else round(self.rows_per_s, 3),
             "gpu_s": bill.gpu_s,
             "cost_usd": bill.cost_usd,
             "predicted_gpu_s": bill.predicted_gpu_s,

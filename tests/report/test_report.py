@@ -137,3 +137,17 @@ def test_a_report_that_cant_be_drawn_cant_be_read(changes: dict[str, Any]) -> No
             stored[name] = value
     with pytest.raises(PlanError, match="can't be read"):
         RunReport.from_bytes(json.dumps(stored).encode(), source="plan")
+
+
+def test_where_nothing_was_generated_ratios_and_speeds_are_unknown() -> None:
+    nothing = make_report(
+        num_requests=0, num_logical_tokens=0, num_computed_tokens=0, num_rows_reused=1200,
+        engine_s=0.0, tokens_per_s=0.0, achieved_saving_ratio=0.0, planned_saving_ratio=0.0,
+        optimal_saving_ratio=0.0,
+    )  # fmt: skip
+    names = ("achieved_saving_ratio", "planned_saving_ratio", "optimal_saving_ratio")
+    figures = nothing.figures()
+    assert [figures[name] for name in (*names, "tokens_per_s", "rows_per_s")] == [None] * 5
+    text = format_summary(nothing)
+    assert "unknown achieved, unknown planned, unknown optimal" in text
+    assert "unknown tokens/s" in text
