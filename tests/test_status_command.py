@@ -82,8 +82,7 @@ def test_of_many_shards_those_left_to_do_are_shown() -> None:
 def test_totals_of_a_finished_and_of_a_committed_run() -> None:
     finished = shard(0, "finished", 100, num_rows_failed=2)
     assert format_totals(job(finished)) == (
-        "job job, partition 2026-01-31: 100/100 (100 %) rows, 2 failed, 0 % saved, shards: 1"
-        " finished"
+        "job job, partition 2026-01-31: 100/100 (100 %) rows, 2 failed, shards: 1 finished"
     )
     assert "committed" in format_totals(job(finished, is_committed=True))
     assert "0/0 (100 %) rows" in format_totals(job())

@@ -185,7 +185,7 @@ def _gpu_s(attempts: ShardAttempts) -> float | None:
 
 def _bill(manifest: PlanManifest, runs: Sequence[ShardRun]) -> Bill:
     known = [run.gpu_s for run in runs if run.gpu_s is not None]
-    gpu_s = sum(known) if known and len(known) == len(runs) else None
+    gpu_s = sum(known) if len(known) == len(runs) else None  # 0 where there was nothing to do
     estimate = manifest.estimate
     if estimate is None:
         return Bill(gpu_s=gpu_s, usd_per_hour=None)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.report.run_report import Timeline
-from batchllm_operator.vllm_plugin.trace import CHUNK_SIZE_KEY
+from batchllm_operator.vllm_plugin.trace import CHUNK_SIZE_KEY, TRACE_SCHEMA
 
 _log = logging.getLogger(__name__)
 _NUM_BINS: Final = 240
@@ -26,6 +26,8 @@ _SHORTEST_S: Final = 1e-3
 """For a step of which nobody knows how long it took."""
 _MOST_STEPS: Final = 1_000_000
 """Of which earlier engines' traces are read, too; some 100 bytes of memory each."""
+_MOST: Final = 1 << 40
+"""Of anything that is counted in a step, or of seconds since the first."""
 _PATH: Final = re.compile(r"(?:attempt-([0-9]{5,})/)?trace-[^/]*\.parquet")
 _KINDS: Final = ("num_decode_tokens", "num_distinct_tokens", "num_prefix_tokens")
 _COLUMNS: Final = (
@@ -60,31 +62,51 @@ def read_timeline(folder: Folder, shard_idx: int) -> Timeline | None:
         folder: the shard's run folder.
         shard_idx: which shard it is.
     """
-    paths = sorted(
-        (int(match[1] or 0), match[0]) for match in map(_PATH.fullmatch, folder.find()) if match
-    )
-    traces: list[pq.ParquetFile] = []
+    try:
+        names = folder.find()
+    except StorageError as error:
+        _log.warning("%s: its traces aren't in the report: %s", folder.uri, error)
+        return None
+    paths = sorted((int(match[1] or 0), match[0]) for match in map(_PATH.fullmatch, names) if match)
+    traces = []
     for _, path in paths:
         try:
-            trace = pq.ParquetFile(pa.BufferReader(folder.read_bytes(path)))
-            if not set(_COLUMNS) <= set(trace.schema_arrow.names):
-                raise pa.ArrowInvalid("it has other columns")
-            traces.append(trace)
+            trace = _read_trace(folder, path)
         except (pa.ArrowException, OSError, StorageError) as error:
             _log.warning("%s/%s isn't in the report: %s", folder.uri, path, error)
-    while len(traces) > 1 and sum(trace.metadata.num_rows for trace in traces) > _MOST_STEPS:
-        traces.pop(0)
-    steps = _concatenate([trace for trace in traces if trace.metadata.num_rows])
-    return None if steps is None else _summarize(steps, shard_idx)
+        else:
+            traces += [trace] if trace.num_rows else []
+        while len(traces) > 1 and sum(trace.num_rows for trace in traces) > _MOST_STEPS:
+            traces.pop(0)
+    return _summarize(_concatenate(traces), shard_idx) if traces else None
 
 
-def _concatenate(traces: Sequence[pq.ParquetFile]) -> _Steps | None:
-    if not traces:
-        return None
+def _read_trace(folder: Folder, path: str) -> pa.Table:
+    """The steps of one engine.
+
+    Raises:
+        pa.ArrowException, OSError: it is damaged, or no trace.
+        StorageError: it can't be read.
+    """
+    file = pq.ParquetFile(pa.BufferReader(folder.read_bytes(path)))
+    schema = pa.schema([(name, TRACE_SCHEMA.field(name).type) for name in _COLUMNS])
+    if not set(_COLUMNS) <= set(file.schema_arrow.names):
+        raise pa.ArrowInvalid("it has other columns")
+    table = file.read(list(_COLUMNS)).select(_COLUMNS)
+    table = table.cast(schema.with_metadata(table.schema.metadata))
+    for name in _COLUMNS if table.num_rows else ():
+        values = table[name].to_numpy()  # NaN for None, and any comparison with that says no
+        if not (values.min() >= 0 and values.max() < _MOST):
+            raise pa.ArrowInvalid(f"{name} has what can't be one")
+    if np.any(np.diff(table["start_s"].to_numpy()) < 0):
+        raise pa.ArrowInvalid("its steps aren't in order")
+    return table
+
+
+def _concatenate(traces: Sequence[pa.Table]) -> _Steps:
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in _COLUMNS}
     before_s, chunk_sizes = 0.0, []
-    for trace in traces:
-        table = trace.read(list(_COLUMNS))
+    for table in traces:
         start_s = table["start_s"].to_numpy()
         last_s = float(np.median(np.diff(start_s))) if len(start_s) > 1 else 0.0
         last_s = max(last_s, _SHORTEST_S)
@@ -92,8 +114,8 @@ def _concatenate(traces: Sequence[pq.ParquetFile]) -> _Steps | None:
             parts[name].append(table[name].to_numpy())
         parts["start_s"].append(start_s + before_s)
         before_s += float(start_s[-1]) + last_s
-        noted = (trace.schema_arrow.metadata or {}).get(CHUNK_SIZE_KEY, b"")
-        chunk_sizes.append(int(noted) if noted.isdigit() else None)
+        noted = (table.schema.metadata or {}).get(CHUNK_SIZE_KEY, b"")
+        chunk_sizes.append(int(noted) if noted.isdigit() and len(noted) < 10 else None)
     columns = {name: np.concatenate(each) for name, each in parts.items()}
     return _Steps(columns, before_s, chunk_sizes[-1])
 
@@ -102,8 +124,11 @@ def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
     columns, duration_s = steps.columns, steps.end_s
     start_s, num_steps = columns["start_s"], len(columns["start_s"])
     edges = np.linspace(0.0, duration_s, min(_NUM_BINS, num_steps) + 1)
-    used = columns["num_used_blocks"] / np.maximum(columns["num_blocks"], 1)
-    held = columns["num_held_blocks"] / np.maximum(columns["num_blocks"], 1)
+    num_blocks = np.maximum(columns["num_blocks"], 1)
+    used, held = (
+        np.minimum(columns[name] / num_blocks, 1.0)
+        for name in ("num_used_blocks", "num_held_blocks")
+    )
     limit = steps.chunk_size or int(steps.num_tokens.max())
     in_valley = (steps.num_tokens < _VALLEY * limit) & (columns["num_waiting"] > 0)
     bounds_s = np.append(start_s, duration_s)

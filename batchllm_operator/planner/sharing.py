@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -15,8 +16,11 @@ from batchllm_operator.planner.reuse import PrefixGroups
 _NUM_GROUPS: Final = 10
 _NUM_WORD_TOKENS: Final = 40
 _MAX_CHARS: Final = 160
+_HALF: Final = "\N{REPLACEMENT CHARACTER} "
 _LONGEST_COMMON: Final = 4096
 """Tokens up to which the beginning that all of the largest groups share is looked for."""
+
+_MOST_EDGES: Final = 65
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Decode = Callable[[Sequence[int]], str]
@@ -37,6 +41,8 @@ class Histogram(_Frozen):
     def _check_bins(self) -> Histogram:
         if len(self.counts) != max(0, len(self.edges) - 1) or len(self.edges) == 1:
             raise ValueError("a histogram has one more edge than bins")
+        if len(self.edges) > _MOST_EDGES or any(a >= b for a, b in pairwise(self.edges)):
+            raise ValueError("edges of a histogram ascend, and are few")
         return self
 
     @classmethod
@@ -143,6 +149,7 @@ def _first_words(prefix: NDArray[Any], num_common: int, decode: Decode) -> str:
     text = decode(prefix[num_common : num_common + _NUM_WORD_TOKENS].tolist())
     # Line breaks and control characters would hide text; half a surrogate pair can't be stored.
     words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    words = words.strip(_HALF)  # a token at either end may be the half of a character
     if len(words) > _MAX_CHARS:
         words = words[: _MAX_CHARS - 1] + "…"
     return f"… {words}" if num_common else words

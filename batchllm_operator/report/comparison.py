@@ -126,9 +126,9 @@ def _input(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
 
 def _saving(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
     return (
-        _share("Optimal saving", before.optimal_saving_ratio, after.optimal_saving_ratio, None),
-        _share("Planned saving", before.planned_saving_ratio, after.planned_saving_ratio, None),
-        _share("Achieved saving", before.achieved_saving_ratio, after.achieved_saving_ratio, True),
+        _share("Optimal saving", before.optimal_saving, after.optimal_saving, None),
+        _share("Planned saving", before.planned_saving, after.planned_saving, None),
+        _share("Achieved saving", before.achieved_saving, after.achieved_saving, True),
         _share("Achieved of planned", _reached(before), _reached(after), True),
     )
 
@@ -136,7 +136,7 @@ def _saving(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
 def _speed(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
     old, new = before.bill or _UNKNOWN_BILL, after.bill or _UNKNOWN_BILL
     return (
-        _amount("Tokens per second", before.tokens_per_s, after.tokens_per_s, more_is_better=True),
+        _amount("Tokens per second", before.speed, after.speed, more_is_better=True),
         _amount("Generating", before.engine_s, after.engine_s, show=duration),
         _amount("GPU time", old.gpu_s, new.gpu_s, show=duration),
         _amount("Cost", old.cost_usd, new.cost_usd, show=usd),
@@ -182,8 +182,8 @@ def _cautions(before: RunReport, after: RunReport) -> tuple[str, ...]:
 
 def _reached(report: RunReport) -> float | None:
     """Of what was planned."""
-    planned = report.planned_saving_ratio
-    return report.achieved_saving_ratio / planned if planned else None
+    planned, achieved = report.planned_saving, report.achieved_saving
+    return achieved / planned if planned and achieved is not None else None
 
 
 def _valleys(report: RunReport) -> float | None:

@@ -46,6 +46,7 @@ _SETTINGS: Final[dict[str, Any]] = {
 }
 _WIDE_INCHES: Final = 10.0
 _NARROW_INCHES: Final = 3.7
+_NUMBER: Final = re.compile(r"-?[0-9]+[.][0-9]{3,}")
 _one_at_a_time = threading.Lock()
 """matplotlib's settings are the whole process's, and pages are made by threads."""
 
@@ -135,12 +136,17 @@ def _for_page(svg: str, alt: str) -> str:
     svg = re.sub(r' id="[A-Za-z0-9.]+(_[0-9]+)+"', "", svg)
     svg = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", svg)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", svg)
-    svg = re.sub(r"-?[0-9]+[.][0-9]{3,}", lambda number: f"{float(number[0]):.2f}", svg)
+    # In tags alone: what is written beside an axis stays as it is.
+    svg = re.sub(r"<[^>]*>", lambda tag: _NUMBER.sub(_rounded, tag[0]), svg)
     for name, value in _VARIABLES.items():
         svg = svg.replace(value, f"var(--{name})")
     head, _, body = svg.partition(">")
     (view_box,) = re.findall(r'viewBox="[^"]*"', head)
     return f'<svg {view_box} role="img" aria-label="{escape(alt)}">{body}'.strip()
+
+
+def _rounded(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.2f}"
 
 
 @contextmanager

@@ -65,7 +65,9 @@ def _draw(report_json: str) -> _Plots:
     lengths, degrees = (sharing.prefix_lengths, sharing.share_degrees) if sharing else (None, None)
     return _Plots(
         saving=saving_plot(report),
-        tokens=token_plot(report.tokens) if report.tokens is not None else None,
+        tokens=token_plot(report.tokens)
+        if report.tokens is not None and report.num_requests
+        else None,
         timelines=tuple((line, timeline_plot(line)) for line in report.timelines),
         lengths=length_plot(lengths) if lengths is not None and lengths.counts else None,
         degrees=degree_plot(degrees) if degrees is not None and degrees.counts else None,

@@ -33,19 +33,20 @@ _KINDS: Final = (
 def saving_plot(report: RunReport) -> Plot:
     """Saving ratios: what could be saved at most, what was planned, what came out."""
     values = {
-        "optimal, every level": report.optimal_saving_ratio,
-        "planned, one level": report.planned_saving_ratio,
-        "achieved": report.achieved_saving_ratio,
+        "optimal, every level": report.optimal_saving,
+        "planned, one level": report.planned_saving,
+        "achieved": report.achieved_saving,
     }
     shown = [ratio(value) for value in values.values()]
+    lengths = [100 * (value or 0.0) for value in values.values()]
 
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         colours = [colour("line"), colour("decode"), colour("prefix")]
-        bars = axes.barh(list(values), [100 * value for value in values.values()], color=colours)
+        bars = axes.barh(list(values), lengths, color=colours)
         axes.bar_label(bars, labels=shown, padding=3, color=colour("ink"))
         axes.invert_yaxis()
-        low = min(0.0, *(100 * value for value in values.values()))
+        low = min(0.0, *lengths)
         axes.set_xlim(1.15 * low, 118 if narrow else 108)
         axes.set_xlabel("% of prompt tokens saved")
         plain_axes(axes, values_along="x")
@@ -230,7 +231,7 @@ def _histogram_plot(found: Histogram, title: str, sizes: str, things: str, fill:
         ),
         paint,
         wide_height=2.2,
-        narrow_height=max(1.4, 0.24 * len(names) + 0.8),
+        narrow_height=max(2.3, 0.24 * len(names) + 0.8),
     )
 
 

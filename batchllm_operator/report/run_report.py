@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.sharing import PlanSharing
@@ -12,6 +19,16 @@ from batchllm_operator.planner.sharing import PlanSharing
 REPORT_FILE: Final = "report.json"
 PAGE_FILE: Final = "report.html"
 _NOT_FIGURES: Final = {"sample_rows", "bill", "errors", "shards", "timelines", "sharing"}
+_MOST_BINS: Final = 1000
+
+# Bounded so that what can be read can be drawn, and sums and products of them are numbers, too.
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Seconds = Annotated[float, Field(ge=0, le=1e12)]
+_Number = Annotated[float, Field(ge=0, le=1e24)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Saving = Annotated[float, Field(ge=-1e6, le=1)]
+_Bins = Annotated[tuple[_Number, ...], Field(min_length=1, max_length=_MOST_BINS)]
+_Shares = Annotated[tuple[_Share, ...], Field(min_length=1, max_length=_MOST_BINS)]
 
 
 class _Frozen(BaseModel):
@@ -30,7 +47,7 @@ class ErrorKind(_Frozen):
 
     kind: str
     """What stands before the colon of their errors."""
-    num_rows: int
+    num_rows: _Count
     example_keys: tuple[dict[str, str], ...]
     """Of the first rows of this kind, in input order; few."""
     example_error: str
@@ -40,12 +57,12 @@ class ErrorKind(_Frozen):
 class TokenKinds(_Frozen):
     """Where the tokens of the rows that got a text went. Prompt tokens, but for the last."""
 
-    num_duplicate: int
+    num_duplicate: _Count
     """Of rows that took their text from an equal prompt's request."""
-    num_cached: int
+    num_cached: _Count
     """Found in the KV cache: shared prefixes that were computed once."""
-    num_computed: int
-    num_output: int
+    num_computed: _Count
+    num_output: _Count
 
     @property
     def num_logical(self) -> int:
@@ -56,18 +73,18 @@ class TokenKinds(_Frozen):
 class ShardRun(_Frozen):
     """What one shard took."""
 
-    shard_idx: int
-    num_rows: int
-    num_rows_failed: int
-    num_requests: int
-    num_tokens: int
+    shard_idx: _Count
+    num_rows: _Count
+    num_rows_failed: _Count
+    num_requests: _Count
+    num_tokens: _Count
     """Prompt and output tokens of the requests that got a text."""
-    engine_s: float
+    engine_s: _Seconds
     """Seconds of generating the parts that count."""
-    num_attempts: int
-    gpu_s: float | None = None
+    num_attempts: _Count
+    gpu_s: _Number | None = None
     """GPU seconds of all attempts, engine starts and dropped work included; None if unknown."""
-    predicted_gpu_s: float | None = None
+    predicted_gpu_s: _Number | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -78,15 +95,15 @@ class ShardRun(_Frozen):
 class Bill(_Frozen):
     """GPU time and its price, against what was predicted."""
 
-    gpu_s: float | None
+    gpu_s: _Number | None
     """GPU seconds that attempts have held, from their first to their last sign: engine starts and
     work that was dropped are in it. None if it isn't known (no GPU, or an older release)."""
-    usd_per_hour: float | None
+    usd_per_hour: _Number | None
     """Of a GPU, from the table of GPUs; None if the spec names none."""
     gpu: str | None = None
     """That the price and the prediction are of."""
-    predicted_gpu_s: float | None = None
-    unshared_gpu_s: float | None = None
+    predicted_gpu_s: _Number | None = None
+    unshared_gpu_s: _Number | None = None
     """Predicted for each row's prompt computed alone."""
 
     def usd(self, gpu_s: float | None) -> float | None:
@@ -112,26 +129,33 @@ class Timeline(_Frozen):
     Tuples hold a value for each bin; token counts are means over its time.
     """
 
-    shard_idx: int
-    num_steps: int
-    duration_s: float
-    chunk_size: int | None
+    shard_idx: _Count
+    num_steps: _Count
+    duration_s: _Seconds
+    chunk_size: _Count | None
     """Most tokens of a step; None in traces of older releases."""
-    bin_s: float
-    num_decode_tokens: tuple[float, ...]
-    num_distinct_tokens: tuple[float, ...]
-    num_prefix_tokens: tuple[float, ...]
-    kv_used: tuple[float, ...]
+    bin_s: Annotated[float, Field(gt=0, le=1e12)]
+    num_decode_tokens: _Bins
+    num_distinct_tokens: _Bins
+    num_prefix_tokens: _Bins
+    kv_used: _Shares
     """Share of the KV cache's blocks in use, 0 to 1; the largest of the bin."""
-    kv_held: tuple[float, ...]
+    kv_held: _Shares
     """Of it, held for members to come; the largest of the bin."""
-    valley: tuple[float, ...]
+    valley: _Shares
     """Share of the bin's time in valleys, 0 to 1."""
-    num_valley_steps: int
+    num_valley_steps: _Count
     """Steps under half of the chunk size while requests waited."""
-    valley_share: float
+    valley_share: _Share
     """Of the time, in such steps, 0 to 1."""
-    num_preempted: int
+    num_preempted: _Count
+
+    @model_validator(mode="after")
+    def _check_bins(self) -> Timeline:
+        lengths = {len(value) for _, value in self if isinstance(value, tuple)}
+        if len(lengths) != 1:
+            raise ValueError("a timeline has a value of each kind for each bin")
+        return self
 
 
 class RunReport(_Frozen):
@@ -148,37 +172,37 @@ class RunReport(_Frozen):
     table_uri: str
     report_uri: str
     model: str
-    num_rows_in: int
-    num_rows_out: int
+    num_rows_in: _Count
+    num_rows_out: _Count
     """Rows with a text."""
-    num_rows_failed: int
+    num_rows_failed: _Count
     """Rows with an error in place of a text."""
-    num_rows_duplicate: int
+    num_rows_duplicate: _Count
     """Rows that took their text from an equal prompt's request."""
-    num_rows_reused: int = 0
+    num_rows_reused: _Count = 0
     """Rows that took their text from an earlier commit. Nothing was generated for them, and tokens
     and ratios are without them."""
-    errors_by_kind: dict[str, int]
-    num_requests: int
-    num_groups: int
-    num_shared_groups: int
-    num_shards: int
-    num_logical_tokens: int
+    errors_by_kind: dict[str, _Count]
+    num_requests: _Count
+    num_groups: _Count
+    num_shared_groups: _Count
+    num_shards: _Count
+    num_logical_tokens: _Count
     """Prompt tokens of all rows that could be prompted and reused nothing."""
-    num_computed_tokens: int
+    num_computed_tokens: _Count
     """Prompt tokens of the answered requests whose KV was computed rather than found in the
     cache. Recomputation after a preemption isn't in it."""
-    num_output_tokens: int
-    optimal_saving_ratio: float
+    num_output_tokens: _Count
+    optimal_saving_ratio: _Saving
     """Eq. 2 if every shared prefix at every level were computed once."""
-    planned_saving_ratio: float
+    planned_saving_ratio: _Saving
     """Eq. 2 of the single-level plan, by exact tokens."""
-    achieved_saving_ratio: float
+    achieved_saving_ratio: _Saving
     """Eq. 2 as it came out, by whole KV blocks, over the rows that got a text."""
-    engine_s: float
+    engine_s: _Seconds
     """Seconds of generating the parts, summed over the shards. Not in it: engine start, and
     what was spent on parts that an interruption dropped."""
-    tokens_per_s: float
+    tokens_per_s: _Number
     """Prompt and output tokens of the requests per second of `engine_s`."""
     sample_rows: tuple[SampleRow, ...]
 
@@ -189,7 +213,7 @@ class RunReport(_Frozen):
     """The most frequent first."""
     shards: tuple[ShardRun, ...] = ()
     """In order."""
-    timelines: tuple[Timeline, ...] = ()
+    timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
     """Of the shards that took longest, the longest first; none with vLLM's own scheduler."""
     sharing: PlanSharing | None = None
 
@@ -199,17 +223,45 @@ class RunReport(_Frozen):
         return f"{self.plan_uri}/{PAGE_FILE}"
 
     @property
-    def rows_per_s(self) -> float:
-        """Rows that the engines answered, per second of `engine_s`."""
+    def optimal_saving(self) -> float | None:
+        """`optimal_saving_ratio`; None if there was nothing to generate."""
+        return self.optimal_saving_ratio if self.num_logical_tokens else None
+
+    @property
+    def planned_saving(self) -> float | None:
+        """`planned_saving_ratio`; None if there was nothing to generate."""
+        return self.planned_saving_ratio if self.num_logical_tokens else None
+
+    @property
+    def achieved_saving(self) -> float | None:
+        """`achieved_saving_ratio`; None if no row got a text, but for those that reuse one."""
+        num_tokens = self.num_computed_tokens if self.tokens is None else self.tokens.num_logical
+        return self.achieved_saving_ratio if num_tokens else None
+
+    @property
+    def speed(self) -> float | None:
+        """`tokens_per_s`; None if there was nothing to generate."""
+        return self.tokens_per_s if self.engine_s else None
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """Rows that the engines answered, per second of `engine_s`; None if there were none."""
         num_rows = sum(shard.num_rows for shard in self.shards)
-        return num_rows / self.engine_s if self.engine_s else 0.0
+        return num_rows / self.engine_s if self.engine_s and self.shards else None
 
     def figures(self) -> dict[str, Any]:
-        """What programs want of it: URIs, counts, ratios, times and cost; no texts of rows."""
+        """What programs want of it: URIs, counts, ratios, times and cost; no texts of rows.
+
+        None for what isn't known: ratios and speeds of a run with nothing to generate, too.
+        """
         bill = self.bill or Bill(gpu_s=None, usd_per_hour=None)
         return {
             **self.model_dump(mode="json", exclude=_NOT_FIGURES),
-            "rows_per_s": round(self.rows_per_s, 3),
+            "optimal_saving_ratio": self.optimal_saving,
+            "planned_saving_ratio": self.planned_saving,
+            "achieved_saving_ratio": self.achieved_saving,
+            "tokens_per_s": self.speed,
+            "rows_per_s": None if self.rows_per_s is None else round(self.rows_per_s, 3),
             "gpu_s": bill.gpu_s,
             "cost_usd": bill.cost_usd,
             "predicted_gpu_s": bill.predicted_gpu_s,

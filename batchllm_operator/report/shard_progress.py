@@ -19,8 +19,10 @@ LIVE_STATES: Final[tuple[State, ...]] = ("starting", "running")
 _SILENT_AFTER_S: Final = 60.0
 _SILENT_AFTER_INTERVALS: Final = 10
 
+# Bounded so that sums and products of them are numbers, too.
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-_Seconds = Annotated[float, Field(ge=0)]
+_Seconds = Annotated[float, Field(ge=0, le=1e12)]
+_Speed = Annotated[float, Field(ge=0, le=1e18)]
 
 
 class ShardProgress(BaseModel):
@@ -46,7 +48,7 @@ class ShardProgress(BaseModel):
     """Since `started_at`, by a clock that never goes back; the engine's start is in it."""
     engine_start_s: _Seconds = 0.0
     """Of it, until the engine took requests."""
-    num_gpus: _Count = 0
+    num_gpus: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """GPUs that the attempt holds; 0 on a CPU."""
     num_rows: _Count
     num_rows_done: _Count
@@ -61,7 +63,7 @@ class ShardProgress(BaseModel):
     num_cached_tokens: _Count = 0
     """Of those, found in the cache instead of computed."""
     num_output_tokens: _Count = 0
-    tokens_per_s: _Seconds = 0.0
+    tokens_per_s: _Speed = 0.0
     """Prompt and output tokens of this attempt's requests per second, over the last minute."""
     eta_s: _Seconds | None = None
     """Until the last row, as seen at `updated_at`; None while that isn't known."""

@@ -56,8 +56,8 @@ class ShardStatus:
         return self.state in ("starting", "running")
 
     @property
-    def saving_ratio(self) -> float:
-        """Eq. 2 so far, over the rows that got a text."""
+    def saving_ratio(self) -> float | None:
+        """Eq. 2 so far, over the rows that got a text; None before there is one."""
         return _saving_ratio([self])
 
 
@@ -112,8 +112,8 @@ class JobStatus:
         return sum(shard.gpu_s for shard in self.shards)
 
     @property
-    def saving_ratio(self) -> float:
-        """Eq. 2 so far, over the rows that got a text."""
+    def saving_ratio(self) -> float | None:
+        """Eq. 2 so far, over the rows that got a text; None before there is one."""
         return _saving_ratio(self.shards)
 
     @property
@@ -185,7 +185,10 @@ def shard_status(latest: ShardProgress, now: datetime) -> ShardStatus:
     )
 
 
-def _saving_ratio(shards: Iterable[ShardStatus]) -> float:
+def _saving_ratio(shards: Iterable[ShardStatus]) -> float | None:
     shards = list(shards)
+    num_logical = sum(shard.num_logical_tokens for shard in shards)
+    if not num_logical:
+        return None
     num_computed = sum(shard.num_prompt_tokens - shard.num_cached_tokens for shard in shards)
-    return saving_ratio(num_computed, sum(shard.num_logical_tokens for shard in shards))
+    return saving_ratio(num_computed, num_logical)

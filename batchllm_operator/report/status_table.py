@@ -45,7 +45,8 @@ def format_totals(status: JobStatus) -> str:
     if not status.is_finished:
         eta = "unknown" if status.eta_s is None else duration(status.eta_s)
         parts += [f"{status.tokens_per_s:,.0f} tokens/s", f"ETA {eta}"]
-    parts.insert(-1, f"{100 * status.saving_ratio:.0f} % saved")
+    if status.saving_ratio is not None:
+        parts.insert(-1, f"{100 * status.saving_ratio:.0f} % saved")
     words = ", ".join(filter(None, parts))
     return f"job {_printable(status.job)}, partition {_printable(status.ds)}: {words}"
 
@@ -81,14 +82,13 @@ def _table(shards: Sequence[ShardStatus]) -> list[str]:
 
 
 def _row(shard: ShardStatus) -> tuple[str, ...]:
-    has_tokens = shard.num_logical_tokens > 0
     return (
         str(shard.shard_idx),
         shard.state,
         _share(shard.num_rows_done, shard.num_rows),
         f"{shard.num_parts_done:,}/{shard.num_parts:,}",
         f"{shard.tokens_per_s:,.0f}" if shard.is_live else "",
-        f"{100 * shard.saving_ratio:.0f} %" if has_tokens else "",
+        "" if shard.saving_ratio is None else f"{100 * shard.saving_ratio:.0f} %",
         duration(shard.eta_s) if shard.is_live and shard.eta_s is not None else "",
         _last_sign(shard),
     )

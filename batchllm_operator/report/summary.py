@@ -20,11 +20,11 @@ def format_summary(report: RunReport) -> str:
         f" {report.num_rows_duplicate:,} duplicates generated once{reused}",
         f"  prompt tokens  {report.num_logical_tokens:,} logical,"
         f" {report.num_computed_tokens:,} computed; output tokens {report.num_output_tokens:,}",
-        f"  saving ratio   {report.achieved_saving_ratio:.1%} achieved,"
-        f" {report.planned_saving_ratio:.1%} planned, {report.optimal_saving_ratio:.1%} optimal",
+        f"  saving ratio   {_ratio(report.achieved_saving)} achieved,"
+        f" {_ratio(report.planned_saving)} planned, {_ratio(report.optimal_saving)} optimal",
         f"  plan           {report.num_requests:,} requests in {report.num_groups:,} groups"
         f" ({report.num_shared_groups:,} shared), {report.num_shards} shards",
-        f"  speed          {report.tokens_per_s:,.0f} tokens/s"
+        f"  speed          {'unknown' if report.speed is None else f'{report.speed:,.0f}'} tokens/s"
         f" over {report.engine_s:,.1f} s of generating",
         f"  model          {report.model}",
         f"  table          {report.table_uri}",
@@ -37,6 +37,10 @@ def format_summary(report: RunReport) -> str:
         key = ", ".join(f"{name}={_printable(value)}" for name, value in row.key.items())
         lines.append(f"    {key}: {_clip(row.generated_text)!r}")
     return "\n".join(lines)
+
+
+def _ratio(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"
 
 
 def _clip(text: str) -> str:

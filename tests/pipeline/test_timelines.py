@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,6 +153,45 @@ def test_what_is_no_trace_costs_a_warning(tmp_path: Path, caplog: pytest.LogCapt
     assert found is not None and found.chunk_size is None
     assert found.num_valley_steps == 0, "the largest step stands for the chunk size"
     assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("start_s", math.nan),
+        ("start_s", math.inf),
+        ("start_s", 0.5),
+        ("num_decode_tokens", None),
+        ("num_decode_tokens", "x"),
+        ("num_waiting", -1),
+        ("num_used_blocks", 2**62),
+    ],
+)
+def test_a_trace_with_what_no_step_has_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any
+) -> None:
+    write_trace(tmp_path, [step(0, 0.0, 8), step(1, 1.0, 8), step(2, 2.0, 8)])
+    (path,) = tmp_path.glob("*/*.parquet")
+    table = pq.read_table(path)
+    column = pa.array(["1", "2", value] if value == "x" else [0, 1, value])
+    table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, path)
+    with caplog.at_level(logging.WARNING):
+        assert read_timeline(Folder.open(str(tmp_path)), 0) is None
+    assert len(caplog.records) == 1
+
+
+def test_a_trace_with_a_damaged_page_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_trace(tmp_path, [step(idx, float(idx), 8) for idx in range(50)])
+    (path,) = tmp_path.glob("*/*.parquet")
+    data = path.read_bytes()
+    size = pq.read_metadata(path).serialized_size  # the footer is whole
+    path.write_bytes(data[:4] + bytes(len(data) - size - 12) + data[-size - 8 :])
+    with caplog.at_level(logging.WARNING):
+        assert read_timeline(Folder.open(str(tmp_path)), 0) is None
+    assert len(caplog.records) == 1
 
 
 def test_without_a_trace_there_is_no_timeline(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from batchllm_operator.planner import PlanSharing, TokenTable, describe_sharing
 from batchllm_operator.planner.requests import Requests
 from batchllm_operator.planner.reuse import PrefixGroups
-from batchllm_operator.planner.sharing import Histogram
+from batchllm_operator.planner.sharing import Histogram, _first_words
 
 SIZES = st.lists(st.integers(1, 2**52), max_size=50)
 
@@ -105,3 +105,8 @@ def test_nothing_shared() -> None:
     assert found.share_degrees == Histogram(edges=(1, 2), counts=(2,))
     assert found.largest_groups == ()
     assert describe([], []).share_degrees == Histogram(edges=(), counts=())
+
+
+def test_halves_of_characters_at_the_ends_arent_shown() -> None:
+    text = "\ufffd\ufffd The rose \ufffd is red \ufffd"
+    assert _first_words(np.arange(3), 0, lambda _: text) == "The rose \ufffd is red"

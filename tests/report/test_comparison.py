@@ -103,3 +103,14 @@ def test_old_reports_can_be_compared() -> None:
     found = measures(compare(make_report(), make_full_report()))
     assert found["GPU time"].before == "unknown"
     assert found["GPU time"].verdict == "same"
+
+
+def test_a_run_that_generated_nothing_is_no_worse() -> None:
+    nothing: dict[str, Any] = {
+        "num_requests": 0, "num_logical_tokens": 0, "num_computed_tokens": 0, "tokens": None,
+        "engine_s": 0.0, "tokens_per_s": 0.0, "achieved_saving_ratio": 0.0, "timelines": (),
+    }  # fmt: skip
+    comparison = against(**nothing)
+    found = measures(comparison)
+    assert found["Achieved saving"].after == found["Tokens per second"].after == "unknown"
+    assert comparison.notable == []

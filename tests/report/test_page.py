@@ -12,8 +12,9 @@ from support.run_reports import make_full_report, make_report, make_timeline
 
 from batchllm_operator.planner.sharing import Histogram, LargeGroup, PlanSharing
 from batchllm_operator.report import page
+from batchllm_operator.report.drawing import Table, draw
 from batchllm_operator.report.page import render_report
-from batchllm_operator.report.run_report import ErrorKind, RunReport
+from batchllm_operator.report.run_report import ErrorKind, RunReport, TokenKinds
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
 SVG = re.compile(r"<svg.*?</svg>", re.DOTALL)
@@ -182,3 +183,35 @@ def test_links_above_it_are_shown_where_there_are_some() -> None:
     found = Page(render_report(make_report(), trail=[("Jobs", "/batchllm/")]))
     assert found.of("a") == [{"href": "/batchllm/"}]
     assert not Page(render_report(make_report())).of("nav")
+
+
+def test_of_a_run_with_nothing_to_generate_no_plots_are_drawn() -> None:
+    html = render_report(
+        make_full_report(
+            num_requests=0,
+            num_logical_tokens=0,
+            num_computed_tokens=0,
+            engine_s=0.0,
+            shards=(),
+            timelines=(),
+            tokens=TokenKinds(num_duplicate=0, num_cached=0, num_computed=0, num_output=0),
+        )
+    )
+    found = Page(html)
+    assert "There was nothing to generate." in found.text
+    assert "Saved unknown unknown planned, unknown optimal" in found.text.replace("\xa0", " ")
+    assert found.of("svg") == []
+
+
+def test_numbers_beside_an_axis_arent_rounded() -> None:
+    plot = draw(
+        "Title",
+        "alt",
+        Table(("A", "B"), []),
+        lambda figure, _: figure.subplots().set_xticks([0.0, 0.005, 0.0125]),
+        wide_height=1.0,
+        narrow_height=1.0,
+    )
+    assert ">0.0050<" in plot.wide and ">0.0125<" in plot.wide
+    in_tags = " ".join(re.findall(r"<[^>]*>", plot.wide))
+    assert not re.search(r"[0-9][.][0-9]{3}", in_tags)

@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from support.run_reports import make_full_report, make_report
+from support.run_reports import make_full_report, make_report, make_timeline
 
 from batchllm_operator.errors import ExitCode, PlanError
 from batchllm_operator.report import RunReport, SampleRow, format_summary
+
+BINS = [name for name, value in make_timeline() if isinstance(value, tuple)]
 
 
 def summary_lines(**changes: Any) -> dict[str, str]:
@@ -106,3 +108,46 @@ def test_figures_are_numbers_and_uris_for_other_programs() -> None:
     assert not {"sample_rows", "errors", "sharing"} & figures.keys()
     unknown = make_report().figures()
     assert unknown["gpu_s"] is unknown["cost_usd"] is unknown["predicted_gpu_s"] is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_rows_in": 10**400},
+        {"num_rows_in": -1},
+        {"engine_s": 1e308},
+        {"achieved_saving_ratio": -1e308},
+        {"tokens": {"num_duplicate": 10**400, "num_cached": 0, "num_computed": 0, "num_output": 0}},
+        {"timelines": [{"kv_used": []}]},
+        {"timelines": [{"kv_held": [0.5]}]},
+        {"timelines": [{"valley": [2.0] * 60}]},
+        {"timelines": [{"bin_s": 0.0}]},
+        {"timelines": [dict.fromkeys(BINS, [0.5] * 5000)]},
+        {"sharing": {"prefix_lengths": {"edges": [4, 4], "counts": [1]}}},
+    ],
+)
+def test_a_report_that_cant_be_drawn_cant_be_read(changes: dict[str, Any]) -> None:
+    stored = json.loads(make_full_report().model_dump_json())
+    for name, value in changes.items():
+        if name == "timelines":
+            stored[name][0].update(value[0])
+        elif name == "sharing":
+            stored[name].update(value)
+        else:
+            stored[name] = value
+    with pytest.raises(PlanError, match="can't be read"):
+        RunReport.from_bytes(json.dumps(stored).encode(), source="plan")
+
+
+def test_where_nothing_was_generated_ratios_and_speeds_are_unknown() -> None:
+    nothing = make_report(
+        num_requests=0, num_logical_tokens=0, num_computed_tokens=0, num_rows_reused=1200,
+        engine_s=0.0, tokens_per_s=0.0, achieved_saving_ratio=0.0, planned_saving_ratio=0.0,
+        optimal_saving_ratio=0.0,
+    )  # fmt: skip
+    names = ("achieved_saving_ratio", "planned_saving_ratio", "optimal_saving_ratio")
+    figures = nothing.figures()
+    assert [figures[name] for name in (*names, "tokens_per_s", "rows_per_s")] == [None] * 5
+    text = format_summary(nothing)
+    assert "unknown achieved, unknown planned, unknown optimal" in text
+    assert "unknown tokens/s" in text

@@ -6,7 +6,6 @@ or has failed to.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +36,8 @@ from batchllm_operator.report.web.runs import (
 
 NUM_RUNS: Final = 30
 """Runs of a job that its trend shows."""
+_MOST: Final = 1e24
+"""That a number of an outcome may be: tasks can return anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class JobRun:
         value = self.outcome.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return value if math.isfinite(value) else None
+        return value if abs(value) < _MOST else None  # neither NaN nor what no float can hold
 
 
 @dataclass(frozen=True, slots=True)

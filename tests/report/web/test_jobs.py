@@ -122,3 +122,10 @@ def test_mapped_plans_are_runs_of_one_job(anna: Browser, records: Records) -> No
     html = anna.page("/")
     assert html.count('<section class="card"') == 1 and "The last 3 runs of rank" in html
     assert "/jobs/m.plan/2" in html
+
+
+def test_numbers_that_no_float_holds_are_unknown(anna: Browser, records: Records) -> None:
+    records.run(run_id="r", state="success")
+    records.job(uri(0), run_id="r", outcome=outcome(num_rows_in=10**400, tokens_per_s=1e300))
+    html = anna.page("/")
+    assert '<td class="number">unknown</td>' in html
