@@ -253,7 +253,7 @@ def test_without_a_login_every_page_is_airflows_login(
 
 
 def test_progress_moves_until_the_report_takes_its_place(airflow: Snippets, tab: Tab) -> None:
-    airflow.write_spec(delay_s=1.5, max_in_flight=1)
+    airflow.write_spec(delay_s=2.5, max_in_flight=1)
     run_id = airflow.trigger(SLOW_DAY)
 
     def is_generating() -> bool:
