@@ -140,7 +140,7 @@ def load_report(plan_uri: str) -> RunReport:
     except FileNotFoundError as error:
         why = "it wasn't committed yet"
         if folder.exists(COMMITTED_FILE):
-            why = "it was committed, and the file removed since; commit makes it again from the parts"
+            why = "it was committed, and the file removed since; commit makes it again"
         raise PlanError(f"plan {plan_uri}: has no {REPORT_FILE}: {why}") from error
     return RunReport.from_bytes(data, source=plan_uri)
 
