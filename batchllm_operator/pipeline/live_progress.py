@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
-from batchllm_operator.errors import BatchLLMError, StorageError
+from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.report.shard_progress import PROGRESS_FILE
@@ -137,17 +137,21 @@ class ProgressWriter:
             self._wake.wait(self._every_s)
 
     def _write(self, *, is_last: bool) -> None:
+        try:
+            self._write_news(is_last=is_last)
+        # Whatever it is: a thread that dies of it would say nothing of the attempt any more.
+        except Exception as error:  # noqa: BLE001
+            self._warn(error)
+
+    def _write_news(self, *, is_last: bool) -> None:
         progress = self._tally.snapshot()
         seen = (progress.state, progress.num_rows_done)
         if self._news is None or self._news[0] != seen:
             self._news = (seen, progress.elapsed_s)
         elif progress.elapsed_s - self._news[1] > _QUIET_S and not is_last:
             return
-        try:
-            data = progress.model_dump_json(indent=1).encode()
-            self._folder.write_bytes(PROGRESS_FILE, data)
-        except StorageError as error:
-            self._warn(error)
+        data = progress.model_dump_json(indent=1).encode()
+        self._folder.write_bytes(PROGRESS_FILE, data)
 
     def _warn(self, error: Exception) -> None:
         """Say it once: the next write may succeed, and nothing relies on any."""

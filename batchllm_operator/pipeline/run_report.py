@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from batchllm_operator.errors import PlanError
+from batchllm_operator.errors import PlanError, StorageError
 from batchllm_operator.lake import Folder, LakeTable
+from batchllm_operator.pipeline.committed import COMMITTED_FILE
 from batchllm_operator.pipeline.job_status import ShardAttempts, read_attempts
 from batchllm_operator.pipeline.partition import FinishedShard, model_name
 from batchllm_operator.pipeline.row_errors import RowErrors
@@ -54,7 +55,7 @@ def describe_run(
     total = ShardReport.of(manifest.plan_id, 0, entries, 0)
     num_computed = total.num_prompt_tokens - total.num_cached_tokens
     num_tokens = total.num_prompt_tokens + total.num_output_tokens
-    runs = _shard_runs(manifest, shards, read_attempts(plan))
+    runs = _shard_runs(manifest, shards, _attempts(plan))
     return RunReport(
         job=spec.name,
         ds=manifest.ds,
@@ -137,9 +138,10 @@ def load_report(plan_uri: str) -> RunReport:
     try:
         data = folder.read_bytes(REPORT_FILE)
     except FileNotFoundError as error:
-        raise PlanError(
-            f"plan {plan_uri}: has no {REPORT_FILE}: it wasn't committed yet"
-        ) from error
+        why = "it wasn't committed yet"
+        if folder.exists(COMMITTED_FILE):
+            why = "it was committed, and the file removed since; commit makes it again"
+        raise PlanError(f"plan {plan_uri}: has no {REPORT_FILE}: {why}") from error
     return RunReport.from_bytes(data, source=plan_uri)
 
 
@@ -149,6 +151,15 @@ def _first_committed(folder: Folder) -> datetime | None:
         return RunReport.from_bytes(folder.read_bytes(REPORT_FILE), source=folder.uri).committed_at
     except (FileNotFoundError, PlanError):
         return None
+
+
+def _attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
+    """What is published doesn't depend on progress: without it, the bill is unknown."""
+    try:
+        return read_attempts(plan)
+    except StorageError as error:
+        _log.warning("plan %s: what its attempts took isn't known: %s", plan.folder.uri, error)
+        return {}
 
 
 def _shard_runs(

@@ -138,16 +138,21 @@ class JobStatus:
         """
         if self.is_finished:
             return 0.0
+        # What is left as of the last sign takes from then on, not from now.
         live = [
-            (shard.num_rows - shard.num_rows_done, shard.eta_s)
+            (shard.num_rows - shard.num_rows_done, shard.eta_s, shard.age_s or 0.0)
             for shard in self.shards
             if shard.is_live and shard.eta_s is not None
         ]
         if not live:
             return None
-        rows_per_s = sum(num_left / eta_s for num_left, eta_s in live if eta_s > 0)
-        latest_s = max(eta_s for _, eta_s in live)
-        num_left = self.num_rows - self.num_rows_done
+        speeds = [
+            num_left / (eta_s + age_s) if eta_s + age_s else 0.0 for num_left, eta_s, age_s in live
+        ]
+        rows_per_s = sum(speeds)
+        since = sum(speed * age_s for speed, (_, _, age_s) in zip(speeds, live, strict=True))
+        latest_s = max(eta_s for _, eta_s, _ in live)
+        num_left = self.num_rows - self.num_rows_done - since
         return max(latest_s, num_left / rows_per_s) if rows_per_s > 0 else None
 
     def num_in(self, state: ShardState) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -222,6 +223,25 @@ def test_storage_that_fails_costs_one_warning(
         "the run goes on, but its progress can't be seen: the storage is away"
     ]
     assert read_status(plan).shards[0].state == "finished"
+
+
+def test_whatever_goes_wrong_once_is_tried_again(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_often(monkeypatch)
+    snapshots = itertools.count()
+    snapshot = ShardTally.snapshot
+
+    def fail_once(tally: ShardTally) -> ShardProgress:
+        if next(snapshots) == 0:
+            raise RuntimeError("nobody thought of it")
+        return snapshot(tally)
+
+    monkeypatch.setattr(ShardTally, "snapshot", fail_once)
+    with caplog.at_level(logging.WARNING):
+        run_shard(plan.folder.uri, 0)
+    assert left(plan).state == "finished"
+    assert "the run goes on, but its progress can't be seen: nobody thought of it" in caplog.text
 
 
 def test_storage_that_recovers_is_written_to(

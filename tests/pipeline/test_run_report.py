@@ -10,7 +10,7 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
 from batchllm_operator.engine import Engine, EngineJob
-from batchllm_operator.errors import EngineError, PlanError
+from batchllm_operator.errors import EngineError, PlanError, StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline import row_errors, run_report
 from batchllm_operator.pipeline.commit import commit_run
@@ -207,3 +207,35 @@ def test_a_report_of_an_older_release_is_replaced_with_the_time_of_now(tmp_path:
     folder = Folder.open(report.plan_uri)
     folder.write_bytes("report.json", b"{}")
     assert run_report._first_committed(folder) is None
+
+
+def test_a_commit_needs_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: StoredPlan) -> None:
+        raise StorageError("no access")
+
+    monkeypatch.setattr(run_report, "read_attempts", fail)
+    report = commit_job(tmp_path, document_rows())
+    assert report.bill is not None and report.bill.gpu_s is None
+    assert "what its attempts took isn't known: no access" in caplog.text
+
+
+def test_a_report_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    report = commit_job(tmp_path, document_rows())
+    Path(report.report_uri).unlink()
+    with pytest.raises(PlanError, match="removed since; commit makes it again"):
+        load_report(report.plan_uri)
+    again = commit_run(report.plan_uri)
+    assert again == report.model_copy(update={"committed_at": again.committed_at})
+
+
+def test_where_all_is_reused_the_bill_is_known_to_be_nothing(tmp_path: Path) -> None:
+    rows = document_rows()
+    commit_job(tmp_path, rows, reuse_outputs=True)
+    write_table(tmp_path / "documents", rows, "2026-02-01")
+    plan = plan_job(fake_spec(tmp_path, reuse_outputs=True), "2026-02-01")
+    report = commit_run(plan.folder.uri)
+    assert report.num_rows_reused == len(rows) and report.shards == ()
+    assert report.bill is not None and report.bill.gpu_s == 0
+    assert report.figures()["achieved_saving_ratio"] is None
