@@ -205,7 +205,7 @@ def _histogram_plot(found: Histogram, title: str, sizes: str, things: str, fill:
     def paint(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         if narrow:
-            axes.barh(names, found.counts, color=fill)
+            axes.barh(names, found.counts, color=fill, height=min(0.8, 0.25 * len(names)))
             axes.set_ylabel(sizes)
             axes.set_xlabel(things)
             axes.xaxis.set_major_locator(_few_ticks(4))

@@ -278,4 +278,7 @@ class RunReport(_Frozen):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            raise PlanError(f"report {source}: can't be read by this release") from error
+            raise PlanError(
+                f"report {source}: can't be read by this release; a later one has written it, or it is"
+                " damaged: remove it, and commit again to have it made anew"
+            ) from error

@@ -11,9 +11,12 @@ import pytest
 from support.browser import ARGUMENTS, SCREENSHOTS
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """The browser. Without one tests are skipped, but not where CI has to have it."""
+    """The browser. Without one tests are skipped, but not where CI has to have it.
+
+    Playwright keeps an event loop running in this thread, so no other file's tests may meet it.
+    """
     from playwright.sync_api import sync_playwright
 
     found = shutil.which("chromium")

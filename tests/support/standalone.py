@@ -116,7 +116,11 @@ class Standalone:
         return list(self.api("GET", path, params={"limit": 500})["task_instances"])
 
     def wait_for_runs(
-        self, dag_id: str, choose: Callable[[dict[str, Any]], bool], number: int
+        self,
+        dag_id: str,
+        choose: Callable[[dict[str, Any]], bool],
+        number: int,
+        limit_s: float = 120,
     ) -> list[dict[str, Any]]:
         """Wait until `number` chosen runs have succeeded, and return them."""
         chosen: list[dict[str, Any]] = []
@@ -133,7 +137,9 @@ class Standalone:
             assert failed == []
             return len(chosen) == number and all(run["state"] == "success" for run in chosen)
 
-        wait_until(succeeded, f"{number} runs of {dag_id} have succeeded", poll_s=POLL_S)
+        wait_until(
+            succeeded, f"{number} runs of {dag_id} have succeeded", limit_s=limit_s, poll_s=POLL_S
+        )
         return chosen
 
     def events(self, asset: str) -> list[dict[str, Any]]:

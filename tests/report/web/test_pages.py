@@ -94,7 +94,7 @@ def test_a_run_shows_its_progress_until_the_commit(
     for path in (RUN, JOB):
         html = anna.page(path)
         check_accessible(html, num_scripts=1)
-        for shown in ("1,234", "60.0 %", "1 min 30 s", "6 / 15", "generating (0 of 2 shards)"):
+        for shown in ("1,234", "60.0 %", "1 min 30 s", "6 / 15", "Generating (0 of 2 shards)"):
             assert shown in html, shown
     assert 'data-summary="Generating (0 of 2 shards), 20 % of the rows are done."' in html
     news = anna.page(f"{JOB}/live")
