@@ -279,6 +279,6 @@ class RunReport(_Frozen):
             return cls.model_validate_json(data)
         except ValidationError as error:
             raise PlanError(
-                f"report {source}: can't be read by this release; a later one has written it, or it is"
-                " damaged: remove it, and commit again to have it made anew"
+                f"report {source}: can't be read by this release; a later one has written it, or it"
+                " is damaged: remove it, and commit again to have it made anew"
             ) from error
