@@ -8,8 +8,9 @@ COMPAT_TESTS := tests/engine tests/simulate tests/vllm_plugin \
 AIRFLOW_TESTS := $(wildcard tests/operators/*.py) tests/operators/pods tests/dags/test_dags.py \
   tests/dags/test_standalone_pods.py tests/report/web \
   $(addprefix tests/operators/kubernetes/test_,generate.py kills.py leaks.py credentials_of_pods.py)
-# Whole files, for their fixtures take long.
-PARALLEL := -n 2 --dist loadfile
+# Whole files, for their fixtures take long. In their order: those of few and long tests come early (browser, e2e), where
+# sorted by number they would be the last, with one process idle.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 AIRFLOWS := airflow31 airflow32
 # Airflow's scheduler parses DAGs over and over, and each of its processes loads plugins: no heavy
 # import may run at module level.
