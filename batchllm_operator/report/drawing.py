@@ -121,10 +121,11 @@ def _svg(title: str, alt: str, inches: tuple[float, float], paint: Callable[[Fig
         settings: Any = {**_SETTINGS, "svg.hashsalt": f"{title} {inches}"}
         with mpl.rc_context(settings):
             figure = Figure(figsize=inches, layout="constrained")
-            FigureCanvasSVG(figure)
+            canvas = FigureCanvasSVG(figure)
             paint(figure)
             text = StringIO()
-            figure.savefig(text, format="svg", metadata={"Date": None})
+            # `savefig` would draw it twice.
+            canvas.print_svg(text, metadata={"Date": None})  # type: ignore[no-untyped-call]
     return _for_page(text.getvalue(), alt)
 
 
