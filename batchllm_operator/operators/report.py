@@ -13,7 +13,8 @@ from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_an
 class BatchLLMReportOperator(BatchLLMCommandOperator):
     """Logs the summary of a committed plan, and returns the report's URIs and counts.
 
-    Runs `batchllm report`, which only reads: when it fails, the partition stays published.
+    Runs `batchllm report`, which writes nothing but the report's page, if that isn't there as it
+    should be: when it fails, the partition stays published.
 
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.

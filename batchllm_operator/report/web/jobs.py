@@ -31,6 +31,7 @@ from batchllm_operator.report.web.runs import (
     JobRef,
     decoded_xcom,
     readable_uri,
+    same_task,
     state_name,
 )
 
@@ -107,12 +108,7 @@ def _planning_tasks(session: Session) -> set[tuple[str, str]]:
         select(XComModel.dag_id, XComModel.task_id)
         .join(
             TaskInstance,
-            and_(
-                XComModel.dag_id == TaskInstance.dag_id,
-                XComModel.task_id == TaskInstance.task_id,
-                XComModel.run_id == TaskInstance.run_id,
-                XComModel.map_index == TaskInstance.map_index,
-            ),
+            same_task(XComModel),
         )
         .where(XComModel.key == PLAN_URI_KEY, TaskInstance.operator == PLAN)
     )
@@ -178,12 +174,7 @@ def _outcomes(
         select(XComModel.run_id, XComModel.value)
         .join(
             TaskInstance,
-            and_(
-                XComModel.dag_id == TaskInstance.dag_id,
-                XComModel.task_id == TaskInstance.task_id,
-                XComModel.run_id == TaskInstance.run_id,
-                XComModel.map_index == TaskInstance.map_index,
-            ),
+            same_task(XComModel),
         )
         .where(
             XComModel.dag_id == dag_id,

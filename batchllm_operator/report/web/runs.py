@@ -152,7 +152,7 @@ def shard_of_task(
         .select_from(TaskInstance)
         .join(
             RenderedTaskInstanceFields,
-            _same_task(RenderedTaskInstanceFields),
+            same_task(RenderedTaskInstanceFields),
             isouter=True,
         )
         .where(
@@ -221,9 +221,10 @@ def _index(value: Any) -> int | None:
 
 
 def _noted_by_task(key: str) -> ColumnElement[bool]:
-    return and_(_same_task(XComModel), XComModel.key == key)
+    return and_(same_task(XComModel), XComModel.key == key)
 
 
-def _same_task(table: Any) -> ColumnElement[bool]:
+def same_task(table: Any) -> ColumnElement[bool]:
+    """That a row of `table` is of the task instance it is joined with."""
     columns: Iterable[str] = ("dag_id", "run_id", "task_id", "map_index")
     return and_(*(getattr(table, name) == getattr(TaskInstance, name) for name in columns))
