@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kubernetes")
     group.addoption("--kubeconfig", metavar="FILE", help="use this API server, not the double")
     group.addoption("--kube-nodes", action="store_true", help="that cluster has nodes of its own")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def memory_of_a_command() -> Iterator[None]:
+    """Plans in this process take the memory of a process of their own for what they start with.
+
+    A budget is for all that the process holds; here, that is vLLM and the engines of other tests.
+    """
+    if find_spec("pyarrow") is None:  # a GPU's host that only tests the kernels
+        yield
+        return
+    from batchllm_operator.pipeline import memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_resident_bytes", lambda: 400 << 20)
+        yield
 
 
 @dataclass(frozen=True)
