@@ -1,26 +1,29 @@
 #!/usr/bin/env bash
 # Measure on a machine with a GPU, possibly without a network: checks, the attention kernel, its
-# settings, and the paper's case 1 through vLLM. Each step has a time limit of its own; one that
-# fails is recorded, and the next one runs.
+# settings, whether outputs agree with stock vLLM's, and the paper's workloads through vLLM. Each
+# step has a time limit of its own; one that fails is recorded, and the next one runs.
 #
 #   on_gpu.sh OUT [SITE]
 #
-# OUT gets NAME.json and NAME.log of each step, and steps.jsonl with a line for each. SITE is a
+# OUT gets NAME.json and NAME.log of each step, and steps.jsonl with a line for each; end_to_end/
+# holds its rows, and with the same OUT the same command goes on where it was cut off. SITE is a
 # folder with vLLM and what it needs beside torch (pip install --target), if the interpreter has
 # none of its own. Ends with 1 if any step failed. Settings (environment):
 #   STEPS        names of the steps to run, in their order; all by default
 #   PYTHON       python3
 #   KERNEL_ARGS  more arguments for benchmarks.kernel, such as "--without fa3"
 #   TUNE_ARGS    more arguments for batchllm_kernels.tune
-#   VLLM_ARGS    engine arguments of all variants of benchmarks.vllm_case1, as JSON
-#   OURS_ARGS    engine arguments of the variant batchllm, as JSON; VLLM_ARGS by default
-#   TINY         1: a tiny model and a few prompts, to rehearse without a GPU
-#   *_S          seconds: KERNEL_S, TUNE_S, VLLM_S (each variant), CHECK_S
+#   E2E_ARGS     more arguments for benchmarks.end_to_end, such as "--workloads case_1"
+#   MODEL        of agreement, end_to_end and profile_*; Mistral-7B by default; tiny rehearses
+#                them without a GPU
+#   *_S          seconds: CHECK_S (imports, tests, quick), KERNEL_S, TUNE_S, AGREEMENT_S, E2E_S,
+#                PROFILE_S (each)
 set -uo pipefail
 out=${1:?usage: on_gpu.sh OUT [SITE]} site=${2:-}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-steps=${STEPS:-imports tests quick kernel tune stock_as_given stock_sorted batchllm}
+steps=${STEPS:-imports tests quick agreement end_to_end kernel tune profile_stock profile_ours}
+model=${MODEL:-Mistral-7B}
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 [[ -z $site ]] || site=$(cd "$site" && pwd) || exit 2
 
@@ -54,16 +57,15 @@ step() { # NAME SECONDS COMMAND...
 }
 read -ra kernel_args <<<"${KERNEL_ARGS:-}"
 read -ra tune_args <<<"${TUNE_ARGS:-}"
-tiny=()
-[[ ${TINY:-0} != 1 ]] || tiny=(--tiny)
+read -ra e2e_args <<<"${E2E_ARGS:-}"
 
 imports='import torch, triton, vllm
 print(torch.__version__, triton.__version__, vllm.__version__)
 print([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])'
-kernel_s=${KERNEL_S:-480}
-vllm_case1() { # VARIANT ENGINE_ARGS
-  step "$1" "${VLLM_S:-400}" "$python" -P -m benchmarks.vllm_case1 "$1" "${tiny[@]}" \
-    --engine-args "$2" --json "$out/$1.json"
+kernel_s=${KERNEL_S:-480} e2e_s=${E2E_S:-540}
+profile_steps() { # NAME POLICY
+  step "$1" "${PROFILE_S:-200}" "$python" -P -m benchmarks.end_to_end.profile_steps "$2" case_1 \
+    --model "$model" --json "$out/$1.json"
 }
 
 : >>"$out/steps.jsonl"
@@ -71,10 +73,13 @@ step imports "${CHECK_S:-200}" "$python" -P -c "$imports"
 step tests "${CHECK_S:-200}" "$python" -P -m pytest -p no:cacheprovider -q tests/kernels
 step quick "${CHECK_S:-200}" "$python" -P -m benchmarks.kernel --quick --json "$out/quick.json" \
   "${kernel_args[@]}"
+step agreement "${AGREEMENT_S:-400}" "$python" -P -m benchmarks.end_to_end.agreement \
+  --out "$out/agreement" --model "$model" --json "$out/agreement.json"
+step end_to_end "$e2e_s" "$python" -P -m benchmarks.end_to_end --out "$out/end_to_end" \
+  --model "$model" --budget-s "$((e2e_s - 80))" --json "$out/end_to_end.json" "${e2e_args[@]}"
 step kernel "$kernel_s" "$python" -P -m benchmarks.kernel --json "$out/kernel.json" \
   --budget-s "$((kernel_s * 9 / 10))" "${kernel_args[@]}"
 step tune "${TUNE_S:-480}" "$python" -P -m batchllm_kernels.tune "${tune_args[@]}"
-vllm_case1 stock_as_given "${VLLM_ARGS:-"{}"}"
-vllm_case1 stock_sorted "${VLLM_ARGS:-"{}"}"
-vllm_case1 batchllm "${OURS_ARGS:-${VLLM_ARGS:-"{}"}}"
+profile_steps profile_stock stock_sorted
+profile_steps profile_ours batchllm
 exit "$failed"

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from batchllm_operator.planner import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.workload import Shape, Workload
+from benchmarks.workloads import WORKLOADS, case_1
 
 MODEL, GPU = "Mistral-7B", "H100"
 NUM_BLOCKS = 27_000  # of 16 tokens, beside the weights in 80 GB
@@ -44,31 +45,9 @@ class Case:
     num_blocks: int = NUM_BLOCKS
 
 
-def micro(prefix: int, distinct: int, degree: int) -> Case:
-    """One of the paper's microbenchmarks."""
-    name = f"micro_{prefix}_{distinct}_degree_{degree}"
-    return Case(Shape(name, 1600, degree, prefix, distinct, output_tokens=100))
-
-
-def case_1(name: str, output_tokens: int = 100, num_blocks: int = NUM_BLOCKS) -> Case:
-    """The paper's case 1, under a short instruction."""
-    return Case(Shape(name, 3000, 7, 1100, 400, output_tokens, 30), num_blocks)
-
-
 CASES = {
-    case.shape.name: case
-    for case in (
-        case_1("case_1"),
-        Case(Shape("case_2", 1000, 11.36, 770, 978, 32)),
-        *(
-            micro(prefix, distinct, degree)
-            for prefix, distinct in ((2000, 200), (1000, 1000), (200, 2000))
-            for degree in (4, 16)
-        ),
-        Case(Shape("no_sharing", 1500, 1, 0, 1530, 100)),
-        case_1("case_1_output_400", 400),
-        case_1("case_1_quarter_cache", num_blocks=NUM_BLOCKS // 4),
-    )
+    **{name: Case(shape) for name, shape in WORKLOADS.items()},
+    "case_1_quarter_cache": Case(case_1("case_1_quarter_cache"), NUM_BLOCKS // 4),
 }
 
 

@@ -76,15 +76,40 @@ class VLLMEngine:
     """
 
     def __init__(self, spec: JobSpec, job: EngineJob) -> None:
-        args = engine_args(spec, job.max_model_len)
+        self._spec, self._args = spec, engine_args(spec, job.max_model_len)
         with attention_chosen(spec.engine.attention):
-            self._start(spec, args)
+            self._start(spec, self._args)
         config = self._engine.vllm_config
         self._max_in_flight = _LOOK_AHEAD * int(config.scheduler_config.max_num_seqs)
         self._scheduler = _our_scheduler(self._engine)
+        self._begin(job)
+
+    def begin(self, job: EngineJob, sampling: SamplingSpec) -> None:
+        """Take up another job with the same model, with nothing cached of the one before.
+
+        Args:
+            job: the next one; its prompts and outputs must fit into the first one's
+                `max_model_len`.
+            sampling: how its tokens are chosen.
+
+        Raises:
+            SpecError: vLLM refuses how tokens are to be chosen.
+            EngineError: the device's profile was to be measured, and a step failed.
+            RuntimeError: the engine isn't idle.
+        """
+        if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
+            raise RuntimeError("the engine still has requests")
+        try:
+            self._params = sampling_params(sampling)
+        except ValueError as error:
+            raise SpecError(f"sampling: vLLM refuses it: {_one_line(error)}") from error
+        self._begin(job)
+
+    def _begin(self, job: EngineJob) -> None:
         if self._scheduler is not None:
-            profile = _profile(spec, job, args, self._engine, self._scheduler)
-            wanted = SchedulerSettings.from_additional_config(config.additional_config)
+            profile = _profile(self._spec, job, self._args, self._engine, self._scheduler)
+            config = self._engine.vllm_config.additional_config
+            wanted = SchedulerSettings.from_additional_config(config)
             self._scheduler.begin(_settings(job, profile, wanted))
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
@@ -137,6 +162,11 @@ class VLLMEngine:
                 raise EngineDiedError(_one_line(error), list(in_flight.values())) from error
             for output in finished:
                 yield _convert(in_flight.pop(output.request_id), output)
+
+    @property
+    def llm_engine(self) -> Any:
+        """vLLM's own, an `LLMEngine` in this process: for those who look on or measure."""
+        return self._engine
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory

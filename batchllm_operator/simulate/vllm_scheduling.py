@@ -7,6 +7,7 @@ output lengths are given, and a step's time on the GPU comes from `planner.step_
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ def simulate(
     settings: SchedulerSettings | None = None,
     arrivals_per_s: float = ARRIVALS_PER_S,
     seed: int = 0,
+    observe: Callable[[StepWork], None] | None = None,
 ) -> Run:
     """Run a workload to its end.
 
@@ -52,12 +54,13 @@ def simulate(
         settings: of our scheduler.
         arrivals_per_s: for policies with batches by time.
         seed: of the order of rows that come as they are.
+        observe: is told what each step does, from which its time is predicted.
 
     Raises:
         PlanError: a request doesn't fit into the KV cache.
         EngineError: the scheduler doesn't bring the requests to their ends.
     """
-    return _Simulation(workload, policy, machine, settings, arrivals_per_s, seed).run()
+    return _Simulation(workload, policy, machine, settings, arrivals_per_s, seed, observe).run()
 
 
 class _Simulation:
@@ -69,8 +72,10 @@ class _Simulation:
         settings: SchedulerSettings | None,
         arrivals_per_s: float,
         seed: int,
+        observe: Callable[[StepWork], None] | None,
     ) -> None:
         self._workload, self._policy, self._machine = workload, policy, machine
+        self._observe = observe
         self._arrivals_per_s = arrivals_per_s
         self._lengths = workload.tokens.lengths
         self._check_fit()
@@ -214,12 +219,11 @@ class _Simulation:
         recomputed = np.maximum(np.minimum(self._highest[idxs], ends) - begins, 0)
         self._highest[idxs] = np.maximum(self._highest[idxs], ends)
         self._computed[idxs] = ends
-        step_s = step_seconds(
-            self._work(idxs, begins, num_tokens, is_decode, len(sampled)),
-            self._machine.model,
-            self._machine.gpu,
-            self._machine.num_gpus,
-        )
+        work = self._work(idxs, begins, num_tokens, is_decode, len(sampled))
+        if self._observe is not None:
+            self._observe(work)
+        machine = self._machine
+        step_s = step_seconds(work, machine.model, machine.gpu, machine.num_gpus)
         self._clock_s += step_s
         num_outside = max(self._num_there() - self._num_arrived, 0)
         pool = self._scheduler.kv_cache_manager.block_pool

@@ -171,6 +171,11 @@ class BatchLLMScheduler(AsyncScheduler):
     # What others may ask.
 
     @property
+    def chunk_size(self) -> int:
+        """Most tokens of a step."""
+        return self._most_tokens
+
+    @property
     def num_plannable_tokens(self) -> int:
         """Tokens whose KV all blocks together have room for."""
         return (self._pool.num_gpu_blocks - 1) // self._num_kinds * self.block_size

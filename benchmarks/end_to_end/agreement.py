@@ -1,0 +1,278 @@
+"""Whether ours says what stock vLLM says: greedy tokens of the same prompts, compared.
+
+Weights are random, from a normal distribution as models begin their training with (vLLM's dummy
+weights are so small that all tokens tie). Margins are small even so, and another order of
+additions then decides. So the figures are the share of outputs and of tokens that agree, and, where
+two outputs part, by how much stock vLLM itself preferred its own token to the other one's (the
+margin, in log-probability). Stock vLLM with other engine settings, whose batches differ as much,
+is the control: what ours may differ by without being wrong.
+
+    python -m benchmarks.end_to_end.agreement --out DIR                # on a GPU
+    python -m benchmarks.end_to_end.agreement --out DIR --model tiny   # a rehearsal on a CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.engine import EngineJob, EngineRequest
+from batchllm_operator.vllm_plugin.hints import RequestHints
+from benchmarks.end_to_end.engine_run import Prompts, Task, make_spec
+from benchmarks.end_to_end.models import MODELS, write_model
+from benchmarks.end_to_end.policies import POLICIES
+from benchmarks.end_to_end.requests import make_requests
+from benchmarks.provenance import provenance
+from benchmarks.workloads import WORKLOADS
+
+REFERENCE: Final = ("stock_sorted", "default")
+COMPARED: Final = (
+    ("stock_sorted", "even"),  # the control
+    ("batchllm_stock_attention", "default"),
+    ("batchllm", "default"),
+)
+_NUM_LOGPROBS: Final = 8
+_LOAD_FORMAT: Final = "batchllm_drawn"
+_WEIGHTS_STD: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outputs:
+    """Greedy outputs of n prompts: arrays [n, output tokens], and [.., k] of the likeliest."""
+
+    tokens: NDArray[np.int64]
+    likely_tokens: NDArray[np.int64]
+    """The k likeliest, the likeliest first."""
+    logprobs: NDArray[np.float64]
+    """Of those."""
+
+    def save(self, path: Path) -> None:
+        """As a NumPy archive."""
+        np.savez_compressed(
+            path, tokens=self.tokens, likely_tokens=self.likely_tokens, logprobs=self.logprobs
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Outputs:
+        """What `save` wrote."""
+        with np.load(path) as arrays:
+            return cls(arrays["tokens"], arrays["likely_tokens"], arrays["logprobs"])
+
+
+def compare(reference: Outputs, other: Outputs) -> dict[str, Any]:
+    """How far two runs agree.
+
+    Returns:
+        Shares of equal outputs and of tokens before each output's first difference; margins at
+        first differences: what the reference gave its own token beyond the other's, in
+        log-probability. A token that isn't among the reference's k likeliest counts with the
+        margin of the k-th, as `num_beyond` says how often.
+
+    Raises:
+        ValueError: the runs aren't of the same prompts and lengths.
+    """
+    if reference.tokens.shape != other.tokens.shape:
+        raise ValueError(f"outputs of {reference.tokens.shape} and of {other.tokens.shape} tokens")
+    differs = reference.tokens != other.tokens
+    parts = np.flatnonzero(differs.any(axis=1))
+    firsts = differs[parts].argmax(axis=1)
+    likely, logprobs = reference.likely_tokens[parts, firsts], reference.logprobs[parts, firsts]
+    is_theirs = likely == other.tokens[parts, firsts][:, None]
+    theirs = np.where(is_theirs.any(axis=1), is_theirs.argmax(axis=1), likely.shape[1] - 1)
+    is_ours = likely == reference.tokens[parts, firsts][:, None]
+    rows = np.arange(len(parts))
+    margins = logprobs[rows, is_ours.argmax(axis=1)] - logprobs[rows, theirs]
+    num_outputs, num_tokens = reference.tokens.shape
+    num_agreed = (num_outputs - len(parts)) * num_tokens + int(firsts.sum())
+    return {
+        "num_outputs": num_outputs,
+        "num_tokens": num_tokens,
+        "equal_outputs": round(1 - len(parts) / num_outputs, 4),
+        "equal_first_tokens": round(1 - float(differs[:, 0].mean()), 4),
+        "tokens_before_difference": round(num_agreed / reference.tokens.size, 4),
+        "median_margin": round(float(np.median(margins)), 5) if len(parts) else None,
+        "largest_margin": round(float(margins.max()), 5) if len(parts) else None,
+        "num_beyond": int(np.sum(~is_theirs.any(axis=1))),
+    }
+
+
+def typical_margin(outputs: Outputs) -> float:
+    """Median over all tokens of what the likeliest has beyond the second, in log-probability."""
+    return round(float(np.median(outputs.logprobs[..., 0] - outputs.logprobs[..., 1])), 5)
+
+
+def generate(task: Task, workload: str) -> Outputs:
+    """Greedy outputs with log-probabilities, by the place of a prompt in the table."""
+
+    from batchllm_operator.engine.vllm_engine import VLLMEngine  # says how vLLM is imported
+
+    register_loader()
+    prompts = Prompts.of(task, workload)
+    job = EngineJob(prompts.max_model_len, num_requests=len(prompts.tokens))
+    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
+        spec = make_spec(task, write_model(task.model, Path(folder)))
+        engine = VLLMEngine(spec, job)
+    try:
+        llm = engine.llm_engine
+        size = int(llm.vllm_config.cache_config.block_size)
+        order = POLICIES[task.policy].order
+        planned = make_requests(prompts.tokens, order, prompts.output_tokens, size)
+        for request in planned.requests:
+            _add(llm, request, prompts.output_tokens)
+        by_idx = {}
+        while llm.has_unfinished_requests():
+            by_idx |= {
+                int(each.request_id): each.outputs[0] for each in llm.step() if each.finished
+            }
+    finally:
+        engine.close()
+    tokens, likely_tokens, logprobs = [], [], []
+    for idx in range(len(by_idx)):
+        tokens.append(list(by_idx[idx].token_ids))
+        ranked = [
+            sorted(((found.logprob, token) for token, found in each.items()), reverse=True)
+            for each in by_idx[idx].logprobs
+        ]
+        # A sampled token that isn't among the likeliest comes on top of them.
+        likely_tokens.append([[token for _, token in each[:_NUM_LOGPROBS]] for each in ranked])
+        logprobs.append([[logprob for logprob, _ in each[:_NUM_LOGPROBS]] for each in ranked])
+    return Outputs(
+        np.array(tokens, dtype=np.int64),
+        np.array(likely_tokens, dtype=np.int64),
+        np.array(logprobs, dtype=np.float64),
+    )
+
+
+def register_loader() -> None:
+    """Make vLLM know the load format that has weights of `draw_weights`."""
+    from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
+
+    @register_model_loader(_LOAD_FORMAT)
+    class Loader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            """There is nothing to download."""
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            draw_weights(model)
+
+
+def draw_weights(model: Any) -> None:
+    """Matrices from a normal distribution, the same ones each time; norms of 1, biases of 0.
+
+    Args:
+        model: a torch module, which is changed.
+    """
+    import torch
+
+    for name, weights in model.named_parameters():
+        if weights.dim() > 1:
+            generator = torch.Generator(weights.device).manual_seed(zlib.crc32(name.encode()))
+            weights.data.normal_(0.0, _WEIGHTS_STD, generator=generator)
+        else:
+            weights.data.fill_(1.0 if "norm" in name else 0.0)
+
+
+def _add(llm: Any, request: EngineRequest, output_tokens: int) -> None:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    hints = RequestHints(
+        request.group_id, request.num_prefix_tokens, request.group_size, request.num_output_tokens
+    )
+    params = SamplingParams(
+        max_tokens=output_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=_NUM_LOGPROBS,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=hints.to_extra_args(),
+    )
+    prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+    llm.add_request(str(request.request_idx), prompt, params)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n\n")[0], prog="python -m benchmarks.end_to_end.agreement"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--model", default="Mistral-7B", choices=MODELS)
+    parser.add_argument("--workload", default="case_1", choices=list(WORKLOADS))
+    parser.add_argument("--share", type=float, default=0.05, help="of the workload's requests")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="also write the last line here")
+    parser.add_argument("--one", nargs=2, metavar=("POLICY", "SETTINGS"), help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def outputs_file(folder: Path, policy: str, settings: str) -> Path:
+    return folder / f"agreement-{policy}-{settings}.npz"
+
+
+def main() -> None:
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.one:
+        policy, settings = args.one
+        extra_args = {**args.engine.get("extra_args", {}), "load_format": _LOAD_FORMAT}
+        engine = {**args.engine, "extra_args": extra_args}
+        task = Task(policy, settings, (), "", args.model, args.share, args.seed, engine=engine)
+        generate(task, args.workload).save(outputs_file(args.out, policy, settings))
+        return
+    missing, found = {}, {}
+    for policy, settings in (REFERENCE, *COMPARED):
+        log = args.out / f"agreement-{policy}-{settings}.log"
+        command = [sys.executable, "-P", "-m", __spec__.name, *sys.argv[1:]]
+        with log.open("w", encoding="utf-8") as file:
+            done = subprocess.run(
+                [*command, "--one", policy, settings],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | POLICIES[policy].environment,
+                check=False,
+            )
+        name = f"{policy} {settings}"
+        if done.returncode:
+            missing[name] = f"exit code {done.returncode}; see {log.name}"
+        else:
+            found[name] = Outputs.load(outputs_file(args.out, policy, settings))
+        print(f"== {name}: {missing.get(name, 'done')}", flush=True)
+    reference = found.pop(" ".join(REFERENCE), None)
+    if reference is None:
+        sys.exit(f"stock vLLM failed: {missing}")
+    report = {
+        "benchmark": "agreement",
+        "model": args.model,
+        "workload": args.workload,
+        "reference": " ".join(REFERENCE),
+        "typical_margin": typical_margin(reference),
+        "compared": {name: compare(reference, outputs) for name, outputs in found.items()},
+        "missing": missing,
+        "seed": args.seed,
+        **provenance(),
+    }
+    for name, figures in report["compared"].items():
+        print(name, " ".join(f"{each}={value}" for each, value in figures.items()))
+    if args.json:
+        args.json.write_text(json.dumps(report), encoding="utf-8")
+    print(json.dumps(report))
+    sys.exit(1 if missing else 0)
+
+
+if __name__ == "__main__":
+    main()

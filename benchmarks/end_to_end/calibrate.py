@@ -1,0 +1,212 @@
+"""What measured runs say of the simulator's cost model, and how well it then predicts them.
+
+Each run is simulated with the KV cache, chunk size and scheduler settings that it had; of a GPU's
+data sheet, three numbers are fitted to all runs at once: the share of the peak FLOP/s that is
+reached, the share of the peak bandwidth, and the overhead of a step. A workload's prediction
+comes from a fit to all other workloads, so it is one. Planning isn't part of it.
+
+    python -m benchmarks.end_to_end.calibrate RESULT.json [...] --gpu H100 --gpu-table h100.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from batchllm_operator.engine.device_profile import DeviceProfile
+from batchllm_operator.planner import (
+    GPU,
+    ModelShape,
+    StepWork,
+    find_gpu,
+    model_shape,
+    step_seconds,
+)
+from batchllm_operator.progress import Progress
+from batchllm_operator.simulate.machine import POLICIES as SIMULATED
+from batchllm_operator.simulate.machine import Machine
+from batchllm_operator.vllm_plugin.hints import SchedulerSettings
+from benchmarks.end_to_end.models import TINY, model_config
+from benchmarks.end_to_end.policies import POLICIES
+from benchmarks.workloads import WORKLOADS, scaled, shrunk
+
+AIM: Final = 0.15  # most that a prediction may be off
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunWork:
+    """What a run's steps do, and what it took."""
+
+    workload: str
+    policy: str
+    settings: str
+    measured_s: float
+    steps: Sequence[StepWork]
+    model: ModelShape
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], steps: Sequence[StepWork], model: ModelShape) -> RunWork:
+        """A measured row, and what the simulator says its steps do."""
+        names = (row["workload"], row["policy"], row["settings"])
+        return cls(*names, measured_s=row["generate_s"], steps=steps, model=model)
+
+    def predicted_s(self, gpu: GPU) -> float:
+        """Seconds of all steps."""
+        return sum(step_seconds(step, self.model, gpu) for step in self.steps)
+
+
+def fit(runs: Sequence[RunWork], gpu: GPU) -> GPU:
+    """The GPU with shares and overhead that predict the runs best, by relative error.
+
+    Args:
+        runs: measured ones, of one model on one kind of GPU.
+        gpu: its data sheet; its shares and overhead are where the search starts.
+
+    Raises:
+        ValueError: there are fewer runs than numbers to fit.
+    """
+    if len(runs) < len(_FITTED):
+        raise ValueError(f"{len(runs)} runs can't say {len(_FITTED)} numbers")
+
+    def with_numbers(logarithms: NDArray[np.float64]) -> GPU:
+        return replace(gpu, **dict(zip(_FITTED, np.exp(logarithms).tolist(), strict=True)))
+
+    def errors(logarithms: NDArray[np.float64]) -> list[float]:
+        guess = with_numbers(logarithms)
+        return [float(np.log(run.predicted_s(guess) / run.measured_s)) for run in runs]
+
+    begin = np.log([max(getattr(gpu, name), 1e-6) for name in _FITTED])
+    highest = np.array([0.0, 0.0, 0.0])  # a share of one; a second for nothing
+    found = least_squares(errors, np.minimum(begin, -1e-9), bounds=(-np.inf, highest))
+    return with_numbers(found.x)
+
+
+_FITTED: Final = ("achievable_compute", "achievable_bandwidth", "step_overhead_s")
+
+
+def predictions(runs: Sequence[RunWork], gpu: GPU) -> list[dict[str, Any]]:
+    """Each run's measured time and its prediction from a fit to all other workloads."""
+    rows = []
+    for workload in dict.fromkeys(run.workload for run in runs):
+        others = [run for run in runs if run.workload != workload]
+        if len(others) < len(_FITTED):
+            continue
+        fitted = fit(others, gpu)
+        for run in runs:
+            if run.workload == workload:
+                predicted_s = run.predicted_s(fitted)
+                rows.append(
+                    {
+                        "workload": workload,
+                        "policy": run.policy,
+                        "settings": run.settings,
+                        "measured_s": round(run.measured_s, 4),
+                        "predicted_s": round(predicted_s, 4),
+                        "error": round(predicted_s / run.measured_s - 1, 4),
+                    }
+                )
+    return rows
+
+
+def simulate_run(row: Mapping[str, Any], model: ModelShape, gpu: GPU) -> list[StepWork]:
+    """The steps of a measured run, from the simulator."""
+    from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
+
+    shape = scaled(WORKLOADS[row["workload"]], row["share"])
+    if row["model"] == TINY:
+        shape = shrunk(shape)
+    workload = shape.make(row["seed"], model_config(row["model"])["vocab_size"])
+    machine = Machine(
+        model,
+        gpu,
+        row["num_kv_blocks"],
+        row["block_size"],
+        max_num_batched_tokens=row["max_num_batched_tokens"],
+        max_num_seqs=row["max_num_seqs"],
+    )
+    settings = SchedulerSettings(num_requests=len(workload), chunk_size=row["chunk_size"])
+    if row["profile"] is not None:
+        profile = DeviceProfile.model_validate(row["profile"])
+        settings = replace(
+            settings, memory_threshold=profile.memory_threshold, step_cost=profile.step_cost
+        )
+    works: list[StepWork] = []
+    simulate(
+        workload,
+        SIMULATED[str(POLICIES[row["policy"]].simulated_as)],
+        machine,
+        settings=settings,
+        seed=row["seed"],
+        observe=works.append,
+    )
+    return works
+
+
+def gpu_table(gpu: GPU, name: str) -> str:
+    """A table that `planner.gpu_table` can name."""
+    lines = [f"{each} = {value!r}" for each, value in gpu.numbers().items()]
+    return "\n".join([f"[{json.dumps(name)}]", *lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n\n")[0], prog="python -m benchmarks.end_to_end.calibrate"
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="of benchmarks.end_to_end --json")
+    parser.add_argument("--gpu", default="H100", help="of the built-in table: the data sheet")
+    parser.add_argument("--gpu-table", type=Path, help="write what was fitted here, as TOML")
+    parser.add_argument("--json", type=Path, help="also write the last line here")
+    args = parser.parse_args()
+    rows = [row for path in args.results for row in json.loads(path.read_text())["runs"]]
+    rows = [row for row in rows if POLICIES[row["policy"]].simulated_as]
+    if len({(row["model"], row["device"]) for row in rows}) != 1:
+        sys.exit("these runs aren't of one model on one device")
+    gpu, model_name = find_gpu(args.gpu), rows[0]["model"]
+    model = model_shape(model_config(model_name), model_name)
+    runs, simulated = [], {}
+    with Progress("simulate", len(rows), unit="runs", announce=False) as progress:
+        for row in rows:
+            key = (row["workload"], row["policy"], row["settings"])
+            if key not in simulated:
+                simulated[key] = simulate_run(row, model, gpu)
+            runs.append(RunWork.of(row, simulated[key], model))
+            progress.advance(1)
+    predicted = predictions(runs, gpu)
+    fitted = fit(runs, gpu)
+    for each in predicted:
+        print(
+            f"{each['workload']:28}{each['policy']:26}{each['settings']:9}"
+            f"{each['measured_s']:9.2f} s measured{each['predicted_s']:9.2f} s predicted"
+            f"{each['error']:+8.1%}"
+        )
+    worst = max((abs(each["error"]) for each in predicted), default=None)
+    report = {
+        "benchmark": "calibrate",
+        "model": model_name,
+        "device": rows[0]["device"],
+        "git_sha": rows[0]["git_sha"],
+        "gpu": args.gpu,
+        "fitted": {name: getattr(fitted, name) for name in _FITTED},
+        "rows": predicted,
+        "largest_error": worst,
+        "aim": AIM,
+        "is_met": None if worst is None else worst <= AIM,
+    }
+    if args.gpu_table:
+        args.gpu_table.write_text(gpu_table(fitted, args.gpu), encoding="utf-8")
+    if args.json:
+        args.json.write_text(json.dumps(report), encoding="utf-8")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

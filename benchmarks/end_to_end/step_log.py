@@ -1,0 +1,131 @@
+"""What an engine did in each step, noted in the same way for every scheduler."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Steps:
+    """One entry per step with tokens: arrays [num_steps]."""
+
+    begin_s: NDArray[np.float64]
+    """When it was put together, since the run began."""
+    num_tokens: NDArray[np.int64]
+    num_requests: NDArray[np.int64]
+    """Requests with tokens in the step."""
+    num_waiting: NDArray[np.int64]
+    """Requests that the scheduler had left waiting then."""
+    num_preempted: NDArray[np.int64]
+    kv_usage: NDArray[np.float64]
+    """Share of the KV blocks in use, after the step was put together."""
+    end_s: float
+    """When the last output was there."""
+
+    def num_computed_prompt_tokens(self, num_requests: int, num_output_tokens: int) -> int:
+        """Prompt tokens computed, those computed again after a preemption included.
+
+        Args:
+            num_requests: of the run; the step that ends a prompt gives its first output token.
+            num_output_tokens: of all of them together.
+        """
+        return int(self.num_tokens.sum()) - (num_output_tokens - num_requests)
+
+    @property
+    def valley_steps(self) -> int:
+        """Steps of less than half the mean number of tokens while requests wait."""
+        is_valley = self.num_tokens < self.num_tokens.mean() / 2
+        return int(np.sum(is_valley & (self.num_waiting > 0)))
+
+    @property
+    def tecd_s(self) -> float:
+        """Seconds until the cool-down: until nobody waits and no prompt is left to compute.
+
+        TECD of the paper (Sec. 6.3.2). From there on each step only has a token of each request
+        that still runs. A run of nothing but that has a TECD of 0.
+        """
+        has_prefill = np.flatnonzero((self.num_tokens > self.num_requests) | (self.num_waiting > 0))
+        if not len(has_prefill):
+            return 0.0
+        after = int(has_prefill[-1]) + 1
+        return float(self.begin_s[after]) if after < len(self.begin_s) else self.end_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Columns by name, for a plot of tokens over time (the paper's Figs. 2 and 6)."""
+        return {
+            "begin_s": np.round(self.begin_s, 4).tolist(),
+            "num_tokens": self.num_tokens.tolist(),
+            "num_requests": self.num_requests.tolist(),
+            "num_waiting": self.num_waiting.tolist(),
+            "num_preempted": self.num_preempted.tolist(),
+            "kv_usage": np.round(self.kv_usage, 3).tolist(),
+            "end_s": round(self.end_s, 4),
+        }
+
+    @classmethod
+    def from_json(cls, columns: dict[str, Any]) -> Steps:
+        """What `to_json` made."""
+        return cls(
+            begin_s=np.array(columns["begin_s"], dtype=np.float64),
+            kv_usage=np.array(columns["kv_usage"], dtype=np.float64),
+            end_s=float(columns["end_s"]),
+            **{
+                name: np.array(columns[name], dtype=np.int64)
+                for name in ("num_tokens", "num_requests", "num_waiting", "num_preempted")
+            },
+        )
+
+
+class StepLog:
+    """Listens to a scheduler's `schedule()`, some microseconds a step.
+
+    Args:
+        scheduler: of vLLM's engine core in this process; its `schedule` is replaced.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler, self._schedule = scheduler, scheduler.schedule
+        self._rows: list[tuple[float, int, int, int, int, float]] = []
+        self._started_at = 0.0
+        scheduler.schedule = self._noted
+
+    def start(self) -> None:
+        """Begin afresh, now."""
+        self._rows.clear()
+        self._started_at = time.perf_counter()
+
+    def stop(self) -> Steps:
+        """What has been noted until now."""
+        end_s = time.perf_counter() - self._started_at
+        columns = list(zip(*self._rows, strict=True)) or [()] * 6
+        begin_s, num_tokens, num_requests, num_waiting, num_preempted, kv_usage = columns
+        return Steps(
+            begin_s=np.array(begin_s, dtype=np.float64),
+            num_tokens=np.array(num_tokens, dtype=np.int64),
+            num_requests=np.array(num_requests, dtype=np.int64),
+            num_waiting=np.array(num_waiting, dtype=np.int64),
+            num_preempted=np.array(num_preempted, dtype=np.int64),
+            kv_usage=np.array(kv_usage, dtype=np.float64),
+            end_s=end_s,
+        )
+
+    def _noted(self, *args: Any, **kwargs: Any) -> Any:
+        begin_s = time.perf_counter() - self._started_at
+        output = self._schedule(*args, **kwargs)
+        preempted = getattr(output, "preempted_req_ids", None) or ()
+        if output.num_scheduled_tokens or preempted:
+            row = (
+                begin_s,
+                output.total_num_scheduled_tokens,
+                len(output.num_scheduled_tokens),
+                len(self._scheduler.waiting),
+                len(preempted),
+                float(self._scheduler.kv_cache_manager.usage),
+            )
+            self._rows.append(row)
+        return output

@@ -1,0 +1,154 @@
+"""Rows of runs, put together: medians, ratios, and the targets for an H100 with Mistral-7B."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+OURS: Final = ("batchllm", "batchllm_stock_attention")
+"""With all that is ours, and with vLLM's attention: a job chooses by `engine.attention`."""
+BASELINES: Final = {"as_given": ("stock_as_given",), "sorted": ("stock_sorted", "stock_cascade")}
+_LEAST_SPEEDUPS: Final[Mapping[str, Mapping[str, float]]] = {
+    "case_1": {"as_given": 1.8, "sorted": 1.15},
+    "case_2": {"as_given": 1.5, "sorted": 1.1},
+    "micro_2000_200_degree_16": {"sorted": 1.5},
+    "micro_2000_200_degree_4": {"sorted": 1.2},
+    "micro_1000_1000_degree_16": {"sorted": 1.1},
+    "micro_200_2000_degree_16": {"sorted": 1.0},
+    "no_sharing": {"sorted": 0.98},
+}
+_MOST_PLANNING: Final = 0.01  # of the whole
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A policy on a workload with one engine setting: medians over repetitions."""
+
+    workload: str
+    policy: str
+    settings: str
+    repetitions: int
+    num_requests: int
+    requests_per_s: float
+    least_requests_per_s: float
+    most_requests_per_s: float
+    total_s: float
+    tecd_s: float
+    plan_s: float
+    saving_ratio: float
+    num_steps: float
+    valley_steps: float
+    preemptions: float
+
+
+def summarize(rows: Iterable[Mapping[str, Any]]) -> list[Summary]:
+    """One for each workload, policy and setting, in the order in which they first come.
+
+    Raises:
+        ValueError: rows that would be put together differ in what was run.
+    """
+    found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        found[row["workload"], row["policy"], row["settings"]].append(row)
+    summaries = []
+    for key, alike in found.items():
+        for name in ("model", "num_requests", "num_prompt_tokens", "num_output_tokens", "seed"):
+            if len({row[name] for row in alike}) > 1:
+                raise ValueError(f"{' '.join(key)}: rows differ in {name}")
+        speeds = [row["requests_per_s"] for row in alike]
+
+        def median(name: str, alike: Sequence[Mapping[str, Any]] = alike) -> float:
+            return statistics.median(row[name] for row in alike)
+
+        summaries.append(
+            Summary(
+                *key,
+                repetitions=len(alike),
+                num_requests=alike[0]["num_requests"],
+                requests_per_s=median("requests_per_s"),
+                least_requests_per_s=min(speeds),
+                most_requests_per_s=max(speeds),
+                total_s=median("total_s"),
+                tecd_s=median("tecd_s"),
+                plan_s=median("plan_s"),
+                saving_ratio=median("saving_ratio"),
+                num_steps=median("num_steps"),
+                valley_steps=median("valley_steps"),
+                preemptions=median("preemptions"),
+            )
+        )
+    return summaries
+
+
+def best(summaries: Iterable[Summary], workload: str, policies: Sequence[str]) -> Summary | None:
+    """The fastest of some policies, over all their settings; None if none was measured."""
+    found = [each for each in summaries if each.workload == workload and each.policy in policies]
+    return max(found, key=lambda each: each.requests_per_s, default=None)
+
+
+def speedups(summaries: Sequence[Summary]) -> dict[str, dict[str, float]]:
+    """For each workload, requests/s of each of ours over the best baseline; and of TECD."""
+    compared: dict[str, dict[str, float]] = {}
+    for workload in dict.fromkeys(each.workload for each in summaries):
+        ratios: dict[str, float] = {}
+        for policy in OURS:
+            ours = best(summaries, workload, (policy,))
+            for baseline, policies in BASELINES.items():
+                stock = best(summaries, workload, policies)
+                if ours is None or stock is None:
+                    continue
+                name = f"{policy}_vs_{baseline}"
+                ratios[name] = round(ours.requests_per_s / stock.requests_per_s, 3)
+                if ours.tecd_s > 0:
+                    ratios[f"{name}_tecd"] = round(stock.tecd_s / ours.tecd_s, 3)
+        compared[workload] = ratios
+    return compared
+
+
+def targets(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
+    """What was to be reached, what was, and whether it was met; null where it wasn't measured.
+
+    Ours is the better of `OURS`; a target counts only for whole workloads on an H100 with
+    Mistral-7B, which whoever prints this has to know.
+    """
+    listed: list[dict[str, Any]] = []
+    for workload, least in _LEAST_SPEEDUPS.items():
+        ours = best(summaries, workload, OURS)
+        for baseline, reach in least.items():
+            stock = best(summaries, workload, BASELINES[baseline])
+            ratio = None
+            if ours is not None and stock is not None:
+                ratio = round(ours.requests_per_s / stock.requests_per_s, 3)
+            listed.append(
+                {
+                    "measure": f"{workload}: requests/s over stock {baseline}",
+                    "reach": reach,
+                    "measured": ratio,
+                    "ours": ours.policy if ours else None,
+                    "baseline": f"{stock.policy} {stock.settings}" if stock else None,
+                    "is_met": None if ratio is None else ratio >= reach,
+                }
+            )
+    shares = {
+        each.workload: each.plan_s / each.total_s for each in summaries if each.policy in OURS
+    }
+    worst = max(shares, key=lambda name: shares[name], default=None)
+    listed.append(
+        {
+            "measure": "planning, share of the whole",
+            "reach": _MOST_PLANNING,
+            "measured": None if worst is None else round(shares[worst], 5),
+            "ours": worst,
+            "baseline": None,
+            "is_met": None if worst is None else shares[worst] < _MOST_PLANNING,
+        }
+    )
+    return listed
+
+
+def as_json(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
+    """For a report."""
+    return [asdict(each) for each in summaries]

@@ -1,0 +1,477 @@
+"""The end-to-end benchmark: what it counts and compares, and a whole run of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.benchmark_modules import ROOT, load
+
+from batchllm_operator.planner import MODEL_SHAPES, StepWork, TokenTable, find_gpu, step_seconds
+
+agreement = load("end_to_end.agreement")
+calibrate = load("end_to_end.calibrate")
+main = load("end_to_end.__main__")
+policies = load("end_to_end.policies")
+requests = load("end_to_end.requests")
+step_log = load("end_to_end.step_log")
+tables = load("end_to_end.tables")
+targets = load("end_to_end.targets")
+workloads = load("workloads")
+
+
+def steps(tokens: list[int], running: list[int], waiting: list[int]) -> Any:
+    return step_log.Steps(
+        begin_s=np.arange(len(tokens), dtype=np.float64),
+        num_tokens=np.array(tokens, dtype=np.int64),
+        num_requests=np.array(running, dtype=np.int64),
+        num_waiting=np.array(waiting, dtype=np.int64),
+        num_preempted=np.zeros(len(tokens), dtype=np.int64),
+        kv_usage=np.zeros(len(tokens)),
+        end_s=float(len(tokens)),
+    )
+
+
+def test_the_cool_down_begins_when_only_decodes_are_left() -> None:
+    # Two prompts of 8 and 5 tokens, 3 output tokens each; the second one waits for a step.
+    run = steps([8, 6, 2, 1], [1, 2, 2, 1], [1, 0, 0, 0])
+    assert run.tecd_s == 2.0
+    assert run.num_computed_prompt_tokens(num_requests=2, num_output_tokens=6) == 13
+    assert steps([8, 3, 2, 9], [1, 2, 2, 2], [0, 0, 0, 0]).tecd_s == 4.0  # prefill to the end
+    assert steps([2, 2], [2, 2], [0, 0]).tecd_s == 0.0
+
+
+def test_valleys_count_while_somebody_waits() -> None:
+    assert steps([100, 10, 100, 10], [1, 1, 1, 1], [5, 5, 5, 0]).valley_steps == 1
+
+
+def test_steps_survive_json() -> None:
+    run = steps([8, 6, 2, 1], [1, 2, 2, 1], [1, 0, 0, 0])
+    again = step_log.Steps.from_json(json.loads(json.dumps(run.to_json())))
+    assert again.to_json() == run.to_json()
+
+
+class Scheduler:
+    """Gives steps of one request with so many tokens, and nothing for 0."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = iter(tokens)
+        self.waiting = ["a"]
+        self.kv_cache_manager = type("Manager", (), {"usage": 0.5})()
+
+    def schedule(self, *args: object) -> Any:
+        tokens = next(self.tokens)
+        scheduled = {"0": tokens} if tokens else {}
+        return type(
+            "Output", (), {"num_scheduled_tokens": scheduled, "total_num_scheduled_tokens": tokens}
+        )
+
+
+def test_the_log_leaves_out_what_was_before_it_and_empty_steps() -> None:
+    scheduler = Scheduler([7, 5, 0, 1])
+    log = step_log.StepLog(scheduler)
+    scheduler.schedule("as vLLM may")
+    log.start()
+    for _ in range(3):
+        scheduler.schedule()
+    found = log.stop()
+    assert found.num_tokens.tolist() == [5, 1]
+    assert found.num_waiting.tolist() == [1, 1]
+    assert found.kv_usage.tolist() == [0.5, 0.5]
+    assert found.end_s >= found.begin_s[1] >= found.begin_s[0] >= 0
+
+
+PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=20).map(
+    lambda each: TokenTable.from_lists(
+        [[document + 1] * 40 + [10 + idx] * own for idx, (document, own) in enumerate(each)]
+    )
+)
+
+
+@given(PROMPTS, st.sampled_from(["as_given", "sorted", "plan"]))
+def test_each_order_has_every_prompt_once(prompts: TokenTable, order: str) -> None:
+    planned = requests.make_requests(prompts, order, 7, 16)
+    idxs = [each.request_idx for each in planned.requests]
+    assert sorted(idxs) == list(range(len(prompts)))
+    for each in planned.requests:
+        assert each.prompt_token_ids == prompts.prompt(each.request_idx).tolist()
+        assert each.num_output_tokens == 7
+    if order == "as_given":
+        assert idxs == list(range(len(prompts)))
+    if order == "sorted":
+        given_tokens = [each.prompt_token_ids for each in planned.requests]
+        assert given_tokens == sorted(given_tokens)
+    if order == "plan":
+        for each in planned.requests:
+            group = [one for one in planned.requests if one.group_id == each.group_id]
+            assert len(group) == each.group_size
+            prefixes = {tuple(one.prompt_token_ids[: each.num_prefix_tokens]) for one in group}
+            assert len(prefixes) == 1
+    assert planned.num_prompt_tokens == prompts.num_tokens
+    assert planned.num_output_tokens == 7 * len(prompts)
+
+
+def test_a_warm_up_says_how_many_of_each_group_it_has() -> None:
+    prompts = TokenTable.from_lists([[idx // 8] * 32 + [idx] for idx in range(40)])
+    planned = requests.make_requests(prompts, "plan", 4, 16).requests
+    few = requests.warm_up_requests(planned)
+    assert few == tuple(
+        replace(each, group_size=size)
+        for each, size in zip(planned[:10], [8] * 8 + [2] * 2, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", list(workloads.WORKLOADS))
+def test_smaller_workloads_keep_their_shape(name: str) -> None:
+    shape = workloads.WORKLOADS[name]
+    half = workloads.scaled(shape, 0.5)
+    assert abs(half.num_requests / shape.num_requests - 0.5) < 0.01
+    assert replace(half, num_requests=shape.num_requests) == shape
+    tiny = workloads.shrunk(shape)
+    assert tiny.num_requests >= int(shape.share_degree)
+    assert tiny.share_degree == shape.share_degree
+
+
+def row(workload: str, policy: str, speed: float, **changes: Any) -> dict[str, Any]:
+    """A measured run of 1,000 requests."""
+    found = {
+        "model": "Mistral-7B",
+        "workload": workload,
+        "policy": policy,
+        "settings": "default",
+        "seed": 0,
+        "num_requests": 1000,
+        "num_prompt_tokens": 100_000,
+        "num_output_tokens": 10_000,
+        "requests_per_s": speed,
+        "total_s": 1000 / speed,
+        "tecd_s": 900 / speed,
+        "plan_s": 0.05 if policy.startswith("batchllm") else 0.0,
+        "saving_ratio": 0.5,
+        "num_steps": 100,
+        "valley_steps": 3,
+        "preemptions": 0,
+    }
+    return found | changes
+
+
+def test_medians_and_the_better_settings_count() -> None:
+    summaries = targets.summarize(
+        [
+            *(row("case_1", "stock_sorted", speed) for speed in (10.0, 12.0, 11.0)),
+            row("case_1", "stock_sorted", 14.0, settings="even"),
+            row("case_1", "stock_as_given", 7.0),
+            row("case_1", "batchllm", 16.1),
+            row("case_1", "batchllm_stock_attention", 15.0),
+        ]
+    )
+    [default] = [each for each in summaries if each.repetitions == 3]
+    assert (default.requests_per_s, default.least_requests_per_s) == (11.0, 10.0)
+    assert targets.best(summaries, "case_1", ("stock_sorted",)).settings == "even"
+    ratios = targets.speedups(summaries)["case_1"]
+    assert ratios["batchllm_vs_sorted"] == 1.15
+    assert ratios["batchllm_vs_as_given"] == 2.3
+    assert ratios["batchllm_stock_attention_vs_sorted"] == 1.071
+    found = {each["measure"]: each for each in targets.targets(summaries)}
+    assert found["case_1: requests/s over stock sorted"]["is_met"] is True
+    assert found["case_1: requests/s over stock as_given"]["is_met"] is True
+    assert found["case_2: requests/s over stock sorted"]["is_met"] is None
+    assert found["planning, share of the whole"]["is_met"] is True
+
+
+def test_what_falls_short_says_so() -> None:
+    summaries = targets.summarize(
+        [
+            row("no_sharing", "stock_sorted", 10.0),
+            row("no_sharing", "batchllm", 9.7, plan_s=2.0),
+        ]
+    )
+    found = {each["measure"]: each for each in targets.targets(summaries)}
+    assert found["no_sharing: requests/s over stock sorted"]["is_met"] is False
+    assert found["planning, share of the whole"]["is_met"] is False
+
+
+def test_runs_of_different_work_are_not_put_together() -> None:
+    rows = [row("case_1", "batchllm", 9.0), row("case_1", "batchllm", 9.0, num_requests=999)]
+    with pytest.raises(ValueError, match="differ in num_requests"):
+        targets.summarize(rows)
+
+
+def outputs(tokens: list[list[int]], logprobs: list[float]) -> Any:
+    """Every token's likeliest are 0, 1, 2 with these log-probabilities."""
+    array = np.array(tokens, dtype=np.int64)
+    likely = np.broadcast_to(np.arange(3), (*array.shape, 3))
+    return agreement.Outputs(array, likely, np.broadcast_to(np.array(logprobs), likely.shape))
+
+
+def test_agreement_ends_at_the_first_difference() -> None:
+    reference = outputs([[0, 0, 0, 0]] * 4, [-0.5, -0.75, -3.0])
+    other = outputs([[0, 0, 0, 0], [0, 1, 0, 0], [2, 0, 0, 0], [0, 0, 0, 7]], [-0.5, -0.75, -3.0])
+    found = agreement.compare(reference, other)
+    assert found["equal_outputs"] == 0.25
+    assert found["equal_first_tokens"] == 0.75
+    assert found["tokens_before_difference"] == (4 + 1 + 0 + 3) / 16
+    assert found["median_margin"] == 2.5
+    assert found["largest_margin"] == 2.5
+    assert found["num_beyond"] == 1
+    assert agreement.typical_margin(reference) == 0.25
+    same = agreement.compare(reference, reference)
+    assert (same["equal_outputs"], same["largest_margin"]) == (1.0, None)
+    with pytest.raises(ValueError, match="outputs of"):
+        agreement.compare(reference, outputs([[0, 0]], [-0.5, -0.75, -3.0]))
+
+
+MODEL = MODEL_SHAPES["Mistral-7B"]
+
+
+def made_up_runs(gpu: Any) -> list[Any]:
+    """Runs that take exactly what the cost model says of them on that GPU."""
+    generator = np.random.default_rng(5)
+    runs = []
+    for number in range(8):
+        works = [
+            StepWork(
+                num_tokens=int(tokens),
+                num_sampled=64,
+                num_prefill_pairs=int(tokens) * int(generator.integers(1, 3000)),
+                num_decode_pairs=64 * 1500,
+                num_read_tokens=64 * int(generator.integers(200, 1500)),
+            )
+            for tokens in generator.integers(64, 64 if number % 2 else 8192, 200, endpoint=True)
+        ]
+        seconds = sum(step_seconds(work, MODEL, gpu) for work in works)
+        measured = row(f"workload_{number // 2}", "batchllm", 1.0, generate_s=seconds)
+        runs.append(calibrate.RunWork.of(measured, works, MODEL))
+    return runs
+
+
+def test_calibration_finds_the_gpu_that_the_runs_were_made_on() -> None:
+    sheet = find_gpu("H100")
+    true = replace(
+        sheet, achievable_compute=0.71, achievable_bandwidth=0.62, step_overhead_s=0.0021
+    )
+    runs = made_up_runs(true)
+    for run in runs:
+        assert run.predicted_s(true) == pytest.approx(run.measured_s)
+    found = calibrate.fit(runs, sheet)
+    for name in ("achievable_compute", "achievable_bandwidth", "step_overhead_s"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3)
+    rows = calibrate.predictions(runs, sheet)
+    assert len(rows) == 8
+    assert max(abs(each["error"]) for each in rows) < 0.001
+
+
+def test_a_prediction_knows_nothing_of_its_own_workload() -> None:
+    runs = made_up_runs(find_gpu("H100"))
+    twice = [
+        replace(run, measured_s=run.measured_s * (2 if run.workload == "workload_3" else 1))
+        for run in runs
+    ]
+    rows = calibrate.predictions(twice, find_gpu("H100"))
+    errors = {each["workload"]: each["error"] for each in rows}
+    assert errors["workload_3"] == pytest.approx(-0.5, abs=0.01)
+    with pytest.raises(ValueError, match="2 runs can't say 3 numbers"):
+        calibrate.fit(runs[:2], find_gpu("H100"))
+
+
+def test_a_fitted_table_is_one_that_a_job_can_name(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.toml"
+    gpu = replace(find_gpu("H100"), achievable_compute=0.7123)
+    path.write_text(calibrate.gpu_table(gpu, "H100"))
+    assert find_gpu("H100", path) == gpu
+
+
+def test_every_measured_policy_is_simulated_as_one_that_there_is() -> None:
+    from batchllm_operator.simulate.machine import POLICIES as SIMULATED
+
+    for policy in policies.POLICIES.values():
+        if policy.simulated_as:
+            found = SIMULATED[policy.simulated_as]
+            assert (found.scheduler, found.shared_attention) == (
+                policy.scheduler,
+                policy.attention == "batchllm",
+            )
+            assert (found.order == "shuffled") == (policy.order == "as_given")
+
+
+def reported(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    summaries = targets.summarize(rows)
+    report = {
+        "benchmark": "end_to_end",
+        "model": "Mistral-7B",
+        "share": 1.0,
+        "rows": targets.as_json(summaries),
+        "targets": targets.targets(summaries),
+        "device": "NVIDIA H100 80GB HBM3",
+        "driver": "1",
+        "versions": {"vllm": "0.25.0"},
+        "git_sha": "0" * 40,
+    }
+    return report | changes
+
+
+def test_tables_show_cases_that_are_lost() -> None:
+    rows = [row("case_1", "stock_sorted", 20.0), row("case_1", "batchllm", 10.0)]
+    text = tables.markdown(tables.Results([reported(rows)], "Mistral-7B"), "Mistral-7B")
+    assert "| case_1 | batchllm (default settings) | 10.00 | 0.50x |" in text
+    assert "| case_1: requests/s over stock sorted | 1.15 | 0.5 | **no** |" in text
+    assert "| paper: BatchLLM | 12.85 | 1.31x |" in text
+    assert "| case_2 | batchllm | not measured | not measured |" in text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"device": "cpu"}, {"share": 0.5}, {"model": "tiny"}, {"targets": None}]
+)
+def test_targets_are_those_of_whole_workloads_on_an_h100(changes: dict[str, Any]) -> None:
+    rows = [row("case_1", "stock_sorted", 10.0), row("case_1", "batchllm", 20.0)]
+    results = tables.Results([reported(rows, **changes)], "Mistral-7B")
+    assert "| yes |" not in tables.markdown(results, "Mistral-7B")
+    results = tables.Results([reported(rows)], "Mistral-7B")
+    assert "| yes |" in tables.markdown(results, "Mistral-7B")
+
+
+def test_the_document_shows_what_the_results_say() -> None:
+    document = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    _, _, rest = document.partition("<!-- tables -->\n")
+    shown, end, _ = rest.partition("\n<!-- end of tables -->")
+    assert end
+    paths = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    assert shown == tables.markdown(tables.Results(reports, "Mistral-7B"), "Mistral-7B")
+
+
+def arguments(folder: Path, *more: str) -> Any:
+    return main.parse_args(["--out", str(folder), *more])
+
+
+def test_first_settings_and_first_repetitions_come_first(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path,
+        *("--policies", "stock_sorted", "batchllm", "--workloads", "case_1", "case_2"),
+        *("--repetitions", "2"),
+    )
+    found = [(task.policy, task.settings) for task in main.tasks(args, [])]
+    assert found == [
+        ("stock_sorted", "default"),
+        ("batchllm", "default"),
+        ("stock_sorted", "even"),
+    ]
+    first = next(main.tasks(args, []))
+    assert first.runs == [("case_1", 0), ("case_2", 0), ("case_1", 1), ("case_2", 1)]
+    assert type(first).from_json(first.to_json()).runs == first.runs
+
+
+def run_benchmark(folder: Path, *args: str) -> tuple[int, dict[str, Any] | None, str]:
+    """Exit code, the last line, and all that was printed."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "benchmarks.end_to_end", "--out", str(folder), *args],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    lines = done.stdout.splitlines()
+    last = next((line for line in reversed(lines) if line.startswith("{")), None)
+    return done.returncode, json.loads(last) if last else None, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A whole run of two policies and one that this vLLM doesn't have."""
+    folder = tmp_path_factory.mktemp("end-to-end")
+    names = ("stock_cascade", "stock_as_given", "batchllm_stock_attention")
+    code, report, printed = run_benchmark(
+        folder,
+        *("--model", "tiny", "--workloads", "case_1", "no_sharing", "--policies", *names),
+        *("--settings", "default", "--json", "result.json"),
+    )
+    assert code == 0, printed
+    assert report is not None
+    return folder, report
+
+
+def test_a_run_measures_every_policy_on_the_same_work(tiny: tuple[Path, dict[str, Any]]) -> None:
+    folder, report = tiny
+    runs = json.loads((folder / "result.json").read_text())["runs"]
+    assert {(each["policy"], each["workload"]) for each in runs} == {
+        (policy, workload)
+        for policy in ("stock_as_given", "batchllm_stock_attention")
+        for workload in ("case_1", "no_sharing")
+    }
+    for workload in ("case_1", "no_sharing"):
+        alike = [each for each in runs if each["workload"] == workload]
+        for name in ("num_requests", "num_prompt_tokens", "num_output_tokens"):
+            assert len({each[name] for each in alike}) == 1
+    by_name = {(each["policy"], each["workload"]): each for each in runs}
+    ours = by_name["batchllm_stock_attention", "case_1"]
+    assert ours["plan_s"] > 0
+    assert by_name["stock_as_given", "case_1"]["plan_s"] == 0
+    assert ours["total_s"] == pytest.approx(ours["plan_s"] + ours["generate_s"], abs=1e-3)
+    assert 0 < ours["tecd_s"] < ours["total_s"]
+    assert sum(ours["steps"]["num_tokens"]) == (
+        ours["num_computed_prompt_tokens"] + ours["num_output_tokens"] - ours["num_requests"]
+    )
+    assert ours["saving_ratio"] > 0.4
+    assert by_name["batchllm_stock_attention", "no_sharing"]["saving_ratio"] == 0
+    assert ours["device"] == "cpu"
+    assert report["targets"] is None
+    [missing] = report["missing"].items()
+    assert missing[0] == "stock_cascade default"
+    assert "this vLLM has no cascade attention here" in missing[1]
+
+
+def test_the_same_command_goes_on_where_it_stopped(tiny: tuple[Path, dict[str, Any]]) -> None:
+    folder, report = tiny
+    rows = (folder / "rows.jsonl").read_text()
+    again = folder / "again"
+    again.mkdir()
+    lines = rows.splitlines(keepends=True)
+    # The last run was cut off while it wrote its row.
+    (again / "rows.jsonl").write_text("".join(lines[:-1]) + lines[-1][:50])
+    names = ("stock_as_given", "batchllm_stock_attention")
+    code, second, printed = run_benchmark(
+        again,
+        *("--model", "tiny", "--workloads", "case_1", "no_sharing", "--policies", *names),
+        *("--settings", "default"),
+    )
+    assert code == 0, printed
+    assert second is not None
+    assert printed.count("== ") == 1
+    assert [each["policy"] for each in second["rows"]] == [
+        each["policy"] for each in report["rows"]
+    ]
+    kept = [each for each in second["rows"] if each in report["rows"]]
+    assert len(kept) == 3  # and one that was measured anew
+
+
+def test_an_engine_that_cannot_start_fails_the_benchmark(tmp_path: Path) -> None:
+    code, report, printed = run_benchmark(
+        tmp_path,
+        *("--model", "tiny", "--workloads", "case_1", "--policies", "stock_sorted"),
+        *("--settings", "default", "--engine", '{"extra_args": {"no_such_argument": 1}}'),
+    )
+    assert code == 1
+    assert report is not None
+    assert report["rows"] == []
+    assert "no_such_argument" in report["missing"]["stock_sorted default"]
+    assert "nothing was measured" in printed
+
+
+def test_an_engine_gets_no_time_that_is_not_left(tmp_path: Path) -> None:
+    code, report, printed = run_benchmark(
+        tmp_path, "--model", "tiny", "--workloads", "case_1", "--budget-s", "0"
+    )
+    assert code == 1, printed  # nothing was measured
+    assert report is not None
+    assert set(report["missing"].values()) == {"no time was left"}
