@@ -293,14 +293,18 @@ def _check_cascade() -> None:
 
 
 def _attention_backends(engine: Any) -> list[str]:
-    """Classes of the attention backends that layers have."""
+    """Classes of the attention backends that layers have, with FlashAttention's version."""
     return sorted(set(engine.collective_rpc(_backends_of_worker)[0]))
 
 
 def _backends_of_worker(worker: Any) -> list[str]:
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    backends = (layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend"))
-    return [backend.__name__ for backend in backends]
+    found = []
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        if hasattr(layer, "get_attn_backend"):
+            version = getattr(layer.impl, "vllm_flash_attn_version", None)
+            name = layer.get_attn_backend().__name__
+            found.append(f"{name} {version}" if version else name)
+    return found
 
 
 def _left(task: Task, began_at: float) -> float:

@@ -45,8 +45,7 @@ def job_fields(lake: str, **changes: Any) -> dict[str, Any]:
         "sampling": {"max_tokens": 8},
         "output": {"uri": f"{lake}/out", "carry": ["query"]},
         "engine": {"backend": "fake"},
-        # Generous, for it counts what this process holds already: a test run, two gigabytes.
-        "planner": {"num_shards": 2, "part_rows": 5, "memory_budget_bytes": "16GiB"},
+        "planner": {"num_shards": 2, "part_rows": 5},
     }
     for section, value in changes.items():
         old = fields.get(section)
