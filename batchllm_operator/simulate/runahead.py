@@ -69,7 +69,7 @@ class PaperShape(_Frozen):
 
 
 class PaperRow(_Frozen):
-    """What the paper says of a context length; none of it, if it is only predicted."""
+    """What the paper says of a context length; nothing, where it is only predicted."""
 
     context: _Count
     tsp: _Positive | None = None
@@ -80,6 +80,11 @@ class PaperRow(_Frozen):
     """TTFT of TSP over that of KVR-S, where the paper's text gives it and not both times."""
     even_speedup: _Positive | None = None
     """TTFT of TSP over that of KVR-E."""
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether there is anything to compare with."""
+        return any((self.tsp, self.kvr_s, self.speedup, self.even_speedup))
 
 
 class PaperSetting(_Frozen):
@@ -235,10 +240,10 @@ class PaperMachine:
         link = Link(network_bytes_per_s * self._constants.link_share, prefetches=False)
         return Chain(self.cost(model), link, BLOCK_SIZE)
 
-    def predict(self, setting: PaperSetting) -> Iterator[PredictedRow]:
-        """Each row of a setting."""
+    def predict(self, setting: PaperSetting, rows: Sequence[PaperRow]) -> Iterator[PredictedRow]:
+        """Some rows of a setting, one after the other."""
         cost, network = self.cost(setting.model), setting.network_bytes_per_s
-        for row in setting.rows:
+        for row in rows:
             split: tuple[int, ...] = (row.context,)
             tsp_s = even_s = searched_s = cost.chunk_seconds(row.context)
             if network is not None:
@@ -296,11 +301,15 @@ class PaperMachine:
 def predict_rows(
     calibration: Calibration | None = None, *, only_fitted: bool = False
 ) -> list[PredictedRow]:
-    """All rows of the paper's settings, or those that the calibration has seen."""
+    """All rows of the paper's settings, or those whose figures the calibration is fitted to."""
     paper = read_paper()
     machine = PaperMachine(paper, calibration)
-    settings = [each for each in paper.settings if each.fitted or not only_fitted]
-    return [row for setting in settings for row in machine.predict(setting)]
+    found: list[PredictedRow] = []
+    for setting in paper.settings:
+        if setting.fitted or not only_fitted:
+            rows = [row for row in setting.rows if row.has_figures or not only_fitted]
+            found += machine.predict(setting, rows)
+    return found
 
 
 def log_errors(rows: Sequence[PredictedRow]) -> list[float]:

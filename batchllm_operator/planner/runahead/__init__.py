@@ -9,7 +9,7 @@ prefix; each but the last is a multiple of the block size.
 """
 
 from batchllm_operator.planner.runahead.all_gather import AllGather, all_gather_ttft
-from batchllm_operator.planner.runahead.chain import Chain, ChainTimes, Link, Split
+from batchllm_operator.planner.runahead.chain import Chain, ChainTimes, Goal, Link, Split
 from batchllm_operator.planner.runahead.policy import (
     GroupLoad,
     Placement,
@@ -24,6 +24,7 @@ __all__ = [
     "AllGather",
     "Chain",
     "ChainTimes",
+    "Goal",
     "GroupLoad",
     "Link",
     "Placement",

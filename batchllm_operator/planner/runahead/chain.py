@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,9 @@ from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
 Split = tuple[int, ...]
 """Tokens of each replica's chunk, in the order of the chain: above 0, their sum is the prefix, and
 each but the last is a multiple of the block size."""
+Goal = Literal["first_token", "whole_prefix"]
+"""What a split is to reach soon: TTFT at the last replica, as in the paper, or that all replicas
+have the whole prefix. For the first alone, earlier replicas may end later than the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +149,15 @@ class Chain:
                 f" {self.max_step_tokens}; raise engine.max_num_batched_tokens"
             )
 
-    def ttfts(self, splits: NDArray[np.int64]) -> NDArray[np.float64]:
-        """TTFT of each row: [num_splits, num_replicas] int64 -> [num_splits] float64, seconds.
+    def seconds(self, splits: NDArray[np.int64], until: Goal) -> NDArray[np.float64]:
+        """How long each of some splits takes: [num_splits, num_replicas] -> [num_splits].
 
         Rows aren't checked, but for chunks that are empty or too long: those take forever (inf).
         """
-        return _run(splits, *self._constants(), False)[:, 0]
+        found = _run(splits, *self._constants(), until == "whole_prefix")
+        if until == "first_token":
+            return found[:, 0]
+        return np.asarray(found[:, 1 + splits.shape[1] :].max(axis=1), dtype=np.float64)
 
     def times(self, split: Sequence[int]) -> ChainTimes:
         """When each replica is done.

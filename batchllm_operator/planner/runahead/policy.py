@@ -284,7 +284,7 @@ class _Model:
                 continue
             if length not in found:
                 try:
-                    found[length] = search_split(chain, length, p)
+                    found[length] = search_split(chain, length, p, "whole_prefix")
                 except PlanError:  # too short for so many replicas, or too long for their steps
                     found[length] = None
             split = found[length]

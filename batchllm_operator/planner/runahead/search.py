@@ -7,8 +7,10 @@ tips the other way, and there may be several local optima.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import combinations, islice, pairwise, permutations, product
 from typing import Final
 
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner.runahead.chain import Chain, Split
+from batchllm_operator.planner.runahead.chain import Chain, Goal, Split
 
 _COARSE_SPLITS: Final = 4096
 """Splits that the first, coarse grid may have."""
@@ -24,6 +26,7 @@ _NUM_KEPT: Final = 4
 """Best splits of the coarse grid that are searched further, each by itself."""
 _MOST_MOVED_TOGETHER: Final = 8
 """Of up to so many replicas, any chunks may grow and shrink together in a move."""
+_BISECTIONS: Final = 30
 _BATCH: Final = 65_536
 _MOST_EXHAUSTIVE: Final = 20_000_000
 
@@ -50,18 +53,22 @@ def split_at(ends: list[int], num_tokens: int, block_size: int) -> Split:
     return tuple(int(end) - int(start) for start, end in pairwise(bounds))
 
 
-def search_split(chain: Chain, num_tokens: int, num_replicas: int) -> Split:
-    """Chunks with the least predicted TTFT that a hierarchical grid search finds (KVR-S).
+def search_split(
+    chain: Chain, num_tokens: int, num_replicas: int, until: Goal = "first_token"
+) -> Split:
+    """Chunks with the least predicted time that a hierarchical grid search finds (KVR-S).
 
     As in the paper (Sec. 4.2, Fig. 6), a grid of boundaries is searched, then a finer one around
     the best, down to single blocks. What is more: the first grid covers all splits, several of its
-    best are followed, since slow hops make local optima, and a grid is moved on as long as its best
-    lies elsewhere. Costs some 10^4 to 10^6 evaluations of the model, whatever the length.
+    best are followed, since slow hops make local optima, and so are even chunks and those that take
+    equally long; a grid is moved on as long as its best lies elsewhere. Costs some 10^3 to 10^6
+    evaluations of the model, whatever the length.
 
     Args:
         chain: replicas, links, block size and longest chunk.
         num_tokens: of the prefix.
         num_replicas: p; all of them get a chunk.
+        until: what is to be reached soon.
 
     Raises:
         PlanError: as `Chain.check_length`.
@@ -71,7 +78,7 @@ def search_split(chain: Chain, num_tokens: int, num_replicas: int) -> Split:
     even = [[num_blocks * idx // num_replicas for idx in range(1, num_replicas)]]
     if num_replicas == 1:
         return (num_tokens,)
-    grid = _Grid(chain, num_tokens, num_replicas)
+    grid = _Grid(chain, num_tokens, num_replicas, until)
     stride = _coarse_stride(num_blocks, num_replicas)
     coarse = np.array(
         [*combinations(range(stride, num_blocks, stride), num_replicas - 1), *even],
@@ -79,13 +86,17 @@ def search_split(chain: Chain, num_tokens: int, num_replicas: int) -> Split:
     )
     seconds = grid.seconds(coarse)
     kept = coarse[np.argsort(seconds, kind="stable")[:_NUM_KEPT]]
-    found = [grid.refine(ends, stride) for ends in (*kept, np.array(even[0], dtype=np.int64))]
+    balanced = np.array(_balanced_ends(chain, num_blocks, num_replicas), dtype=np.int64)
+    starts = (*kept, np.array(even[0], dtype=np.int64), balanced)
+    found = [grid.refine(ends, stride) for ends in starts]
     _, best = min(found, key=lambda each: (each[0], each[1]))
     return split_at(best, num_tokens, chain.block_size)
 
 
-def exhaustive_split(chain: Chain, num_tokens: int, num_replicas: int) -> Split:
-    """The split of all with the least predicted TTFT: for small cases, to check the search.
+def exhaustive_split(
+    chain: Chain, num_tokens: int, num_replicas: int, until: Goal = "first_token"
+) -> Split:
+    """The split of all with the least predicted time: for small cases, to check the search.
 
     Raises:
         PlanError: as `Chain.check_length`, or there are more than 20 million splits.
@@ -97,7 +108,7 @@ def exhaustive_split(chain: Chain, num_tokens: int, num_replicas: int) -> Split:
         raise PlanError(f"chain: {count:,} splits are too many to try all")
     if num_replicas == 1:
         return (num_tokens,)
-    grid = _Grid(chain, num_tokens, num_replicas)
+    grid = _Grid(chain, num_tokens, num_replicas, until)
     best: tuple[float, list[int]] = (math.inf, [])
     splits = combinations(range(1, num_blocks), num_replicas - 1)
     while some := list(islice(splits, _BATCH)):
@@ -111,15 +122,15 @@ def exhaustive_split(chain: Chain, num_tokens: int, num_replicas: int) -> Split:
 class _Grid:
     """Splits of one prefix by the blocks after which their chunks end."""
 
-    def __init__(self, chain: Chain, num_tokens: int, num_replicas: int) -> None:
-        self._chain, self._num_tokens = chain, num_tokens
+    def __init__(self, chain: Chain, num_tokens: int, num_replicas: int, until: Goal) -> None:
+        self._chain, self._num_tokens, self._until = chain, num_tokens, until
         self._moves = np.array(list(_moves(num_replicas)))
 
     def seconds(self, ends: NDArray[np.int64]) -> NDArray[np.float64]:
-        """TTFT of each row of ends, [num, p - 1], in blocks; inf where it is no split."""
+        """Of each row of ends, [num, p - 1], in blocks; inf where it is no split."""
         bounds = np.zeros((len(ends), ends.shape[1] + 2), dtype=np.int64)
         bounds[:, 1:-1], bounds[:, -1] = ends * self._chain.block_size, self._num_tokens
-        return self._chain.ttfts(np.diff(bounds, axis=1))
+        return self._chain.seconds(np.diff(bounds, axis=1), self._until)
 
     def refine(self, ends: NDArray[np.int64], stride: int) -> tuple[float, list[int]]:
         """The best that is reached from `ends` with ever smaller strides, and its seconds."""
@@ -139,6 +150,38 @@ class _Grid:
         return best, ends.tolist()
 
 
+def _balanced_ends(chain: Chain, num_blocks: int, num_replicas: int) -> list[int]:
+    """Where chunks end, in blocks, that take equally long to compute, transfers aside."""
+    most = chain.max_chunk_blocks or num_blocks
+    size = chain.block_size
+
+    def block_seconds(before: int, num: int) -> float:
+        return chain.cost.chunk_seconds(num * size, before * size)
+
+    def ends_within(seconds: float) -> list[int]:
+        """Ends of the longest chunks that take no longer, one after the other."""
+        ends = [0]
+        for left in range(num_replicas - 1, 0, -1):
+            before = ends[-1]
+            least = max(1, num_blocks - before - left * most)  # else too much is left for the rest
+            longest = min(most, num_blocks - before - left)
+            chunks = range(least, longest + 1)
+            taken = partial(block_seconds, before)
+            fit = bisect.bisect_right(chunks, seconds, key=taken)
+            ends.append(before + chunks[max(fit, 1) - 1])
+        return ends[1:]
+
+    low, high = 0.0, block_seconds(0, num_blocks)
+    for _ in range(_BISECTIONS):
+        seconds = (low + high) / 2
+        last = ends_within(seconds)[-1]
+        if block_seconds(last, num_blocks - last) > seconds:
+            low = seconds
+        else:
+            high = seconds
+    return ends_within(high)
+
+
 def _coarse_stride(num_blocks: int, num_replicas: int) -> int:
     """The least power of two with no more than `_COARSE_SPLITS` splits on its grid."""
     stride = 1
@@ -151,14 +194,18 @@ def _moves(num_replicas: int) -> Iterator[NDArray[np.int64]]:
     """Moves of the ends, [p - 1]: some chunks shrink and others grow by as much together.
 
     Several replicas are slowest at a time wherever a search gets stuck, so chunks move together:
-    of up to 8, any set against any other; of more, one against one.
+    of up to 8, any set against any other; of more, one against one, or the first ones against the
+    others.
     """
-    signs: Iterator[tuple[int, ...]] = product((-1, 0, 1), repeat=num_replicas)
+    everyone = range(num_replicas)
+    signs: Iterable[tuple[int, ...]] = product((-1, 0, 1), repeat=num_replicas)
     if num_replicas > _MOST_MOVED_TOGETHER:
-        signs = (
-            tuple((idx == grows) - (idx == shrinks) for idx in range(num_replicas))
-            for grows, shrinks in permutations(range(num_replicas), 2)
-        )
+        signs = [
+            tuple((idx == grows) - (idx == shrinks) for idx in everyone)
+            for grows, shrinks in permutations(everyone, 2)
+        ]
+        for side, num_first in product((-1, 1), everyone[1:]):
+            signs.append(tuple(side if idx < num_first else -side for idx in everyone))
     for sign in signs:
         change = np.array(sign, dtype=np.int64)
         grow, shrink = np.flatnonzero(change > 0), np.flatnonzero(change < 0)

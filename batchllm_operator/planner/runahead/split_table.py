@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner.runahead.chain import Chain, Split
+from batchllm_operator.planner.runahead.chain import Chain, Goal, Split
 from batchllm_operator.planner.runahead.search import search_split, split_at
 
 SPLIT_TABLE_VERSION: Final = 1
@@ -39,6 +39,8 @@ class SplitTable(BaseModel):
     block_size: _Tokens
     max_step_tokens: _Tokens | None = None
     """Tokens that a chunk may have; None: any number."""
+    until: Goal = "first_token"
+    """What the splits are to reach soon."""
     splits: tuple[tuple[_Tokens, ...], ...] = Field(min_length=1)
     """Chunks of each prefix, in ascending order of their sums."""
 
@@ -65,7 +67,14 @@ class SplitTable(BaseModel):
 
     @classmethod
     def search(
-        cls, chain: Chain, lengths: Iterable[int], num_replicas: int, *, model: str, gpu: str
+        cls,
+        chain: Chain,
+        lengths: Iterable[int],
+        num_replicas: int,
+        *,
+        model: str,
+        gpu: str,
+        until: Goal = "first_token",
     ) -> SplitTable:
         """Search a split for each of some prefix lengths.
 
@@ -75,11 +84,14 @@ class SplitTable(BaseModel):
             num_replicas: p.
             model: names the model, in the table.
             gpu: names the GPU.
+            until: what a split is to reach soon.
 
         Raises:
             PlanError: there are no lengths, or `search_split` refuses one.
         """
-        splits = tuple(search_split(chain, each, num_replicas) for each in sorted(set(lengths)))
+        splits = tuple(
+            search_split(chain, each, num_replicas, until) for each in sorted(set(lengths))
+        )
         if not splits:
             raise PlanError("table of splits: no lengths are given")
         return cls(
@@ -89,6 +101,7 @@ class SplitTable(BaseModel):
             bytes_per_s=chain.link.bytes_per_s,
             block_size=chain.block_size,
             max_step_tokens=chain.max_step_tokens,
+            until=until,
             splits=splits,
         )
 
