@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
+from functools import cache, partial
 from itertools import combinations, islice, pairwise, permutations, product
 from typing import Final
 
@@ -124,7 +124,7 @@ class _Grid:
 
     def __init__(self, chain: Chain, num_tokens: int, num_replicas: int, until: Goal) -> None:
         self._chain, self._num_tokens, self._until = chain, num_tokens, until
-        self._moves = np.array(list(_moves(num_replicas)))
+        self._moves = _moves(num_replicas)
 
     def seconds(self, ends: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of each row of ends, [num, p - 1], in blocks; inf where it is no split."""
@@ -190,8 +190,9 @@ def _coarse_stride(num_blocks: int, num_replicas: int) -> int:
     return stride
 
 
-def _moves(num_replicas: int) -> Iterator[NDArray[np.int64]]:
-    """Moves of the ends, [p - 1]: some chunks shrink and others grow by as much together.
+@cache
+def _moves(num_replicas: int) -> NDArray[np.int64]:
+    """Moves of the ends, [num_moves, p - 1]: some chunks shrink and others grow by as much.
 
     Several replicas are slowest at a time wherever a search gets stuck, so chunks move together:
     of up to 8, any set against any other; of more, one against one, or the first ones against the
@@ -206,6 +207,7 @@ def _moves(num_replicas: int) -> Iterator[NDArray[np.int64]]:
         ]
         for side, num_first in product((-1, 1), everyone[1:]):
             signs.append(tuple(side if idx < num_first else -side for idx in everyone))
+    moves = []
     for sign in signs:
         change = np.array(sign, dtype=np.int64)
         grow, shrink = np.flatnonzero(change > 0), np.flatnonzero(change < 0)
@@ -213,4 +215,7 @@ def _moves(num_replicas: int) -> Iterator[NDArray[np.int64]]:
         if len(few):
             share, rest = divmod(len(many), len(few))
             change[few] *= share + (np.arange(len(few)) < rest)
-            yield np.cumsum(change)[:-1]
+            moves.append(np.cumsum(change)[:-1])
+    found = np.array(moves)
+    found.flags.writeable = False  # it is kept for the next search
+    return found
