@@ -9,6 +9,7 @@ The last line is a JSON object: constants, and the errors that they and those of
 
 from __future__ import annotations
 
+import argparse
 import json
 
 from pydantic import ValidationError
@@ -60,6 +61,10 @@ def fit(calibration: Calibration) -> tuple[Calibration, float]:
 
 def main() -> None:
     """Fit, and print what came out."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     stored = read_paper().calibration
     fitted, error = fit(_START)
     for name, value in fitted.model_dump().items():
