@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -89,13 +88,7 @@ def format_rows(
             f"  {label} ({len(found)}): {root_mean_square(found):.1%}, the worst"
             f" {max(map(abs, found)):.1%}"
         )
-    slowest = min(row.network_bytes_per_s or math.inf for row in rows)
-    for label, is_meant in (("other models", False), (f"{slowest / 1e9:g} GB/s", True)):
-        others = [
-            row
-            for row in rows
-            if not row.fitted and (row.network_bytes_per_s == slowest) is is_meant
-        ]
+    for label, others in _unseen(rows).items():
         lines.append(f"  not fitted, {label}: {root_mean_square(log_errors(others)):.1%}")
     speedups = speedup_errors(rows)
     lines.append(
@@ -117,14 +110,31 @@ def result(
         "parameters": paper.calibration.model_dump(),
         "num_fitted_figures": len(log_errors(fitted)),
         "rms_log_error_fitted": round(root_mean_square(log_errors(fitted)), 4),
-        "rms_log_error_others": round(
-            root_mean_square(log_errors([row for row in rows if not row.fitted])), 4
-        ),
+        "rms_log_error_unseen": {
+            label: round(root_mean_square(log_errors(others)), 4)
+            for label, others in _unseen(rows).items()
+        },
         "num_llama_7b_speedups": len(speedups),
         "worst_llama_7b_speedup_error": round(max(map(abs, speedups)), 4),
         "rows": [row.figures() for row in rows],
         "splits": [asdict(each) for each in splits],
     }
+
+
+def _unseen(rows: Sequence[PredictedRow]) -> dict[str, list[PredictedRow]]:
+    """Rows that took no part in the fit, by what sets them apart from those that did."""
+    fitted = [row for row in rows if row.fitted]
+    models, num_gpus = {row.model for row in fitted}, {row.num_gpus for row in fitted}
+    found: dict[str, list[PredictedRow]] = {}
+    for row in rows:
+        if not row.fitted and row.log_errors():
+            label = f"{(row.network_bytes_per_s or 0) / 1e9:g} GB/s"
+            if row.model not in models:
+                label = "other models"
+            elif row.num_gpus not in num_gpus:
+                label = f"{row.num_gpus} GPUs"
+            found.setdefault(label, []).append(row)
+    return found
 
 
 def _table(rows: Sequence[PredictedRow]) -> list[str]:
