@@ -33,6 +33,27 @@ _POLICIES: Final = (
     "batchllm_stock_attention",
     "batchllm",
 )
+_NOT_WITH_RUNAHEAD: Final[Mapping[str, str]] = {
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in (
+            "plan",
+            "shard",
+            "policies",
+            "gpu",
+            "gpu_table",
+            "model",
+            "num_gpus",
+            "num_blocks",
+            "chunk_size",
+            "arrivals_per_s",
+            "seed",
+            "estimate_error",
+            "out",
+        )
+    },
+    **{name: option for name, (option, _, _) in _MADE_UP.items()},
+}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -75,10 +96,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", type=Path, metavar="DIR", help="write timelines there, as Parquet and PNG"
     )
+    command.add_argument(
+        "--runahead",
+        action="store_true",
+        help="instead, predict TTFT of prefixes computed by several GPUs, beside the KV-Runahead"
+        " paper's figures; takes no other option than --result",
+    )
 
 
 def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process with the usage if arguments don't go together."""
+    if args.runahead:
+        for name, option in _NOT_WITH_RUNAHEAD.items():
+            if getattr(args, name) is not None:
+                parser.error(f"simulate: {option} isn't for --runahead")
     if args.plan is None and args.shard is not None:
         parser.error("simulate: --shard needs --plan")
     for name, (option, _, _) in _MADE_UP.items():
@@ -92,6 +123,8 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     Raises:
         BatchLLMError: see `pipeline.simulate`.
     """
+    if args.runahead:
+        return _run_runahead()
     from batchllm_operator.pipeline.simulate import (
         make_folder,
         shape_to_simulate,
@@ -130,6 +163,17 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
             for run, relative in zip(runs, relative_times(runs), strict=True)
         ],
     }
+
+
+def _run_runahead() -> Mapping[str, Any]:
+    from batchllm_operator.simulate.runahead import PaperMachine, predict_rows, read_paper
+    from batchllm_operator.simulate.runahead_summary import format_rows, result
+
+    paper, rows = read_paper(), predict_rows()
+    machine = PaperMachine(paper)
+    splits = [machine.predict_split(each) for each in paper.splits]
+    print(format_rows(paper, rows, splits))
+    return result(paper, rows, splits)
 
 
 def _simulation_options(args: argparse.Namespace) -> SimulationOptions:

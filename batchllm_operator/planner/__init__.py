@@ -8,7 +8,8 @@
 
 All prompts of a job are known, so their common prefixes are found once, reduced to one
 level by the paper's Algorithm 1 or an exact choice, ordered by Eq. 4, and spread over workers.
-`cost` predicts what that takes on a GPU (`gpu`) with a model (`model_shape`). Lengths and
+`cost` predicts what that takes on a GPU (`gpu`) with a model (`model_shape`), and `runahead` which
+groups' prefixes several GPUs should compute together, and in which chunks. Lengths and
 counts are in tokens, ranges are half-open, and every result is independent of the order
 in which the prompts are given. Files are local ones, in a folder that the caller makes and removes
 (`PromptStore`, `PrefixSearch`), or the persisted form (`plan`). Nothing knows of an engine.
@@ -43,6 +44,22 @@ from batchllm_operator.planner.reuse import (
     num_processed_tokens,
     saving_ratio,
 )
+from batchllm_operator.planner.runahead import (
+    AllGather,
+    Chain,
+    ChainTimes,
+    GroupLoad,
+    Link,
+    Placement,
+    PlacementSettings,
+    ReplicaCost,
+    SplitTable,
+    all_gather_ttft,
+    choose_placement,
+    even_split,
+    exhaustive_split,
+    search_split,
+)
 from batchllm_operator.planner.search import Phase, PrefixSearch, SearchMemory, build_block_tree
 from batchllm_operator.planner.segment_hashes import SegmentHasher
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
@@ -55,9 +72,16 @@ __all__ = [
     "GPU",
     "MODEL_SHAPES",
     "Advance",
+    "AllGather",
+    "Chain",
+    "ChainTimes",
     "EngineLimits",
+    "GroupLoad",
+    "Link",
     "ModelShape",
     "Phase",
+    "Placement",
+    "PlacementSettings",
     "PlanSharing",
     "Prediction",
     "PrefixChoice",
@@ -68,19 +92,25 @@ __all__ = [
     "Prompts",
     "RankedPrompts",
     "Rates",
+    "ReplicaCost",
     "Requests",
     "SearchMemory",
     "SegmentHasher",
+    "SplitTable",
     "StepWork",
     "TokenTable",
     "Work",
     "WorkArrays",
+    "all_gather_ttft",
     "assign_shards",
     "build_block_tree",
     "build_prefix_tree",
     "cached_tokens",
+    "choose_placement",
     "choose_prefixes",
     "describe_sharing",
+    "even_split",
+    "exhaustive_split",
     "find_gpu",
     "group_prefill_tokens",
     "group_work",
@@ -100,6 +130,7 @@ __all__ = [
     "read_gpu_table",
     "saving_ratio",
     "saving_ratios",
+    "search_split",
     "split_large_groups",
     "step_seconds",
 ]

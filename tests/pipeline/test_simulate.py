@@ -253,3 +253,50 @@ def test_nothing_but_progress_stands_beside_the_table(tmp_path: Path) -> None:
     ]
     assert done.stdout.startswith("made-up requests: 20 requests, ")
     assert len(done.stdout.splitlines()) == 5
+
+
+# --runahead
+
+
+def test_a_chain_of_gpus_is_predicted_without_a_plan_and_without_vllm(
+    tmp_path: Path, batchllm: Batchllm
+) -> None:
+    result = tmp_path / "result.json"
+    outcome = batchllm("simulate", "--runahead", "--result", result)
+    assert outcome.code == ExitCode.OK, outcome.err
+    body = json.loads(result.read_text())
+    assert (body["command"], body["gpu"]) == ("simulate", "A100")
+    assert {row["source"] for row in body["rows"]} >= {"Table 1", "Table 2", "Table 3"}
+    lines = outcome.out.splitlines()
+    for row, line in zip(body["rows"], lines[3:], strict=False):
+        assert f"{row['model']} " in line
+        assert f" {row['num_gpus']} " in line
+        assert f" {row['context']:,} " in line
+    assert lines[-1].startswith("Speed-ups of KVR-S over TSP, Llama 7B, 4 and 8 GPUs")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--plan", "x"),
+        ("--shard", 1),
+        ("--requests", 5),
+        ("--policies", "batchllm"),
+        ("--gpu", "H100"),
+        ("--gpu-table", "x"),
+        ("--model", "Qwen2-7B"),
+        ("--num-gpus", 2),
+        ("--num-blocks", 2),
+        ("--chunk-size", 2),
+        ("--arrivals-per-s", 2.0),
+        ("--seed", 1),
+        ("--estimate-error", 0.1),
+        ("--out", "x"),
+    ],
+)
+def test_options_of_other_simulations_are_refused_with_it(
+    batchllm: Batchllm, option: str, value: object
+) -> None:
+    outcome = batchllm("simulate", "--runahead", option, value)
+    assert outcome.code == ExitCode.INVALID
+    assert f"{option} isn't for --runahead" in outcome.err

@@ -1,0 +1,40 @@
+"""KV-Runahead: one prefix, computed by a chain of replicas.
+
+    ModelShape, GPU -> ReplicaCost, Link -> Chain -> search_split -> SplitTable
+    groups -> choose_placement: which of them to compute so
+
+After Cho et al., *KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache
+Generation* (ICML 2024). A *split* is a tuple of tokens, one chunk for each replica, that sum to the
+prefix; each but the last is a multiple of the block size.
+"""
+
+from batchllm_operator.planner.runahead.all_gather import AllGather, all_gather_ttft
+from batchllm_operator.planner.runahead.chain import Chain, ChainTimes, Goal, Link, Split
+from batchllm_operator.planner.runahead.policy import (
+    GroupLoad,
+    Placement,
+    PlacementSettings,
+    choose_placement,
+)
+from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
+from batchllm_operator.planner.runahead.search import even_split, exhaustive_split, search_split
+from batchllm_operator.planner.runahead.split_table import SplitTable
+
+__all__ = [
+    "AllGather",
+    "Chain",
+    "ChainTimes",
+    "Goal",
+    "GroupLoad",
+    "Link",
+    "Placement",
+    "PlacementSettings",
+    "ReplicaCost",
+    "Split",
+    "SplitTable",
+    "all_gather_ttft",
+    "choose_placement",
+    "even_split",
+    "exhaustive_split",
+    "search_split",
+]

@@ -1,0 +1,268 @@
+"""A prefix computed by a chain of replicas: when each of them is done.
+
+Replica i of p computes chunk i of a split. In each layer it needs the KV of all tokens before its
+chunk, gets it from replica i - 1, and sends it on together with its own (Cho et al., Sec. 4.1 and
+4.3, Fig. 5 and 7). With q_i, r_i the seconds of its QKV projections and of the rest of a layer
+(`ReplicaCost`), t_i those of the transfer to it, and layers from 0:
+
+    start_i(l)   = done_i(l - 1)                            done_i(-1) = step overhead
+    begin_i(l)   = max(ready_{i-1}(l), arrived_i(l - 1))    a hop carries a layer at a time
+    arrived_i(l) = begin_i(l) + t_i                         t_i = latency + s_i * bytes / bandwidth
+    ready_i(l)   = max(start_i(l) + q_i, arrived_i(l)) + copies_i
+    done_i(l)    = ready_i(l) + r_i
+    TTFT         = done_{p-1}(L - 1) + head
+
+where s_i are the tokens before chunk i. Where receives aren't posted ahead (`Link.prefetches`),
+begin_i(l) isn't before start_i(l): the transfer is hidden by the QKV projections alone.
+
+Then each replica lacks what comes after its chunk. It is passed back the same way, from the last
+replica to the first, in the other direction of each hop, layer by layer while the chain still runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.jit import compiled
+from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
+
+Split = tuple[int, ...]
+"""Tokens of each replica's chunk, in the order of the chain: above 0, their sum is the prefix, and
+each but the last is a multiple of the block size."""
+Goal = Literal["first_token", "whole_prefix"]
+"""What a split is to reach soon: TTFT at the last replica, as in the paper, or that all replicas
+have the whole prefix. For the first alone, earlier replicas may end later than the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A hop between two replicas, the same in both directions at a time.
+
+    Raises:
+        PlanError: a value isn't finite or is out of its range.
+    """
+
+    bytes_per_s: float
+    """That a transfer reaches, not what the data sheet says."""
+    latency_s: float = 0.0
+    """Of a message: one layer's KV is one."""
+    prefetches: bool = True
+    """Whether receives are posted ahead for all layers, or each when its layer starts."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
+            raise PlanError(f"link: bytes_per_s must be finite and above 0: {self.bytes_per_s}")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise PlanError(f"link: latency_s must be finite and not below 0: {self.latency_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTimes:
+    """Seconds from the common start of all replicas."""
+
+    ttft_s: float
+    """Until the last replica has the first token."""
+    chunk_s: tuple[float, ...]
+    """Until each replica has computed its chunk."""
+    whole_s: tuple[float, ...]
+    """Until each has the KV of the whole prefix, and has computed its chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Replicas that are all alike, one hop after the other, and what they are asked to do.
+
+    Raises:
+        PlanError: a size is below 1, or a step holds less than a block.
+    """
+
+    cost: ReplicaCost
+    link: Link
+    block_size: int = 16
+    """Tokens of a KV block."""
+    max_step_tokens: int | None = None
+    """Tokens that an engine step may have; a chunk has to fit into one."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise PlanError(f"chain: block_size must be at least 1, not {self.block_size}")
+        if self.max_step_tokens is not None and self.max_step_tokens < self.block_size:
+            raise PlanError(
+                f"chain: a step of {self.max_step_tokens} tokens holds no block of"
+                f" {self.block_size}; raise engine.max_num_batched_tokens"
+            )
+
+    @property
+    def max_chunk_blocks(self) -> int | None:
+        """Whole blocks of the longest chunk; None: no limit."""
+        return None if self.max_step_tokens is None else self.max_step_tokens // self.block_size
+
+    def check_length(self, num_tokens: int, num_replicas: int) -> None:
+        """Refuse a prefix that can't be split.
+
+        Raises:
+            PlanError: it has fewer blocks than there are replicas, or more than they may compute
+                in a step each.
+        """
+        if num_replicas < 1:
+            raise PlanError(f"chain: it takes at least one replica, not {num_replicas}")
+        num_blocks = -(-num_tokens // self.block_size)
+        if num_blocks < num_replicas:
+            raise PlanError(
+                f"chain: a prefix of {num_tokens} tokens has fewer blocks of {self.block_size} than"
+                f" there are replicas, {num_replicas}; use fewer"
+            )
+        most = self.max_chunk_blocks
+        if most is not None and num_blocks > most * num_replicas:
+            raise PlanError(
+                f"chain: a chunk has to fit into one engine step, and {num_replicas} steps of"
+                f" {self.max_step_tokens} tokens don't hold a prefix of {num_tokens}; raise"
+                " engine.max_num_batched_tokens, or use more replicas"
+            )
+
+    def check_split(self, split: Sequence[int], num_tokens: int) -> None:
+        """Refuse what isn't a split of a prefix.
+
+        Raises:
+            PlanError: as `check_length`; or a chunk is empty, isn't whole blocks though others
+                follow it, or is longer than a step; or the sum isn't the prefix.
+        """
+        self.check_length(num_tokens, len(split))
+        if min(split) < 1 or sum(split) != num_tokens:
+            raise PlanError(
+                f"chain: chunks of {tuple(split)} tokens don't make up a prefix of {num_tokens}"
+            )
+        if any(chunk % self.block_size for chunk in split[:-1]):
+            raise PlanError(
+                f"chain: chunks of {tuple(split)} tokens aren't whole blocks of {self.block_size}"
+            )
+        if self.max_step_tokens is not None and max(split) > self.max_step_tokens:
+            raise PlanError(
+                f"chain: a chunk of {max(split)} tokens doesn't fit into a step of"
+                f" {self.max_step_tokens}; raise engine.max_num_batched_tokens"
+            )
+
+    def seconds(self, splits: NDArray[np.int64], until: Goal) -> NDArray[np.float64]:
+        """How long each of some splits takes: [num_splits, num_replicas] -> [num_splits].
+
+        Rows aren't checked, but for chunks that are empty or too long: those take forever (inf).
+        """
+        found = _run(splits, *self._constants(), until == "whole_prefix")
+        if until == "first_token":
+            return found[:, 0]
+        return np.asarray(found[:, 1 + splits.shape[1] :].max(axis=1), dtype=np.float64)
+
+    def times(self, split: Sequence[int]) -> ChainTimes:
+        """When each replica is done.
+
+        Raises:
+            PlanError: as `check_split`, for a prefix of the chunks' sum.
+        """
+        self.check_split(split, sum(split))
+        row = _run(np.array([split], dtype=np.int64), *self._constants(), True)[0]
+        chunk, whole = row[1 : 1 + len(split)], row[1 + len(split) :]
+        return ChainTimes(float(row[0]), tuple(map(float, chunk)), tuple(map(float, whole)))
+
+    def _constants(self) -> tuple[NDArray[np.float64], int, int]:
+        cost, link = self.cost, self.link
+        values = np.array(
+            [
+                cost.qkv_s_per_token,
+                cost.other_s_per_token,
+                cost.s_per_pair,
+                cost.weights_s,
+                cost.overhead_s,
+                cost.step_overhead_s,
+                cost.sampled_token_s,
+                cost.kv_copy_s_per_token,
+                cost.kv_bytes_per_token / link.bytes_per_s,
+                link.latency_s,
+                float(link.prefetches),
+                float(cost.computes_masked_pairs),
+            ]
+        )
+        return values, cost.num_layers, self.max_step_tokens or 2**62
+
+
+@compiled
+def _run(
+    splits: NDArray[np.int64],
+    constants: NDArray[np.float64],
+    num_layers: int,
+    max_chunk: int,
+    passes_back: bool,
+) -> NDArray[np.float64]:
+    """The recurrence for each row of `splits`.
+
+    Returns:
+        [num_splits, 1 + 2 * num_replicas] seconds: TTFT; each chunk's end; each replica's whole
+        prefix, if it `passes_back`.
+    """
+    qkv_s, other_s, pair_s, weights_s, least_s, step_s, head_s, copy_s, byte_s, latency_s = (
+        constants[:10]
+    )
+    prefetches, masked = constants[10] > 0, constants[11] > 0
+    num, p = splits.shape
+    found = np.zeros((num, 1 + 2 * p))
+    first, rest, copies, hop, back_hop = (
+        np.empty(p),
+        np.empty(p),
+        np.empty(p),
+        np.empty(p),
+        np.empty(p),
+    )
+    done, arrived, projected, back = np.empty(p), np.empty(p), np.empty(p), np.empty(p)
+    for row in range(num):
+        before, is_valid = 0, True
+        total = splits[row].sum()
+        for i in range(p):
+            chunk = splits[row, i]
+            if chunk < 1 or chunk > max_chunk:
+                is_valid = False
+            own = chunk if masked else (chunk + 1) / 2
+            matrices_s = chunk * (qkv_s + other_s)
+            slower = max(1.0, weights_s / matrices_s) if matrices_s > 0 else 1.0
+            first[i] = chunk * qkv_s * slower
+            copies[i] = before * copy_s
+            hop[i] = latency_s + before * byte_s
+            rest[i] = chunk * other_s * slower + chunk * (before + own) * pair_s
+            before += chunk
+            if i < p - 1:
+                copies[i] += before * copy_s
+            back_hop[i] = latency_s + (total - before) * byte_s
+            rest[i] = max(rest[i], least_s - first[i] - copies[i])
+        if not is_valid:
+            found[row] = np.inf
+            continue
+        done[:], arrived[:], back[:] = step_s, 0.0, 0.0
+        for _ in range(num_layers):
+            ready = 0.0
+            for i in range(p):
+                projected[i] = done[i] + first[i]
+                at = projected[i]
+                if i > 0:
+                    begin = max(ready, arrived[i])
+                    if not prefetches:
+                        begin = max(begin, done[i])
+                    arrived[i] = begin + hop[i]
+                    at = max(at, arrived[i])
+                ready = at + copies[i]
+                done[i] = ready + rest[i]
+            if passes_back:
+                for i in range(p - 2, -1, -1):
+                    from_next = projected[i + 1]
+                    if i + 1 < p - 1:
+                        from_next = max(from_next, back[i + 1])
+                    back[i] = max(from_next, back[i]) + back_hop[i]
+        found[row, 0] = done[p - 1] + head_s
+        for i in range(p):
+            found[row, 1 + i] = done[i]
+            found[row, 1 + p + i] = max(done[i], back[i])
+    return found

@@ -1,0 +1,221 @@
+"""Which chunks a chain's prefix is cut into: even ones, the best of a search, or of all.
+
+The first chunks should be short, so that later replicas don't wait for them, and so should the
+last ones, whose tokens attend to the most (Cho et al., Sec. 4.2). Where hops are slow the balance
+tips the other way, and there may be several local optima.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable
+from functools import cache, partial
+from itertools import combinations, islice, pairwise, permutations, product
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.runahead.chain import Chain, Goal, Split
+
+_COARSE_SPLITS: Final = 4096
+"""Splits that the first, coarse grid may have."""
+_NUM_KEPT: Final = 4
+"""Best splits of the coarse grid that are searched further, each by itself."""
+_MOST_MOVED_TOGETHER: Final = 8
+"""Of up to so many replicas, any chunks may grow and shrink together in a move."""
+_BISECTIONS: Final = 30
+_BATCH: Final = 65_536
+_MOST_EXHAUSTIVE: Final = 20_000_000
+
+
+def even_split(num_tokens: int, num_replicas: int, block_size: int = 16) -> Split:
+    """Chunks of equal length, to the block (KVR-E).
+
+    Raises:
+        PlanError: the prefix has fewer blocks than there are replicas.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    if num_replicas < 1 or num_blocks < num_replicas:
+        raise PlanError(
+            f"chain: a prefix of {num_tokens} tokens has fewer blocks of {block_size} than there"
+            f" are replicas, {num_replicas}"
+        )
+    ends = [num_blocks * idx // num_replicas for idx in range(num_replicas + 1)]
+    return split_at(ends[1:-1], num_tokens, block_size)
+
+
+def split_at(ends: list[int], num_tokens: int, block_size: int) -> Split:
+    """The split whose chunks but the last end after so many blocks each, ascending."""
+    bounds = [0, *(end * block_size for end in ends), num_tokens]
+    return tuple(int(end) - int(start) for start, end in pairwise(bounds))
+
+
+def search_split(
+    chain: Chain, num_tokens: int, num_replicas: int, until: Goal = "first_token"
+) -> Split:
+    """Chunks with the least predicted time that a hierarchical grid search finds (KVR-S).
+
+    As in the paper (Sec. 4.2, Fig. 6), a grid of boundaries is searched, then a finer one around
+    the best, down to single blocks. What is more: the first grid covers all splits, several of its
+    best are followed, since slow hops make local optima, and so are even chunks and those that take
+    equally long; a grid is moved on as long as its best lies elsewhere. Costs some 10^3 to 10^6
+    evaluations of the model, whatever the length.
+
+    Args:
+        chain: replicas, links, block size and longest chunk.
+        num_tokens: of the prefix.
+        num_replicas: p; all of them get a chunk.
+        until: what is to be reached soon.
+
+    Raises:
+        PlanError: as `Chain.check_length`.
+    """
+    chain.check_length(num_tokens, num_replicas)
+    num_blocks = -(-num_tokens // chain.block_size)
+    even = [[num_blocks * idx // num_replicas for idx in range(1, num_replicas)]]
+    if num_replicas == 1:
+        return (num_tokens,)
+    grid = _Grid(chain, num_tokens, num_replicas, until)
+    stride = _coarse_stride(num_blocks, num_replicas)
+    coarse = np.array(
+        [*combinations(range(stride, num_blocks, stride), num_replicas - 1), *even],
+        dtype=np.int64,
+    )
+    seconds = grid.seconds(coarse)
+    kept = coarse[np.argsort(seconds, kind="stable")[:_NUM_KEPT]]
+    balanced = np.array(_balanced_ends(chain, num_blocks, num_replicas), dtype=np.int64)
+    starts = (*kept, np.array(even[0], dtype=np.int64), balanced)
+    found = [grid.refine(ends, stride) for ends in starts]
+    _, best = min(found, key=lambda each: (each[0], each[1]))
+    return split_at(best, num_tokens, chain.block_size)
+
+
+def exhaustive_split(
+    chain: Chain, num_tokens: int, num_replicas: int, until: Goal = "first_token"
+) -> Split:
+    """The split of all with the least predicted time: for small cases, to check the search.
+
+    Raises:
+        PlanError: as `Chain.check_length`, or there are more than 20 million splits.
+    """
+    chain.check_length(num_tokens, num_replicas)
+    num_blocks = -(-num_tokens // chain.block_size)
+    count = math.comb(num_blocks - 1, num_replicas - 1)
+    if count > _MOST_EXHAUSTIVE:
+        raise PlanError(f"chain: {count:,} splits are too many to try all")
+    if num_replicas == 1:
+        return (num_tokens,)
+    grid = _Grid(chain, num_tokens, num_replicas, until)
+    best: tuple[float, list[int]] = (math.inf, [])
+    splits = combinations(range(1, num_blocks), num_replicas - 1)
+    while some := list(islice(splits, _BATCH)):
+        ends = np.array(some, dtype=np.int64)
+        seconds = grid.seconds(ends)
+        idx = int(np.argmin(seconds))
+        best = min(best, (float(seconds[idx]), ends[idx].tolist()))
+    return split_at(best[1], num_tokens, chain.block_size)
+
+
+class _Grid:
+    """Splits of one prefix by the blocks after which their chunks end."""
+
+    def __init__(self, chain: Chain, num_tokens: int, num_replicas: int, until: Goal) -> None:
+        self._chain, self._num_tokens, self._until = chain, num_tokens, until
+        self._moves = _moves(num_replicas)
+
+    def seconds(self, ends: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of each row of ends, [num, p - 1], in blocks; inf where it is no split."""
+        bounds = np.zeros((len(ends), ends.shape[1] + 2), dtype=np.int64)
+        bounds[:, 1:-1], bounds[:, -1] = ends * self._chain.block_size, self._num_tokens
+        return self._chain.seconds(np.diff(bounds, axis=1), self._until)
+
+    def refine(self, ends: NDArray[np.int64], stride: int) -> tuple[float, list[int]]:
+        """The best that is reached from `ends` with ever smaller strides, and its seconds."""
+        has_improved = False
+        best, start = float(self.seconds(ends[np.newaxis])[0]), stride
+        while stride:
+            near = ends + stride * self._moves
+            seconds = self.seconds(near)
+            idx = int(np.argmin(seconds))
+            if seconds[idx] < best:
+                best, ends = float(seconds[idx]), near[idx]
+                has_improved = True
+            else:
+                stride //= 2
+            if not stride and has_improved:
+                stride, has_improved = start, False
+        return best, ends.tolist()
+
+
+def _balanced_ends(chain: Chain, num_blocks: int, num_replicas: int) -> list[int]:
+    """Where chunks end, in blocks, that take equally long to compute, transfers aside."""
+    most = chain.max_chunk_blocks or num_blocks
+    size = chain.block_size
+
+    def block_seconds(before: int, num: int) -> float:
+        return chain.cost.chunk_seconds(num * size, before * size)
+
+    def ends_within(seconds: float) -> list[int]:
+        """Ends of the longest chunks that take no longer, one after the other."""
+        ends = [0]
+        for left in range(num_replicas - 1, 0, -1):
+            before = ends[-1]
+            least = max(1, num_blocks - before - left * most)  # else too much is left for the rest
+            longest = min(most, num_blocks - before - left)
+            chunks = range(least, longest + 1)
+            taken = partial(block_seconds, before)
+            fit = bisect.bisect_right(chunks, seconds, key=taken)
+            ends.append(before + chunks[max(fit, 1) - 1])
+        return ends[1:]
+
+    low, high = 0.0, block_seconds(0, num_blocks)
+    for _ in range(_BISECTIONS):
+        seconds = (low + high) / 2
+        last = ends_within(seconds)[-1]
+        if block_seconds(last, num_blocks - last) > seconds:
+            low = seconds
+        else:
+            high = seconds
+    return ends_within(high)
+
+
+def _coarse_stride(num_blocks: int, num_replicas: int) -> int:
+    """The least power of two with no more than `_COARSE_SPLITS` splits on its grid."""
+    stride = 1
+    while math.comb((num_blocks - 1) // stride, num_replicas - 1) > _COARSE_SPLITS:
+        stride *= 2
+    return stride
+
+
+@cache
+def _moves(num_replicas: int) -> NDArray[np.int64]:
+    """Moves of the ends, [num_moves, p - 1]: some chunks shrink and others grow by as much.
+
+    Several replicas are slowest at a time wherever a search gets stuck, so chunks move together:
+    of up to 8, any set against any other; of more, one against one, or the first ones against the
+    others.
+    """
+    everyone = range(num_replicas)
+    signs: Iterable[tuple[int, ...]] = product((-1, 0, 1), repeat=num_replicas)
+    if num_replicas > _MOST_MOVED_TOGETHER:
+        signs = [
+            tuple((idx == grows) - (idx == shrinks) for idx in everyone)
+            for grows, shrinks in permutations(everyone, 2)
+        ]
+        for side, num_first in product((-1, 1), everyone[1:]):
+            signs.append(tuple(side if idx < num_first else -side for idx in everyone))
+    moves = []
+    for sign in signs:
+        change = np.array(sign, dtype=np.int64)
+        grow, shrink = np.flatnonzero(change > 0), np.flatnonzero(change < 0)
+        few, many = sorted((grow, shrink), key=len)
+        if len(few):
+            share, rest = divmod(len(many), len(few))
+            change[few] *= share + (np.arange(len(few)) < rest)
+            moves.append(np.cumsum(change)[:-1])
+    found = np.array(moves)
+    found.flags.writeable = False  # it is kept for the next search
+    return found
