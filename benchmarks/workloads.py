@@ -36,6 +36,21 @@ WORKLOADS: Final[Mapping[str, Shape]] = {
 }
 
 
+def longest_tokens(shape: Shape) -> int:
+    """Most tokens that a prompt and its output may have together."""
+    parts = (
+        round(each * (1 + shape.spread)) for each in (shape.prefix_tokens, shape.distinct_tokens)
+    )
+    return shape.instruction_tokens + sum(parts) + shape.output_tokens
+
+
+def least_prefill_tokens(shape: Shape) -> int:
+    """Prompt tokens on average, with each document computed once."""
+    num_documents = -(-shape.num_requests // shape.share_degree)
+    shared = shape.instruction_tokens + shape.prefix_tokens
+    return round(num_documents * shared + shape.num_requests * shape.distinct_tokens)
+
+
 def scaled(shape: Shape, share: float) -> Shape:
     """The same lengths and degree with a share of the requests, whole groups."""
     groups = max(1, round(shape.num_requests * share / shape.share_degree))

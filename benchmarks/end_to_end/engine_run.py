@@ -14,20 +14,21 @@ import gc
 import json
 import os
 import sys
-import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from batchllm_operator.engine import EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.engine import EngineJob, EngineOutput
 from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.planner import MODEL_SHAPES, TokenTable, find_gpu, matrix_seconds
+from batchllm_operator.simulate.workload import Shape
 from batchllm_operator.spec import JobSpec, SamplingSpec, parse_spec
 from batchllm_operator.vllm_plugin.hints import StepCost
-from benchmarks.end_to_end.models import TINY, model_config, write_model
-from benchmarks.end_to_end.policies import POLICIES, SETTINGS, TINY_SETTINGS, Policy
+from benchmarks.end_to_end.models import TINY, max_model_len, model_config, write_model
+from benchmarks.end_to_end.policies import NO_CASCADE, POLICIES, SETTINGS, TINY_SETTINGS
 from benchmarks.end_to_end.requests import (
     PlannedRequests,
     make_requests,
@@ -38,8 +39,19 @@ from benchmarks.end_to_end.step_log import StepLog
 from benchmarks.provenance import provenance
 from benchmarks.workloads import WORKLOADS, scaled, shrunk
 
-WARM_UP_TOKENS: Final = 8  # of output
 _TINY_KV_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """At most so many requests, with at most so many output tokens each."""
+
+    requests: int
+    output_tokens: int
+
+
+ENGINE_WARM_UP: Final = WarmUp(512, 32)
+WORKLOAD_WARM_UP: Final = WarmUp(64, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,8 @@ class Task:
     seed: int = 0
     budget_s: float | None = None
     """No run begins that is expected to end after so many seconds."""
+    expected_s: Mapping[str, float] | None = None
+    """What a run of each workload is expected to take."""
     engine: Mapping[str, Any] | None = None
     """More fields of the spec's `engine`."""
 
@@ -72,20 +86,23 @@ class Task:
         return json.dumps(asdict(self))
 
 
-class _Profiles:
+class Profiles:
     """Remembers the device's profile from one workload to the next."""
 
     def __init__(self) -> None:
         self.profile: DeviceProfile | None = None
 
     def find(self, subject: Mapping[str, str]) -> DeviceProfile | None:
-        return self.profile
+        """The one that was kept, if it is of this subject."""
+        has_it = self.profile is not None and self.profile.subject == dict(subject)
+        return self.profile if has_it else None
 
     def keep(self, profile: DeviceProfile) -> None:
+        """In place of the last one."""
         self.profile = profile
 
 
-def make_spec(task: Task, model: Path) -> JobSpec:
+def make_spec(task: Task) -> JobSpec:
     """The spec of a job that an operator would run: only its model and engine matter here."""
     policy = POLICIES[task.policy]
     settings = dict((TINY_SETTINGS if task.model == TINY else SETTINGS)[task.settings])
@@ -104,11 +121,17 @@ def make_spec(task: Task, model: Path) -> JobSpec:
         "name": "end-to-end",
         "input": {"uri": "unused", "key": "key"},
         "prompt": {"template": "{text}"},
-        "model": {"path": str(model)},
+        "model": {"path": str(write_model(task.model))},
         "output": {"uri": "unused-out"},
         "engine": engine,
     }
     return parse_spec(fields, source="benchmarks.end_to_end")
+
+
+def workload_shape(task: Task, workload: str) -> Shape:
+    """A workload as large as the task and its model say."""
+    shape = scaled(WORKLOADS[workload], task.share)
+    return shrunk(shape) if task.model == TINY else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,95 +144,86 @@ class Prompts:
     @classmethod
     def of(cls, task: Task, workload: str) -> Prompts:
         """As large as the task and its model say."""
-        shape = scaled(WORKLOADS[workload], task.share)
-        if task.model == TINY:
-            shape = shrunk(shape)
+        shape = workload_shape(task, workload)
         vocabulary = model_config(task.model)["vocab_size"]
         return cls(prompts_as_given(shape, vocabulary, task.seed), shape.output_tokens)
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
-        return int(self.tokens.lengths.max()) + self.output_tokens
 
 
 def run(task: Task) -> None:
     """Start the engine and run what the task says."""
     began_at = time.monotonic()
-    from batchllm_operator.engine.vllm_engine import VLLMEngine  # says how vLLM is imported
-
-    if task.policy == "stock_cascade":
-        _check_cascade()
-    prompts = {name: Prompts.of(task, name) for name, _ in task.runs}
-    longest = max(each.max_model_len for each in prompts.values())
-    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        spec = make_spec(task, write_model(task.model, Path(folder)))
-        engine = VLLMEngine(spec, EngineJob(max_model_len=longest))
-        try:
-            session = _Session(task, engine, time.monotonic() - began_at)
-            order, size = POLICIES[task.policy].order, session.block_size
-            planned = {
-                name: make_requests(each.tokens, order, each.output_tokens, size)
-                for name, each in prompts.items()
-            }
-            tokens_per_s: float | None = None
-            for name, repetition in task.runs:
-                left = _left(task, began_at)
-                num_tokens = planned[name].num_prompt_tokens + planned[name].num_output_tokens
-                if left <= 0 or (tokens_per_s and num_tokens / tokens_per_s > left):
+    if POLICIES[task.policy].front_end == "llm":
+        session: _Session = _LLMSession(task)
+    else:
+        session = _EngineSession(task)
+    pace = 1.0  # what runs take here, as a share of what was expected
+    try:
+        session.warm_up(Prompts.of(task, task.runs[0][0]), time.monotonic() - began_at)
+        for name, repetition in task.runs:
+            expected_s = pace * (task.expected_s or {}).get(name, 0.0)
+            if task.budget_s is not None:
+                left_s = task.budget_s - (time.monotonic() - began_at)
+                if left_s <= 0 or expected_s > left_s:
                     print(f"no time is left for {name}, repetition {repetition}", flush=True)
                     continue
-                row = session.measure(name, repetition, planned[name])
-                tokens_per_s = num_tokens / row["generate_s"]
-                _append(Path(task.rows_file), row)
-        finally:
-            engine.close()
+            row = session.measure(name, repetition, Prompts.of(task, name))
+            if expected_s:
+                pace *= row["total_s"] / expected_s
+            _append(Path(task.rows_file), row)
+    finally:
+        session.close()
 
 
-class _Session:
+class _Session(ABC):
     """An engine that has been started, and what is the same for all of its runs."""
 
-    def __init__(self, task: Task, engine: Any, start_s: float) -> None:
-        self._task, self._engine = task, engine
-        self._policy: Policy = POLICIES[task.policy]
-        self._profiles = _Profiles()
-        core = engine.llm_engine.engine_core.engine_core
-        self._scheduler = core.scheduler
-        self._log = StepLog(core.scheduler)
-        config = engine.llm_engine.vllm_config
-        self.block_size = int(config.cache_config.block_size)
-        self._provenance = provenance()
-        self._facts = {
-            "engine_start_s": round(start_s, 1),
-            "num_kv_blocks": self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
-            "block_size": self.block_size,
-            "max_num_seqs": config.scheduler_config.max_num_seqs,
-            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "attention": _attention_backends(engine.llm_engine),
-            "cuda_graphs": str(getattr(config.compilation_config, "cudagraph_mode", None)),
-        }
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._policy = POLICIES[task.policy]
+        self._facts: dict[str, Any] = {}
 
-    def measure(self, workload: str, repetition: int, planned: PlannedRequests) -> dict[str, Any]:
-        """Run a workload after a warm-up on its first requests; a row of figures.
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine."""
+
+    @abstractmethod
+    def _generate(self, planned: PlannedRequests, output_tokens: int) -> dict[str, Any]:
+        """Generate for all requests with an empty cache; figures of the run."""
+
+    def warm_up(self, prompts: Prompts, start_s: float) -> None:
+        """As many requests as run side by side later, once, so that all of that size is compiled,
+        captured and allocated.
+
+        Args:
+            prompts: of any workload.
+            start_s: seconds that the engine took to start.
+        """
+        self._facts["engine_start_s"] = round(start_s, 1)
+        self._warm_up(self._requests(prompts), ENGINE_WARM_UP, prompts.output_tokens)
+
+    def _requests(self, prompts: Prompts) -> PlannedRequests:
+        size = self._facts["block_size"]
+        return make_requests(prompts.tokens, self._policy.order, prompts.output_tokens, size)
+
+    def _warm_up(self, planned: PlannedRequests, limits: WarmUp, output_tokens: int) -> None:
+        requests = warm_up_requests(planned.requests, limits.requests)
+        output_tokens = min(limits.output_tokens, output_tokens)
+        few = replace(planned, requests=requests, num_output_tokens=output_tokens * len(requests))
+        self._generate(few, output_tokens)
+
+    def measure(self, workload: str, repetition: int, prompts: Prompts) -> dict[str, Any]:
+        """Plan and run a workload after a warm-up on its first requests; a row of figures.
 
         Raises:
             RuntimeError: an output is missing, or isn't as long as it was asked to be.
         """
-        output_tokens = planned.num_output_tokens // len(planned.requests)
-        warm_up = warm_up_requests(planned.requests)
-        self._generate(warm_up, min(WARM_UP_TOKENS, output_tokens))
-        self._begin(planned.requests, output_tokens)
+        planned = self._requests(prompts)
+        self._warm_up(planned, WORKLOAD_WARM_UP, prompts.output_tokens)
         gc.collect()
-        self._log.start()
-        outputs = list(self._engine.stream(iter(planned.requests)))
-        steps = self._log.stop()
-        _check(outputs, len(planned.requests), output_tokens)
-        num_computed = steps.num_computed_prompt_tokens(
-            len(planned.requests), planned.num_output_tokens
-        )
-        total_s = planned.plan_s + steps.end_s
-        profile = self._profiles.profile
+        figures = self._generate(planned, prompts.output_tokens)
+        total_s = planned.plan_s + figures["generate_s"]
+        num_prefill = figures["num_prefill_tokens"]
+        tecd_s = figures.pop("tecd_s")
         return {
             "model": self._task.model,
             "workload": workload,
@@ -220,15 +234,63 @@ class _Session:
             "share": self._task.share,
             "engine": self._task.engine or {},
             "num_requests": len(planned.requests),
-            "plan_s": round(planned.plan_s, 4),
-            "generate_s": round(steps.end_s, 4),
-            "total_s": round(total_s, 4),
-            "tecd_s": round(planned.plan_s + steps.tecd_s, 4),
-            "requests_per_s": round(len(planned.requests) / total_s, 4),
             "num_prompt_tokens": planned.num_prompt_tokens,
-            "num_computed_prompt_tokens": num_computed,
             "num_output_tokens": planned.num_output_tokens,
-            "saving_ratio": round(1 - num_computed / planned.num_prompt_tokens, 5),
+            "plan_s": round(planned.plan_s, 4),
+            "total_s": round(total_s, 4),
+            "tecd_s": None if tecd_s is None else round(planned.plan_s + tecd_s, 4),
+            "requests_per_s": round(len(planned.requests) / total_s, 4),
+            "saving_ratio": round(1 - num_prefill / planned.num_prompt_tokens, 5),
+            **self._facts,
+            **figures,
+        }
+
+
+class _EngineSession(_Session):
+    """Through the engine that jobs use."""
+
+    def __init__(self, task: Task) -> None:
+        from batchllm_operator.engine.vllm_engine import VLLMEngine  # says how vLLM is imported
+
+        super().__init__(task)
+        if task.policy == "stock_cascade":
+            _check_cascade()
+        self._profiles = Profiles()
+        longest = max_model_len(task.model)
+        self._engine = VLLMEngine(make_spec(task), EngineJob(longest, profiles=self._profiles))
+        core = self._engine.llm_engine.engine_core.engine_core
+        self._scheduler = core.scheduler
+        self._log = StepLog(core.scheduler)
+        config = self._engine.llm_engine.vllm_config
+        self._facts = provenance() | {
+            "num_kv_blocks": self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
+            "attention": _attention_backends(self._engine.llm_engine),
+            **_config_facts(config),
+        }
+        self._facts["doubts"] = _doubts(self._facts, current_platform_is_cuda())
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _generate(self, planned: PlannedRequests, output_tokens: int) -> dict[str, Any]:
+        job = EngineJob(
+            max_model_len=1,  # that of the first job stands
+            num_requests=len(planned.requests),
+            step_cost=_step_cost(self._task.model),
+            profiles=self._profiles,
+        )
+        self._engine.begin(job, SamplingSpec(max_tokens=output_tokens, ignore_eos=True))
+        self._log.start()
+        outputs = list(self._engine.stream(iter(planned.requests)))
+        steps = self._log.stop()
+        _check(outputs, len(planned.requests), output_tokens)
+        profile = self._profiles.profile
+        num_prefill = steps.num_prefill_tokens(len(planned.requests), planned.num_output_tokens)
+        return {
+            "generate_s": round(steps.end_s, 4),
+            "admission_s": round(float(steps.begin_s[0]), 4),
+            "tecd_s": steps.tecd_s,
+            "num_prefill_tokens": num_prefill,
             "num_steps": len(steps.num_tokens),
             "valley_steps": steps.valley_steps,
             "preemptions": int(steps.num_preempted.sum()),
@@ -236,25 +298,95 @@ class _Session:
                 self._scheduler, "chunk_size", self._facts["max_num_batched_tokens"]
             ),
             "profile": None if profile is None else profile.model_dump(mode="json"),
-            **self._facts,
-            **self._provenance,
             "steps": steps.to_json(),
         }
 
-    def _generate(self, requests: Sequence[EngineRequest], output_tokens: int) -> None:
-        self._begin(requests, output_tokens)
-        outputs = list(self._engine.stream(iter(requests)))
-        _check(outputs, len(requests), output_tokens)
 
-    def _begin(self, requests: Sequence[EngineRequest], output_tokens: int) -> None:
-        job = EngineJob(
-            max_model_len=1,  # that of the first job stands
-            num_requests=len(requests),
-            step_cost=_step_cost(self._task.model),
-            profiles=self._profiles,
+class _LLMSession(_Session):
+    """Through vLLM's class `LLM`, its engine in another process: nothing is known of its steps."""
+
+    def __init__(self, task: Task) -> None:
+        from batchllm_operator.engine.vllm_engine import engine_args  # says how vLLM is imported
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # which that has set to 0
+        from vllm import LLM
+
+        super().__init__(task)
+        self._llm: Any = LLM(**engine_args(make_spec(task), max_model_len(task.model)))
+        config = self._llm.llm_engine.vllm_config
+        self._facts = provenance() | _config_facts(config)
+        self._facts |= {"num_kv_blocks": config.cache_config.num_gpu_blocks, "attention": None}
+        self._facts["doubts"] = []
+
+    def close(self) -> None:
+        del self._llm
+
+    def _generate(self, planned: PlannedRequests, output_tokens: int) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(
+            max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False
         )
-        sampling = SamplingSpec(max_tokens=output_tokens, ignore_eos=True)
-        self._engine.begin(job, sampling)
+        prompts = [
+            TokensPrompt(prompt_token_ids=each.prompt_token_ids) for each in planned.requests
+        ]
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache can't be emptied")
+        started_at = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        generate_s = time.perf_counter() - started_at
+        lengths = {len(each.outputs[0].token_ids) for each in outputs}
+        if len(outputs) != len(prompts) or lengths != {output_tokens}:
+            raise RuntimeError(f"{len(outputs)} outputs of {sorted(lengths)} tokens")
+        num_cached = sum(each.num_cached_tokens or 0 for each in outputs)
+        return {
+            "generate_s": round(generate_s, 4),
+            "admission_s": None,
+            "tecd_s": None,
+            "num_prefill_tokens": planned.num_prompt_tokens - num_cached,
+            "num_steps": None,
+            "valley_steps": None,
+            "preemptions": None,
+            "chunk_size": self._facts["max_num_batched_tokens"],
+            "profile": None,
+            "steps": None,
+        }
+
+
+def _config_facts(config: Any) -> dict[str, Any]:
+    scheduler = config.scheduler_config
+    return {
+        "block_size": int(config.cache_config.block_size),
+        "max_model_len": int(config.model_config.max_model_len),
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "async_scheduling": bool(scheduler.async_scheduling),
+        "cuda_graphs": str(getattr(config.compilation_config, "cudagraph_mode", None)),
+        "v2_model_runner": bool(getattr(config, "use_v2_model_runner", False)),
+    }
+
+
+def current_platform_is_cuda() -> bool:
+    """Whether vLLM runs on NVIDIA's GPUs here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def _doubts(facts: Mapping[str, Any], is_cuda: bool) -> list[str]:
+    """What vLLM could do better on a GPU than it does: reasons not to call it the best baseline."""
+    if not is_cuda:
+        return []
+    doubts = []
+    if "NONE" in facts["cuda_graphs"]:
+        doubts.append("no CUDA graphs")
+    if not facts["async_scheduling"]:
+        doubts.append("no asynchronous scheduling")
+    is_ours = any("PrefixAttention" in name for name in facts["attention"])
+    if not is_ours and facts["attention"] != ["FlashAttentionBackend 3"]:
+        doubts.append(f"attention is {facts['attention']}, not FlashAttention 3")
+    return doubts
 
 
 def _step_cost(model: str) -> StepCost | None:
@@ -289,7 +421,7 @@ def _check_cascade() -> None:
 
     has_it = hasattr(AttentionMetadataBuilder, "use_cascade_attention")
     if not has_it or not current_platform.is_cuda_alike():
-        raise RuntimeError("this vLLM has no cascade attention here")
+        raise RuntimeError(NO_CASCADE)
 
 
 def _attention_backends(engine: Any) -> list[str]:
@@ -305,12 +437,6 @@ def _backends_of_worker(worker: Any) -> list[str]:
             name = layer.get_attn_backend().__name__
             found.append(f"{name} {version}" if version else name)
     return found
-
-
-def _left(task: Task, began_at: float) -> float:
-    if task.budget_s is None:
-        return float("inf")
-    return task.budget_s - (time.monotonic() - began_at)
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:

@@ -6,9 +6,13 @@ Each is the `config.json` that its publisher gives, as far as shapes and arithme
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from benchmarks.workloads import WORKLOADS, longest_tokens, shrunk
 
 _COMMON: Final = {"hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1}
 
@@ -87,8 +91,19 @@ def model_config(name: str) -> dict[str, Any]:
     return dict(CONFIGS[name])
 
 
-def write_model(name: str, folder: Path) -> Path:
-    """A folder that vLLM takes for the model, with `load_format="dummy"`; returns `folder`."""
+def write_model(name: str) -> Path:
+    """A folder that vLLM takes for the model, with `load_format="dummy"`.
+
+    It is the same one each time, for its path is part of what vLLM's cache of compiled code and a
+    device's profile are known by.
+    """
+    folder = Path(tempfile.gettempdir(), f"batchllm-bench-models-{os.getuid()}", name)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model_config(name)), encoding="utf-8")
     return folder
+
+
+def max_model_len(name: str) -> int:
+    """Most tokens of any prompt of any workload with its output; the same for all engines."""
+    shapes = WORKLOADS.values()
+    return max(longest_tokens(shrunk(each) if name == TINY else each) for each in shapes)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+NO_CASCADE: Final = "this vLLM has no cascade attention here"
 Order = Literal["as_given", "sorted", "plan"]
 
 
@@ -22,6 +23,8 @@ class Policy:
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] = ("default",)
     """Of `SETTINGS`; the better one counts, workload by workload."""
+    front_end: Literal["ours", "llm"] = "ours"
+    """Who feeds vLLM: the engine that jobs use, or vLLM's class `LLM`."""
     simulated_as: str | None = None
     """The simulator's policy of the same behaviour, if it has one."""
 
@@ -32,13 +35,12 @@ class Policy:
 
 SETTINGS: Final[Mapping[str, Mapping[str, int]]] = {
     "default": {},
-    "even": {"max_num_batched_tokens": 4096, "max_num_seqs": 512},
+    "chunk_4096_seqs_512": {"max_num_batched_tokens": 4096, "max_num_seqs": 512},
 }
-"""Engine settings by name: vLLM's own for the device, and steps about as large as these
-workloads fill all the time, with which stock vLLM preempts least."""
+"""Engine settings by name: vLLM's own for the device, and smaller steps of fewer requests."""
 TINY_SETTINGS: Final[Mapping[str, Mapping[str, int]]] = {
     "default": {"max_num_batched_tokens": 512, "max_num_seqs": 64},
-    "even": {"max_num_batched_tokens": 256, "max_num_seqs": 32},
+    "chunk_4096_seqs_512": {"max_num_batched_tokens": 256, "max_num_seqs": 32},
 }
 
 _BOTH: Final = tuple(SETTINGS)
@@ -63,8 +65,16 @@ POLICIES: Final[Mapping[str, Policy]] = {
             "stock_cascade",
             "sorted, with vLLM's cascade attention (one prefix for all of a step), where it runs",
             "sorted",
+            settings=_BOTH,
             extra_args={"disable_cascade_attn": False},
             environment={"VLLM_USE_V2_MODEL_RUNNER": "0"},
+        ),
+        Policy(
+            "stock_llm",
+            "sorted, through vLLM's own class LLM, with its engine in a process of its own",
+            "sorted",
+            front_end="llm",
+            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         ),
         Policy(
             "batchllm_stock_attention",
@@ -91,5 +101,5 @@ POLICIES: Final[Mapping[str, Policy]] = {
     )
 }
 """All that can be measured. Each has prefix caching, chunked prefill and whatever attention and
-graphs vLLM chooses for the device; the two that start with `stock_` and have several settings are
-the baselines."""
+graphs vLLM chooses for the device. `stock_llm` is a control: whether our front end slows stock
+vLLM down."""

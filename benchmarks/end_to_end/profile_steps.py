@@ -8,60 +8,68 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from batchllm_operator.engine import EngineJob
 from batchllm_operator.spec import SamplingSpec
-from benchmarks.end_to_end.engine_run import Prompts, Task, make_spec
-from benchmarks.end_to_end.models import MODELS, TINY, write_model
+from benchmarks.end_to_end.engine_run import Profiles, Prompts, Task, make_spec, workload_shape
+from benchmarks.end_to_end.models import MODELS, max_model_len
 from benchmarks.end_to_end.policies import POLICIES, SETTINGS
 from benchmarks.end_to_end.requests import make_requests
 from benchmarks.provenance import provenance
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, least_prefill_tokens
 
 _MOST_ROWS = 25
 
 
 class StepProfiler:
-    """Profiles steps `first` to `first + num_steps - 1` of a scheduler's run.
+    """Profiles some steps of a scheduler's run, from the first one after so many tokens.
 
     Args:
         scheduler: of vLLM's engine core in this process; its `schedule` is replaced.
-        first: number of the first step, from 0.
-        num_steps: how many.
+        after_tokens: that steps have to have had before.
+        num_steps: how many to profile; fewer, if the run ends before.
     """
 
-    def __init__(self, scheduler: Any, first: int, num_steps: int) -> None:
+    def __init__(self, scheduler: Any, after_tokens: int, num_steps: int) -> None:
         from torch import cuda
         from torch.profiler import ProfilerActivity, profile
 
+        self._on_gpu = cuda.is_available()
         activities = [ProfilerActivity.CPU]
-        if cuda.is_available():
+        if self._on_gpu:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities)
-        self._on_gpu = cuda.is_available()
         self._schedule = scheduler.schedule
-        self._first, self._end = first, first + num_steps
-        self._step = 0
+        self._left = after_tokens
+        self._most_steps = num_steps
+        self._state: Literal["before", "on", "after"] = "before"
         self.num_tokens: list[int] = []
         """Of each step that was profiled."""
         scheduler.schedule = self._noted
 
     def _noted(self, *args: Any, **kwargs: Any) -> Any:
-        if self._step == self._first:
+        if self._state == "before" and self._left <= 0:
             self._synchronize()
             self._profile.start()
-        elif self._step == self._end:
+            self._state = "on"
+        elif self._state == "on" and len(self.num_tokens) == self._most_steps:
+            self.stop()
+        output = self._schedule(*args, **kwargs)
+        num_tokens = output.total_num_scheduled_tokens
+        self._left -= num_tokens
+        if self._state == "on" and num_tokens:
+            self.num_tokens.append(num_tokens)
+        return output
+
+    def stop(self) -> None:
+        """End it, if it is on."""
+        if self._state == "on":
             self._synchronize()
             self._profile.stop()
-        output = self._schedule(*args, **kwargs)
-        if self._first <= self._step < self._end:
-            self.num_tokens.append(output.total_num_scheduled_tokens)
-        self._step += 1
-        return output
+            self._state = "after"
 
     def _synchronize(self) -> None:
         if self._on_gpu:
@@ -73,14 +81,22 @@ class StepProfiler:
         """Kernels (operators on a CPU) by time, the longest first.
 
         Raises:
-            RuntimeError: the run ended before its last step to profile.
+            RuntimeError: no step was profiled.
         """
-        if self._step <= self._end:
-            raise RuntimeError(f"the run had {self._step} steps; choose --first and --steps lower")
+        self.stop()
+        if not self.num_tokens:
+            raise RuntimeError("the run ended before a step was profiled")
+        from torch.autograd import DeviceType
+
+        kind = DeviceType.CUDA if self._on_gpu else DeviceType.CPU
         name = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
-        found = [(getattr(each, name), each) for each in self._profile.key_averages()]
+        events = [
+            each
+            for each in self._profile.key_averages()
+            if each.device_type == kind and not each.is_user_annotation
+        ]
+        found = sorted(((getattr(each, name), each) for each in events), key=lambda pair: -pair[0])
         total = sum(time for time, _ in found) or 1.0
-        found.sort(key=lambda pair: -pair[0])
         return [
             {
                 "name": each.key[:120],
@@ -92,23 +108,22 @@ class StepProfiler:
         ]
 
 
-def profile_run(task: Task, workload: str, first: int, num_steps: int) -> dict[str, Any]:
-    """Run a workload, and profile some of its steps."""
+def profile_run(task: Task, workload: str, num_steps: int) -> dict[str, Any]:
+    """Run a workload, and profile steps after a third of its prefill."""
     from batchllm_operator.engine.vllm_engine import VLLMEngine
 
     prompts = Prompts.of(task, workload)
-    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        spec = make_spec(task, write_model(task.model, Path(folder)))
-        engine = VLLMEngine(spec, EngineJob(max_model_len=prompts.max_model_len))
+    profiles = Profiles()
+    engine = VLLMEngine(make_spec(task), EngineJob(max_model_len(task.model), profiles=profiles))
     try:
         block_size = int(engine.llm_engine.vllm_config.cache_config.block_size)
         order = POLICIES[task.policy].order
         planned = make_requests(prompts.tokens, order, prompts.output_tokens, block_size)
-        job = EngineJob(prompts.max_model_len, num_requests=len(planned.requests))
+        job = EngineJob(1, num_requests=len(planned.requests), profiles=profiles)
         engine.begin(job, SamplingSpec(max_tokens=prompts.output_tokens, ignore_eos=True))
-        profiler = StepProfiler(
-            engine.llm_engine.engine_core.engine_core.scheduler, first, num_steps
-        )
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        third = least_prefill_tokens(workload_shape(task, workload)) // 3
+        profiler = StepProfiler(scheduler, third, num_steps)
         for _ in engine.stream(iter(planned.requests)):
             pass
         rows = profiler.rows()
@@ -127,15 +142,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settings", default="default", choices=list(SETTINGS))
     parser.add_argument("--model", default="Mistral-7B", choices=MODELS)
     parser.add_argument("--share", type=float, default=0.4, help="of the workload's requests")
-    parser.add_argument("--first", type=int, help="number of the first step (100; tiny: 2)")
-    parser.add_argument("--steps", type=int, help="how many (20; tiny: 3)")
+    parser.add_argument("--steps", type=int, default=20, help="at most (20)")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--json", type=Path, help="also write the last line here")
-    args = parser.parse_args(argv)
-    first, steps = (2, 3) if args.model == TINY else (100, 20)
-    args.first = first if args.first is None else args.first
-    args.steps = args.steps or steps
-    return args
+    return parser.parse_args(argv)
 
 
 def main() -> None:
@@ -147,8 +157,7 @@ def main() -> None:
         "workload": args.workload,
         "policy": args.policy,
         "settings": args.settings,
-        "first": args.first,
-        **profile_run(task, args.workload, args.first, args.steps),
+        **profile_run(task, args.workload, args.steps),
         **provenance(),
     }
     for row in report["kernels"]:

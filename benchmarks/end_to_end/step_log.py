@@ -15,7 +15,9 @@ class Steps:
     """One entry per step with tokens: arrays [num_steps]."""
 
     begin_s: NDArray[np.float64]
-    """When it was put together, since the run began."""
+    """When it was put together, since the run began; that may be before the step before it ends."""
+    done_s: NDArray[np.float64]
+    """When its tokens had come back."""
     num_tokens: NDArray[np.int64]
     num_requests: NDArray[np.int64]
     """Requests with tokens in the step."""
@@ -27,8 +29,11 @@ class Steps:
     end_s: float
     """When the last output was there."""
 
-    def num_computed_prompt_tokens(self, num_requests: int, num_output_tokens: int) -> int:
-        """Prompt tokens computed, those computed again after a preemption included.
+    def num_prefill_tokens(self, num_requests: int, num_output_tokens: int) -> int:
+        """Tokens computed but for one that each output token costs.
+
+        Those of prompts that weren't cached, and all that was computed again after a preemption,
+        output tokens included.
 
         Args:
             num_requests: of the run; the step that ends a prompt gives its first output token.
@@ -49,16 +54,14 @@ class Steps:
         TECD of the paper (Sec. 6.3.2). From there on each step only has a token of each request
         that still runs. A run of nothing but that has a TECD of 0.
         """
-        has_prefill = np.flatnonzero((self.num_tokens > self.num_requests) | (self.num_waiting > 0))
-        if not len(has_prefill):
-            return 0.0
-        after = int(has_prefill[-1]) + 1
-        return float(self.begin_s[after]) if after < len(self.begin_s) else self.end_s
+        has_prefill = (self.num_tokens > self.num_requests) | (self.num_waiting > 0)
+        return float(self.done_s[has_prefill].max(initial=0.0))
 
     def to_json(self) -> dict[str, Any]:
         """Columns by name, for a plot of tokens over time (the paper's Figs. 2 and 6)."""
         return {
             "begin_s": np.round(self.begin_s, 4).tolist(),
+            "done_s": np.round(self.done_s, 4).tolist(),
             "num_tokens": self.num_tokens.tolist(),
             "num_requests": self.num_requests.tolist(),
             "num_waiting": self.num_waiting.tolist(),
@@ -71,8 +74,10 @@ class Steps:
     def from_json(cls, columns: dict[str, Any]) -> Steps:
         """What `to_json` made."""
         return cls(
-            begin_s=np.array(columns["begin_s"], dtype=np.float64),
-            kv_usage=np.array(columns["kv_usage"], dtype=np.float64),
+            **{
+                name: np.array(columns[name], dtype=np.float64)
+                for name in ("begin_s", "done_s", "kv_usage")
+            },
             end_s=float(columns["end_s"]),
             **{
                 name: np.array(columns[name], dtype=np.int64)
@@ -82,30 +87,38 @@ class Steps:
 
 
 class StepLog:
-    """Listens to a scheduler's `schedule()`, some microseconds a step.
+    """Listens to a scheduler, some microseconds a step.
 
     Args:
-        scheduler: of vLLM's engine core in this process; its `schedule` is replaced.
+        scheduler: of vLLM's engine core in this process; its `schedule` and `update_from_output`
+            are replaced.
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self._scheduler, self._schedule = scheduler, scheduler.schedule
-        self._rows: list[tuple[float, int, int, int, int, float]] = []
+        self._scheduler = scheduler
+        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        self._rows: list[list[Any]] = []
+        self._open: dict[int, list[Any]] = {}  # by the identity of what was scheduled
         self._started_at = 0.0
-        scheduler.schedule = self._noted
+        scheduler.schedule, scheduler.update_from_output = self._scheduled, self._updated
 
     def start(self) -> None:
         """Begin afresh, now."""
         self._rows.clear()
+        self._open.clear()
         self._started_at = time.perf_counter()
 
     def stop(self) -> Steps:
-        """What has been noted until now."""
+        """What has been noted until now; a step that is still under way is done now."""
         end_s = time.perf_counter() - self._started_at
-        columns = list(zip(*self._rows, strict=True)) or [()] * 6
-        begin_s, num_tokens, num_requests, num_waiting, num_preempted, kv_usage = columns
+        for row in self._open.values():
+            row[1] = end_s
+        begin_s, done_s, num_tokens, num_requests, num_waiting, num_preempted, kv_usage = (
+            list(zip(*self._rows, strict=True)) or [()] * 7
+        )
         return Steps(
             begin_s=np.array(begin_s, dtype=np.float64),
+            done_s=np.array(done_s, dtype=np.float64),
             num_tokens=np.array(num_tokens, dtype=np.int64),
             num_requests=np.array(num_requests, dtype=np.int64),
             num_waiting=np.array(num_waiting, dtype=np.int64),
@@ -114,18 +127,28 @@ class StepLog:
             end_s=end_s,
         )
 
-    def _noted(self, *args: Any, **kwargs: Any) -> Any:
+    def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
         begin_s = time.perf_counter() - self._started_at
         output = self._schedule(*args, **kwargs)
-        preempted = getattr(output, "preempted_req_ids", None) or ()
+        preempted = output.preempted_req_ids or ()
         if output.num_scheduled_tokens or preempted:
-            row = (
+            row = [
+                begin_s,
                 begin_s,
                 output.total_num_scheduled_tokens,
                 len(output.num_scheduled_tokens),
                 len(self._scheduler.waiting),
                 len(preempted),
                 float(self._scheduler.kv_cache_manager.usage),
-            )
+            ]
             self._rows.append(row)
+            if output.num_scheduled_tokens:
+                self._open[id(output)] = row
         return output
+
+    def _updated(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._update(output, *args, **kwargs)
+        row = self._open.pop(id(output), None)
+        if row is not None:
+            row[1] = time.perf_counter() - self._started_at
+        return result

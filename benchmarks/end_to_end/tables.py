@@ -14,7 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.end_to_end.targets import BASELINES, OURS, Summary, best, targets
+from benchmarks.end_to_end.targets import (
+    BASELINES,
+    OURS,
+    Summary,
+    best,
+    least_tecd_s,
+    targets,
+)
 from benchmarks.workloads import WORKLOADS
 
 NOT_MEASURED: Final = "not measured"
@@ -97,10 +104,9 @@ def _measured_with(results: Results, model: str) -> str:
 def _speed(summary: Summary | None) -> str:
     if summary is None:
         return NOT_MEASURED
-    text = f"{summary.requests_per_s:.2f}"
-    if summary.repetitions > 1:
-        text += f" ({summary.least_requests_per_s:.2f} to {summary.most_requests_per_s:.2f})"
-    return text
+    spread = f"{summary.least_requests_per_s:.2f} to {summary.most_requests_per_s:.2f}"
+    known = f"{spread}, {summary.repetitions} runs" if summary.repetitions > 1 else "one run"
+    return f"{summary.requests_per_s:.2f} ({known})"
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> str:
@@ -117,7 +123,7 @@ def _table_1(summaries: Sequence[Summary]) -> str:
                 (workload, f"paper: {name}", f"{value:.2f}", _ratio(value, paper["+ both"]))
             )
         stock = best(summaries, workload, BASELINES["sorted"])
-        chosen = ("stock_as_given", "stock_sorted", "stock_cascade", *reversed(OURS))
+        chosen = (*BASELINES["as_given"], *BASELINES["sorted"], *reversed(OURS))
         for policy in chosen:
             found = best(summaries, workload, (policy,))
             ratio = _ratio(
@@ -135,21 +141,26 @@ def _figure_5(summaries: Sequence[Summary]) -> str:
     for workload in (name for name in WORKLOADS if name.startswith("micro")):
         given = best(summaries, workload, BASELINES["as_given"])
         in_order = best(summaries, workload, BASELINES["sorted"])
-        ours = best(summaries, workload, OURS)
-        speeds = [each.requests_per_s if each else None for each in (given, in_order, ours)]
+        ours = [best(summaries, workload, (policy,)) for policy in OURS]
+        speeds = [each.requests_per_s if each else None for each in (given, in_order, *ours)]
         rows.append(
             (
                 workload,
-                _speed(given),
-                _speed(in_order),
-                _speed(ours),
-                _ratio(speeds[2], speeds[0]),
-                _ratio(speeds[2], speeds[1]),
+                *map(_speed, (given, in_order, *ours)),
+                *(_ratio(speed, speeds[0]) for speed in speeds[2:]),
+                *(_ratio(speed, speeds[1]) for speed in speeds[2:]),
             )
         )
     table = _table(
         "Fig. 5: microbenchmarks, requests/s",
-        ("workload", "stock as given", "stock sorted", "ours", "over as given", "over sorted"),
+        (
+            "workload",
+            "stock as given",
+            "stock sorted",
+            *OURS,
+            *(f"{policy} over as given" for policy in OURS),
+            *(f"{policy} over sorted" for policy in OURS),
+        ),
         rows,
     )
     return table + (
@@ -161,6 +172,7 @@ def _figure_5(summaries: Sequence[Summary]) -> str:
 def _figures_6_and_7(summaries: Sequence[Summary]) -> str:
     rows = []
     base = best(summaries, "case_1", BASELINES["sorted"])
+    base_tecd_s = least_tecd_s(summaries, "case_1", BASELINES["sorted"])
     names = ("stock_sorted", "batchllm_unpaced", "batchllm_stock_attention", "batchllm")
     for policy in names:
         found = best(summaries, "case_1", (policy,))
@@ -171,7 +183,7 @@ def _figures_6_and_7(summaries: Sequence[Summary]) -> str:
                 _ratio(
                     found.requests_per_s if found else None, base.requests_per_s if base else None
                 ),
-                _ratio(found.tecd_s if found else None, base.tecd_s if base else None),
+                _ratio(found.tecd_s if found else None, base_tecd_s),
                 f"{found.preemptions:.0f}" if found else NOT_MEASURED,
             )
         )
@@ -206,7 +218,7 @@ def _figure_8(kernel: Mapping[str, Any] | None) -> str:
 def _saving_and_planning(summaries: Sequence[Summary]) -> str:
     stock = best(summaries, "case_1", ("stock_as_given",))
     in_order = best(summaries, "case_1", ("stock_sorted",))
-    ours = best(summaries, "case_1", OURS)
+    ours = best(summaries, "case_1", OURS[:1])
 
     def share(found: Summary | None) -> str:
         return f"{found.saving_ratio:.1%}" if found else NOT_MEASURED
@@ -231,17 +243,30 @@ def _saving_and_planning(summaries: Sequence[Summary]) -> str:
 
 def _targets(results: Results) -> str:
     found = results.end_to_end
-    counts = found is not None and found["targets"] is not None and "H100" in found["device"]
+    if found is None or found["targets"] is None or "H100" not in found["device"]:
+        found = None
+    listed = targets(results.summaries, found["missing"]) if found else targets([], {})
     rows = [
         (
             each["measure"],
+            each["policy"],
             str(each["reach"]),
-            NOT_MEASURED if each["measured"] is None else str(each["measured"]),
+            _measured(each),
             {None: "", True: "yes", False: "**no**"}[each["is_met"]],
         )
-        for each in targets(results.summaries if counts else [])
+        for each in listed
     ]
-    return _table("The project's targets (H100)", ("measure", "reach", "measured", "met"), rows)
+    headings = ("measure", "policy", "reach", "measured", "met")
+    return _table("The project's targets (H100)", headings, rows)
+
+
+def _measured(target: Mapping[str, Any]) -> str:
+    if target["measured"] is None:
+        return NOT_MEASURED
+    notes = [f"without {name}" for name in target["baselines_missing"]]
+    if target["repetitions"] == 1:
+        notes.append("one run")
+    return f"{target['measured']} ({', '.join(notes)})" if notes else str(target["measured"])
 
 
 def _agreement(report: Mapping[str, Any] | None) -> str:
@@ -255,12 +280,20 @@ def _agreement(report: Mapping[str, Any] | None) -> str:
             f"{each['tokens_before_difference']:.1%}",
             str(each["median_margin"]),
             str(each["largest_margin"]),
+            {None: "", True: "yes", False: "**no**"}[report["is_plausible"].get(name)],
         )
         for name, each in report["compared"].items()
     ]
     return _table(
         f"{title}, {report['workload']}",
-        ("run", "equal outputs", "tokens before a difference", "median margin", "largest margin"),
+        (
+            "run",
+            "equal outputs",
+            "tokens before a difference",
+            "median margin",
+            "largest margin",
+            "near-ties",
+        ),
         rows,
     )
 
@@ -276,12 +309,13 @@ def _calibration(report: Mapping[str, Any] | None) -> str:
             f"{each['measured_s']:.1f} s",
             f"{each['predicted_s']:.1f} s",
             f"{each['error']:+.1%}",
+            f"{each['simulated_steps']} of {each['measured_steps']:.0f}",
         )
         for each in report["rows"]
     ]
     return _table(
         f"{title}, fitted to the other workloads",
-        ("workload", "policy", "measured", "predicted", "error"),
+        ("workload", "policy", "measured", "predicted", "error", "steps, simulated of measured"),
         rows,
     )
 

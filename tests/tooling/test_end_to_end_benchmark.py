@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.benchmark_modules import ROOT, load
 
+from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.planner import MODEL_SHAPES, StepWork, TokenTable, find_gpu, step_seconds
 
 agreement = load("end_to_end.agreement")
 calibrate = load("end_to_end.calibrate")
+engine_run = load("end_to_end.engine_run")
 main = load("end_to_end.__main__")
 policies = load("end_to_end.policies")
 requests = load("end_to_end.requests")
@@ -32,6 +35,7 @@ workloads = load("workloads")
 def steps(tokens: list[int], running: list[int], waiting: list[int]) -> Any:
     return step_log.Steps(
         begin_s=np.arange(len(tokens), dtype=np.float64),
+        done_s=np.arange(len(tokens), dtype=np.float64) + 1.5,  # as the next one already runs
         num_tokens=np.array(tokens, dtype=np.int64),
         num_requests=np.array(running, dtype=np.int64),
         num_waiting=np.array(waiting, dtype=np.int64),
@@ -44,9 +48,9 @@ def steps(tokens: list[int], running: list[int], waiting: list[int]) -> Any:
 def test_the_cool_down_begins_when_only_decodes_are_left() -> None:
     # Two prompts of 8 and 5 tokens, 3 output tokens each; the second one waits for a step.
     run = steps([8, 6, 2, 1], [1, 2, 2, 1], [1, 0, 0, 0])
-    assert run.tecd_s == 2.0
-    assert run.num_computed_prompt_tokens(num_requests=2, num_output_tokens=6) == 13
-    assert steps([8, 3, 2, 9], [1, 2, 2, 2], [0, 0, 0, 0]).tecd_s == 4.0  # prefill to the end
+    assert run.tecd_s == 2.5
+    assert run.num_prefill_tokens(num_requests=2, num_output_tokens=6) == 13
+    assert steps([8, 3, 2, 9], [1, 2, 2, 2], [0, 0, 0, 0]).tecd_s == 4.5  # prefill to the end
     assert steps([2, 2], [2, 2], [0, 0]).tecd_s == 0.0
 
 
@@ -66,14 +70,18 @@ class Scheduler:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = iter(tokens)
         self.waiting = ["a"]
-        self.kv_cache_manager = type("Manager", (), {"usage": 0.5})()
+        self.kv_cache_manager = SimpleNamespace(usage=0.5)
 
     def schedule(self, *args: object) -> Any:
         tokens = next(self.tokens)
-        scheduled = {"0": tokens} if tokens else {}
-        return type(
-            "Output", (), {"num_scheduled_tokens": scheduled, "total_num_scheduled_tokens": tokens}
+        return SimpleNamespace(
+            num_scheduled_tokens={"0": tokens} if tokens else {},
+            total_num_scheduled_tokens=tokens,
+            preempted_req_ids={"1", "2"} if tokens == 5 else None,
         )
+
+    def update_from_output(self, scheduled: Any, model_output: object) -> str:
+        return "updated"
 
 
 def test_the_log_leaves_out_what_was_before_it_and_empty_steps() -> None:
@@ -82,12 +90,33 @@ def test_the_log_leaves_out_what_was_before_it_and_empty_steps() -> None:
     scheduler.schedule("as vLLM may")
     log.start()
     for _ in range(3):
-        scheduler.schedule()
+        assert scheduler.update_from_output(scheduler.schedule(), None) == "updated"
     found = log.stop()
     assert found.num_tokens.tolist() == [5, 1]
     assert found.num_waiting.tolist() == [1, 1]
+    assert found.num_preempted.tolist() == [2, 0]
     assert found.kv_usage.tolist() == [0.5, 0.5]
-    assert found.end_s >= found.begin_s[1] >= found.begin_s[0] >= 0
+    assert found.end_s >= found.done_s[1] >= found.begin_s[1] >= found.done_s[0] >= 0
+
+
+def test_a_step_is_done_when_its_tokens_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous scheduling puts the next step together while one runs."""
+    clock = iter(range(100))
+    monkeypatch.setattr(step_log.time, "perf_counter", lambda: float(next(clock)))
+    scheduler = Scheduler([8, 6, 1])
+    log = step_log.StepLog(scheduler)
+    log.start()  # 0
+    first = scheduler.schedule()  # 1
+    second = scheduler.schedule()  # 2
+    scheduler.update_from_output(first, None)  # 3
+    third = scheduler.schedule()  # 4
+    scheduler.update_from_output(second, None)  # 5
+    scheduler.waiting.clear()
+    scheduler.update_from_output(third, None)  # 6
+    found = log.stop()  # 7
+    assert found.begin_s.tolist() == [1, 2, 4]
+    assert found.done_s.tolist() == [3, 5, 6]
+    assert found.end_s == 7
 
 
 PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=20).map(
@@ -139,6 +168,12 @@ def test_smaller_workloads_keep_their_shape(name: str) -> None:
     tiny = workloads.shrunk(shape)
     assert tiny.num_requests >= int(shape.share_degree)
     assert tiny.share_degree == shape.share_degree
+    made = tiny.make(3)
+    assert made.tokens.lengths.max() + tiny.output_tokens <= workloads.longest_tokens(tiny)
+    documents = np.unique(made.group_ids, return_index=True)[1]
+    distinct = (made.tokens.lengths - made.num_prefix_tokens).sum()
+    computed = made.num_prefix_tokens[documents].sum() + distinct
+    assert computed == pytest.approx(workloads.least_prefill_tokens(tiny), rel=0.1)
 
 
 def row(workload: str, policy: str, speed: float, **changes: Any) -> dict[str, Any]:
@@ -160,50 +195,101 @@ def row(workload: str, policy: str, speed: float, **changes: Any) -> dict[str, A
         "num_steps": 100,
         "valley_steps": 3,
         "preemptions": 0,
+        "max_model_len": 2630,
+        "max_num_seqs": 1024,
+        "max_num_batched_tokens": 16384,
+        "attention": ["FlashAttentionBackend 3"],
+        "cuda_graphs": "FULL_AND_PIECEWISE",
+        "async_scheduling": True,
     }
     return found | changes
+
+
+OTHER = "chunk_4096_seqs_512"
+NO_CASCADE = {
+    f"stock_cascade {name}": {"reason": policies.NO_CASCADE} for name in ("default", OTHER)
+}
+
+
+def by_measure(summaries: Any, missing: Any, policy: str) -> dict[str, dict[str, Any]]:
+    found = targets.targets(summaries, missing)
+    return {each["measure"]: each for each in found if each["policy"] == policy}
 
 
 def test_medians_and_the_better_settings_count() -> None:
     summaries = targets.summarize(
         [
             *(row("case_1", "stock_sorted", speed) for speed in (10.0, 12.0, 11.0)),
-            row("case_1", "stock_sorted", 14.0, settings="even"),
+            row("case_1", "stock_sorted", 14.0, settings=OTHER, tecd_s=99.0),
             row("case_1", "stock_as_given", 7.0),
+            row("case_1", "stock_as_given", 6.0, settings=OTHER),
             row("case_1", "batchllm", 16.1),
             row("case_1", "batchllm_stock_attention", 15.0),
         ]
     )
     [default] = [each for each in summaries if each.repetitions == 3]
     assert (default.requests_per_s, default.least_requests_per_s) == (11.0, 10.0)
-    assert targets.best(summaries, "case_1", ("stock_sorted",)).settings == "even"
+    assert targets.best(summaries, "case_1", ("stock_sorted",)).settings == OTHER
     ratios = targets.speedups(summaries)["case_1"]
     assert ratios["batchllm_vs_sorted"] == 1.15
     assert ratios["batchllm_vs_as_given"] == 2.3
     assert ratios["batchllm_stock_attention_vs_sorted"] == 1.071
-    found = {each["measure"]: each for each in targets.targets(summaries)}
-    assert found["case_1: requests/s over stock sorted"]["is_met"] is True
-    assert found["case_1: requests/s over stock as_given"]["is_met"] is True
-    assert found["case_2: requests/s over stock sorted"]["is_met"] is None
-    assert found["planning, share of the whole"]["is_met"] is True
+    assert ratios["batchllm_vs_sorted_tecd"] == round(16.1 / 11, 3)  # the other setting's is longer
+    ours = by_measure(summaries, NO_CASCADE, "batchllm")
+    assert ours["case_1: requests/s over stock sorted"]["is_met"] is True
+    assert ours["case_1: requests/s over stock as_given"]["is_met"] is True
+    assert ours["case_2: requests/s over stock sorted"]["is_met"] is None
+    assert ours["planning, share of the whole"]["is_met"] is True
+    plain = by_measure(summaries, NO_CASCADE, "batchllm_stock_attention")
+    assert plain["case_1: requests/s over stock sorted"]["is_met"] is False
+
+
+@pytest.mark.parametrize(
+    ("missing", "lacking"),
+    [
+        ({}, [f"stock_sorted {OTHER}", "stock_cascade default", f"stock_cascade {OTHER}"]),
+        (NO_CASCADE, [f"stock_sorted {OTHER}"]),
+        (
+            {**NO_CASCADE, "stock_cascade default": {"reason": "exit code 1"}},
+            [f"stock_sorted {OTHER}", "stock_cascade default"],
+        ),
+    ],
+)
+def test_no_target_is_met_before_its_baselines_are_there(missing: Any, lacking: list[str]) -> None:
+    rows = [row("no_sharing", "stock_sorted", 10.0), row("no_sharing", "batchllm", 20.0)]
+    ours = by_measure(targets.summarize(rows), missing, "batchllm")
+    found = ours["no_sharing: requests/s over stock sorted"]
+    assert (found["measured"], found["is_met"]) == (2.0, None)
+    assert found["baselines_missing"] == lacking
+    shown = tables.markdown(
+        tables.Results([reported(rows, missing=missing)], "Mistral-7B"), "Mistral-7B"
+    )
+    assert f"| 2.0 (without {lacking[0]}" in shown
 
 
 def test_what_falls_short_says_so() -> None:
     summaries = targets.summarize(
         [
             row("no_sharing", "stock_sorted", 10.0),
+            row("no_sharing", "stock_sorted", 9.0, settings=OTHER),
             row("no_sharing", "batchllm", 9.7, plan_s=2.0),
+            row("case_1", "batchllm", 9.7, plan_s=0.001),
+            row("no_sharing", "batchllm_stock_attention", 9.7, plan_s=0.001),
         ]
     )
-    found = {each["measure"]: each for each in targets.targets(summaries)}
+    found = by_measure(summaries, NO_CASCADE, "batchllm")
     assert found["no_sharing: requests/s over stock sorted"]["is_met"] is False
     assert found["planning, share of the whole"]["is_met"] is False
+    assert found["planning, share of the whole"]["baseline"] == "no_sharing"
+    other = by_measure(summaries, NO_CASCADE, "batchllm_stock_attention")
+    assert other["planning, share of the whole"]["is_met"] is True
 
 
 def test_runs_of_different_work_are_not_put_together() -> None:
-    rows = [row("case_1", "batchllm", 9.0), row("case_1", "batchllm", 9.0, num_requests=999)]
-    with pytest.raises(ValueError, match="differ in num_requests"):
-        targets.summarize(rows)
+    for name, value in (("num_requests", 999), ("attention", ["TritonAttentionBackend"])):
+        rows = [row("case_1", "batchllm", 9.0), row("case_1", "batchllm", 9.0, **{name: value})]
+        with pytest.raises(ValueError, match=f"differ in {name}"):
+            targets.summarize(rows)
 
 
 def outputs(tokens: list[list[int]], logprobs: list[float]) -> Any:
@@ -230,6 +316,20 @@ def test_agreement_ends_at_the_first_difference() -> None:
         agreement.compare(reference, outputs([[0, 0]], [-0.5, -0.75, -3.0]))
 
 
+def test_differences_that_are_no_near_ties_are_not_plausible() -> None:
+    control = {"largest_margin": 0.1, "num_beyond": 0}
+    for margin, beyond, expected in (
+        (None, 0, True),
+        (0.2, 0, True),
+        (0.21, 0, False),
+        (0.1, 1, False),
+    ):
+        ours = {"largest_margin": margin, "num_beyond": beyond}
+        assert agreement.is_plausible(ours, control, typical=0.05) is expected
+    nothing = {"largest_margin": None, "num_beyond": 0}
+    assert agreement.is_plausible({"largest_margin": 0.04, "num_beyond": 0}, nothing, typical=0.05)
+
+
 MODEL = MODEL_SHAPES["Mistral-7B"]
 
 
@@ -249,8 +349,15 @@ def made_up_runs(gpu: Any) -> list[Any]:
             for tokens in generator.integers(64, 64 if number % 2 else 8192, 200, endpoint=True)
         ]
         seconds = sum(step_seconds(work, MODEL, gpu) for work in works)
-        measured = row(f"workload_{number // 2}", "batchllm", 1.0, generate_s=seconds)
-        runs.append(calibrate.RunWork.of(measured, works, MODEL))
+        measured = row(
+            f"workload_{number // 2}",
+            "batchllm",
+            1.0,
+            generate_s=seconds + 0.5,
+            admission_s=0.5,
+            num_prefill_tokens=sum(work.num_tokens - work.num_sampled for work in works) + 1000,
+        )
+        runs.append(calibrate.RunWork.of([measured], works, MODEL))
     return runs
 
 
@@ -268,6 +375,10 @@ def test_calibration_finds_the_gpu_that_the_runs_were_made_on() -> None:
     rows = calibrate.predictions(runs, sheet)
     assert len(rows) == 8
     assert max(abs(each["error"]) for each in rows) < 0.001
+    for each in rows:
+        assert each["simulated_steps"] == 200
+        assert each["measured_steps"] == 100
+        assert each["simulated_prefill_tokens"] == each["measured_prefill_tokens"]
 
 
 def test_a_prediction_knows_nothing_of_its_own_workload() -> None:
@@ -294,6 +405,11 @@ def test_every_measured_policy_is_simulated_as_one_that_there_is() -> None:
     from batchllm_operator.simulate.machine import POLICIES as SIMULATED
 
     for policy in policies.POLICIES.values():
+        assert policy.simulated_as or policy.name in (
+            "stock_cascade",
+            "stock_llm",
+            "batchllm_unpaced",
+        )
         if policy.simulated_as:
             found = SIMULATED[policy.simulated_as]
             assert (found.scheduler, found.shared_attention) == (
@@ -310,7 +426,8 @@ def reported(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
         "model": "Mistral-7B",
         "share": 1.0,
         "rows": targets.as_json(summaries),
-        "targets": targets.targets(summaries),
+        "targets": [],
+        "missing": NO_CASCADE,
         "device": "NVIDIA H100 80GB HBM3",
         "driver": "1",
         "versions": {"vllm": "0.25.0"},
@@ -320,10 +437,18 @@ def reported(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
 
 
 def test_tables_show_cases_that_are_lost() -> None:
-    rows = [row("case_1", "stock_sorted", 20.0), row("case_1", "batchllm", 10.0)]
+    rows = [
+        row("case_1", "stock_sorted", 20.0),
+        row("case_1", "stock_sorted", 19.0, settings=OTHER),
+        row("case_1", "batchllm", 10.0),
+        row("case_1", "batchllm", 11.0, repetition=1),
+    ]
     text = tables.markdown(tables.Results([reported(rows)], "Mistral-7B"), "Mistral-7B")
-    assert "| case_1 | batchllm (default settings) | 10.00 | 0.50x |" in text
-    assert "| case_1: requests/s over stock sorted | 1.15 | 0.5 | **no** |" in text
+    assert (
+        "| case_1 | batchllm (default settings) | 10.50 (10.00 to 11.00, 2 runs) | 0.53x |" in text
+    )
+    assert "| case_1 | stock_sorted (default settings) | 20.00 (one run) | 1.00x |" in text
+    assert "| case_1: requests/s over stock sorted | batchllm | 1.15 | 0.525 | **no** |" in text
     assert "| paper: BatchLLM | 12.85 | 1.31x |" in text
     assert "| case_2 | batchllm | not measured | not measured |" in text
 
@@ -332,7 +457,11 @@ def test_tables_show_cases_that_are_lost() -> None:
     "changes", [{"device": "cpu"}, {"share": 0.5}, {"model": "tiny"}, {"targets": None}]
 )
 def test_targets_are_those_of_whole_workloads_on_an_h100(changes: dict[str, Any]) -> None:
-    rows = [row("case_1", "stock_sorted", 10.0), row("case_1", "batchllm", 20.0)]
+    rows = [
+        row("case_1", "stock_sorted", 10.0),
+        row("case_1", "stock_sorted", 10.0, settings=OTHER),
+        row("case_1", "batchllm", 20.0),
+    ]
     results = tables.Results([reported(rows, **changes)], "Mistral-7B")
     assert "| yes |" not in tables.markdown(results, "Mistral-7B")
     results = tables.Results([reported(rows)], "Mistral-7B")
@@ -353,21 +482,100 @@ def arguments(folder: Path, *more: str) -> Any:
     return main.parse_args(["--out", str(folder), *more])
 
 
-def test_first_settings_and_first_repetitions_come_first(tmp_path: Path) -> None:
-    args = arguments(
-        tmp_path,
-        *("--policies", "stock_sorted", "batchllm", "--workloads", "case_1", "case_2"),
-        *("--repetitions", "2"),
-    )
-    found = [(task.policy, task.settings) for task in main.tasks(args, [])]
-    assert found == [
+def test_what_targets_need_most_comes_first(tmp_path: Path) -> None:
+    args = arguments(tmp_path, "--workloads", "case_1", "case_2", "--repetitions", "2")
+    runs = main.wanted_runs(args)
+    engines = list(dict.fromkeys(run[:2] for run in runs))
+    assert engines[:5] == [
         ("stock_sorted", "default"),
         ("batchllm", "default"),
-        ("stock_sorted", "even"),
+        ("stock_as_given", "default"),
+        ("stock_sorted", OTHER),
+        ("stock_as_given", OTHER),
     ]
-    first = next(main.tasks(args, []))
-    assert first.runs == [("case_1", 0), ("case_2", 0), ("case_1", 1), ("case_2", 1)]
-    assert type(first).from_json(first.to_json()).runs == first.runs
+    assert set(engines) == {
+        (name, settings)
+        for name in main.DEFAULT_POLICIES
+        for settings in policies.POLICIES[name].settings
+    }
+    assert [run[2:] for run in runs[:4]] == [
+        ("case_1", 0),
+        ("case_2", 0),
+        ("case_1", 1),
+        ("case_2", 1),
+    ]
+    assert set(main.FIRST) == set(workloads.WORKLOADS)
+
+
+def test_a_run_is_expected_to_take_what_others_took(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    unknown = main.expected_s("case_1", "batchllm", [], args)
+    shape = workloads.WORKLOADS["case_1"]
+    assert unknown > workloads.least_prefill_tokens(shape) / 50_000
+    rows = [row("case_1", "stock_sorted", 10.0), row("case_2", "batchllm", 1.0)]
+    assert main.expected_s("case_1", "batchllm", rows, args) == pytest.approx(2 * 1.3 * 100)
+    rows += [row("case_1", "batchllm", 20.0), row("case_1", "batchllm", 25.0)]
+    assert main.expected_s("case_1", "batchllm", rows, args) == pytest.approx(1.3 * 50)
+
+
+def test_whatever_was_not_measured_is_missing_with_the_reason() -> None:
+    wanted = [
+        ("stock_sorted", "default", "case_1", 0),
+        ("stock_sorted", "default", "case_1", 1),
+        ("stock_sorted", "default", "case_2", 0),
+        ("batchllm", "default", "case_1", 0),
+        ("stock_as_given", "default", "case_1", 0),
+    ]
+    rows = [
+        row("case_1", "stock_sorted", 1.0, repetition=0),
+        row("case_1", "batchllm", 1.0, repetition=0),
+    ]
+    assert main.missing_runs(wanted, rows, {"stock_as_given default": "exit code 1"}) == {
+        "stock_sorted default": {
+            "reason": "no time was left",
+            "workloads": ["case_1", "case_2"],
+        },
+        "stock_as_given default": {"reason": "exit code 1", "workloads": ["case_1"]},
+    }
+
+
+def test_an_engine_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "_KILL_AFTER_S", 0.0)
+    monkeypatch.setattr(main, "_SETTLE_S", 0.0)
+    task = main.Task(
+        "stock_sorted", "default", [("case_1", 0)], str(tmp_path / "rows"), budget_s=0.5
+    )
+    monkeypatch.setattr(main.sys, "executable", str(tmp_path / "hang"))
+    (tmp_path / "hang").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "hang").chmod(0o755)
+    assert "killed" in main.run_engine(task, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "doubt"),
+    [
+        ({}, None),
+        ({"cuda_graphs": "CUDAGraphMode.NONE"}, "no CUDA graphs"),
+        ({"async_scheduling": False}, "no asynchronous scheduling"),
+        ({"attention": ["FlashAttentionBackend 2"]}, "not FlashAttention 3"),
+        ({"attention": ["PrefixAttentionBackend"]}, None),
+    ],
+)
+def test_a_baseline_that_is_not_the_best_is_doubted(changes: Any, doubt: str | None) -> None:
+    facts = row("case_1", "stock_sorted", 1.0, **changes)
+    found = engine_run._doubts(facts, True)
+    assert len(found) == (doubt is not None)
+    assert doubt is None or doubt in found[0]
+    assert engine_run._doubts(facts, False) == []
+
+
+def test_a_profile_is_of_its_subject() -> None:
+    profiles = engine_run.Profiles()
+    profile = DeviceProfile(subject={"device": "a"}, steps=((64, 0.1),), num_kv_blocks=10)
+    assert profiles.find({"device": "a"}) is None
+    profiles.keep(profile)
+    assert profiles.find({"device": "a"}) == profile
+    assert profiles.find({"device": "b"}) is None
 
 
 def run_benchmark(folder: Path, *args: str) -> tuple[int, dict[str, Any] | None, str]:
@@ -420,15 +628,18 @@ def test_a_run_measures_every_policy_on_the_same_work(tiny: tuple[Path, dict[str
     assert ours["total_s"] == pytest.approx(ours["plan_s"] + ours["generate_s"], abs=1e-3)
     assert 0 < ours["tecd_s"] < ours["total_s"]
     assert sum(ours["steps"]["num_tokens"]) == (
-        ours["num_computed_prompt_tokens"] + ours["num_output_tokens"] - ours["num_requests"]
+        ours["num_prefill_tokens"] + ours["num_output_tokens"] - ours["num_requests"]
     )
     assert ours["saving_ratio"] > 0.4
     assert by_name["batchllm_stock_attention", "no_sharing"]["saving_ratio"] == 0
     assert ours["device"] == "cpu"
     assert report["targets"] is None
-    [missing] = report["missing"].items()
-    assert missing[0] == "stock_cascade default"
-    assert "this vLLM has no cascade attention here" in missing[1]
+    assert report["missing"] == {
+        "stock_cascade default": {
+            "reason": policies.NO_CASCADE,
+            "workloads": ["case_1", "no_sharing"],
+        }
+    }
 
 
 def test_the_same_command_goes_on_where_it_stopped(tiny: tuple[Path, dict[str, Any]]) -> None:
@@ -461,17 +672,16 @@ def test_an_engine_that_cannot_start_fails_the_benchmark(tmp_path: Path) -> None
         *("--model", "tiny", "--workloads", "case_1", "--policies", "stock_sorted"),
         *("--settings", "default", "--engine", '{"extra_args": {"no_such_argument": 1}}'),
     )
-    assert code == 1
+    assert code == 1, printed
     assert report is not None
     assert report["rows"] == []
-    assert "no_such_argument" in report["missing"]["stock_sorted default"]
-    assert "nothing was measured" in printed
+    assert "no_such_argument" in report["missing"]["stock_sorted default"]["reason"]
 
 
 def test_an_engine_gets_no_time_that_is_not_left(tmp_path: Path) -> None:
     code, report, printed = run_benchmark(
         tmp_path, "--model", "tiny", "--workloads", "case_1", "--budget-s", "0"
     )
-    assert code == 1, printed  # nothing was measured
+    assert code == 3, printed
     assert report is not None
-    assert set(report["missing"].values()) == {"no time was left"}
+    assert {each["reason"] for each in report["missing"].values()} == {"no time was left"}
