@@ -18,7 +18,7 @@ from batchllm_operator.planner.runahead.policy import (
 )
 from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
 from batchllm_operator.planner.runahead.search import even_split, exhaustive_split, search_split
-from batchllm_operator.planner.runahead.split_table import SplitTable
+from batchllm_operator.planner.runahead.split_table import SplitTable, find_table
 
 __all__ = [
     "AllGather",
@@ -36,5 +36,6 @@ __all__ = [
     "choose_placement",
     "even_split",
     "exhaustive_split",
+    "find_table",
     "search_split",
 ]

@@ -28,7 +28,7 @@ from typing import Final, Literal
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.runahead.chain import Chain, Split
 from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
-from batchllm_operator.planner.runahead.search import search_split
+from batchllm_operator.planner.runahead.split_table import SplitTable
 
 PlacementName = Literal["whole_group", "recompute", "runahead"]
 _MOST_EXACT: Final = 10
@@ -40,6 +40,8 @@ _MOST_SWAPPED: Final = 16
 _MOST_APART: Final = 128
 """Of more groups, so many with the most work are placed one by one, the others in lumps."""
 _LUMPS_PER_REPLICA: Final = 8
+_MOST_SEARCHED: Final = 8
+"""Of more lengths of prefixes, so many are searched a split for: a search may take 0.3 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,20 +279,17 @@ class _Model:
     def _find_splits(self, groups: Sequence[GroupLoad], chain: Chain) -> None:
         """Search the splits of candidates, and how long it takes until all replicas have all."""
         p, least = self._settings.num_replicas, self._settings.min_prefix_tokens
-        found: dict[int, Split | None] = {}
-        for idx in self.candidates if p > 1 else ():
-            length = groups[idx].prefix_tokens
-            if length < least:
-                continue
-            if length not in found:
-                try:
-                    found[length] = search_split(chain, length, p, "whole_prefix")
-                except PlanError:  # too short for so many replicas, or too long for their steps
-                    found[length] = None
-            split = found[length]
-            if split is not None:
-                self.splits[idx] = split
-                self._chain_s[idx] = max(chain.times(split).whole_s)
+        possible = [
+            idx
+            for idx in (self.candidates if p > 1 else ())
+            if groups[idx].prefix_tokens >= least
+            and _can_be_split(chain, groups[idx].prefix_tokens, p)
+        ]
+        splits = _searched_splits(chain, sorted({groups[idx].prefix_tokens for idx in possible}), p)
+        for idx in possible:
+            split = splits[groups[idx].prefix_tokens]
+            self.splits[idx] = split
+            self._chain_s[idx] = max(chain.times(split).whole_s)
 
     def _members(self, group: GroupLoad, num_members: int) -> _Load:
         """Work of some members of a group, beside their prefix."""
@@ -313,6 +312,29 @@ class _Model:
 
     def _seconds(self, load: _Load) -> float:
         return load.seconds(self._cost, self._settings.max_num_seqs)
+
+
+def _can_be_split(chain: Chain, num_tokens: int, num_replicas: int) -> bool:
+    """Whether a prefix is neither too short for the replicas nor too long for a step of each."""
+    try:
+        chain.check_length(num_tokens, num_replicas)
+    except PlanError:
+        return False
+    return True
+
+
+def _searched_splits(chain: Chain, lengths: Sequence[int], num_replicas: int) -> dict[int, Split]:
+    """Splits by length, [num_lengths] ascending; where there are many, interpolated."""
+    some = lengths
+    if len(lengths) > _MOST_SEARCHED:
+        last = len(lengths) - 1
+        some = [lengths[at * last // (_MOST_SEARCHED - 1)] for at in range(_MOST_SEARCHED)]
+    if not some:
+        return {}
+    table = SplitTable.search(
+        chain, some, num_replicas, model="any", gpu="any", until="whole_prefix"
+    )
+    return {length: table.split(length) for length in lengths}
 
 
 def _best_set(
