@@ -24,7 +24,7 @@ from batchllm_operator.planner import (
     find_gpu,
     search_split,
 )
-from batchllm_operator.planner.runahead import policy
+from batchllm_operator.planner.runahead import Makespans
 
 CPU_CHAIN = Chain(CPU_COST, Link(1e9, 1e-4), 32, 8192)
 GROUP = GroupLoad(4096, 8, 64, 16)
@@ -162,16 +162,16 @@ def test_no_set_of_groups_is_better_than_the_chosen_one(
     chain = dataclasses.replace(CPU_CHAIN, link=Link(10.0 ** (6 + link)))
     options = PlacementSettings(num_replicas, margin=0.0)
     found = choose(groups, chain, options)
-    model = policy._Model(groups, chain, options)
+    makespans = Makespans(groups, chain, options)
     everyone = range(len(groups))
     sets = [
         [idx for idx, taken in zip(everyone, chosen, strict=True) if taken]
         for chosen in product((False, True), repeat=len(groups))
     ]
-    chainable = [each for each in sets if all(idx in model.splits for idx in each)]
-    best = min(model.makespan(each) for each in chainable)
-    without = min(model.makespan(each, chained=False) for each in sets)
-    assert found.whole_group_s == model.makespan(())
+    chainable = [each for each in sets if all(idx in makespans.splits for idx in each)]
+    best = min(makespans.makespan(each) for each in chainable)
+    without = min(makespans.makespan(each, chained=False) for each in sets)
+    assert found.whole_group_s == makespans.makespan(())
     if found.runahead_idxs:
         assert found.makespan_s == pytest.approx(best)
         assert found.gain == pytest.approx(1 - best / without)
@@ -234,6 +234,13 @@ def test_the_order_of_groups_changes_nothing() -> None:
     back = choose(groups[::-1])
     assert back.makespan_s == pytest.approx(found.makespan_s)
     assert {4 - idx for idx in back.runahead_idxs} == set(found.runahead_idxs)
+
+
+def test_replicas_without_a_member_recompute_nothing() -> None:
+    """Three groups of one member on three replicas: one prefix each, whatever the policy."""
+    found = choose([GroupLoad(4096, 1, 8, 4)] * 3, settings=PlacementSettings(3))
+    assert found.recompute_s == pytest.approx(found.whole_group_s)
+    assert found.policy == "whole_group"
 
 
 # Decoding
