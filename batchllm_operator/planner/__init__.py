@@ -58,6 +58,7 @@ from batchllm_operator.planner.runahead import (
     choose_placement,
     even_split,
     exhaustive_split,
+    find_table,
     search_split,
 )
 from batchllm_operator.planner.search import Phase, PrefixSearch, SearchMemory, build_block_tree
@@ -112,6 +113,7 @@ __all__ = [
     "even_split",
     "exhaustive_split",
     "find_gpu",
+    "find_table",
     "group_prefill_tokens",
     "group_work",
     "imbalance",

@@ -24,7 +24,7 @@ from batchllm_operator.planner import (
     find_gpu,
     search_split,
 )
-from batchllm_operator.planner.runahead import policy
+from batchllm_operator.planner.runahead import Makespans
 
 CPU_CHAIN = Chain(CPU_COST, Link(1e9, 1e-4), 32, 8192)
 GROUP = GroupLoad(4096, 8, 64, 16)
@@ -162,16 +162,16 @@ def test_no_set_of_groups_is_better_than_the_chosen_one(
     chain = dataclasses.replace(CPU_CHAIN, link=Link(10.0 ** (6 + link)))
     options = PlacementSettings(num_replicas, margin=0.0)
     found = choose(groups, chain, options)
-    model = policy._Model(groups, chain, options)
+    makespans = Makespans(groups, chain, options)
     everyone = range(len(groups))
     sets = [
         [idx for idx, taken in zip(everyone, chosen, strict=True) if taken]
         for chosen in product((False, True), repeat=len(groups))
     ]
-    chainable = [each for each in sets if all(idx in model.splits for idx in each)]
-    best = min(model.makespan(each) for each in chainable)
-    without = min(model.makespan(each, chained=False) for each in sets)
-    assert found.whole_group_s == model.makespan(())
+    chainable = [each for each in sets if all(idx in makespans.splits for idx in each)]
+    best = min(makespans.makespan(each) for each in chainable)
+    without = min(makespans.makespan(each, chained=False) for each in sets)
+    assert found.whole_group_s == makespans.makespan(())
     if found.runahead_idxs:
         assert found.makespan_s == pytest.approx(best)
         assert found.gain == pytest.approx(1 - best / without)
@@ -214,12 +214,33 @@ def test_thousands_of_small_groups_hide_no_giant_one() -> None:
     assert found.makespan_s > work_s / 4 + 0.25 * CPU_COST.prefill_seconds(60_000)
 
 
+def test_of_many_lengths_splits_are_interpolated() -> None:
+    """A chain of eight for each of 20 books: no more searches than take a second or two."""
+    chain = dataclasses.replace(CPU_CHAIN, max_step_tokens=None)
+    groups = [GroupLoad(20_000 + 1111 * idx, 2, 10, 1) for idx in range(20)]
+    found = choose_placement(groups[::-1], chain, PlacementSettings(8))
+    assert found.policy == "runahead"
+    assert len(found.splits) >= 4
+    for idx, split in zip(found.runahead_idxs, found.splits, strict=True):
+        length = groups[::-1][idx].prefix_tokens
+        chain.check_split(split, length)
+        best = chain.times(search_split(chain, length, 8, "whole_prefix"))
+        assert max(chain.times(split).whole_s) <= 1.02 * max(best.whole_s)
+
+
 def test_the_order_of_groups_changes_nothing() -> None:
     groups = [GroupLoad(1024 * n, n, 50, 10) for n in (1, 2, 3, 5, 7)]
     found = choose(groups)
     back = choose(groups[::-1])
     assert back.makespan_s == pytest.approx(found.makespan_s)
     assert {4 - idx for idx in back.runahead_idxs} == set(found.runahead_idxs)
+
+
+def test_replicas_without_a_member_recompute_nothing() -> None:
+    """Three groups of one member on three replicas: one prefix each, whatever the policy."""
+    found = choose([GroupLoad(4096, 1, 8, 4)] * 3, settings=PlacementSettings(3))
+    assert found.recompute_s == pytest.approx(found.whole_group_s)
+    assert found.policy == "whole_group"
 
 
 # Decoding

@@ -20,6 +20,7 @@ from batchllm_operator.planner import (
     SplitTable,
     even_split,
     exhaustive_split,
+    find_table,
     search_split,
 )
 from batchllm_operator.planner.runahead import Goal
@@ -245,6 +246,30 @@ def test_a_file_that_holds_no_table_is_refused(tmp_path: Path, content: bytes) -
         SplitTable.load(path)
     with pytest.raises(PlanError, match="can't be read"):
         SplitTable.load(tmp_path / "absent.json")
+
+
+def test_the_table_for_a_chain_is_the_one_with_the_nearest_bandwidth() -> None:
+    def made(bytes_per_s: float, **change: Any) -> SplitTable:
+        return table().model_copy(update={"bytes_per_s": bytes_per_s, **change})
+
+    def found(bytes_per_s: float, **change: Any) -> SplitTable | None:
+        chain = Chain(CPU_COST, Link(bytes_per_s), 32)
+        asked: dict[str, Any] = {"num_replicas": 3, "model": "tiny", "gpu": "core"} | change
+        return find_table(tables, chain, asked.pop("num_replicas"), **asked)
+
+    tables = [made(1e9), made(3e9), made(2e9, model="large"), made(2e9, until="whole_prefix")]
+    assert found(1e9) is tables[0]
+    assert found(1.7e9) is tables[0]
+    assert found(1.8e9) is tables[1]
+    assert found(1.7e9, model="large") is tables[2]
+    assert found(1.7e9, until="whole_prefix") is tables[3]
+    assert found(6.1e9) is None
+    assert found(0.49e9) is None
+    for other in ({"num_replicas": 2}, {"model": "small"}, {"gpu": "A100"}):
+        assert found(1e9, **other) is None
+    for chain in (Chain(CPU_COST, Link(1e9), 16), Chain(CPU_COST, Link(1e9), 32, 4096)):
+        assert find_table(tables, chain, 3, model="tiny", gpu="core") is None
+    assert find_table([], CPU_CHAIN, 3, model="tiny", gpu="core") is None
 
 
 def test_a_table_of_nothing_is_refused() -> None:

@@ -10,15 +10,15 @@ prefix; each but the last is a multiple of the block size.
 
 from batchllm_operator.planner.runahead.all_gather import AllGather, all_gather_ttft
 from batchllm_operator.planner.runahead.chain import Chain, ChainTimes, Goal, Link, Split
-from batchllm_operator.planner.runahead.policy import (
+from batchllm_operator.planner.runahead.makespans import (
     GroupLoad,
-    Placement,
+    Makespans,
     PlacementSettings,
-    choose_placement,
 )
+from batchllm_operator.planner.runahead.policy import Placement, choose_placement
 from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
 from batchllm_operator.planner.runahead.search import even_split, exhaustive_split, search_split
-from batchllm_operator.planner.runahead.split_table import SplitTable
+from batchllm_operator.planner.runahead.split_table import SplitTable, find_table
 
 __all__ = [
     "AllGather",
@@ -27,6 +27,7 @@ __all__ = [
     "Goal",
     "GroupLoad",
     "Link",
+    "Makespans",
     "Placement",
     "PlacementSettings",
     "ReplicaCost",
@@ -36,5 +37,6 @@ __all__ = [
     "choose_placement",
     "even_split",
     "exhaustive_split",
+    "find_table",
     "search_split",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -21,6 +22,8 @@ from batchllm_operator.planner.runahead.chain import Chain, Goal, Split
 from batchllm_operator.planner.runahead.search import search_split, split_at
 
 SPLIT_TABLE_VERSION: Final = 1
+_MOST_TIMES_OFF: Final = 2.0
+"""That a table's bandwidth may be above or below what is asked for."""
 _Tokens = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1)]
 
@@ -175,6 +178,47 @@ class SplitTable(BaseModel):
             faults = error.errors(include_input=False, include_url=False)[:5]
             said = "; ".join(".".join(map(str, e["loc"])) or e["msg"] for e in faults)
             raise PlanError(f"{where}: is corrupted: see {said}; search it again") from error
+
+
+def find_table(
+    tables: Iterable[SplitTable],
+    chain: Chain,
+    num_replicas: int,
+    *,
+    model: str,
+    gpu: str,
+    until: Goal = "first_token",
+) -> SplitTable | None:
+    """The table for a chain, if there is one: with the bandwidth nearest to the chain's.
+
+    Args:
+        tables: to choose from.
+        chain: its block size and longest chunk have to be the table's own.
+        num_replicas: p.
+        model: as named in the table.
+        gpu: as named in the table.
+        until: what the splits are to reach soon.
+
+    Returns:
+        None if no table is for this, or if all are for a bandwidth that is twice the chain's or
+        more, or half of it or less: best splits change with it.
+    """
+    wanted = (model, gpu, num_replicas, chain.block_size, chain.max_step_tokens, until)
+    found = [
+        (abs(math.log(table.bytes_per_s / chain.link.bytes_per_s)), table)
+        for table in tables
+        if wanted
+        == (
+            table.model,
+            table.gpu,
+            table.num_replicas,
+            table.block_size,
+            table.max_step_tokens,
+            table.until,
+        )
+    ]
+    ratio, nearest = min(found, key=lambda each: each[0], default=(math.inf, None))
+    return nearest if ratio < math.log(_MOST_TIMES_OFF) else None
 
 
 def _ends(split: Split) -> list[float]:
