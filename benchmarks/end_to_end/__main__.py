@@ -215,7 +215,7 @@ def run_engine(task: Task, folder: Path) -> str | None:
     """One engine in a process of its own, its output in a log; returns why it failed, if it did."""
     log = folder / f"{task.model}-{task.policy}-{task.settings}.log"
     timeout = None if task.budget_s is None else task.budget_s + _KILL_AFTER_S
-    command = [sys.executable, "-P", "-m", "benchmarks.end_to_end.engine_run", task.to_json()]
+    command = [sys.executable, "-P", "-m", "benchmarks.end_to_end.one_engine", task.to_json()]
     environment = os.environ | POLICIES[task.policy].environment
     with log.open("w", encoding="utf-8") as file:
         try:

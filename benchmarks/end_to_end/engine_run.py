@@ -1,11 +1,8 @@
 """One engine, started once, through several workloads: a line of JSON for each finished run.
 
-    python -m benchmarks.end_to_end.engine_run '{"policy": "stock_sorted", ...}'
-
-A process of its own for each policy and setting, because an engine keeps a GPU's memory to itself,
-and because a crash of one must not cost what others have measured. The argument is a `Task` as
-JSON. Engine start, compilation, graphs and a warm-up on the workload's own requests come before
-a run; planning is timed beside it.
+A process of its own for each policy and setting (`one_engine`), because an engine keeps a GPU's
+memory to itself, and because a crash of one must not cost what others have measured. Engine start,
+compilation, graphs and warm-ups come before a run; planning is timed beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -459,7 +455,3 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except json.JSONDecodeError:
                 continue
-
-
-if __name__ == "__main__":
-    run(Task.from_json(sys.argv[1]))
