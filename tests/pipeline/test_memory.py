@@ -90,7 +90,7 @@ def test_a_filter_is_no_reason_to_refuse_beforehand(
     some = fake_spec(
         tmp_path, input={"filter": [{"column": "query", "op": "==", "value": "question 0"}]}
     )
-    monkeypatch.setattr(memory, "BYTES_PER_PROMPT", 1 << 30)  # of 16 GiB
+    monkeypatch.setattr(memory, "BYTES_PER_PROMPT", 100 << 20)  # of 2 GiB
     assert plan_job(some, DS).manifest.counts.num_rows == 6
     with pytest.raises(SpecError, match="30 prompts"):
         plan_job(fake_spec(tmp_path), DS)
