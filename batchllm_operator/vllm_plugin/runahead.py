@@ -124,7 +124,12 @@ class RunaheadConnector(KVConnectorBase_V1):
 def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     groups = kv_cache_config.kv_cache_groups
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     reasons = {
+        "kv_load_failure_policy must be fail: with recompute, blocks that a failed load left empty"
+        " stay in the prefix cache until they are computed again, and others hit them": (
+            policy != "fail"
+        ),
         "enable_prefix_caching must be on: that is where the KV goes": (
             not cache.enable_prefix_caching
         ),

@@ -23,7 +23,14 @@ import torch
 
 from batchllm_operator.errors import RunaheadError, RunaheadMismatchError
 from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
-from batchllm_operator.vllm_plugin.runahead_links import PROTOCOL, Load, Receiver, Send, Sender
+from batchllm_operator.vllm_plugin.runahead_links import (
+    PROTOCOL,
+    Load,
+    Receiver,
+    Send,
+    Sender,
+    one_line,
+)
 from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
 
 _log = logging.getLogger(__name__)
@@ -94,9 +101,10 @@ class Chain:
             what: a name; each time that it is asked is one of its own.
             value: equal on all replicas.
 
+        A replica that hasn't come in time ends the chain.
+
         Raises:
-            RunaheadMismatchError: it isn't.
-            RunaheadError: a replica hasn't said anything in time.
+            RunaheadMismatchError: they don't.
         """
         settings, timeout_s = self._settings, self._settings.start_timeout_s
         self._num_agreed += 1
@@ -106,10 +114,9 @@ class Chain:
             self._store.set(keys[settings.rank], value)
             self._store.wait(keys, timedelta(seconds=timeout_s))
             values = [self._store.get(key).decode() for key in keys]
-        except RuntimeError as error:  # the store's: DistStoreError is one
-            raise RunaheadError(
-                f"runahead: not all replicas have come to {what} within {timeout_s:g} s"
-            ) from error
+        except RuntimeError as error:  # the store's
+            self.fail(f"not all replicas came to {what} within {timeout_s:g} s: {one_line(error)}")
+            return
         if len(set(values)) > 1:
             raise RunaheadMismatchError(f"runahead: replicas differ in {what}: {values}")
 

@@ -32,8 +32,6 @@ from batchllm_operator.vllm_plugin.runahead_working import Working
 _IDLE_S: Final = 5e-4
 """Between steps that have nothing to compute: threads that move KV need the core more."""
 
-OnFailure = Literal["recompute", "fail"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunaheadOutcome:
@@ -51,8 +49,8 @@ class RunaheadOutcome:
     """Why this replica had to compute the prefix by itself; None if it didn't."""
     chunk_s: float | None
     """When its chunk was computed; on the last replica, when the token after the prefix was."""
-    cached_s: float
-    """When the prefix was in its cache."""
+    cached_s: float | None
+    """When the prefix was in its cache; None if it isn't."""
 
 
 def open_chain(engine: Any) -> Chain:
@@ -85,7 +83,7 @@ def run_prefill_phase(
     groups: Sequence[RunaheadGroup],
     *,
     max_in_flight: int = 2,
-    on_failure: OnFailure = "recompute",
+    recompute: bool = True,
 ) -> list[RunaheadOutcome]:
     """Prefill this replica's chunk of each group, and take the rest from the others.
 
@@ -98,23 +96,25 @@ def run_prefill_phase(
         groups: all of them fit into the KV cache at once.
         max_in_flight: groups that a replica works at, so that it begins the next one while others
             still compute.
-        on_failure: whether prefixes that others don't deliver are computed here, or end the phase.
+        recompute: whether this replica computes what others don't deliver; otherwise such a
+            group's outcome says that it isn't cached.
 
     Returns:
         An outcome for each group, in their order.
 
     Raises:
         SpecError: a group can't be run; nothing has been sent.
-        RunaheadMismatchError: another replica has other groups, or another engine.
-        RunaheadError: the chain failed, and `on_failure` is `fail`; or it never came together.
+        RunaheadMismatchError: another replica has other groups, or another engine; nothing has
+            been sent.
+        RunaheadError: the chain never came together.
     """
     scheduler_half, worker_half = _connectors(engine)
     _check(engine, scheduler_half, groups)
     chain = open_chain(engine)
     if chain.failure is None:
         chain.agree("groups", _digest(groups))
-    phase = _Phase(engine, chain, scheduler_half.scheduling, worker_half.working)
-    return phase.run(groups, max_in_flight)
+    halves = scheduler_half.scheduling, worker_half.working
+    return _Phase(engine, chain, *halves, recompute).run(groups, max_in_flight)
 
 
 @dataclass(slots=True)
@@ -127,14 +127,14 @@ class _Progress:
     num_received: int = 0
     failure: str | None = None
     chunk_s: float | None = None
-    cached_s: float = 0.0
+    cached_s: float | None = None
     is_alone: bool = False
     """Whether this replica computes what it lacks of the prefix by itself."""
 
     def outcome(self) -> RunaheadOutcome:
         return RunaheadOutcome(
             self.group.group_id,
-            not self.unfinished,
+            self.failure is None or self.is_alone,
             self.num_computed,
             self.num_received,
             self.failure,
@@ -146,9 +146,17 @@ class _Progress:
 class _Phase:
     """Groups on one replica, from their requests to their outcomes."""
 
-    def __init__(self, engine: Any, chain: Chain, scheduling: Scheduling, working: Working) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        chain: Chain,
+        scheduling: Scheduling,
+        working: Working,
+        recompute: bool,
+    ) -> None:
         self._engine, self._chain = engine, chain
         self._scheduling, self._working = scheduling, working
+        self._recompute = recompute
         self._rank = chain.settings.rank
         self._by_request: dict[str, _Progress] = {}
         self._start = time.monotonic()
@@ -156,7 +164,7 @@ class _Phase:
     def run(self, groups: Sequence[RunaheadGroup], max_in_flight: int) -> list[RunaheadOutcome]:
         everything = [_Progress(group) for group in groups]
         waiting = deque(everything)
-        while waiting or self._by_request or not self._working.is_idle:
+        while waiting or self._by_request or self._has_ends():
             while waiting and self._num_active() < max_in_flight:
                 self._begin(waiting.popleft())
             for output in self._engine.step():
@@ -165,6 +173,11 @@ class _Phase:
             if self._scheduling.num_step_tokens == 0:
                 time.sleep(_IDLE_S)
         return [progress.outcome() for progress in everything]
+
+    def _has_ends(self) -> bool:
+        """Whether KV is still being sent, or blocks wait to be freed."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        return not self._working.is_idle or bool(scheduler.has_requests())
 
     def _num_active(self) -> int:
         return len({progress.group.group_id for progress in self._by_request.values()})
@@ -181,6 +194,8 @@ class _Phase:
             self._add(progress, "fill", self._whole_prompt(group))
 
     def _compute_alone(self, progress: _Progress) -> None:
+        if not self._recompute:
+            return
         progress.is_alone = True
         self._add(progress, "alone", self._whole_prompt(progress.group))
 

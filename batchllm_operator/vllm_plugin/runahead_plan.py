@@ -68,8 +68,7 @@ class ChainSettings:
     def to_kv_transfer_config(self) -> dict[str, Any]:
         """For vLLM's `kv_transfer_config`.
 
-        A load that fails ends its request, and its blocks leave the prefix cache at once. vLLM's
-        other policy keeps them in the cache while they are computed again, for others to hit.
+        A load that fails ends its request, and its blocks leave the prefix cache at once.
         """
         return {
             "kv_connector": CONNECTOR,

@@ -109,7 +109,7 @@ class Scheduling:
                 return None, False
             self._num_local[request.request_id] = num_local_tokens
             return max(bounds.begin - num_local_tokens, 0), False
-        if not self._fills_due or self._fills_due[0] != share.group_id:
+        if not self._may_fill(share):
             return None, False
         self._num_local[request.request_id] = num_local_tokens
         begin, end = bounds.received
@@ -175,6 +175,16 @@ class Scheduling:
         if tracked.sends and not tracked.is_through:
             self._next.failure = f"request {request_id} ended before its KV was there to be sent"
         return tracked.is_loading or (tracked.sends and tracked.is_through)
+
+    def _may_fill(self, share: RunaheadShare) -> bool:
+        """Whether it is this group's turn, and its chunk has all blocks that the fill shares."""
+        if not self._fills_due or self._fills_due[0] != share.group_id:
+            return False
+        chunks = (each for each in self._tracked.values() if each.share.part == "chunk")
+        chunk = next((each for each in chunks if each.share.group_id == share.group_id), None)
+        if chunk is None:  # it has ended, so its blocks are in the cache, or lost
+            return True
+        return len(chunk.block_ids) * self.limits.block_size >= chunk.bounds.end
 
     def _check(self, request: Any, share: RunaheadShare) -> ShareBounds:
         where = f"runahead group {share.group_id}"
