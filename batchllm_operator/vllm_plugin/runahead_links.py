@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,8 +153,8 @@ class Sender:
         chain, blocks = self._chain, self._chain.blocks
         side = _SideStream(blocks.device)
         buffers = [_Buffer(blocks), _Buffer(blocks)]
-        under_way: list[tuple[Any, Send]] = []
-        num_sent, started = 0, -1
+        under_way: deque[tuple[Any, Send]] = deque()
+        num_sent = num_gone = 0
         while (send := self._queue.get()) is not None:
             buffer = buffers[num_sent % 2].sized(len(send.block_ids))
             with side.after(send.written):
@@ -166,10 +167,10 @@ class Sender:
                 under_way.append((group.send([buffer], peer, num_sent), send))
             num_sent += 1
             while len(under_way) > 1 or (under_way and self._queue.empty()):
-                work, oldest = under_way.pop(0)
-                is_first = oldest.extent.group_id != started
+                work, oldest = under_way.popleft()
+                is_first = num_gone % blocks.num_layers == 0
                 _wait(work, blocks.device, _timeout(chain.settings, is_first))
-                started = oldest.extent.group_id
+                num_gone += 1
                 oldest.on_sent()
 
 
@@ -223,14 +224,14 @@ class Receiver:
         blocks = self._chain.blocks
         end = num_received + blocks.num_layers
         first_byte = _HEADER_BYTES + (load.num_blocks - len(load.block_ids)) * blocks.block_bytes
-        posted: list[tuple[Any, Tensor]] = []
+        posted: deque[tuple[Any, Tensor]] = deque()
         side = _SideStream(blocks.device)
         with side.after(load.writable):
             for number in range(num_received, end):
                 for ahead in range(number + len(posted), min(number + 2, end)):
                     buffer = buffers[ahead % 2].sized(load.num_blocks)
                     posted.append((group.recv([buffer], peer, ahead), buffer))
-                work, buffer = posted.pop(0)
+                work, buffer = posted.popleft()
                 is_first = number == num_received
                 _wait(work, blocks.device, _timeout(self._chain.settings, is_first))
                 layer_idx = _read_header(buffer, number, load.extent, blocks.num_layers)
