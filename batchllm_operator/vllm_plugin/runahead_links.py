@@ -148,6 +148,8 @@ class Sender:
         # Whatever a transport raises, the chain is of no more use, and says why.
         except Exception as error:  # noqa: BLE001
             self._chain.fail(f"sending KV failed: {one_line(error)}")
+        finally:
+            _abort(group, self._chain.blocks.device)
 
     def _send_all(self, group: Any, peer: int) -> None:
         chain, blocks = self._chain, self._chain.blocks
@@ -216,6 +218,8 @@ class Receiver:
         # Whatever a transport raises, the chain is of no more use, and says why.
         except Exception as error:  # noqa: BLE001
             self._chain.fail(f"receiving KV failed: {one_line(error)}")
+        finally:
+            _abort(group, self._chain.blocks.device)
 
     def _take(
         self, load: Load, group: Any, peer: int, buffers: Sequence[_Buffer], num_received: int
@@ -289,6 +293,12 @@ class _SideStream:
 def mark(device: torch.device) -> Any:
     """An event behind what this thread has launched so far, for a link's thread to wait for."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def _abort(group: Any, device: torch.device) -> None:
+    """End what a GPU still waits for; on a CPU, dropping the group does it."""
+    if device.type == "cuda":
+        group.abort()
 
 
 def _timeout(settings: ChainSettings, is_first: bool) -> float:

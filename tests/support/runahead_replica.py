@@ -26,7 +26,7 @@ os.environ.update(
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.sampling_params import RequestOutputKind
 
 from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
@@ -140,13 +140,21 @@ class Replica:
 
     def forget(self) -> bool:
         """Empty the prefix cache, and count from 0. Whether nothing held its blocks."""
+        if not self._engine.reset_prefix_cache():
+            self.generate([[300]], 1)  # some versions free what was sent in the next step only
+            self._engine.reset_prefix_cache()
+        is_empty = self._engine.reset_prefix_cache()
         self._num_computed = 0
-        return bool(self._engine.reset_prefix_cache())
+        return bool(is_empty)
 
     def take_num_computed(self) -> int:
         """Tokens that steps were given since this was last asked."""
         number, self._num_computed = self._num_computed, 0
         return number
+
+    def send_late(self) -> None:
+        """As where attention writes its own keys and values: a layer is sent after it."""
+        get_kv_transfer_group().working.writes_first = False
 
     def zero_received(self) -> None:
         """From now on zeros are written in place of the KV that comes."""

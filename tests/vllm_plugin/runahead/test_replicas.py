@@ -109,6 +109,17 @@ def test_members_on_every_replica_get_the_tokens_of_one_process(
         check_members(chain[rank], groups, expected)
 
 
+def test_layers_may_be_sent_after_their_attention(replicas: Replicas) -> None:
+    chain = replicas.chain(3, max_num_batched_tokens=416)
+    groups = [Group(idx, (256, 224, 170)) for idx in range(2)]
+    expected = alone(chain[0], groups)
+    replicas.spoil()
+    together(chain, "send_late")
+    for rank, outcomes in enumerate(phase(chain, groups)):
+        assert [each["failure"] for each in outcomes] == [None, None]
+        check_members(chain[rank], groups, expected)
+
+
 def test_what_is_cached_already_is_not_computed_again(replicas: Replicas) -> None:
     chain = replicas.chain(2, max_num_batched_tokens=416)
     first = Group(0, (320, 320))
