@@ -30,8 +30,8 @@ class ReplicaError(Exception):
 class Replica:
     """One process. A call that it doesn't answer in time, or dies at, is an `EOFError`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], calls: Connection) -> None:
-        self.process, self._calls = process, calls
+    def __init__(self, process: subprocess.Popen[bytes], calls: Connection, errors: Path) -> None:
+        self.process, self._calls, self._errors = process, calls, errors
 
     def ask(self, method: str, *args: Any, **options: Any) -> None:
         self._calls.send((method, args, options))
@@ -46,7 +46,10 @@ class Replica:
         if not self._calls.poll(_CALL_S):
             self.process.kill()
             raise EOFError("no answer")
-        kind, *rest = self._calls.recv()
+        try:
+            kind, *rest = self._calls.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise EOFError(f"it died: {self._errors.read_text()[-2000:]}") from error
         if kind == "error":
             raise ReplicaError(*rest)
         return rest[0]
@@ -62,10 +65,9 @@ class Replica:
         self.ask(method, *args, **options)
         return self.answer()
 
-    def end(self) -> int:
-        """Let it end by itself. Its exit code."""
+    def end(self) -> None:
+        """Let it end by itself."""
         self._calls.send(None)
-        return self.process.wait(60)
 
 
 class Replicas:
@@ -110,9 +112,10 @@ class Replicas:
 
     def close(self) -> list[int]:
         """Exit codes of those that live."""
-        codes = [each.end() for each in self._alive if each.process.poll() is None]
-        self._alive = []
-        return codes
+        alive = [each for each in self._alive if each.process.poll() is None]
+        for replica in alive:
+            replica.end()
+        return [replica.process.wait(60) for replica in alive]
 
     def kill(self) -> None:
         for replica in self._alive:
@@ -124,14 +127,15 @@ class Replicas:
         environment = {**os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join(path)}
         for _ in range(number):
             calls, theirs = Pipe()
-            with theirs, (self._folder / f"stderr-{uuid.uuid4().hex[:8]}").open("wb") as errors:
+            log = self._folder / f"stderr-{uuid.uuid4().hex[:8]}"
+            with theirs, log.open("wb") as errors:
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "support.runahead_replica", str(theirs.fileno())],
                     env=environment,
                     pass_fds=[theirs.fileno()],
                     stderr=errors,
                 )
-            self._alive.append(Replica(process, calls))
+            self._alive.append(Replica(process, calls, log))
 
 
 def together(replicas: Sequence[Replica], method: str, *args: Any, **options: Any) -> list[Any]:

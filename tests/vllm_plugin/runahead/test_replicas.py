@@ -78,20 +78,25 @@ def check_members(
             assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-4)
 
 
-SPLITS = {
-    "two": [(416, 224), (384, 20), (96, 410)],  # of a group; 20 tokens are less than a block
-    "three": [(256, 224, 170), (32, 416, 32), (160, 160, 160)],
-}
+THREE = [(256, 224, 170), (32, 416, 32), (160, 160, 160)]  # replicas, of three groups
+TWO = [(416, 224), (384, 20), (96, 410)]  # 20 tokens are less than a block
 
 
-@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize(
+    ("splits", "is_late"),
+    [(THREE, False), (THREE, True), (TWO, False)],
+    ids=["three", "three-sent-after-attention", "two"],
+)
 def test_members_on_every_replica_get_the_tokens_of_one_process(
-    replicas: Replicas, splits: list[tuple[int, ...]]
+    replicas: Replicas, splits: list[tuple[int, ...]], is_late: bool
 ) -> None:
     world_size = len(splits[0])
     chain = replicas.chain(world_size, max_num_batched_tokens=416)
     groups = [Group(idx, split) for idx, split in enumerate(splits)]
     expected = alone(chain[0], groups)
+    if is_late:
+        replicas.spoil()
+        together(chain, "send_late")
     assert len({str(output["tokens"]) for group in expected for output in group}) > 5
     for rank, outcomes in enumerate(phase(chain, groups)):
         is_last = rank == world_size - 1
@@ -106,17 +111,6 @@ def test_members_on_every_replica_get_the_tokens_of_one_process(
         assert [each["num_computed_tokens"] for each in outcomes] == computed
         assert [each["num_received_tokens"] for each in outcomes] == received
         assert chain[rank].call("take_num_computed") == sum(computed)
-        check_members(chain[rank], groups, expected)
-
-
-def test_layers_may_be_sent_after_their_attention(replicas: Replicas) -> None:
-    chain = replicas.chain(3, max_num_batched_tokens=416)
-    groups = [Group(idx, (256, 224, 170)) for idx in range(2)]
-    expected = alone(chain[0], groups)
-    replicas.spoil()
-    together(chain, "send_late")
-    for rank, outcomes in enumerate(phase(chain, groups)):
-        assert [each["failure"] for each in outcomes] == [None, None]
         check_members(chain[rank], groups, expected)
 
 
