@@ -130,6 +130,20 @@ def test_what_is_cached_already_is_not_computed_again(replicas: Replicas) -> Non
         check_members(replica, [first, longer], expected)
 
 
+def test_a_prefix_after_which_the_model_would_end_is_like_others(replicas: Replicas) -> None:
+    chain = replicas.chain(2, max_num_batched_tokens=416)
+    candidates = [Group(100 + idx, (32, 64)) for idx in range(120)]
+    first = chain[0].call("generate", [group.prefix for group in candidates], max_tokens=1)
+    end = replicas.end_token
+    ending = [
+        group for group, output in zip(candidates, first, strict=True) if output["tokens"] == [end]
+    ]
+    assert ending
+    assert chain[0].call("forget")
+    for outcomes in phase(chain, ending[:3]):
+        assert {each["failure"] for each in outcomes} == {None}
+
+
 @pytest.mark.parametrize(
     ("split", "reason"),
     [
