@@ -251,6 +251,19 @@ def test_after_a_fault_every_replica_computes_what_it_lacks(
     assert outcomes[2][0]["num_received_tokens"] == 576
 
 
+def test_a_replica_whose_engine_fails_leaves_nobody_waiting(replicas: Replicas) -> None:
+    chain = replicas.chain(2)
+    group = Group(0, (320, 352))
+    (expected,) = alone(chain[1], [group])
+    replicas.spoil()
+    chain[0].call("break_step")
+    failed, outcomes = phase(chain, [group])
+    assert isinstance(failed, ReplicaError)
+    assert failed.message == "a fault on purpose"
+    assert "Timed out" not in outcomes[0]["failure"]
+    check_members(chain[1], [group], [expected])
+
+
 def test_a_policy_that_leaves_lost_blocks_in_the_cache_is_refused(replicas: Replicas) -> None:
     replicas.spoil()
     with pytest.raises(ReplicaError, match="kv_load_failure_policy must be fail") as caught:
