@@ -114,7 +114,11 @@ def run_prefill_phase(
     if chain.failure is None:
         chain.agree("groups", _digest(groups))
     halves = scheduler_half.scheduling, worker_half.working
-    return _Phase(engine, chain, *halves, recompute).run(groups, max_in_flight)
+    try:
+        return _Phase(engine, chain, *halves, recompute).run(groups, max_in_flight)
+    except BaseException as error:
+        chain.fail(f"the phase ended by {type(error).__name__}")  # others needn't wait to find out
+        raise
 
 
 @dataclass(slots=True)
@@ -213,6 +217,7 @@ class _Phase:
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
+            ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=group.share(part).to_extra_args() if part != "alone" else None,
@@ -225,7 +230,7 @@ class _Phase:
     def _on_output(self, output: Any) -> None:
         progress = self._by_request.pop(output.request_id)
         part = progress.unfinished.pop(output.request_id)
-        has_failed = output.outputs[0].finish_reason != "length"
+        has_failed = output.outputs[0].finish_reason not in ("length", "stop")
         now = time.monotonic() - self._start
         if part == "alone":
             if has_failed:

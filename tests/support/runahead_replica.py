@@ -181,6 +181,14 @@ class Replica:
         self._released.clear()
         KVBlocks.gather = gather  # type: ignore[method-assign]
 
+    def break_step(self) -> None:
+        """The engine's next steps raise."""
+
+        def step() -> None:
+            raise RuntimeError("a fault on purpose")
+
+        self._engine.step = step
+
     def heal(self) -> None:
         self._released.set()
         KVBlocks.gather, KVBlocks.scatter = _gather, _scatter  # type: ignore[method-assign]

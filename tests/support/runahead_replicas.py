@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -77,6 +78,11 @@ class Replicas:
         self._folder, self._model = folder, model
         self._alive: list[Replica] = []
         self._running: object = None
+
+    @property
+    def end_token(self) -> int:
+        """That the model ends a text with."""
+        return int(json.loads((self._model / "config.json").read_text())["eos_token_id"])
 
     def chain(self, world_size: int, *changes: dict[str, Any], **common: Any) -> list[Replica]:
         """Engines that form a chain, with empty caches: those of the last call, if it was for the

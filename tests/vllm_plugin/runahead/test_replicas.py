@@ -130,6 +130,20 @@ def test_what_is_cached_already_is_not_computed_again(replicas: Replicas) -> Non
         check_members(replica, [first, longer], expected)
 
 
+def test_a_prefix_after_which_the_model_would_end_is_like_others(replicas: Replicas) -> None:
+    chain = replicas.chain(2, max_num_batched_tokens=416)
+    candidates = [Group(100 + idx, (32, 64)) for idx in range(120)]
+    first = chain[0].call("generate", [group.prefix for group in candidates], max_tokens=1)
+    end = replicas.end_token
+    ending = [
+        group for group, output in zip(candidates, first, strict=True) if output["tokens"] == [end]
+    ]
+    assert ending
+    assert chain[0].call("forget")
+    for outcomes in phase(chain, ending[:3]):
+        assert {each["failure"] for each in outcomes} == {None}
+
+
 @pytest.mark.parametrize(
     ("split", "reason"),
     [
@@ -235,6 +249,19 @@ def test_after_a_fault_every_replica_computes_what_it_lacks(
         check_members(replica, groups, expected)
     # What was whole before the fault stays.
     assert outcomes[2][0]["num_received_tokens"] == 576
+
+
+def test_a_replica_whose_engine_fails_leaves_nobody_waiting(replicas: Replicas) -> None:
+    chain = replicas.chain(2)
+    group = Group(0, (320, 352))
+    (expected,) = alone(chain[1], [group])
+    replicas.spoil()
+    chain[0].call("break_step")
+    failed, outcomes = phase(chain, [group])
+    assert isinstance(failed, ReplicaError)
+    assert failed.message == "a fault on purpose"
+    assert "Timed out" not in outcomes[0]["failure"]
+    check_members(chain[1], [group], [expected])
 
 
 def test_a_policy_that_leaves_lost_blocks_in_the_cache_is_refused(replicas: Replicas) -> None:
