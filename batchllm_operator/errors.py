@@ -110,6 +110,16 @@ class EngineError(BatchLLMError):
     """The inference engine can't start, or died and could not be revived."""
 
 
+class RunaheadError(EngineError):
+    """Replicas that share a prefill can't, or can no longer, hand KV to one another."""
+
+
+class RunaheadMismatchError(RunaheadError):
+    """Replicas that were to share a prefill differ in model, precision, KV layout or version."""
+
+    exit_code = ExitCode.INVALID
+
+
 class Interrupted(KeyboardInterrupt):
     """The command was asked to stop by a signal. Finished parts are kept.
 

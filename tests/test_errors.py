@@ -13,6 +13,8 @@ CODES = {
     "BatchLLMError": 1,
     "StorageError": 1,
     "EngineError": 1,
+    "RunaheadError": 1,
+    "RunaheadMismatchError": 2,
     "SpecError": 2,
     "TableError": 2,
     "KeyColumnError": 2,

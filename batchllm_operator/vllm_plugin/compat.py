@@ -107,9 +107,38 @@ def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 def layer_kv_cache(layer: Any) -> Tensor:
     """A layer's KV cache; some versions keep a list, of one for each virtual engine."""
-    cache: Any = layer.kv_cache
+    return as_kv_cache(layer.kv_cache)
+
+
+def as_kv_cache(cache: Any) -> Tensor:
+    """A layer's KV cache as connectors are given it; some versions give a list."""
     tensor: Tensor = cache[0] if isinstance(cache, list | tuple) else cache
     return tensor
+
+
+def attention_by_layer(vllm_config: Any) -> dict[str, str]:
+    """What computes attention, by layer: the backend, and on a CPU the instructions it uses.
+
+    Both decide how keys and values lie inside a block.
+    """
+    found = {}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if hasattr(layer, "impl") and hasattr(layer, "get_attn_backend"):
+            backend = layer.get_attn_backend()
+            found[name] = f"{backend.get_name()} {getattr(layer, 'isa', '')}".strip()
+    return found
+
+
+def writes_kv_before_attention(vllm_config: Any) -> bool:
+    """Whether a layer's keys and values are in its KV cache when its attention begins.
+
+    Otherwise the backend writes them while it computes.
+    """
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = [layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend")]
+    return bool(backends) and not any(
+        getattr(backend, "forward_includes_kv_cache_update", True) for backend in backends
+    )
 
 
 def forget_chosen_backends() -> None:

@@ -21,7 +21,6 @@ import json
 import os
 import subprocess
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from batchllm_operator.engine import EngineJob, EngineRequest
 from batchllm_operator.vllm_plugin.hints import RequestHints
+from benchmarks.drawn_weights import LOAD_FORMAT, register_loader
 from benchmarks.end_to_end.engine_run import Prompts, Task, make_spec
 from benchmarks.end_to_end.models import MODELS, max_model_len
 from benchmarks.end_to_end.policies import POLICIES
@@ -47,8 +47,6 @@ COMPARED: Final = (
     ("batchllm", "default"),
 )
 _NUM_LOGPROBS: Final = 8
-_LOAD_FORMAT: Final = "batchllm_drawn"
-_WEIGHTS_STD: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,35 +167,6 @@ def generate(task: Task, workload: str) -> Outputs:
     )
 
 
-def register_loader() -> None:
-    """Make vLLM know the load format that has weights of `draw_weights`."""
-    from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
-
-    @register_model_loader(_LOAD_FORMAT)
-    class Loader(BaseModelLoader):
-        def download_model(self, model_config: Any) -> None:
-            """There is nothing to download."""
-
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            draw_weights(model)
-
-
-def draw_weights(model: Any) -> None:
-    """Matrices from a normal distribution, the same ones each time; norms of 1, biases of 0.
-
-    Args:
-        model: a torch module, which is changed.
-    """
-    import torch
-
-    for name, weights in model.named_parameters():
-        if weights.dim() > 1:
-            generator = torch.Generator(weights.device).manual_seed(zlib.crc32(name.encode()))
-            weights.data.normal_(0.0, _WEIGHTS_STD, generator=generator)
-        else:
-            weights.data.fill_(1.0 if "norm" in name else 0.0)
-
-
 def _add(llm: Any, request: EngineRequest, output_tokens: int) -> None:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -300,7 +269,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.one:
         policy, settings = args.one
-        extra_args = {**args.engine.get("extra_args", {}), "load_format": _LOAD_FORMAT}
+        extra_args = {**args.engine.get("extra_args", {}), "load_format": LOAD_FORMAT}
         engine = {**args.engine, "extra_args": extra_args}
         task = Task(policy, settings, (), "", args.model, args.share, args.seed, engine=engine)
         generate(task, args.workload).save(outputs_file(args, policy, settings))

@@ -46,6 +46,7 @@ CONFIG = "vllm.config"
 KV = "vllm.v1.kv_cache_interface"
 ATTENTION = "vllm.v1.attention.backend"
 BACKENDS = "vllm.v1.attention.backends.registry"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 CACHE_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")
 
 CALLS = (
@@ -184,6 +185,25 @@ CALLS = (
         (*CACHE_WRITE, "k_scale", "v_scale"),
     ),
     Call("vllm.v1.engine.llm_engine:LLMEngine.collective_rpc", ("method",)),
+    # the KV connector's overrides
+    Call(CONNECTOR, ("vllm_config", "role", "kv_cache_config")),
+    Call(f"{CONNECTOR}.get_num_new_matched_tokens", ("request", "num_computed_tokens")),
+    Call(f"{CONNECTOR}.update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
+    Call(f"{CONNECTOR}.build_connector_meta", ("scheduler_output",)),
+    Call(f"{CONNECTOR}.update_connector_output", ("connector_output",)),
+    Call(f"{CONNECTOR}.request_finished", ("request", "block_ids")),
+    Call(f"{CONNECTOR}.register_kv_caches", ("kv_caches",)),
+    Call(f"{CONNECTOR}.bind_connector_metadata", ("connector_metadata",)),
+    Call(f"{CONNECTOR}.start_load_kv", ("forward_context",)),
+    Call(f"{CONNECTOR}.wait_for_layer_load", ("layer_name",)),
+    Call(f"{CONNECTOR}.save_kv_layer", ("layer_name", "kv_layer", "attn_metadata")),
+    Call(f"{CONNECTOR}.wait_for_save"),
+    Call(f"{CONNECTOR}.get_finished", ("finished_req_ids",)),
+    Call(f"{CONNECTOR}.get_block_ids_with_load_errors"),
+    Call(f"{CONNECTOR}.requires_piecewise_for_cudagraph", ("extra_config",)),
+    Call(f"{CONNECTOR}.shutdown"),
+    Call(f"{CORE}.kv_cache_manager:KVCacheBlocks.get_block_ids"),
+    Call("vllm.v1.worker.worker_base:WorkerBase.get_model"),
     Call("vllm:EngineArgs", keywords=("model", "attention_backend")),
 )
 

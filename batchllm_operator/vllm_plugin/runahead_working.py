@@ -1,0 +1,162 @@
+"""KV-Runahead in vLLM's worker: moves KV while steps run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
+from batchllm_operator.vllm_plugin.runahead_chain import Chain
+from batchllm_operator.vllm_plugin.runahead_links import Load, Send, mark
+from batchllm_operator.vllm_plugin.runahead_plan import ChainLimits
+from batchllm_operator.vllm_plugin.runahead_scheduling import RunaheadMetadata, StepLoad, StepSend
+
+
+class Working:
+    """The half in the worker: moves KV while steps run."""
+
+    def __init__(self, limits: ChainLimits) -> None:
+        self.limits = limits
+        self.blocks: KVBlocks | None = None
+        self.writes_first = False
+        """Whether a layer's own keys and values are in the cache before its attention runs."""
+        self.chain: Chain | None = None
+        self._waited_for: list[Load] = []
+        self._sends: list[StepSend] = []
+        self._reported: dict[str, Load] = {}
+        self._unsent: dict[str, _Unsent] = {}
+        self._finished: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._reported and not any(map(self._is_sending, self._unsent))
+
+    def begin_step(self, step: RunaheadMetadata) -> None:
+        self._waited_for, self._sends = [], step.sends
+        if not (step.loads or step.sends or step.failure):
+            return
+        if step.failure is not None and self.chain is not None:
+            self.chain.fail(step.failure)
+        for send in step.sends:
+            self._unsent[send.request_id] = _Unsent(self._blocks.num_layers)
+        for each in step.loads:
+            self._begin_load(each)
+
+    def before_attention(self, layer_name: str) -> None:
+        """Wait for what the layer's attention reads; hand it on with the layer's own."""
+        if not self._waited_for and not self._sends:
+            return
+        layer_idx = self._blocks.layer_idxs.get(layer_name)
+        if layer_idx is None:
+            return
+        for load in self._waited_for:
+            load.wait(layer_idx)
+        if self.writes_first:
+            self._send_layer(layer_idx)
+
+    def after_attention(self, layer_name: str) -> None:
+        if self._sends and not self.writes_first:
+            layer_idx = self._blocks.layer_idxs.get(layer_name)
+            if layer_idx is not None:
+                self._send_layer(layer_idx)
+
+    def end_step(self) -> None:
+        """Find out which blocks of the step hold no KV."""
+        for load in self._waited_for:
+            if not load.is_done and self.chain is not None:
+                self.chain.fail("the step ended before all layers had come")
+            if load.has_failed:
+                self._invalid_blocks.update(load.block_ids)
+        self._waited_for, self._sends = [], []
+
+    def take_finished(self, finished_request_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Requests whose blocks are no longer needed for sends, and those whose loads are done.
+
+        A request that ended while it loaded is told of once, when it neither loads nor sends.
+        """
+        self._finished |= finished_request_ids & (self._unsent.keys() | self._reported.keys())
+        sent, loaded = set(), set()
+        for request_id, load in list(self._reported.items()):
+            ended = request_id in self._finished
+            if not load.is_done or (ended and self._is_sending(request_id)):
+                continue
+            loaded.add(request_id)
+            del self._reported[request_id]
+            if load.has_failed:
+                self._invalid_blocks.update(load.block_ids)
+            if ended or load.has_failed:  # the scheduler ends what has failed
+                self._forget(request_id)
+        for request_id in list(self._finished):
+            if request_id not in self._reported and not self._is_sending(request_id):
+                sent.add(request_id)
+                self._forget(request_id)
+        return sent, loaded
+
+    def take_invalid_blocks(self) -> set[int]:
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def close(self) -> None:
+        if self.chain is not None:
+            self.chain.close()
+
+    @property
+    def _blocks(self) -> KVBlocks:
+        assert self.blocks is not None  # vLLM registers them before the first step
+        return self.blocks
+
+    def _begin_load(self, step: StepLoad) -> None:
+        blocks, passed_on = self._blocks, step.passed_on
+        if passed_on is not None:
+            self._unsent[step.request_id] = _Unsent(blocks.num_layers)
+        load = Load(
+            step.extent,
+            step.num_blocks,
+            step.block_ids,
+            blocks.num_layers,
+            partial(self._send, passed_on) if passed_on is not None else None,
+            mark(blocks.device),
+        )
+        if step.is_waited_for:
+            self._waited_for.append(load)
+        if step.is_reported:
+            self._reported[step.request_id] = load
+        if self.chain is None:
+            load.fail()
+        else:
+            self.chain.load(step.way, load)
+
+    def _send_layer(self, layer_idx: int) -> None:
+        for send in self._sends:
+            self._send(send, layer_idx)
+
+    def _send(self, send: StepSend, layer_idx: int) -> None:
+        """Called by the thread that computes, and by those that receive."""
+        chain = self.chain
+        if chain is None or chain.failure is not None:
+            return
+        on_sent = self._unsent[send.request_id].on_sent
+        written = mark(self._blocks.device)
+        chain.send(send.way, Send(send.extent, layer_idx, send.block_ids, on_sent, written))
+
+    def _is_sending(self, request_id: str) -> bool:
+        if self.chain is None or self.chain.failure is not None:
+            return False
+        unsent = self._unsent.get(request_id)
+        return unsent is not None and unsent.num_layers > 0
+
+    def _forget(self, request_id: str) -> None:
+        self._finished.discard(request_id)
+        self._unsent.pop(request_id, None)
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """What of a request hasn't been sent; counted down by the one thread that sends it."""
+
+    num_layers: int
+
+    def on_sent(self) -> None:
+        self.num_layers -= 1

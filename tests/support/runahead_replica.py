@@ -1,0 +1,212 @@
+"""Run as a script: one replica of a chain, an engine that does what another process asks.
+
+    python -m support.runahead_replica DESCRIPTOR
+
+Through that end of a pipe come calls, `(method, arguments, options)`, or None for the end. The
+answers are `("ok", result)` or `("error", class, message)`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="CRITICAL",
+    OMP_NUM_THREADS="1",
+)
+
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
+from vllm.sampling_params import RequestOutputKind
+
+from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
+from batchllm_operator.vllm_plugin.runahead_phase import open_chain, run_prefill_phase
+from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings, RunaheadGroup
+
+gc.collect()
+gc.freeze()  # a million objects of imports: vLLM looks through all of them at each start and end
+_gather, _scatter = KVBlocks.gather, KVBlocks.scatter
+
+
+class Replica:
+    """What can be asked."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._num_computed = 0
+        self._released = threading.Event()
+
+    def start(
+        self,
+        rank: int,
+        world_size: int,
+        store: str,
+        model: str,
+        policy: str = "fail",
+        layer_timeout_s: float = 60.0,
+        **changes: Any,
+    ) -> None:
+        """A new engine, in place of the last one."""
+        self.stop()
+        self.heal()
+        settings = ChainSettings(
+            rank,
+            world_size,
+            store,
+            connect_timeout_s=120,
+            start_timeout_s=60,
+            layer_timeout_s=layer_timeout_s,
+        )
+        transfer = {**settings.to_kv_transfer_config(), "kv_load_failure_policy": policy}
+        args: dict[str, Any] = {
+            "model": model,
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 1 << 27,
+            "block_size": 32,
+            "enforce_eager": True,
+            "max_num_seqs": 16,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 512,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "enable_prefix_caching": True,
+            "kv_transfer_config": transfer,
+            **changes,
+        }
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**args))
+        self._num_computed = 0
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        schedule = scheduler.schedule
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._num_computed += output.total_num_scheduled_tokens
+            return output
+
+        scheduler.schedule = counted
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+            self._engine = None
+        ensure_kv_transfer_shutdown()  # of an engine that couldn't start, too
+        cleanup_dist_env_and_memory()
+
+    def open(self) -> None:
+        open_chain(self._engine)
+
+    def phase(
+        self, groups: Sequence[tuple[int, list[int], tuple[int, ...]]], **options: Any
+    ) -> list[dict[str, Any]]:
+        """Outcomes of the groups' (id, prefix, split)."""
+        given = [RunaheadGroup(*group) for group in groups]
+        return [asdict(outcome) for outcome in run_prefill_phase(self._engine, given, **options)]
+
+    def generate(self, prompts: Sequence[list[int]], max_tokens: int = 12) -> list[dict[str, Any]]:
+        """Greedy tokens, their log-probabilities, and how much of each prompt was cached."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        for idx, prompt in enumerate(prompts):
+            self._engine.add_request(str(idx), {"prompt_token_ids": prompt}, params)
+        found: dict[str, Any] = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                tokens = list(output.outputs[0].token_ids)
+                logprobs = [
+                    each[token].logprob
+                    for each, token in zip(output.outputs[0].logprobs, tokens, strict=True)
+                ]
+                found[output.request_id] = {
+                    "tokens": tokens,
+                    "logprobs": logprobs,
+                    "num_cached": output.num_cached_tokens,
+                }
+        return [found[str(idx)] for idx in range(len(prompts))]
+
+    def forget(self) -> bool:
+        """Empty the prefix cache, and count from 0. Whether nothing held its blocks."""
+        if not self._engine.reset_prefix_cache():
+            self.generate([[300]], 1)  # some versions free what was sent in the next step only
+            self._engine.reset_prefix_cache()
+        is_empty = self._engine.reset_prefix_cache()
+        self._num_computed = 0
+        return bool(is_empty)
+
+    def take_num_computed(self) -> int:
+        """Tokens that steps were given since this was last asked."""
+        number, self._num_computed = self._num_computed, 0
+        return number
+
+    def send_late(self) -> None:
+        """As where attention writes its own keys and values: a layer is sent after it."""
+        get_kv_transfer_group().working.writes_first = False
+
+    def zero_received(self) -> None:
+        """From now on zeros are written in place of the KV that comes."""
+
+        def scatter(blocks: Any, layer_idx: int, block_ids: Any, payload: Any) -> None:
+            _scatter(blocks, layer_idx, block_ids, payload.zero_())
+
+        KVBlocks.scatter = scatter  # type: ignore[method-assign]
+
+    def fail_at_message(self, number: int, how: str) -> None:
+        """At the so-manieth message to be sent, from 0: `die`, `stall` until `heal`, or `raise`."""
+        count = iter(range(1 << 30))
+
+        def gather(*args: Any) -> None:
+            if next(count) < number:
+                _gather(*args)
+            elif how == "die":
+                os._exit(9)
+            elif how == "stall":
+                self._released.wait()
+            else:
+                raise RuntimeError("a fault on purpose")
+
+        self._released.clear()
+        KVBlocks.gather = gather  # type: ignore[method-assign]
+
+    def break_step(self) -> None:
+        """The engine's next steps raise."""
+
+        def step() -> None:
+            raise RuntimeError("a fault on purpose")
+
+        self._engine.step = step
+
+    def heal(self) -> None:
+        self._released.set()
+        KVBlocks.gather, KVBlocks.scatter = _gather, _scatter  # type: ignore[method-assign]
+
+
+def main(descriptor: str) -> None:
+    replica = Replica()
+    with Connection(int(descriptor)) as calls:
+        while (call := calls.recv()) is not None:
+            method, args, options = call
+            answer: tuple[Any, ...]
+            try:
+                answer = ("ok", getattr(replica, method)(*args, **options))
+            except Exception as error:  # noqa: BLE001 (the test's to judge)
+                answer = ("error", type(error).__name__, str(error))
+            calls.send(answer)
+        replica.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
