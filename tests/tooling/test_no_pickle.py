@@ -119,6 +119,8 @@ USERS_OF_PROCESSES = {
     "kernels/batchllm_kernels/compile.py",
     "kernels/batchllm_kernels/tuning/candidates.py",
     "benchmarks/planner.py",
+    "benchmarks/runahead/__main__.py",  # settings so; what is said afterwards is JSON
+    "benchmarks/runahead/replica.py",
     "benchmarks/scheduler.py",
 }
 
