@@ -263,7 +263,7 @@ class _EngineSession(_Session):
             "attention": _attention_backends(self._engine.llm_engine),
             **_config_facts(config),
         }
-        self._facts["doubts"] = _doubts(self._facts, current_platform_is_cuda())
+        self._facts["doubts"] = baseline_doubts(self._facts, current_platform_is_cuda())
 
     def close(self) -> None:
         self._engine.close()
@@ -370,7 +370,7 @@ def current_platform_is_cuda() -> bool:
     return bool(current_platform.is_cuda())
 
 
-def _doubts(facts: Mapping[str, Any], is_cuda: bool) -> list[str]:
+def baseline_doubts(facts: Mapping[str, Any], is_cuda: bool) -> list[str]:
     """What vLLM could do better on a GPU than it does: reasons not to call it the best baseline."""
     if not is_cuda:
         return []

@@ -563,10 +563,10 @@ def test_an_engine_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_a_baseline_that_is_not_the_best_is_doubted(changes: Any, doubt: str | None) -> None:
     facts = row("case_1", "stock_sorted", 1.0, **changes)
-    found = engine_run._doubts(facts, True)
+    found = engine_run.baseline_doubts(facts, True)
     assert len(found) == (doubt is not None)
     assert doubt is None or doubt in found[0]
-    assert engine_run._doubts(facts, False) == []
+    assert engine_run.baseline_doubts(facts, False) == []
 
 
 def test_a_profile_is_of_its_subject() -> None:
