@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +29,7 @@ from typing import Any
 from benchmarks.end_to_end.engine_run import Task, read_rows
 from benchmarks.end_to_end.models import MODELS, TINY
 from benchmarks.end_to_end.policies import NO_CASCADE, POLICIES
+from benchmarks.end_to_end.processes import run_logged
 from benchmarks.end_to_end.targets import Summary, as_json, speedups, summarize, targets
 from benchmarks.provenance import provenance_of_another_process
 from benchmarks.workloads import WORKLOADS, least_prefill_tokens, scaled, shrunk
@@ -214,28 +213,12 @@ def missing_runs(
 def run_engine(task: Task, folder: Path) -> str | None:
     """One engine in a process of its own, its output in a log; returns why it failed, if it did."""
     log = folder / f"{task.model}-{task.policy}-{task.settings}.log"
-    timeout = None if task.budget_s is None else task.budget_s + _KILL_AFTER_S
+    timeout_s = None if task.budget_s is None else task.budget_s + _KILL_AFTER_S
     command = [sys.executable, "-P", "-m", "benchmarks.end_to_end.one_engine", task.to_json()]
-    environment = os.environ | POLICIES[task.policy].environment
-    with log.open("w", encoding="utf-8") as file:
-        try:
-            done = subprocess.run(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                timeout=timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            time.sleep(_SETTLE_S)
-            return f"killed {_KILL_AFTER_S:.0f} s after its time was up; see {log.name}"
-    if done.returncode == 0:
-        return None
-    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if lines and NO_CASCADE in lines[-1]:
-        return NO_CASCADE
-    return f"exit code {done.returncode}; {log.name} ends with: {lines[-1][:300] if lines else ''}"
+    reason = run_logged(command, log, POLICIES[task.policy].environment, timeout_s)
+    if reason and reason.startswith("killed"):
+        time.sleep(_SETTLE_S)
+    return NO_CASCADE if reason and NO_CASCADE in reason else reason
 
 
 def print_tables(summaries: Sequence[Summary]) -> None:

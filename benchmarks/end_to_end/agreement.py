@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +33,7 @@ from benchmarks.drawn_weights import LOAD_FORMAT, register_loader
 from benchmarks.end_to_end.engine_run import Prompts, Task, make_spec
 from benchmarks.end_to_end.models import MODELS, max_model_len
 from benchmarks.end_to_end.policies import POLICIES
+from benchmarks.end_to_end.processes import run_logged
 from benchmarks.end_to_end.requests import make_requests
 from benchmarks.provenance import code_digest, provenance_of_another_process
 from benchmarks.workloads import WORKLOADS
@@ -217,19 +216,8 @@ def run_engine(args: argparse.Namespace, policy: str, settings: str) -> str | No
         return None
     log = args.out / f"agreement-{policy}-{settings}.log"
     command = [sys.executable, "-P", "-m", "benchmarks.end_to_end.agreement", *sys.argv[1:]]
-    with log.open("w", encoding="utf-8") as file:
-        try:
-            done = subprocess.run(
-                [*command, "--one", policy, settings],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | POLICIES[policy].environment,
-                timeout=args.timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"killed after {args.timeout_s:.0f} s; see {log.name}"
-    return f"exit code {done.returncode}; see {log.name}" if done.returncode else None
+    environment = POLICIES[policy].environment
+    return run_logged([*command, "--one", policy, settings], log, environment, args.timeout_s)
 
 
 def report_of(

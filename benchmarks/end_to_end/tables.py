@@ -95,9 +95,11 @@ def _measured_with(results: Results, model: str) -> str:
     if found is None:
         return f"{model}: nothing has been measured on a GPU yet."
     versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items())
+    doubts = f" Doubts: {'; '.join(found['doubts'])}." if found["doubts"] else ""
     return (
         f"{model}'s shape with random weights on {found['device']}, {versions},"
         f" driver {found.get('driver')}, commit {str(found['git_sha'])[:10]}."
+        f"{doubts}"
     )
 
 

@@ -428,6 +428,7 @@ def reported(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
         "rows": targets.as_json(summaries),
         "targets": [],
         "missing": NO_CASCADE,
+        "doubts": ["stock_sorted: no CUDA graphs"],
         "device": "NVIDIA H100 80GB HBM3",
         "driver": "1",
         "versions": {"vllm": "0.25.0"},
@@ -450,6 +451,7 @@ def test_tables_show_cases_that_are_lost() -> None:
     assert "| case_1 | stock_sorted (default settings) | 20.00 (one run) | 1.00x |" in text
     assert "| case_1: requests/s over stock sorted | batchllm | 1.15 | 0.525 | **no** |" in text
     assert "| paper: BatchLLM | 12.85 | 1.31x |" in text
+    assert "Doubts: stock_sorted: no CUDA graphs." in text
     assert "| case_2 | batchllm | not measured | not measured |" in text
 
 
@@ -539,16 +541,19 @@ def test_whatever_was_not_measured_is_missing_with_the_reason() -> None:
     }
 
 
-def test_an_engine_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs_is_killed_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(main, "_KILL_AFTER_S", 0.0)
     monkeypatch.setattr(main, "_SETTLE_S", 0.0)
-    task = main.Task(
-        "stock_sorted", "default", [("case_1", 0)], str(tmp_path / "rows"), budget_s=0.5
-    )
+    runs = [("case_1", 0)]
+    task = main.Task("stock_sorted", "default", runs, str(tmp_path / "rows"), budget_s=5.0)
     monkeypatch.setattr(main.sys, "executable", str(tmp_path / "hang"))
-    (tmp_path / "hang").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "hang").write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{tmp_path}/pid\nwait\n")
     (tmp_path / "hang").chmod(0o755)
-    assert "killed" in main.run_engine(task, tmp_path)
+    assert main.run_engine(task, tmp_path).startswith("killed after 5 s")
+    status = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.parametrize(
