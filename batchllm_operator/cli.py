@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import os
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 # Each command imports its stage when it runs, so that --help and schema answer at once.
 
 RESULT_VERSION: Final = 1
-_PR_SET_PDEATHSIG: Final = 1
 _log = logging.getLogger("batchllm_operator")
 
 Result = Mapping[str, Any]
@@ -78,7 +76,13 @@ def _main(argv: Sequence[str] | None) -> int:
     if not sys.warnoptions:  # libraries warn their developers; -W and PYTHONWARNINGS bring it back
         warnings.simplefilter("ignore")
     if getattr(args, "die_with_parent", None) is not None:
-        _die_with_parent(args.die_with_parent)
+        from batchllm_operator.engine.lifeline import die_with_parent
+
+        try:
+            die_with_parent(args.die_with_parent)
+        except ProcessLookupError as error:
+            print(f"{ERROR_MARK}{error}", file=sys.stderr)
+            return ExitCode.FAILURE
     _stop_on_signals()
     try:
         result = args.command(args)
@@ -406,16 +410,6 @@ def _stop_on_signals() -> None:
 
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, stop)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, even by SIGKILL (Linux)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it ended before the kernel was told
-        print(f"{ERROR_MARK}process {parent_pid} isn't the parent (any more)", file=sys.stderr)
-        sys.exit(ExitCode.FAILURE)
 
 
 if __name__ == "__main__":

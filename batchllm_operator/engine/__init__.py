@@ -6,6 +6,8 @@ from itertools import count
 
 from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.engine.protocol import (
+    ChainedGroup,
+    ChainJob,
     Engine,
     EngineDiedError,
     EngineJob,
@@ -18,6 +20,8 @@ from batchllm_operator.spec import JobSpec
 _log = logging.getLogger(__name__)
 
 __all__ = [
+    "ChainJob",
+    "ChainedGroup",
     "Engine",
     "EngineDiedError",
     "EngineJob",
@@ -42,6 +46,8 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
         from batchllm_operator.engine.fake import FakeEngine
 
         return IsolatingEngine(lambda: FakeEngine(spec))
+    if spec.engine.replicas > 1:
+        return _start_replicas(spec, job)
     _log.info("starting vLLM with model %s", spec.model.path)
     try:
         from batchllm_operator.engine.vllm_engine import VLLMEngine  # imports vLLM: seconds
@@ -55,5 +61,21 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
         # A later one gets what is left, and nobody knows how much that is.
         known = job if next(num_started) == 0 else replace(job, num_requests=None)
         return VLLMEngine(spec, known)
+
+    return IsolatingEngine(start)
+
+
+def _start_replicas(spec: JobSpec, job: EngineJob) -> Engine:
+    from batchllm_operator.engine.replicas import ReplicaEngines
+
+    _log.info("starting %d replicas of model %s", spec.engine.replicas, spec.model.path)
+    num_started = count()
+
+    def start() -> Engine:
+        # Later ones get what is left; and if a chain killed the first ones, it won't again.
+        is_first = next(num_started) == 0
+        return ReplicaEngines(
+            spec, job if is_first else replace(job, num_requests=None, chain=None)
+        )
 
     return IsolatingEngine(start)

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from batchllm_operator.engine.chain_profile import ChainProfile
 from batchllm_operator.engine.device_profile import ProfileStore
 from batchllm_operator.errors import EngineError
 from batchllm_operator.vllm_plugin.hints import StepCost
+from batchllm_operator.vllm_plugin.runahead_plan import RunaheadGroup
 
 ENGINE_ERROR: Final = "engine_error"
+
+
+@dataclass(frozen=True, slots=True)
+class ChainedGroup:
+    """A group whose prefix all replicas compute together."""
+
+    prefix: RunaheadGroup
+    num_members: int
+    """Requests with its group_id that the engine will be given."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainJob:
+    """What replicas that can compute prefixes together are asked to (ADR 26)."""
+
+    groups: tuple[ChainedGroup, ...] = ()
+    """In the order in which their requests come."""
+    keep_profile: Callable[[ChainProfile], None] | None = None
+    """Takes what the chain was measured at; None: it isn't measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +49,11 @@ class EngineJob:
     """Remembers profiles of devices; without it, every engine makes its own."""
     trace_folder: Path | None = None
     """Local folder for traces of the engine's steps, a Parquet file for each engine; None for
-    none."""
+    none. Traces of replicas but the first are in folders of their own there."""
+    spread_groups: frozenset[int] = frozenset()
+    """Groups whose requests are for all replicas in turn; the others each for one of them."""
+    chain: ChainJob | None = None
+    """None: replicas don't compute prefixes together."""
 
 
 @dataclass(frozen=True, slots=True)

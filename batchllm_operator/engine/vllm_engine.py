@@ -27,6 +27,7 @@ from batchllm_operator.engine.protocol import (
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
 
 # Read by vLLM when it is imported. The first is what this module is about; the others keep a
 # batch job from phoning home and from filling the task log. A user's own setting wins.
@@ -69,18 +70,26 @@ _MAX_ERROR_CHARS: Final = 400
 class VLLMEngine:
     """vLLM's engine, fed in plan order with prefix caching on, under our scheduler.
 
+    Args:
+        spec: the job's.
+        job: what it is started for.
+        chain: its place among replicas that compute prefixes together; None for none.
+
     Raises:
         SpecError: vLLM has no argument that `engine.extra_args` names, or refuses a setting, or
             `engine.attention` doesn't take the model.
         EngineError: vLLM can't start.
     """
 
-    def __init__(self, spec: JobSpec, job: EngineJob) -> None:
+    def __init__(self, spec: JobSpec, job: EngineJob, chain: ChainSettings | None = None) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
+        if chain is not None:
+            self._args["kv_transfer_config"] = chain.to_kv_transfer_config()
         with attention_chosen(spec.engine.attention):
             self._start(spec, self._args)
         config = self._engine.vllm_config
-        self._max_in_flight = _LOOK_AHEAD * int(config.scheduler_config.max_num_seqs)
+        self.max_in_flight = _LOOK_AHEAD * int(config.scheduler_config.max_num_seqs)
+        self._in_flight: dict[str, EngineRequest] = {}
         self._scheduler = _our_scheduler(self._engine)
         self._begin(job)
 
@@ -110,7 +119,18 @@ class VLLMEngine:
             profile = _profile(self._spec, job, self._args, self._engine, self._scheduler)
             config = self._engine.vllm_config.additional_config
             wanted = SchedulerSettings.from_additional_config(config)
-            self._scheduler.begin(_settings(job, profile, wanted))
+            self._trace_folder = job.trace_folder
+            self._settings = _settings(job, profile, wanted)
+            self._begin_schedule(self._settings)
+
+    def _begin_schedule(self, settings: SchedulerSettings) -> None:
+        """Start the scheduler afresh, with a trace of its own."""
+        assert self._scheduler is not None
+        folder = self._trace_folder
+        if folder is not None and settings.trace_path is None:
+            path = folder / f"engine-{len(list(folder.glob('*.parquet'))):03d}.parquet"
+            settings = replace(settings, trace_path=str(path))
+        self._scheduler.begin(settings)
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
         try:
@@ -137,31 +157,62 @@ class VLLMEngine:
             raise
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-        in_flight: dict[str, EngineRequest] = {}
         exhausted = False
         while True:
-            while not exhausted and len(in_flight) < self._max_in_flight:
+            while not exhausted and len(self._in_flight) < self.max_in_flight:
                 request = next(requests, None)
                 if request is None:
                     exhausted = True
                     break
-                refusal = self._accept(request)
-                if refusal is None:
-                    in_flight[str(request.request_idx)] = request
-                else:
+                refusal = self.add(request)
+                if refusal is not None:
                     yield refusal
-            if not in_flight:
+            if not self._in_flight:
                 return
-            try:
-                finished = [output for output in self._engine.step() if output.finished]
-            # A step that fails leaves vLLM's state unknown, whatever the error was.
-            except Exception as error:
-                _log.debug("an engine step failed", exc_info=error)
-                # The frames hold the dead engine and its memory, which the next one will need.
-                traceback.clear_frames(error.__traceback__)
-                raise EngineDiedError(_one_line(error), list(in_flight.values())) from error
-            for output in finished:
-                yield _convert(in_flight.pop(output.request_id), output)
+            yield from self.step()
+
+    @property
+    def device_name(self) -> str:
+        """What vLLM calls the device that it runs on."""
+        return str(current_platform.get_device_name())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were added and have no output yet."""
+        return len(self._in_flight)
+
+    def add(self, request: EngineRequest) -> EngineOutput | None:
+        """Take a request; its output, with the reason, if vLLM refuses it."""
+        refusal = self._accept(request)
+        if refusal is None:
+            self._in_flight[str(request.request_idx)] = request
+        return refusal
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step of vLLM's; what it has finished.
+
+        Raises:
+            EngineDiedError: it failed.
+        """
+        try:
+            finished = [output for output in self._engine.step() if output.finished]
+        # A step that fails leaves vLLM's state unknown, whatever the error was.
+        except Exception as error:
+            _log.debug("an engine step failed", exc_info=error)
+            # The frames hold the dead engine and its memory, which the next one will need.
+            traceback.clear_frames(error.__traceback__)
+            raise EngineDiedError(_one_line(error), list(self._in_flight.values())) from error
+        return [_convert(self._in_flight.pop(output.request_id), output) for output in finished]
+
+    @contextmanager
+    def unpaced(self) -> Iterator[Any]:
+        """vLLM's engine for prompts of others than the job, as they come; it has to be idle."""
+        if self._scheduler is None:
+            yield self._engine
+            return
+        self._scheduler.begin(SchedulerSettings(pace=False))
+        yield self._engine
+        self._begin_schedule(self._settings)
 
     @property
     def llm_engine(self) -> Any:
@@ -245,7 +296,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     if engine.extra_args.get("data_parallel_size", 1) != 1:
         raise SpecError(
             "engine.extra_args: data_parallel_size must be 1; for more engines, raise"
-            " planner.num_shards and run a task for each"
+            " engine.replicas, or planner.num_shards and run a task for each"
         )
     args |= attention_args(spec, known)
     return {name: value for name, value in args.items() if value is not None} | dict(
@@ -299,10 +350,6 @@ def _settings(
 ) -> SchedulerSettings:
     """What the job and the device ask of the scheduler; what the user `wanted` wins."""
     settings = SchedulerSettings(num_requests=job.num_requests, step_cost=job.step_cost)
-    if job.trace_folder is not None:
-        num_before = len(list(job.trace_folder.iterdir()))
-        path = job.trace_folder / f"engine-{num_before:03d}.parquet"
-        settings = replace(settings, trace_path=str(path))
     if profile is not None:
         settings = replace(
             settings,

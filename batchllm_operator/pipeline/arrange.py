@@ -13,6 +13,7 @@ import numpy.typing as npt
 from batchllm_operator.pipeline.estimate import Target, work_costs
 from batchllm_operator.pipeline.group_lengths import hash_prefixes
 from batchllm_operator.pipeline.output_lengths import Learned, estimate_output_tokens
+from batchllm_operator.pipeline.replica_plan import ReplicaPlanner
 from batchllm_operator.planner import (
     PrefixGroups,
     RankedPrompts,
@@ -110,6 +111,7 @@ def write_shards(
     requests: Requests,
     arrangement: Arrangement,
     target: Target | None,
+    replicas: ReplicaPlanner | None,
     spool: Path,
 ) -> tuple[tuple[ShardInfo, ...], float]:
     """Deal the groups, in their order, out to shards of about equal work, and write these.
@@ -119,6 +121,7 @@ def write_shards(
         requests: its requests.
         arrangement: their groups.
         target: the GPU by whose time shards are balanced; None to balance by tokens.
+        replicas: places the groups of each shard; None with one replica.
         spool: the folder to write them in.
 
     Returns:
@@ -163,6 +166,15 @@ def write_shards(
                     num_parts=num_parts,
                     num_prefill_tokens=int(prefill[group_ids].sum()),
                     predicted_gpu_s=float(costs[group_ids].sum()) / 1e9 if target else None,
+                    replicas=replicas.place(
+                        taken,
+                        requests.lengths,
+                        arrangement.output_tokens,
+                        costs[group_ids],
+                        group_ids,
+                    )
+                    if replicas
+                    else None,
                 )
             )
     return tuple(shards), worst

@@ -108,7 +108,7 @@ def estimate_cost(
     requests: Requests,
     output_tokens: npt.NDArray[np.int64],
     groups: PrefixGroups,
-    num_shards: int,
+    num_engines: int,
 ) -> CostEstimate | None:
     """GPU time and price of the plan, and of the same rows each computed alone.
 
@@ -122,8 +122,8 @@ def estimate_cost(
     total = members.total() + prefixes.total()
     everything = prompt_work(lengths, output_tokens).total(num_rows)
     try:
-        planned = predict(total, model, gpu, limits, num_engines=num_shards)
-        alone = predict(everything, model, gpu, limits, num_engines=num_shards)
+        planned = predict(total, model, gpu, limits, num_engines=num_engines)
+        alone = predict(everything, model, gpu, limits, num_engines=num_engines)
     except PlanError as error:
         _log.info("GPU time isn't predicted: %s", error)
         return None

@@ -20,6 +20,7 @@ from batchllm_operator.pipeline.keys import check_keys
 from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.output_lengths import learn_output_lengths
 from batchllm_operator.pipeline.partition import output_schema
+from batchllm_operator.pipeline.replica_plan import ReplicaPlanner
 from batchllm_operator.pipeline.reuse import Reuse, find_indexes
 from batchllm_operator.pipeline.reuse_index import reuse_identity
 from batchllm_operator.pipeline.rows import Rows, read_rows
@@ -94,14 +95,15 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     tokenizer = load_tokenizer(spec, ds)
     gpu_target = find_target(spec)
+    replicas = ReplicaPlanner.of(spec, gpu_target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     try:
         with open_spool() as spool:
-            return _build(spec, ds, table, snapshot, tokenizer, gpu_target, budget, spool)
+            return _build(spec, ds, table, snapshot, tokenizer, gpu_target, replicas, budget, spool)
     except TokenIdsDifferError as error:  # it won't happen again
         _log.warning("%s: planning starts again", error)
     with open_spool() as spool:  # not above: the error holds what the first attempt had in memory
-        return _build(spec, ds, table, snapshot, tokenizer, gpu_target, budget, spool)
+        return _build(spec, ds, table, snapshot, tokenizer, gpu_target, replicas, budget, spool)
 
 
 def _build(
@@ -111,6 +113,7 @@ def _build(
     snapshot: Snapshot,
     tokenizer: Tokenizer,
     target: Target | None,
+    replicas: ReplicaPlanner | None,
     budget: MemoryBudget,
     spool: Path,
 ) -> StoredPlan:
@@ -145,7 +148,7 @@ def _build(
         learned = learn_output_lengths(spec, ds, budget)
         chosen = arrange(spec, requests, ranked, learned, target)
         sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
-        shards, unevenness = write_shards(spec, requests, chosen, target, spool)
+        shards, unevenness = write_shards(spec, requests, chosen, target, replicas, spool)
     counts = PlanCounts(
         num_rows=rows.num_rows,
         num_rejected_rows=rows.num_rejected,
@@ -187,7 +190,13 @@ def _build(
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,
         learned=by_length,
-        estimate=estimate_cost(target, requests, chosen.output_tokens, chosen.groups, len(shards)),
+        estimate=estimate_cost(
+            target,
+            requests,
+            chosen.output_tokens,
+            chosen.groups,
+            num_engines=len(shards) * spec.engine.replicas,
+        ),
         sharing=sharing,
         imbalance=unevenness,
         files=files,

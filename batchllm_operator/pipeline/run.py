@@ -29,6 +29,7 @@ from batchllm_operator.pipeline.live_progress import (
     live_progress,
 )
 from batchllm_operator.pipeline.parts import PartEntry, read_ledger, write_part
+from batchllm_operator.pipeline.replica_work import chain_job, first_groups, spread_groups
 from batchllm_operator.pipeline.shard_report import ShardReport, write_report
 from batchllm_operator.pipeline.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.pipeline.shard_work import ShardWork
@@ -36,7 +37,7 @@ from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_folder
 from batchllm_operator.pipeline.traces import traced
 from batchllm_operator.planner import matrix_seconds
-from batchllm_operator.planner.plan import PlanManifest
+from batchllm_operator.planner.plan import PlanManifest, ReplicaPlacement
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import JobSpec
@@ -78,8 +79,8 @@ def run_shard(
         plan_uri: where the plan lies.
         shard_idx: which of its shards, from 0.
         start: makes the engine.
-        num_gpus: GPUs that this process has been given, for `engine.tensor_parallel_size`; None
-            for what the spec says.
+        num_gpus: GPUs that this process has been given, for `engine.replicas` times
+            `engine.tensor_parallel_size`; None for what the spec says.
         drain: when it has begun, no further part is opened and the open ones are finished.
         observe: looks on while an attempt works, see `live_progress.Observe`.
 
@@ -173,9 +174,12 @@ def _generate(
     if not missing:
         return
     spec, shard = plan.manifest.spec, plan.manifest.shards[shard_idx]
-    work = ShardWork(file, missing, has_estimates=_has_estimates(spec))
+    placement = shard.replicas
+    work = ShardWork(
+        file, missing, has_estimates=_has_estimates(spec), first=first_groups(placement)
+    )
     with traced(run.attempt.folder) as trace_folder:
-        engine = start(_pin_revision(plan.manifest), _job(plan, work, trace_folder))
+        engine = start(_pin_revision(plan.manifest), _job(plan, work, placement, trace_folder))
         try:
             rows_before = sum(entry.num_rows for entry in entries.values())
             with Progress(f"shard {shard_idx}", shard.num_rows, initial=rows_before) as progress:
@@ -204,14 +208,22 @@ def _check_model(plan: StoredPlan) -> None:
 def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
     """The plan for `num_gpus`, which its spec may say too, or leave open."""
     engine = plan.manifest.spec.engine
-    if num_gpus is None or engine.tensor_parallel_size == num_gpus:
+    if num_gpus is None or engine.replicas * engine.tensor_parallel_size == num_gpus:
         return plan
     if engine.tensor_parallel_size != 1:
+        what = f"engine.tensor_parallel_size is {engine.tensor_parallel_size}"
+        if engine.replicas > 1:
+            what += f" and engine.replicas {engine.replicas}"
         raise SpecError(
-            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}, but the task has"
-            f" {num_gpus} GPUs; give it as many, or leave the setting out"
+            f"{what}, but the task has {num_gpus} GPUs; give it as many, or leave the setting out"
         )
-    engine = engine.model_copy(update={"tensor_parallel_size": num_gpus})
+    each, rest = divmod(num_gpus, engine.replicas)
+    if rest or not each:
+        raise SpecError(
+            f"engine.replicas is {engine.replicas}, but the task has {num_gpus} GPUs, which they"
+            " can't share evenly"
+        )
+    engine = engine.model_copy(update={"tensor_parallel_size": each})
     spec = plan.manifest.spec.model_copy(update={"engine": engine})
     return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
 
@@ -225,13 +237,18 @@ def _pin_revision(manifest: PlanManifest) -> JobSpec:
     return manifest.spec.model_copy(update={"model": model})
 
 
-def _job(plan: StoredPlan, work: ShardWork, trace_folder: Path) -> EngineJob:
+def _job(
+    plan: StoredPlan, work: ShardWork, placement: ReplicaPlacement | None, trace_folder: Path
+) -> EngineJob:
+    profiles = StoredProfiles(profiles_folder(plan.manifest.spec))
     return EngineJob(
         max_model_len=plan.manifest.max_model_len,
         num_requests=work.num_requests,
         step_cost=_step_cost(plan.manifest),
-        profiles=StoredProfiles(profiles_folder(plan.manifest.spec)),
+        profiles=profiles,
         trace_folder=trace_folder,
+        spread_groups=spread_groups(placement),
+        chain=chain_job(plan.manifest.spec, placement, work, profiles),
     )
 
 

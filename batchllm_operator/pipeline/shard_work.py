@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -12,19 +13,51 @@ from batchllm_operator.planner.plan import read_parts
 
 
 class ShardWork:
-    """The parts of a shard that are to be generated, and how large their groups are."""
+    """The parts of a shard that are to be generated, and how large their groups are.
+
+    Args:
+        file: of the shard.
+        part_idxs: of it, ascending.
+        has_estimates: whether planned output lengths are worth telling.
+        first: groups to begin with, in this order: their parts come first, and in these their
+            requests. All others follow in the file's order.
+    """
 
     def __init__(
-        self, file: pq.ParquetFile, part_idxs: Sequence[int], *, has_estimates: bool
+        self,
+        file: pq.ParquetFile,
+        part_idxs: Sequence[int],
+        *,
+        has_estimates: bool,
+        first: Sequence[int] = (),
     ) -> None:
-        self._file, self._part_idxs, self._has_estimates = file, part_idxs, has_estimates
-        group_ids = file.read_row_groups(list(part_idxs), columns=["group_id"])["group_id"]
-        self._group_ids, self._sizes = np.unique(group_ids.to_numpy(), return_counts=True)
+        self._file, self._has_estimates = file, has_estimates
+        self._turns = {group_id: turn for turn, group_id in enumerate(first)}
+        self._part_idxs = list(part_idxs)
+        if first:
+            turns = {idx: self._turns_of(self._group_ids_of([idx])) for idx in part_idxs}
+            self._part_idxs.sort(key=lambda idx: (int(turns[idx].min(initial=len(first))), idx))
+        found = self._group_ids_of(part_idxs)
+        self._group_ids, self._sizes = np.unique(found, return_counts=True)
 
     @property
     def num_requests(self) -> int:
         """In all parts."""
         return int(self._sizes.sum())
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Requests of each group that has any."""
+        return dict(zip(self._group_ids.tolist(), self._sizes.tolist(), strict=True))
+
+    def first_prompt(self, group_id: int) -> list[int]:
+        """The token ids of a request of a group; reads the parts up to it."""
+        for _, table in read_parts(self._file, self._part_idxs):
+            at = np.flatnonzero(table["group_id"].to_numpy() == group_id)
+            if len(at):
+                found: list[int] = table["prompt_token_ids"][int(at[0])].as_py()
+                return found
+        raise KeyError(group_id)
 
     def parts(self) -> Iterator[tuple[int, pa.Table]]:
         """Each part's index and requests, with a column `group_size`.
@@ -34,5 +67,20 @@ class ShardWork:
         for part_idx, table in read_parts(self._file, self._part_idxs):
             if not self._has_estimates and "num_output_tokens" in table.column_names:
                 table = table.drop_columns(["num_output_tokens"])
+            if self._turns:
+                turns = self._turns_of(table["group_id"].to_numpy())
+                table = table.take(np.argsort(turns, kind="stable"))
             at = np.searchsorted(self._group_ids, table["group_id"].to_numpy())
             yield part_idx, table.append_column("group_size", pa.array(self._sizes[at]))
+
+    def _group_ids_of(self, part_idxs: Sequence[int]) -> npt.NDArray[np.int64]:
+        column = self._file.read_row_groups(list(part_idxs), columns=["group_id"])["group_id"]
+        group_ids: npt.NDArray[np.int64] = column.to_numpy()
+        return group_ids
+
+    def _turns_of(self, group_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """When a group's requests have their turn; of those that aren't to come first, last."""
+        last = len(self._turns)
+        return np.array(
+            [self._turns.get(each, last) for each in group_ids.tolist()], dtype=np.int64
+        )

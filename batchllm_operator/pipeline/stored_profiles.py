@@ -1,18 +1,23 @@
-"""Profiles of devices, kept in the lake beside the plans."""
+"""Profiles of devices and of chains of replicas, kept in the lake beside the plans."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import TypeVar
 
 from pydantic import ValidationError
 
+from batchllm_operator.engine.chain_profile import ChainProfile
 from batchllm_operator.engine.device_profile import DeviceProfile, profile_key
 from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
+
+
+_Profile = TypeVar("_Profile", DeviceProfile, ChainProfile)
 
 
 class StoredProfiles:
@@ -22,9 +27,16 @@ class StoredProfiles:
         self._folder = folder
 
     def find(self, subject: Mapping[str, str]) -> DeviceProfile | None:
+        return self._find(DeviceProfile, subject)
+
+    def find_chain(self, subject: Mapping[str, str]) -> ChainProfile | None:
+        """The profile of a chain; None if there is none that can be read."""
+        return self._find(ChainProfile, subject)
+
+    def _find(self, kind: type[_Profile], subject: Mapping[str, str]) -> _Profile | None:
         name = _file_name(profile_key(subject))
         try:
-            profile = DeviceProfile.model_validate_json(self._folder.read_bytes(name))
+            profile = kind.model_validate_json(self._folder.read_bytes(name))
         except FileNotFoundError:
             return None
         except (ValidationError, StorageError) as error:
@@ -32,7 +44,8 @@ class StoredProfiles:
             return None
         return profile if profile.subject == dict(subject) else None
 
-    def keep(self, profile: DeviceProfile) -> None:
+    def keep(self, profile: DeviceProfile | ChainProfile) -> None:
+        """Remember a profile, in place of an earlier one of the same subject."""
         name = _file_name(profile.key)
         try:
             self._folder.write_bytes(name, profile.model_dump_json(indent=1).encode())

@@ -84,6 +84,45 @@ class DataFile(_Frozen):
     sha256: str
 
 
+class SpreadGroup(_Frozen):
+    """A group whose members are on all replicas of a run."""
+
+    group_id: Count
+    split: tuple[Annotated[int, Field(ge=1, lt=1 << 31)], ...] = ()
+    """Tokens of the chunk that each replica computes of the prefix (KV-Runahead); of a group of
+    one request, of its prompt but the last token. Empty: each computes the whole prefix."""
+
+
+class ReplicaPlacement(_Frozen):
+    """How the replicas of a run share a shard (ADR 26); predictions are in seconds."""
+
+    num_replicas: int = Field(ge=2)
+    spread: tuple[SpreadGroup, ...] = ()
+    """In the order in which they are begun, those with a split first. All others are whole."""
+    whole_first: tuple[Count, ...] = ()
+    """Whole groups that take longest, in the order in which they are begun."""
+    makespan_s: float
+    """As placed."""
+    without_chains_s: float
+    """The best without chains."""
+    measure: bool = False
+    """Whether the link between replicas is to be measured: nobody knows it, and it may pay."""
+
+    @model_validator(mode="after")
+    def _check_splits(self) -> ReplicaPlacement:
+        if any(len(group.split) not in (0, self.num_replicas) for group in self.spread):
+            raise ValueError("a split isn't for these replicas")
+        first = [*(group.group_id for group in self.spread), *self.whole_first]
+        if len(set(first)) < len(first):
+            raise ValueError("a group is placed twice")
+        return self
+
+    @property
+    def num_chained(self) -> int:
+        """Groups whose prefix is computed by a chain."""
+        return sum(bool(group.split) for group in self.spread)
+
+
 class ShardInfo(_Frozen):
     """One shard: the work of one GPU task."""
 
@@ -97,6 +136,9 @@ class ShardInfo(_Frozen):
     """Prefill tokens after sharing."""
     predicted_gpu_s: float | None = None
     """Its part of the estimate, without the time in which memory fills and drains."""
+    replicas: ReplicaPlacement | None = None
+    """How the replicas of a run share it; None for one replica, or where nothing is gained by
+    placing groups otherwise than as they come."""
 
 
 class PlanCounts(_Frozen):

@@ -29,10 +29,37 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
         )
     if manifest.estimate is not None:
         lines += _format_estimate(manifest.estimate)
+    if manifest.spec.engine.replicas > 1:
+        lines += _format_replicas(manifest)
     num_shards = len(manifest.shards)
     balance = f", the largest with {manifest.imbalance:.2f} times the average work"
     lines.append(f"{num_shards} shards{balance if num_shards > 1 else ''}; plan: {uri}")
     return "\n".join(lines)
+
+
+def _format_replicas(manifest: PlanManifest) -> list[str]:
+    """What is placed otherwise than as it comes, and what that is predicted to gain."""
+    engine = manifest.spec.engine
+    placed = [shard.replicas for shard in manifest.shards if shard.replicas is not None]
+    num_chained = sum(each.num_chained for each in placed)
+    num_spread = sum(len(each.spread) for each in placed) - num_chained
+    line = f"{engine.replicas} replicas share a shard"
+    if num_spread:
+        line += f"; {_of(num_spread, 'group is', 'groups are')} spread over all"
+    if num_chained:
+        chained = [each for each in placed if each.num_chained]
+        without_s = max(each.without_chains_s for each in chained)
+        makespan_s = max(each.makespan_s for each in chained)
+        line += (
+            f"; all compute {_of(num_chained, 'prefix', 'prefixes')} together: the longest such"
+            f" shard takes {_duration(makespan_s)}, not {_duration(without_s)}"
+        )
+    if any(each.measure for each in placed):
+        line += (
+            "; computing prefixes together may pay, so the run will measure how fast replicas hand"
+            " KV on, for later plans"
+        )
+    return [line]
 
 
 def _format_estimate(estimate: CostEstimate) -> list[str]:
@@ -58,3 +85,7 @@ def _duration(seconds: float) -> str:
 
 def _price(usd: float) -> str:
     return f"${usd:,.2f}" if usd >= 0.01 or usd == 0 else "under $0.01"
+
+
+def _of(count: int, one: str, more: str) -> str:
+    return f"{count:,} {one if count == 1 else more}"

@@ -47,6 +47,7 @@ ROUNDING_ENGINE_FIELDS: Final = frozenset(
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
         "tensor_parallel_size",
+        "replicas",
         "enforce_eager",
         "block_size",
         "scheduler",
@@ -104,6 +105,7 @@ def _check_distinct(columns: tuple[str, ...]) -> tuple[str, ...]:
 _MAX_COUNT: Final = (1 << 31) - 1
 _MAX_SHARDS: Final = 100_000  # their files are numbered with five digits
 _MAX_BYTES: Final = (1 << 63) - 1
+_MAX_REPLICAS: Final = 64
 _LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 Int64 = Annotated[int, Field(ge=-_MAX_BYTES - 1, le=_MAX_BYTES)]
@@ -294,6 +296,9 @@ class EngineSpec(_Section):
     """Size of the KV cache, in place of a share of the memory."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=_MAX_COUNT)
     """GPUs that one engine spans."""
+    replicas: int = Field(default=1, ge=1, le=_MAX_REPLICAS)
+    """Engines that a run starts, each with `tensor_parallel_size` GPUs of its own. They share the
+    shard: a group is on one of them, unless the plan spreads it over all (`planner.runahead`)."""
     scheduler: Literal["batchllm", "stock"] = "batchllm"
     """Who decides what runs in an engine step: our group scheduler, or vLLM's own, to compare."""
     attention: Literal["batchllm", "stock"] = "stock"
@@ -308,6 +313,21 @@ class EngineSpec(_Section):
     """Skip compilation and CUDA graphs; unset: on for CPU, off for GPUs."""
     extra_args: Mapping[str, JsonValue] = Field(default_factory=dict)
     """Any other engine argument of vLLM, by its Python name."""
+
+    @property
+    def reason_against_chains(self) -> str | None:
+        """Why replicas can't compute a prefix together (ADR 24), as far as settings say; None if
+        they can."""
+        reasons = {
+            "engine.backend is fake": self.backend == "fake",
+            "engine.replicas is 1: a chain takes two at least": self.replicas == 1,
+            "a replica must be one GPU: engine.tensor_parallel_size is above 1": (
+                self.tensor_parallel_size > 1
+            ),
+        }
+        for name in ("kv_transfer_config", "speculative_config", "pipeline_parallel_size"):
+            reasons[f"engine.extra_args has {name}"] = name in self.extra_args
+        return next((reason for reason, is_met in reasons.items() if is_met), None)
 
     @field_validator("extra_args")
     @classmethod
@@ -370,6 +390,22 @@ class PlannerSpec(_Section):
     """Most memory that `plan` takes, as a number of bytes or text like `4GiB`; the rest goes to
     temporary files. It takes some hundred bytes for each row, and says how much if the budget
     is too small."""
+    runahead: Literal["auto", "on", "off"] = "auto"
+    """Whether a very long prefix may be computed by all `engine.replicas` together (KV-Runahead),
+    where that is predicted to pay. `auto`: once a run has measured how fast they hand KV on. `on`:
+    also by `link_bytes_per_s`, and refused if neither is known. It needs replicas of one GPU
+    each."""
+    link_bytes_per_s: float | None = Field(default=None, gt=0.0)
+    """Rate at which a replica hands KV to the next, in place of a measured one; only with
+    `runahead: on`."""
+
+    @model_validator(mode="after")
+    def _check_link(self) -> PlannerSpec:
+        if self.link_bytes_per_s is not None and self.runahead != "on":
+            raise ValueError(
+                "link_bytes_per_s goes with runahead: on; with auto, what counts is measured"
+            )
+        return self
 
     @property
     def estimate_columns(self) -> tuple[str, ...]:
@@ -448,6 +484,12 @@ class JobSpec(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_runahead(self) -> JobSpec:
+        if self.planner.runahead == "on" and (reason := self.engine.reason_against_chains):
+            raise ValueError(f"planner.runahead is on, but {reason}")
+        return self
+
     @property
     def identity(self) -> str:
         """SHA-256 (hex) of all settings that say what to generate.
@@ -458,7 +500,10 @@ class JobSpec(_Section):
         """
         neutral: dict[str, Any] = {
             "engine": set(ROUNDING_ENGINE_FIELDS),
-            "planner": {"target_gpu", "gpu_table", "memory_budget_bytes"},
+            "planner": {
+                *("target_gpu", "gpu_table", "memory_budget_bytes"),
+                *("runahead", "link_bytes_per_s"),
+            },
             "output": {"add_columns", "staging_uri"},
             "on_empty": True,
             "max_failed_fraction": True,

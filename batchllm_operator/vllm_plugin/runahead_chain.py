@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import logging
+import statistics
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -35,9 +37,13 @@ from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
 
 _log = logging.getLogger(__name__)
 _c10d: Final[Any] = torch.distributed
+_PROBE_BYTES: Final = 16 << 20
+"""Of a message by which a link is timed: that of a layer has as many, more or less."""
+_PROBES: Final = 3  # after one to warm up
 
 Way = Literal["down", "up"]
 """Down the chain, to the next replica; up, back to the one before."""
+_WAYS: Final[tuple[Way, ...]] = ("down", "up")
 
 
 class Chain:
@@ -47,6 +53,10 @@ class Chain:
         settings: this replica's place.
         blocks: of its KV cache, which arriving KV is written into.
         fingerprint: what has to be equal on all replicas, as JSON values by name.
+
+    Attributes:
+        link_bytes_per_s: rate of the slowest hop, measured when the chain was opened; the same on
+            all replicas.
 
     Raises:
         RunaheadMismatchError: a replica differs; the message names what, and both values.
@@ -64,12 +74,13 @@ class Chain:
         try:
             store = _open_store(settings)
             _shake_hands(store, settings, {"protocol": PROTOCOL, **fingerprint})
-            groups = {
+            groups: dict[tuple[Way, int], Any] = {
                 (way, hop): _process_group(store, settings, blocks.device, way, hop)
                 for hop in range(last)
-                for way in ("down", "up")
+                for way in _WAYS
                 if rank in (hop, hop + 1)
             }
+            self.link_bytes_per_s = _slowest_link(store, settings, groups, blocks.device)
         except (RuntimeError, OSError, ValueError) as error:  # the store's and the groups' own
             raise RunaheadError(
                 f"runahead: replica {rank} of {last + 1} can't reach the others through"
@@ -188,6 +199,31 @@ def _shake_hands(store: Any, settings: ChainSettings, fingerprint: Mapping[str, 
                     f"runahead: replicas 0 and {rank} differ in {name}: {ours!r} and {theirs!r};"
                     " KV can be handed on between equal engines only"
                 )
+
+
+def _slowest_link(
+    store: Any, settings: ChainSettings, groups: Mapping[tuple[Way, int], Any], device: torch.device
+) -> float:
+    """Bytes a second of the slowest hop, one hop timed after the other down the chain."""
+    rank, last = settings.rank, settings.world_size - 1
+    message = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    if rank > 0:
+        group = groups["down", rank - 1]
+        for _ in range(1 + _PROBES):
+            group.recv([message], 0, 0).wait()
+            group.send([message[:1]], 0, 0).wait()
+    if rank < last:
+        group, times = groups["down", rank], []
+        for _ in range(1 + _PROBES):
+            began = time.perf_counter()
+            group.send([message], 1, 0).wait()
+            group.recv([message[:1]], 1, 0).wait()
+            message[:1].cpu()  # a GPU has only queued all this
+            times.append(time.perf_counter() - began)
+        store.set(f"rate/{rank}", str(_PROBE_BYTES / statistics.median(times[1:])))
+    keys = [f"rate/{hop}" for hop in range(last)]
+    store.wait(keys)
+    return min(float(store.get(key)) for key in keys)
 
 
 def _process_group(

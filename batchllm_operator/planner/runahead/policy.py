@@ -48,6 +48,10 @@ class Placement:
     """With each prefix computed by all replicas."""
     runahead_s: float | None
     """With all groups computed by chains; None: not all of them can be, or they are too many."""
+    without_s: float
+    """The best without chains: some groups whole, the others' prefixes computed everywhere."""
+    recompute_idxs: tuple[int, ...]
+    """Those others, ascending."""
 
 
 def choose_placement(
@@ -75,10 +79,11 @@ def choose_placement(
         raise PlanError("placement: there are no groups")
     makespans = Makespans(groups, chain, settings)
     whole_s, recompute_s = makespans.makespan(()), makespans.makespan_of_all_spread(chained=False)
-    without_s, _ = _best_set(
+    without_s, spread = _best_set(
         groups, makespans.candidates, lambda idxs: makespans.makespan(idxs, chained=False)
     )
-    without_s = min(without_s, recompute_s)
+    if recompute_s < without_s:
+        without_s, spread = recompute_s, tuple(range(len(groups)))
     chainable = [idx for idx in makespans.candidates if idx in makespans.splits]
     best_s, marked = _best_set(groups, chainable, makespans.makespan)
     runahead_s = None
@@ -98,6 +103,8 @@ def choose_placement(
         whole_group_s=whole_s,
         recompute_s=recompute_s,
         runahead_s=runahead_s,
+        without_s=without_s,
+        recompute_idxs=spread,
     )
 
 
