@@ -39,7 +39,6 @@ from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
 if TYPE_CHECKING:
     from batchllm_operator.engine.vllm_engine import VLLMEngine
 
-_log = logging.getLogger("batchllm_operator")
 _MEASURED: Final = ((1, 0), (2, 0), (4, 0), (2, 2), (4, 4))
 """Prefill steps to measure: tokens, and cached tokens before them, in quarters of the largest."""
 _WARM_UPS: Final = 1
@@ -106,6 +105,11 @@ class _Replica:
     def __init__(self, channel: Channel) -> None:
         self._channel, self._mail = channel, _Mail(channel)
         _, start = self._mail.take()
+        logging.basicConfig(
+            level=logging.WARNING,
+            format=f"%(levelname)s: replica {start['rank']}: %(message)s",
+            stream=sys.stderr,
+        )
         self._settings = ChainSettings(**start["chain"]) if start["chain"] else None
         if start["cores"]:
             os.sched_setaffinity(0, start["cores"])
@@ -188,9 +192,6 @@ def main(argv: Sequence[str]) -> int:
     """Serve until the socket is closed; 0 then, 1 after a failure, which the run was told."""
     descriptor, parent_pid = map(int, argv)
     die_with_parent(parent_pid)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
-    )
     if not sys.warnoptions:  # as in the run itself
         warnings.simplefilter("ignore")
     channel = Channel(socket.socket(fileno=descriptor))

@@ -1,7 +1,7 @@
 """What a run and its replicas say to each other: JSON objects of one field, over a socket.
 
     run -> replica                              replica -> run
-    start    spec, job, chain, cores            find_profile, keep_profile  (profile: the answer)
+    start    rank, spec, job, chain, cores      find_profile, keep_profile  (profile: the answer)
     profile                                     started  limits, link; or failed
     requests                                    outputs; or died
     prefill  groups                             prefilled  tokens computed, failures

@@ -158,6 +158,7 @@ def start_replicas(
                 replica.send(
                     "start",
                     {
+                        "rank": replica.rank,
                         "spec": spec.model_dump(mode="json"),
                         "job": job_to_json(own, _trace_folder(job, replica.rank)),
                         "chain": asdict(chains[replica.rank]) if chains else None,

@@ -28,7 +28,7 @@ from batchllm_operator.engine.replica_process import (
 )
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
+from batchllm_operator.vllm_plugin.runahead_plan import ChainLimits, ChainSettings
 
 _log = logging.getLogger(__name__)
 _REPETITIONS: Final = 3
@@ -127,10 +127,8 @@ class ReplicaEngines:
         limits = started[0].limits
         assert limits is not None
         for group in job.groups:
-            try:
-                group.prefix.check(len(started), limits)
-            except SpecError as error:
-                _log.warning("replicas don't compute a prefix together: %s", error)
+            if (reason := _reason_against(group, len(started), limits)) is not None:
+                _log.warning("replicas don't compute a prefix together: %s", reason)
             else:
                 self._to_chain[group.prefix.group_id] = group
         if job.keep_profile is not None:
@@ -233,6 +231,17 @@ class ReplicaEngines:
         if paid == charge:
             del self._charges[request.group_id]
         return replace(output, num_cached_tokens=output.num_cached_tokens - paid)
+
+
+def _reason_against(group: ChainedGroup, num_replicas: int, limits: ChainLimits) -> str | None:
+    """Why a chain can't take a group; None if it can."""
+    try:
+        group.prefix.check(num_replicas, limits)
+    except SpecError as error:
+        return str(error)
+    if group.prefix.num_blocks(limits.block_size) >= limits.num_blocks:
+        return f"the prefix of group {group.prefix.group_id} fills the KV cache"
+    return None
 
 
 def _chain_settings(num_replicas: int, folder: Path) -> list[ChainSettings]:

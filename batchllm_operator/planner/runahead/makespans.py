@@ -64,6 +64,9 @@ class PlacementSettings:
     num_replicas: int
     margin: float = 0.05
     """By what share the makespan must be shorter than the best without runahead."""
+    least_saving: float = 0.02
+    """Share of the makespan that each chain has to save beside the others: several one after
+    another take longer than predicted, and what the last ones save may be noise."""
     min_prefix_tokens: int = 0
     """Shorter prefixes are never computed by a chain."""
     max_num_seqs: int = 1024
@@ -72,8 +75,11 @@ class PlacementSettings:
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.max_num_seqs < 1 or self.min_prefix_tokens < 0:
             raise PlanError(f"placement: a count is out of its range: {self}")
-        if not 0 <= self.margin < 1:
-            raise PlanError(f"placement: margin is a share from 0 and below 1, not {self.margin}")
+        for name in ("margin", "least_saving"):
+            if not 0 <= getattr(self, name) < 1:
+                raise PlanError(
+                    f"placement: {name} is a share from 0 and below 1, not {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +137,7 @@ class Makespans:
         self.splits: dict[int, Split] = {}
         self._chain_s: dict[int, float] = {}
         self._find_splits(groups, chain)
-        self._prefixes = [
-            _ReplicaLoad(
-                chain.cost.prefill_seconds(
-                    group.prefix_tokens, max_step_tokens=chain.max_step_tokens
-                )
-            )
-            for group in groups
-        ]
+        self._prefixes = [_ReplicaLoad(_prefix_s(chain, each.prefix_tokens)) for each in groups]
         whole = [
             prefix + self._members(group, group.num_members)
             for prefix, group in zip(self._prefixes, groups, strict=True)
@@ -234,6 +233,17 @@ class Makespans:
 
     def _seconds(self, load: _ReplicaLoad) -> float:
         return load.seconds(self._cost, self._settings.max_num_seqs)
+
+
+def _prefix_s(chain: Chain, num_tokens: int) -> float:
+    """Seconds to prefill a prefix on one replica: what fills no step shares one with others."""
+    cost, most = chain.cost, chain.max_step_tokens
+    if most is None or num_tokens >= most:
+        return cost.prefill_seconds(num_tokens, max_step_tokens=most)
+    matrices_s = num_tokens * (cost.qkv_s_per_token + cost.other_s_per_token)
+    layer_s = matrices_s + cost.pairs(num_tokens) * cost.s_per_pair
+    step_s = cost.step_overhead_s + cost.sampled_token_s
+    return cost.num_layers * layer_s + num_tokens / most * step_s
 
 
 def _can_be_split(chain: Chain, num_tokens: int, num_replicas: int) -> bool:

@@ -61,8 +61,9 @@ def choose_placement(
 
     Looked at are all sets of groups to chain while the others are whole; of more than ten groups,
     those with the longest prefixes or the fewest members first, and what adding or dropping one
-    improves. The best is compared with the best that does without chains: the same search with
-    `recompute` in their place, so that it is at most as long as either policy for all.
+    improves. Groups of the best set that hardly shorten the makespan are left out again. What is
+    left is compared with the best that does without chains: the same search with `recompute` in
+    their place, so that it is at most as long as either policy for all.
 
     Args:
         groups: that share the replicas; none of them elsewhere.
@@ -86,6 +87,7 @@ def choose_placement(
         without_s, spread = recompute_s, tuple(range(len(groups)))
     chainable = [idx for idx in makespans.candidates if idx in makespans.splits]
     best_s, marked = _best_set(groups, chainable, makespans.makespan)
+    best_s, marked = _without_idle(best_s, marked, makespans, settings.least_saving)
     runahead_s = None
     if len(chainable) == len(groups):
         runahead_s = makespans.makespan_of_all_spread(chained=True)
@@ -133,6 +135,19 @@ def _best_set(
         if seconds >= best_s:
             return best_s, tuple(sorted(best))
         best_s, best = seconds, better
+
+
+def _without_idle(
+    best_s: float, marked: tuple[int, ...], makespans: Makespans, least_saving: float
+) -> tuple[float, tuple[int, ...]]:
+    """A set and its makespan without the groups that hardly shorten it."""
+    while marked:
+        fewer = [tuple(idx for idx in marked if idx != out) for out in marked]
+        seconds, smaller = min(((makespans.makespan(each), each) for each in fewer))
+        if seconds > best_s * (1 + least_saving):
+            break
+        best_s, marked = seconds, smaller
+    return best_s, marked
 
 
 def _neighbours(chosen: Sequence[int], candidates: Sequence[int]) -> Iterator[list[int]]:
