@@ -108,8 +108,8 @@ def test_many_small_groups_are_left_as_they_come(tmp_path: Path) -> None:
 
 
 def test_small_groups_are_lumped_and_never_named(tmp_path: Path) -> None:
-    """600 small ones beside a giant, too little to do for the other replica meanwhile."""
-    placement = place(spec(tmp_path, **LINK), (38_000, 8), *[(16, 2)] * 600, outputs=1)
+    """530 small ones beside a giant, too little to do for the other replica meanwhile."""
+    placement = place(spec(tmp_path, **LINK), (38_000, 8), *[(16, 1)] * 530, outputs=1)
     assert placement is not None
     assert {group.group_id for group in placement.spread} == {100}
     assert placement.whole_first == ()

@@ -143,7 +143,7 @@ def _without_idle(
     """A set and its makespan without the groups that hardly shorten it."""
     while marked:
         fewer = [tuple(idx for idx in marked if idx != out) for out in marked]
-        seconds, smaller = min(((makespans.makespan(each), each) for each in fewer))
+        seconds, smaller = min((makespans.makespan(each), each) for each in fewer)
         if seconds > best_s * (1 + least_saving):
             break
         best_s, marked = seconds, smaller
