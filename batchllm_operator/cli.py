@@ -290,7 +290,8 @@ def _parser() -> argparse.ArgumentParser:
         "--num-gpus",
         type=int,
         metavar="N",
-        help="GPUs of this process, for engine.tensor_parallel_size where the spec leaves it out",
+        help="GPUs of this process: engine.replicas times engine.tensor_parallel_size, where the"
+        " spec leaves that out",
     )
     run.add_argument(
         "--drain-s",

@@ -59,7 +59,7 @@ class Replica:
                 pass_fds=[descriptor],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is for the run, which says what ends
+                process_group=0,  # Ctrl-C in a terminal is for the run, which says what ends
             )
         self._channel = Channel(ours)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from batchllm_operator.simulate.workload import Shape, Workload
 
 DEFAULT_POLICIES: Final = ("stock_shuffled", "stock_sorted", "batchllm")
 ALL_POLICIES: Final = "all"
+_log = logging.getLogger(__name__)
 _DEFAULT_GPU: Final = "H100"
 _DEFAULT_MODEL: Final = "Mistral-7B"
 
@@ -101,6 +103,10 @@ def shard_to_simulate(
     plan = StoredPlan.open(plan_uri)
     workload = _read_workload(plan, shard_idx)
     spec, estimate = plan.manifest.spec, plan.manifest.estimate
+    if spec.engine.replicas > 1:
+        _log.warning(
+            "the shard is played on one engine; a run shares it between %d", spec.engine.replicas
+        )
     if options.model is not None:
         model = find_model(options.model)
     elif estimate is not None:

@@ -1,0 +1,176 @@
+"""A run with two replicas of vLLM: what it generates, measures and computes together."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.demo_job import DS, Demo, live_processes, wait_until
+
+from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
+from batchllm_operator.pipeline.commit import commit_run
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_folder
+from batchllm_operator.spec import load_spec
+
+GPUS = """
+[core]  # of a CPU, about
+memory_bytes = 2_000_000_000
+hbm_bytes_per_s = 1.0e10
+bf16_flop_per_s = 4.0e10
+achievable_compute = 0.6
+achievable_bandwidth = 0.8
+achievable_memory = 0.9
+step_overhead_s = 0.002
+usd_per_hour = 0.05
+"""
+# By these, a prefix of 2,000 tokens takes two seconds, and the rest nearly nothing.
+STEPS = ((480, 0, 0.48), (960, 0, 0.96), (1920, 0, 1.93), (960, 960, 0.97), (1920, 1920, 1.95))
+
+
+@pytest.fixture(scope="module")
+def giant(demo: Demo) -> Demo:
+    """The demo, and a table of one long document with eight queries and some short ones."""
+    draw = random.Random(3)
+    words = Path(os.__file__).read_text(encoding="utf-8").split()
+    texts = [" ".join(draw.choices(words, k=650)), *(f"Short {k}. Enough said." for k in range(4))]
+    rows = [
+        {"snippet_id": f"{at}-{query}", "document": text, "query": f"question {query}"}
+        for query in range(8)
+        for at, text in enumerate(texts)
+    ]
+    folder = demo.folder / "long-documents" / f"ds={DS}"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+    (demo.folder / "gpus.toml").write_text(GPUS, encoding="utf-8")
+    return demo
+
+
+def job(demo: Demo, name: str, num_replicas: int, **changes: Any) -> Path:
+    return demo.write_spec(
+        name,
+        input={"uri": "long-documents"},
+        output={"staging_uri": "replicas"},
+        sampling=changes.pop("sampling", {"max_tokens": 12, "ignore_eos": True}),
+        engine={
+            "replicas": num_replicas,
+            "max_num_batched_tokens": 2048,
+            "kv_cache_memory_bytes": 1 << 26,
+            **changes.pop("engine", {}),
+        },
+        planner={"target_gpu": "core", "gpu_table": "gpus.toml", **changes.pop("planner", {})},
+        **changes,
+    )
+
+
+def plan(spec: Path) -> StoredPlan:
+    """In this process, where the planner has been compiled already."""
+    return plan_job(load_spec(spec), DS)
+
+
+def run(demo: Demo, planned: StoredPlan) -> str:
+    """Run the only shard; what it printed."""
+    process = demo.start("run", "--plan", planned.folder.uri, "--shard", "0")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert not live_processes(process.pid)
+    return output
+
+
+def outputs(demo: Demo, planned: StoredPlan) -> dict[str, dict[str, Any]]:
+    """Rows of the published partition, by key."""
+    commit_run(planned.folder.uri)
+    rows = pq.read_table(demo.folder / f"out-{planned.manifest.spec.name}").to_pylist()
+    assert all(row["error"] is None for row in rows)
+    return {row["snippet_id"]: row for row in rows}
+
+
+def test_replicas_measure_and_compute_together_and_the_texts_are_those_of_one_engine(
+    giant: Demo,
+) -> None:
+    alone = plan(job(giant, "alone", 1))
+    run(giant, alone)
+    expected = outputs(giant, alone)
+
+    # Nobody has measured a link: the groups are whole, and the run measures.
+    first = plan(job(giant, "measuring", 2))
+    placement = first.manifest.shards[0].replicas
+    assert placement is not None
+    assert placement.measure
+    assert placement.num_chained == 0
+    assert "measuring how fast replicas" in run(giant, first)
+    found = outputs(giant, first)
+    assert {key: row["generated_text"] for key, row in found.items()} == {
+        key: row["generated_text"] for key, row in expected.items()
+    }
+    spec = first.manifest.spec
+    profiles = StoredProfiles(profiles_folder(spec))
+    measured = profiles.find_chain(chain_subject(spec))
+    assert measured is not None
+    assert measured.link_bytes_per_s > 1e6
+    assert [step[:2] for step in measured.steps][:2] == [(480, 0), (960, 0)]
+    traces = [path.name for path in Path(first.folder.path).rglob("*trace-*.parquet")]
+    assert {name.partition("trace-")[0] for name in traces} == {"", "replica-1-"}
+
+    # As if the model were slower: what this machine measures changes from one run to the next.
+    profiles.keep(
+        ChainProfile(subject=measured.subject, device="cpu", link_bytes_per_s=1e9, steps=STEPS)
+    )
+    second = plan(job(giant, "together", 2))
+    placement = second.manifest.shards[0].replicas
+    assert placement is not None
+    assert not placement.measure
+    assert placement.num_chained == 1
+    (chained,) = [group for group in placement.spread if group.split]
+    printed = run(giant, second)
+    assert f"prefixes computed together: groups {chained.group_id}\n" in printed
+    assert "by itself" not in printed
+    found = outputs(giant, second)
+    assert {key: row["generated_text"] for key, row in found.items()} == {
+        key: row["generated_text"] for key, row in expected.items()
+    }
+    # Each replica computed its chunk, which the group's rows show once: nobody computed it all.
+    members = [row for key, row in found.items() if key.startswith("0-")]
+    computed = [row["num_prompt_tokens"] - row["num_cached_tokens"] for row in members]
+    prefix = sum(chained.split)
+    assert prefix <= sum(computed) < 1.5 * prefix
+
+
+def test_replicas_end_with_their_run_and_a_dead_one_is_replaced(giant: Demo) -> None:
+    spec = job(
+        giant,
+        "killed",
+        2,
+        engine={"max_num_seqs": 2},
+        planner={"runahead": "off", "part_rows": 4},
+        sampling={"max_tokens": 48, "ignore_eos": True},
+    )
+    planned = plan(spec)
+    runs = Path(planned.folder.path) / "runs" / "shard-00000"
+    arguments = ["run", "--plan", planned.folder.uri, "--shard", "0"]
+
+    process = giant.start(*arguments)
+    wait_until(lambda: list(runs.glob("*/part-*.json")), "the first part is written")
+    assert len(live_processes(process.pid)) == 3
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    wait_until(lambda: not live_processes(process.pid), "the replicas are gone", 10.0)
+
+    num_kept = len(list(runs.glob("*/part-*.json")))
+    process = giant.start(*arguments)
+    wait_until(lambda: len(list(runs.glob("*/part-*.json"))) > num_kept, "it goes on")
+    replicas = [pid for pid in live_processes(process.pid) if pid != process.pid]
+    os.kill(max(replicas), signal.SIGKILL)
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    assert re.search(r"the engine died with \d+ requests in flight: replica \d ended by", printed)
+    assert not live_processes(process.pid)
+    assert len(outputs(giant, planned)) == 40
