@@ -130,6 +130,18 @@ def test_what_is_cached_already_is_not_computed_again(replicas: Replicas) -> Non
         check_members(replica, [first, longer], expected)
 
 
+def test_a_later_replica_that_has_all_in_its_cache_overtakes_nobody(replicas: Replicas) -> None:
+    """It sends back at once what it has, when the replica between has computed nothing yet."""
+    chain = replicas.chain(3)
+    group = Group(0, (256, 224, 170))
+    (expected,) = alone(chain[0], [group])
+    chain[2].call("generate", [group.prefix], max_tokens=1)
+    for outcomes in phase(chain, [group]):
+        assert outcomes[0]["failure"] is None
+    for replica in chain:
+        check_members(replica, [group], [expected])
+
+
 def test_a_prefix_after_which_the_model_would_end_is_like_others(replicas: Replicas) -> None:
     chain = replicas.chain(2, max_num_batched_tokens=416)
     candidates = [Group(100 + idx, (32, 64)) for idx in range(120)]
