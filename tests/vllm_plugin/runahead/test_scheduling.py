@@ -153,6 +153,30 @@ def test_a_step_has_one_chunk_and_fills_keep_the_order_of_the_chunks(start: Star
     assert fills == [5, 2]
 
 
+def test_a_chunk_waits_for_the_outcome_of_the_one_before(start: Start) -> None:
+    """A step is scheduled while the one before runs, whose load may fail: no other shares blocks.
+
+    vLLM wouldn't take what is computed from such blocks out of the prefix cache.
+    """
+    stepper = start(step=1000)
+    first = RunaheadGroup(3, prefix(1), SPLIT)
+    alike = RunaheadGroup(4, [*prefix(1)[:96], *prefix(2)[96:]], SPLIT)
+    for group in (first, alike):
+        tokens = list(group.prefix_token_ids)[:128]
+        stepper.add(f"chunk {group.group_id}", tokens, group.share("chunk").to_extra_args())
+    output = stepper.scheduler.schedule()
+    assert set(output.num_scheduled_tokens) == {"chunk 3"}
+    ahead = stepper.scheduler.schedule()
+    assert not ahead.num_scheduled_tokens
+    (load,) = output.kv_connector_metadata.loads
+    result = make_model_output(["chunk 3"], [[5]])
+    result.kv_connector_output = KVConnectorOutput(invalid_block_ids=set(load.block_ids))
+    stepper.scheduler.update_from_output(output, result)
+    stepper.scheduler.update_from_output(ahead, make_model_output([], []))
+    stepper.step()
+    assert stepper.scheduled == {"chunk 4": 64}, "nothing of the first one is left"
+
+
 def test_a_chunk_that_shares_its_step_is_sent_when_it_is_whole(start: Start) -> None:
     stepper = start()
     stepper.add("other", [9] * 30)
