@@ -230,6 +230,7 @@ class Receiver:
         first_byte = _HEADER_BYTES + (load.num_blocks - len(load.block_ids)) * blocks.block_bytes
         posted: deque[tuple[Any, Tensor]] = deque()
         side = _SideStream(blocks.device)
+        layer_idxs: set[int] = set()
         with side.after(load.writable):
             for number in range(num_received, end):
                 for ahead in range(number + len(posted), min(number + 2, end)):
@@ -239,6 +240,9 @@ class Receiver:
                 is_first = number == num_received
                 _wait(work, blocks.device, _timeout(self._chain.settings, is_first))
                 layer_idx = _read_header(buffer, number, load.extent, blocks.num_layers)
+                if layer_idx in layer_idxs:  # then another one doesn't come, and is waited for
+                    raise RunaheadError(f"KV of layer {layer_idx} came twice")
+                layer_idxs.add(layer_idx)
 
                 def write(
                     layer_idx: int = layer_idx, payload: Tensor = buffer[first_byte:]

@@ -27,6 +27,7 @@ class Working:
         self._waited_for: list[Load] = []
         self._sends: list[StepSend] = []
         self._relays: list[_Relay] = []
+        self._done_layers: set[int] = set()
         self._reported: dict[str, Load] = {}
         self._unsent: dict[str, _Unsent] = {}
         self._finished: set[str] = set()
@@ -39,6 +40,7 @@ class Working:
 
     def begin_step(self, step: RunaheadMetadata) -> None:
         self._waited_for, self._sends, self._relays = [], step.sends, []
+        self._done_layers.clear()
         if not (step.loads or step.sends or step.failure):
             return
         if step.failure is not None and self.chain is not None:
@@ -140,6 +142,10 @@ class Working:
         return relay
 
     def _send_layer(self, layer_idx: int) -> None:
+        """Once in a step: layers that share a cache read what the first of them has written."""
+        if layer_idx in self._done_layers:
+            return
+        self._done_layers.add(layer_idx)
         written = mark(self._blocks.device)
         for send in self._sends:
             self._send(send, layer_idx, written)

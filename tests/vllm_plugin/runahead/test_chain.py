@@ -174,6 +174,21 @@ def test_kv_that_was_not_expected_is_not_written(open_chain: Open, other: Extent
     assert torch.equal(second.rows(0, range(BLOCKS)), before)
 
 
+def test_a_layer_that_comes_twice_is_a_fault(open_chain: Open) -> None:
+    first, second = open_chain(2)
+    extent = Extent(4, 99, 0, BLOCK)
+    load = second.load("down", extent, [3], None)
+    first.send("down", extent, [2], [0, 0, 2])
+    with ThreadPoolExecutor(1) as pool:
+        came = pool.submit(wait, load)
+        try:
+            assert came.result(timeout=20) == [True, False, False]
+        finally:
+            second.chain.fail("so that nothing waits")
+            load.fail()
+    assert "layer 0 came twice" in (second.chain.failure or "")
+
+
 def test_nothing_is_sent_after_a_fault_and_the_neighbours_notice(open_chain: Open) -> None:
     first, second, third = open_chain(3)
     extent = Extent(0, 1, 0, BLOCK)
