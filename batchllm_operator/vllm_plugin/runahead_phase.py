@@ -163,14 +163,18 @@ class _Phase:
         self._recompute = recompute
         self._rank = chain.settings.rank
         self._by_request: dict[str, _Progress] = {}
+        self._alone_due: deque[_Progress] = deque()
         self._start = time.monotonic()
 
     def run(self, groups: Sequence[RunaheadGroup], max_in_flight: int) -> list[RunaheadOutcome]:
         everything = [_Progress(group) for group in groups]
         waiting = deque(everything)
-        while waiting or self._by_request or self._has_ends():
+        while waiting or self._by_request or self._alone_due or self._has_ends():
             while waiting and self._num_active() < max_in_flight:
                 self._begin(waiting.popleft())
+            while self._may_begin_alone() and self._num_active() < max_in_flight:
+                due = self._alone_due.popleft()
+                self._add(due, "alone", self._whole_prompt(due.group))
             for output in self._engine.step():
                 if output.finished:
                     self._on_output(output)
@@ -201,7 +205,13 @@ class _Phase:
         if not self._recompute:
             return
         progress.is_alone = True
-        self._add(progress, "alone", self._whole_prompt(progress.group))
+        self._alone_due.append(progress)
+
+    def _may_begin_alone(self) -> bool:
+        """Not beside a chunk or a fill: until it ends, the cache may have blocks of it that nothing
+        comes for, and what hits them fails with it."""
+        parts = {part for each in self._by_request.values() for part in each.unfinished.values()}
+        return bool(self._alone_due) and parts <= {"alone"}
 
     def _whole_prompt(self, group: RunaheadGroup) -> Sequence[int]:
         """The whole blocks of the prefix, and a token: vLLM computes one at least."""

@@ -263,6 +263,19 @@ def test_after_a_fault_every_replica_computes_what_it_lacks(
     assert outcomes[2][0]["num_received_tokens"] == 576
 
 
+def test_after_a_fault_groups_that_begin_alike_share_no_lost_blocks(replicas: Replicas) -> None:
+    """The second chunk is admitted with blocks that nothing comes for any more."""
+    chain = replicas.chain(2)
+    first = Group(0, (256, 170))
+    groups = [first, Group(1, (256, 170), head=first.prefix[:160])]
+    expected = alone(chain[0], groups)
+    replicas.spoil()
+    chain[0].call("fail_at_message", 2, "raise")
+    for replica, outcomes in zip(chain, phase(chain, groups), strict=True):
+        assert all(each["failure"] for each in outcomes)
+        check_members(replica, groups, expected)
+
+
 def test_a_replica_whose_engine_fails_leaves_nobody_waiting(replicas: Replicas) -> None:
     chain = replicas.chain(2)
     group = Group(0, (320, 352))
