@@ -158,10 +158,11 @@ class Sender:
         under_way: deque[tuple[Any, Send]] = deque()
         num_sent = num_gone = 0
         while (send := self._queue.get()) is not None:
-            buffer = buffers[num_sent % 2].sized(len(send.block_ids))
             with side.after(send.written):
+                buffer = buffers[num_sent % 2].sized(len(send.block_ids))
                 blocks.gather(send.layer_idx, send.block_ids, buffer[_HEADER_BYTES:])
                 _write_header(buffer, num_sent, send.extent, send.layer_idx)
+                side.synchronize()
                 # Blocks are freed early only after a failure is set: so what was gathered before
                 # is what was meant.
                 if chain.failure is not None:

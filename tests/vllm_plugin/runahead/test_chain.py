@@ -206,6 +206,27 @@ def test_nothing_is_sent_after_a_fault_and_the_neighbours_notice(open_chain: Ope
     assert second.chain.failure == "a fault on purpose"
 
 
+def test_blocks_that_a_gpu_still_gathers_when_a_fault_is_found_are_not_sent(
+    open_chain: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on they may be another request's: what counts is when the gathering has ended."""
+    from batchllm_operator.vllm_plugin import runahead_links
+
+    class Slow(runahead_links._SideStream):
+        def synchronize(self) -> None:
+            if threading.current_thread().name == "runahead-send":
+                first.chain.fail("a fault on purpose")
+
+    monkeypatch.setattr(runahead_links, "_SideStream", Slow)
+    first, second = open_chain(2)
+    before = second.rows(0, range(BLOCKS)).clone()
+    extent = Extent(0, 1, 0, BLOCK)
+    load = second.load("down", extent, [3], None)
+    first.send("down", extent, [2], range(LAYERS))
+    assert wait(load) == [False] * LAYERS
+    assert torch.equal(second.rows(0, range(BLOCKS)), before)
+
+
 def test_a_neighbour_that_is_too_late_is_given_up(open_chain: Open) -> None:
     first, second = open_chain(2, layer_timeout_s=0.5)
     extent = Extent(0, 1, 0, BLOCK)
