@@ -172,7 +172,7 @@ class Sender:
             while len(under_way) > 1 or (under_way and self._queue.empty()):
                 work, oldest = under_way.popleft()
                 is_first = num_gone % blocks.num_layers == 0
-                _wait(work, blocks.device, _timeout(chain.settings, is_first))
+                _wait(chain, work, _timeout(chain.settings, is_first))
                 num_gone += 1
                 oldest.on_sent()
 
@@ -239,7 +239,7 @@ class Receiver:
                     posted.append((group.recv([buffer], peer, ahead), buffer))
                 work, buffer = posted.popleft()
                 is_first = number == num_received
-                _wait(work, blocks.device, _timeout(self._chain.settings, is_first))
+                _wait(self._chain, work, _timeout(self._chain.settings, is_first))
                 layer_idx = _read_header(buffer, number, load.extent, blocks.num_layers)
                 if layer_idx in layer_idxs:  # then another one doesn't come, and is waited for
                     raise RunaheadError(f"KV of layer {layer_idx} came twice")
@@ -310,13 +310,18 @@ def _timeout(settings: ChainSettings, is_first: bool) -> float:
     return settings.start_timeout_s if is_first else settings.layer_timeout_s
 
 
-def _wait(work: Any, device: torch.device, timeout_s: float) -> None:
-    """Until a message has gone or come, in memory. Raises what the transport raises."""
-    if device.type == "cpu":
+def _wait(chain: Chain, work: Any, timeout_s: float) -> None:
+    """Until a message has gone or come, in memory. Raises what the transport raises.
+
+    On a GPU a fault of the chain ends it: what is posted holds multiprocessors until it is aborted.
+    """
+    if chain.blocks.device.type == "cpu":
         work.wait(timedelta(seconds=timeout_s))
         return
     deadline = time.monotonic() + timeout_s
     while not work.is_completed():
+        if chain.failure is not None:
+            raise RunaheadError(chain.failure)
         if time.monotonic() > deadline:
             raise RunaheadError(f"nothing for {timeout_s:g} s")
         time.sleep(_POLL_S)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -234,6 +235,21 @@ def test_a_neighbour_that_is_too_late_is_given_up(open_chain: Open) -> None:
     first.send("down", extent, [2], [0, 1])  # and not the last layer
     assert wait(load) == [True, True, False]
     assert "Timed out" in (second.chain.failure or "")
+
+
+def test_on_a_gpu_what_is_posted_is_given_up_with_the_chain() -> None:
+    from batchllm_operator.vllm_plugin.runahead_links import _wait
+
+    blocks = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    waited: list[bool] = []
+    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: waited.append(True))
+    never = SimpleNamespace(is_completed=lambda: False)
+    _wait(cast(Any, SimpleNamespace(blocks=blocks, failure=None)), done, 1.0)
+    assert waited == [True]
+    with pytest.raises(RunaheadError, match="a fault on purpose"):
+        _wait(cast(Any, SimpleNamespace(blocks=blocks, failure="a fault on purpose")), never, 60.0)
+    with pytest.raises(RunaheadError, match="nothing for 0.01 s"):
+        _wait(cast(Any, SimpleNamespace(blocks=blocks, failure=None)), never, 0.01)
 
 
 def test_a_load_that_is_whole_does_not_fail_any_more(open_chain: Open) -> None:
