@@ -183,7 +183,9 @@ def works_of(
         "whole_group": ((), None),
         "recompute": (everything, None),
         "runahead": (everything, split),
-        "chosen": (chosen.runahead_idxs, split),
+        "chosen": (chosen.runahead_idxs, split)
+        if chosen.runahead_idxs
+        else (chosen.recompute_idxs, None),
     }
     idxs, chain_split = spread[policy]
     return place(sizes, num_groups, num_replicas, spread=idxs, split=chain_split)
@@ -191,9 +193,8 @@ def works_of(
 
 def chosen_policy(placement: Placement, num_groups: int) -> str:
     """The policy that a placement is; `chosen` if it is a mixture."""
-    if placement.policy != "runahead":
-        return placement.policy
-    return "runahead" if len(placement.runahead_idxs) == num_groups else "chosen"
+    spread = placement.runahead_idxs or placement.recompute_idxs
+    return placement.policy if len(spread) in (0, num_groups) else "chosen"
 
 
 def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[str, Any]:

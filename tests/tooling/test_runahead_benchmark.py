@@ -50,13 +50,27 @@ def test_prompts_are_the_same_in_every_process_and_differ_by_member() -> None:
 
 
 def placement(policy: str, *idxs: int) -> Any:
-    return SimpleNamespace(policy=policy, runahead_idxs=idxs)
+    by_policy = {"runahead": (idxs, ()), "recompute": ((), idxs), "whole_group": ((), ())}
+    runahead_idxs, recompute_idxs = by_policy[policy]
+    return SimpleNamespace(
+        policy=policy, runahead_idxs=runahead_idxs, recompute_idxs=recompute_idxs
+    )
 
 
 def test_a_mixture_is_a_policy_of_its_own() -> None:
-    assert main.chosen_policy(placement("recompute"), 3) == "recompute"
+    assert main.chosen_policy(placement("whole_group"), 3) == "whole_group"
+    assert main.chosen_policy(placement("recompute", 0, 1, 2), 3) == "recompute"
+    assert main.chosen_policy(placement("recompute", 1), 3) == "chosen"
     assert main.chosen_policy(placement("runahead", 0, 1, 2), 3) == "runahead"
     assert main.chosen_policy(placement("runahead", 1), 3) == "chosen"
+
+
+@pytest.mark.parametrize("policy", ["runahead", "recompute"])
+def test_the_chosen_groups_are_spread_and_the_others_whole(policy: str) -> None:
+    sizes, split = work.Sizes(members=4), (2304, 1792)
+    for one in main.works_of("chosen", sizes, 3, 2, split, placement(policy, 1)):
+        assert len([each for each in one.members if each[0] == 1]) == 2
+        assert one.chained == (((1, split),) if policy == "runahead" else ())
 
 
 def row(groups: int, policy: str, makespan_s: float, ttft_s: float = 1.0) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class Placement:
     """What was chosen, and what was predicted of the ways to choose from."""
 
     policy: PlacementName
-    """`runahead` if any group is marked; else the better of the other two."""
+    """`runahead` if any group is marked; else `recompute` if a prefix is computed by all replicas;
+    else `whole_group`."""
     runahead_idxs: tuple[int, ...]
     """Groups to compute by a chain, ascending; the others are placed whole."""
     splits: tuple[Split, ...]
@@ -48,6 +49,9 @@ class Placement:
     """With each prefix computed by all replicas."""
     runahead_s: float | None
     """With all groups computed by chains; None: not all of them can be, or they are too many."""
+    recompute_idxs: tuple[int, ...] = ()
+    """Where no group is marked, those that all replicas compute, ascending; the others are placed
+    whole."""
 
 
 def choose_placement(
@@ -58,7 +62,8 @@ def choose_placement(
     Looked at are all sets of groups to chain while the others are whole; of more than ten groups,
     those with the longest prefixes or the fewest members first, and what adding or dropping one
     improves. The best is compared with the best that does without chains: the same search with
-    `recompute` in their place, so that it is at most as long as either policy for all.
+    `recompute` in their place, so that it is at most as long as either policy for all. Where that
+    is the choice, `recompute_idxs` says which groups it takes.
 
     Args:
         groups: that share the replicas; none of them elsewhere.
@@ -75,20 +80,21 @@ def choose_placement(
         raise PlanError("placement: there are no groups")
     makespans = Makespans(groups, chain, settings)
     whole_s, recompute_s = makespans.makespan(()), makespans.makespan_of_all_spread(chained=False)
-    without_s, _ = _best_set(
+    without_s, recomputed = _best_set(
         groups, makespans.candidates, lambda idxs: makespans.makespan(idxs, chained=False)
     )
-    without_s = min(without_s, recompute_s)
+    if recompute_s < without_s:
+        without_s, recomputed = recompute_s, tuple(range(len(groups)))
     chainable = [idx for idx in makespans.candidates if idx in makespans.splits]
     best_s, marked = _best_set(groups, chainable, makespans.makespan)
     runahead_s = None
     if len(chainable) == len(groups):
         runahead_s = makespans.makespan_of_all_spread(chained=True)
     if not marked or best_s > without_s * (1 - settings.margin):
-        policy: PlacementName = "recompute" if recompute_s < whole_s else "whole_group"
-        marked, best_s, gain = (), min(whole_s, recompute_s), 0.0
+        policy: PlacementName = "recompute" if recomputed else "whole_group"
+        marked, best_s, gain = (), without_s, 0.0
     else:
-        policy, gain = "runahead", 1 - best_s / without_s
+        policy, gain, recomputed = "runahead", 1 - best_s / without_s, ()
     return Placement(
         policy=policy,
         runahead_idxs=marked,
@@ -98,6 +104,7 @@ def choose_placement(
         whole_group_s=whole_s,
         recompute_s=recompute_s,
         runahead_s=runahead_s,
+        recompute_idxs=recomputed,
     )
 
 
