@@ -248,7 +248,7 @@ def test_on_a_gpu_what_is_posted_is_given_up_with_the_chain() -> None:
     assert waited == [True]
     with pytest.raises(RunaheadError, match="a fault on purpose"):
         _wait(cast(Any, SimpleNamespace(blocks=blocks, failure="a fault on purpose")), never, 60.0)
-    with pytest.raises(RunaheadError, match="nothing for 0.01 s"):
+    with pytest.raises(RunaheadError, match=r"nothing for 0\.01 s"):
         _wait(cast(Any, SimpleNamespace(blocks=blocks, failure=None)), never, 0.01)
 
 
