@@ -111,8 +111,7 @@ def run_prefill_phase(
     scheduler_half, worker_half = _connectors(engine)
     _check(engine, scheduler_half, groups)
     chain = open_chain(engine)
-    if chain.failure is None:
-        chain.agree("groups", _digest(groups))
+    chain.agree("groups", _digest(groups))
     halves = scheduler_half.scheduling, worker_half.working
     try:
         return _Phase(engine, chain, *halves, recompute).run(groups, max_in_flight)

@@ -252,6 +252,18 @@ def test_on_a_gpu_what_is_posted_is_given_up_with_the_chain() -> None:
         _wait(cast(Any, SimpleNamespace(blocks=blocks, failure=None)), never, 0.01)
 
 
+def test_a_load_that_has_failed_never_writes_again() -> None:
+    """Its blocks may be another request's by then."""
+    written: list[int] = []
+    passed_on: list[int] = []
+    load = Load(Extent(0, 1, 0, BLOCK), 1, [3], LAYERS, passed_on.append)
+    load.write(0, lambda: written.append(0))
+    load.fail()
+    load.write(1, lambda: written.append(1))
+    assert (written, passed_on) == ([0], [0])
+    assert [load.wait(layer_idx) for layer_idx in range(LAYERS)] == [True, False, False]
+
+
 def test_a_load_that_is_whole_does_not_fail_any_more(open_chain: Open) -> None:
     first, second = open_chain(2)
     extent = Extent(0, 1, 0, BLOCK)
@@ -286,6 +298,18 @@ def test_a_replica_that_stays_away_ends_the_chain(open_chain: Open) -> None:
     first, _ = open_chain(2, start_timeout_s=0.5)
     first.chain.agree("groups", "x")
     assert "not all replicas came to groups 1" in (first.chain.failure or "")
+
+
+def test_a_replica_whose_chain_has_failed_keeps_nobody_waiting(open_chain: Open) -> None:
+    """Nobody else has noticed: where nothing is under way, a closed link isn't looked at."""
+    first, second, third = open_chain(3, start_timeout_s=20)
+    second.chain.fail("a fault on purpose")
+    second.chain.agree("groups", "x")  # returns at once
+    with ThreadPoolExecutor(2) as pool:
+        agreed = [pool.submit(each.chain.agree, "groups", "x") for each in (first, third)]
+        assert [each.result() for each in agreed] == [None, None]
+    for replica in (first, third):
+        assert "the chain of replica 1 has failed before groups 1" in (replica.chain.failure or "")
 
 
 def test_threads_end_with_the_chain(open_chain: Open) -> None:
