@@ -89,7 +89,9 @@ def run_prefill_phase(
 
     All replicas of the chain call this with the same groups in the same order. When it returns,
     nothing of the phase is under way here. A chain that fails stays failed: from then on each
-    replica computes the prefixes by itself, as far as they aren't in its cache.
+    replica computes the prefixes by itself, as far as they aren't in its cache. An error or a
+    signal ends the phase with no request of it left; but if it broke off a step of the engine, the
+    prefix cache has blocks that were to be computed in it, and has to be reset before it is used.
 
     Args:
         engine: as for `open_chain`; it has no other requests.
@@ -112,11 +114,12 @@ def run_prefill_phase(
     _check(engine, scheduler_half, groups)
     chain = open_chain(engine)
     chain.agree("groups", _digest(groups))
-    halves = scheduler_half.scheduling, worker_half.working
+    phase = _Phase(engine, chain, scheduler_half.scheduling, worker_half.working, recompute)
     try:
-        return _Phase(engine, chain, *halves, recompute).run(groups, max_in_flight)
+        return phase.run(groups, max_in_flight)
     except BaseException as error:
         chain.fail(f"the phase ended by {type(error).__name__}")  # others needn't wait to find out
+        phase.abandon()
         raise
 
 
@@ -180,6 +183,10 @@ class _Phase:
             if self._scheduling.num_step_tokens == 0:
                 time.sleep(_IDLE_S)
         return [progress.outcome() for progress in everything]
+
+    def abandon(self) -> None:
+        """Leave the engine without requests of this phase."""
+        self._engine.abort_request(list(self._by_request))
 
     def _has_ends(self) -> bool:
         """Whether KV is still being sent, or blocks wait to be freed."""

@@ -285,6 +285,7 @@ def test_a_replica_whose_engine_fails_leaves_nobody_waiting(replicas: Replicas) 
     failed, outcomes = phase(chain, [group])
     assert isinstance(failed, ReplicaError)
     assert failed.message == "a fault on purpose"
+    assert chain[0].call("num_unfinished") == 0
     assert "Timed out" not in outcomes[0]["failure"]
     check_members(chain[1], [group], [expected])
 
