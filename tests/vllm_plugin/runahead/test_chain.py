@@ -175,6 +175,18 @@ def test_kv_that_was_not_expected_is_not_written(open_chain: Open, other: Extent
     assert torch.equal(second.rows(0, range(BLOCKS)), before)
 
 
+@pytest.mark.parametrize("field", range(8))
+def test_every_field_of_a_header_is_looked_at(field: int) -> None:
+    from batchllm_operator.vllm_plugin.runahead_links import _read_header, _write_header
+
+    extent, buffer = Extent(4, 99, 16, 32), torch.zeros(64, dtype=torch.uint8)
+    _write_header(buffer, 7, extent, 2)
+    assert _read_header(buffer, 7, extent, LAYERS) == 2
+    buffer.view(torch.int64)[field] += 1  # the layer's is one too many
+    with pytest.raises(RunaheadError):
+        _read_header(buffer, 7, extent, LAYERS)
+
+
 def test_a_layer_that_comes_twice_is_a_fault(open_chain: Open) -> None:
     first, second = open_chain(2)
     extent = Extent(4, 99, 0, BLOCK)
