@@ -11,7 +11,8 @@ run all replicas begin at the same time with empty caches:
 
 `makespan_s` ends with the last output of all replicas, `ttft_s` with the first token of a member of
 group 0; medians over repetitions, in which policies take turns. `tokens_equal`: all outputs are
-those of one replica that has done all groups alone.
+those of one replica that has done all groups alone. That says something if prompts have outputs of
+their own: `num_distinct_outputs`, of `num_outputs`.
 
     python -m benchmarks.runahead
     python -m benchmarks.runahead --groups 1 3 --repetitions 5
@@ -239,7 +240,13 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
             "predicted_whole_group_s": round(chosen.whole_group_s, 4),
             "predicted_recompute_s": round(chosen.recompute_s, 4),
         }
-    return {"rows": rows, "choices": choices, "split": split}
+    return {
+        "rows": rows,
+        "choices": choices,
+        "split": split,
+        "num_outputs": len(expected),
+        "num_distinct_outputs": len({tuple(tokens) for tokens in expected.values()}),
+    }
 
 
 def _group(request_id: str) -> int:
@@ -255,8 +262,8 @@ def targets(rows: Sequence[Mapping[str, Any]], choices: Mapping[str, Any]) -> li
         if (num_groups, "runahead") not in makespans:
             return None
         others = [makespans[num_groups, policy] for policy in POLICIES[:2]]
-        ours = [makespans.get((num_groups, policy)) for policy in ("runahead", "chosen")]
-        return min(each for each in ours if each is not None) / min(others)
+        ours = "chosen" if (num_groups, "chosen") in makespans else "runahead"
+        return makespans[num_groups, ours] / min(others)
 
     ttft = ttfts[1, "runahead"] / ttfts[1, "whole_group"] if (1, "runahead") in ttfts else None
     regrets = [

@@ -84,8 +84,8 @@ def test_targets_compare_with_the_better_of_the_others() -> None:
         row(1, "runahead", 2.0, ttft_s=1.8),
         row(3, "whole_group", 7.8),
         row(3, "recompute", 11.0),
-        row(3, "runahead", 7.7),
-        row(3, "chosen", 6.0),
+        row(3, "runahead", 7.0),
+        row(3, "chosen", 7.74),
         row(4, "whole_group", 8.0),
         row(4, "recompute", 14.0),
         row(4, "runahead", 7.0),
@@ -98,7 +98,8 @@ def test_targets_compare_with_the_better_of_the_others() -> None:
     ttft, one, three, regret = main.targets(rows, choices)
     assert (ttft["measured"], ttft["is_met"]) == (0.6, True)
     assert (one["measured"], one["is_met"]) == (round(2 / 3.6, 3), True)
-    assert (three["measured"], three["is_met"]) == (round(6 / 7.8, 3), True)
+    # What was chosen counts, and not whichever turned out to be better.
+    assert (three["measured"], three["is_met"]) == (round(7.74 / 7.8, 3), False)
     assert (regret["measured"], regret["is_met"]) == (round(8 / 7, 3), False)
     for each in main.targets([], {}):
         assert (each["measured"], each["is_met"]) == (None, None)
@@ -125,5 +126,6 @@ def test_a_small_run_gives_equal_tokens_whoever_computes_the_prefix(tmp_path: Pa
         assert each["tokens_equal"], each
         assert each["failures"] == []
         assert 0 < each["ttft_s"] < each["makespan_s"]
+    assert report["num_distinct_outputs"] > report["num_outputs"] // 2, "else equal says nothing"
     assert sum(report["split"]) == 256
     assert set(report["choices"]) == {"1", "3"}
