@@ -104,8 +104,8 @@ class Chain:
             what: a name; each time that it is asked is one of its own.
             value: equal on all replicas.
 
-        A replica that hasn't come in time ends the chain, and so does one whose chain has failed: it
-        says that, and waits for nobody.
+        A replica that hasn't come in time ends the chain, and so does one whose chain has failed:
+        it says that, and waits for nobody.
 
         Raises:
             RunaheadMismatchError: they don't.

@@ -263,7 +263,8 @@ def targets(rows: Sequence[Mapping[str, Any]], choices: Mapping[str, Any]) -> li
             return None
         others = [makespans[num_groups, policy] for policy in POLICIES[:2]]
         ours = "chosen" if (num_groups, "chosen") in makespans else "runahead"
-        return makespans[num_groups, ours] / min(others)
+        ratio: float = makespans[num_groups, ours] / min(others)
+        return ratio
 
     ttft = ttfts[1, "runahead"] / ttfts[1, "whole_group"] if (1, "runahead") in ttfts else None
     regrets = [

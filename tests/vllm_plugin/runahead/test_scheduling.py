@@ -215,9 +215,12 @@ def test_what_is_cached_is_neither_written_nor_computed(start: Start) -> None:
     assert (load.num_blocks, list(load.block_ids), load.is_waited_for) == (4, [], False)
 
 
-def test_blocks_stay_until_what_they_hold_has_been_sent_or_written(start: Start) -> None:
-    stepper = start()
-    stepper.add_group(RunaheadGroup(3, prefix(1), SPLIT), rank=1)
+@pytest.mark.parametrize("rank", [0, 1])  # the first one's fill is passed on to nobody
+def test_blocks_stay_until_what_they_hold_has_been_sent_or_written(
+    start: Start, rank: int
+) -> None:
+    stepper = start(rank)
+    stepper.add_group(RunaheadGroup(3, prefix(1), SPLIT), rank)
     stepper.step()
     assert stepper.holds_blocks("chunk 3"), "it has ended, and is being sent"
     stepper.step()
