@@ -216,9 +216,7 @@ def test_what_is_cached_is_neither_written_nor_computed(start: Start) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])  # the first one's fill is passed on to nobody
-def test_blocks_stay_until_what_they_hold_has_been_sent_or_written(
-    start: Start, rank: int
-) -> None:
+def test_blocks_stay_until_what_they_hold_has_been_sent_or_written(start: Start, rank: int) -> None:
     stepper = start(rank)
     stepper.add_group(RunaheadGroup(3, prefix(1), SPLIT), rank)
     stepper.step()
