@@ -41,6 +41,9 @@ _PROBE_BYTES: Final = 16 << 20
 """Of a message by which a link is timed: that of a layer has as many, more or less."""
 _PROBES: Final = 3  # after one to warm up
 
+_FAILED: Final = "the chain has failed"
+"""What a replica says in place of a value."""
+
 Way = Literal["down", "up"]
 """Down the chain, to the next replica; up, back to the one before."""
 _WAYS: Final[tuple[Way, ...]] = ("down", "up")
@@ -112,7 +115,8 @@ class Chain:
             what: a name; each time that it is asked is one of its own.
             value: equal on all replicas.
 
-        A replica that hasn't come in time ends the chain.
+        A replica that hasn't come in time ends the chain, and so does one whose chain has failed:
+        it says that, and waits for nobody.
 
         Raises:
             RunaheadMismatchError: they don't.
@@ -121,12 +125,18 @@ class Chain:
         self._num_agreed += 1
         what = f"{what} {self._num_agreed}"
         keys = [f"{what}/{rank}" for rank in range(settings.world_size)]
+        has_failed = self._failure is not None
         try:
-            self._store.set(keys[settings.rank], value)
+            self._store.set(keys[settings.rank], _FAILED if has_failed else value)
+            if has_failed:
+                return
             self._store.wait(keys, timedelta(seconds=timeout_s))
             values = [self._store.get(key).decode() for key in keys]
         except RuntimeError as error:  # the store's
             self.fail(f"not all replicas came to {what} within {timeout_s:g} s: {one_line(error)}")
+            return
+        if _FAILED in values:
+            self.fail(f"the chain of replica {values.index(_FAILED)} has failed before {what}")
             return
         if len(set(values)) > 1:
             raise RunaheadMismatchError(f"runahead: replicas differ in {what}: {values}")

@@ -158,10 +158,11 @@ class Sender:
         under_way: deque[tuple[Any, Send]] = deque()
         num_sent = num_gone = 0
         while (send := self._queue.get()) is not None:
-            buffer = buffers[num_sent % 2].sized(len(send.block_ids))
             with side.after(send.written):
+                buffer = buffers[num_sent % 2].sized(len(send.block_ids))
                 blocks.gather(send.layer_idx, send.block_ids, buffer[_HEADER_BYTES:])
                 _write_header(buffer, num_sent, send.extent, send.layer_idx)
+                side.synchronize()
                 # Blocks are freed early only after a failure is set: so what was gathered before
                 # is what was meant.
                 if chain.failure is not None:
@@ -171,7 +172,7 @@ class Sender:
             while len(under_way) > 1 or (under_way and self._queue.empty()):
                 work, oldest = under_way.popleft()
                 is_first = num_gone % blocks.num_layers == 0
-                _wait(work, blocks.device, _timeout(chain.settings, is_first))
+                _wait(chain, work, _timeout(chain.settings, is_first))
                 num_gone += 1
                 oldest.on_sent()
 
@@ -230,6 +231,7 @@ class Receiver:
         first_byte = _HEADER_BYTES + (load.num_blocks - len(load.block_ids)) * blocks.block_bytes
         posted: deque[tuple[Any, Tensor]] = deque()
         side = _SideStream(blocks.device)
+        layer_idxs: set[int] = set()
         with side.after(load.writable):
             for number in range(num_received, end):
                 for ahead in range(number + len(posted), min(number + 2, end)):
@@ -237,8 +239,11 @@ class Receiver:
                     posted.append((group.recv([buffer], peer, ahead), buffer))
                 work, buffer = posted.popleft()
                 is_first = number == num_received
-                _wait(work, blocks.device, _timeout(self._chain.settings, is_first))
+                _wait(self._chain, work, _timeout(self._chain.settings, is_first))
                 layer_idx = _read_header(buffer, number, load.extent, blocks.num_layers)
+                if layer_idx in layer_idxs:  # then another one doesn't come, and is waited for
+                    raise RunaheadError(f"KV of layer {layer_idx} came twice")
+                layer_idxs.add(layer_idx)
 
                 def write(
                     layer_idx: int = layer_idx, payload: Tensor = buffer[first_byte:]
@@ -305,13 +310,18 @@ def _timeout(settings: ChainSettings, is_first: bool) -> float:
     return settings.start_timeout_s if is_first else settings.layer_timeout_s
 
 
-def _wait(work: Any, device: torch.device, timeout_s: float) -> None:
-    """Until a message has gone or come, in memory. Raises what the transport raises."""
-    if device.type == "cpu":
+def _wait(chain: Chain, work: Any, timeout_s: float) -> None:
+    """Until a message has gone or come, in memory. Raises what the transport raises.
+
+    On a GPU a fault of the chain ends it: what is posted holds multiprocessors until it is aborted.
+    """
+    if chain.blocks.device.type == "cpu":
         work.wait(timedelta(seconds=timeout_s))
         return
     deadline = time.monotonic() + timeout_s
     while not work.is_completed():
+        if chain.failure is not None:
+            raise RunaheadError(chain.failure)
         if time.monotonic() > deadline:
             raise RunaheadError(f"nothing for {timeout_s:g} s")
         time.sleep(_POLL_S)

@@ -137,7 +137,9 @@ def run_prefill_phase(
 
     All replicas of the chain call this with the same groups in the same order. When it returns,
     nothing of the phase is under way here. A chain that fails stays failed: from then on each
-    replica computes the prefixes by itself, as far as they aren't in its cache.
+    replica computes the prefixes by itself, as far as they aren't in its cache. An error or a
+    signal ends the phase with no request of it left; but if it broke off a step of the engine, the
+    prefix cache has blocks that were to be computed in it, and has to be reset before it is used.
 
     Args:
         engine: as for `open_chain`; it has no other requests.
@@ -159,13 +161,13 @@ def run_prefill_phase(
     scheduler_half, worker_half = _connectors(engine)
     _check(engine, scheduler_half, groups)
     chain = open_chain(engine)
-    if chain.failure is None:
-        chain.agree("groups", _digest(groups))
-    halves = scheduler_half.scheduling, worker_half.working
+    chain.agree("groups", _digest(groups))
+    phase = _Phase(engine, chain, scheduler_half.scheduling, worker_half.working, recompute)
     try:
-        return _Phase(engine, chain, *halves, recompute).run(groups, max_in_flight)
+        return phase.run(groups, max_in_flight)
     except BaseException as error:
         chain.fail(f"the phase ended by {type(error).__name__}")  # others needn't wait to find out
+        phase.abandon()
         raise
 
 
@@ -211,20 +213,28 @@ class _Phase:
         self._recompute = recompute
         self._rank = chain.settings.rank
         self._by_request: dict[str, _Progress] = {}
+        self._alone_due: deque[_Progress] = deque()
         self._start = time.monotonic()
 
     def run(self, groups: Sequence[RunaheadGroup], max_in_flight: int) -> list[RunaheadOutcome]:
         everything = [_Progress(group) for group in groups]
         waiting = deque(everything)
-        while waiting or self._by_request or self._has_ends():
+        while waiting or self._by_request or self._alone_due or self._has_ends():
             while waiting and self._num_active() < max_in_flight:
                 self._begin(waiting.popleft())
+            while self._may_begin_alone() and self._num_active() < max_in_flight:
+                due = self._alone_due.popleft()
+                self._add(due, "alone", self._whole_prompt(due.group))
             for output in self._engine.step():
                 if output.finished:
                     self._on_output(output)
             if self._scheduling.num_step_tokens == 0:
                 time.sleep(_IDLE_S)
         return [progress.outcome() for progress in everything]
+
+    def abandon(self) -> None:
+        """Leave the engine without requests of this phase."""
+        self._engine.abort_request(list(self._by_request))
 
     def _has_ends(self) -> bool:
         """Whether KV is still being sent, or blocks wait to be freed."""
@@ -249,7 +259,13 @@ class _Phase:
         if not self._recompute:
             return
         progress.is_alone = True
-        self._add(progress, "alone", self._whole_prompt(progress.group))
+        self._alone_due.append(progress)
+
+    def _may_begin_alone(self) -> bool:
+        """Not beside a chunk or a fill: until it ends, the cache may have blocks of it that nothing
+        comes for, and what hits them fails with it."""
+        parts = {part for each in self._by_request.values() for part in each.unfinished.values()}
+        return bool(self._alone_due) and parts <= {"alone"}
 
     def _whole_prompt(self, group: RunaheadGroup) -> Sequence[int]:
         """The whole blocks of the prefix, and a token: vLLM computes one at least."""

@@ -95,7 +95,9 @@ class Scheduling:
         known yet; and whether the request waits for it outside of steps.
 
         A link carries one group after the other. So a step has one chunk, and fills are begun in
-        the order of their chunks, whatever the scheduler takes first.
+        the order of their chunks, whatever the scheduler takes first. A chunk also waits for the
+        end of the one before where vLLM schedules ahead: blocks that are in the prefix cache may
+        turn out to hold nothing, and what another request computes from them stays there.
 
         Raises:
             SpecError: the request's share isn't one that this replica can take.
@@ -105,7 +107,7 @@ class Scheduling:
             return 0, False  # a second try, after a preemption: what came before is gone
         bounds = self._check(request, share)
         if share.part == "chunk":
-            if any(not tracked.is_through for tracked in self._tracked.values()):
+            if any(tracked.share.part == "chunk" for tracked in self._tracked.values()):
                 return None, False
             self._num_local[request.request_id] = num_local_tokens
             return max(bounds.begin - num_local_tokens, 0), False

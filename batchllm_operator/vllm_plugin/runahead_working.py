@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
 from batchllm_operator.vllm_plugin.runahead_chain import Chain
@@ -23,6 +26,8 @@ class Working:
         self.chain: Chain | None = None
         self._waited_for: list[Load] = []
         self._sends: list[StepSend] = []
+        self._relays: list[_Relay] = []
+        self._done_layers: set[int] = set()
         self._reported: dict[str, Load] = {}
         self._unsent: dict[str, _Unsent] = {}
         self._finished: set[str] = set()
@@ -34,7 +39,8 @@ class Working:
         return not self._reported and not any(map(self._is_sending, self._unsent))
 
     def begin_step(self, step: RunaheadMetadata) -> None:
-        self._waited_for, self._sends = [], step.sends
+        self._waited_for, self._sends, self._relays = [], step.sends, []
+        self._done_layers.clear()
         if not (step.loads or step.sends or step.failure):
             return
         if step.failure is not None and self.chain is not None:
@@ -69,7 +75,7 @@ class Working:
                 self.chain.fail("the step ended before all layers had come")
             if load.has_failed:
                 self._invalid_blocks.update(load.block_ids)
-        self._waited_for, self._sends = [], []
+        self._waited_for, self._sends, self._relays = [], [], []
 
     def take_finished(self, finished_request_ids: set[str]) -> tuple[set[str], set[str]]:
         """Requests whose blocks are no longer needed for sends, and those whose loads are done.
@@ -108,16 +114,13 @@ class Working:
         return self.blocks
 
     def _begin_load(self, step: StepLoad) -> None:
-        blocks, passed_on = self._blocks, step.passed_on
-        if passed_on is not None:
+        blocks, begun = self._blocks, mark(self._blocks.device)
+        on_layer = None
+        if step.passed_on is not None:
             self._unsent[step.request_id] = _Unsent(blocks.num_layers)
+            on_layer = self._relay(step.passed_on, begun).on_received
         load = Load(
-            step.extent,
-            step.num_blocks,
-            step.block_ids,
-            blocks.num_layers,
-            partial(self._send, passed_on) if passed_on is not None else None,
-            mark(blocks.device),
+            step.extent, step.num_blocks, step.block_ids, blocks.num_layers, on_layer, begun
         )
         if step.is_waited_for:
             self._waited_for.append(load)
@@ -128,17 +131,33 @@ class Working:
         else:
             self.chain.load(step.way, load)
 
-    def _send_layer(self, layer_idx: int) -> None:
-        for send in self._sends:
-            self._send(send, layer_idx)
+    def _relay(self, passed_on: StepSend, begun: Any) -> _Relay:
+        """Of a fill; where its chunk is computed in this step, layers wait for the chunk's own."""
+        relay = _Relay(partial(self._send, passed_on))
+        if any(send.extent.group_id == passed_on.extent.group_id for send in self._sends):
+            self._relays.append(relay)
+        else:
+            for layer_idx in range(self._blocks.num_layers):
+                relay.on_written(layer_idx, begun)
+        return relay
 
-    def _send(self, send: StepSend, layer_idx: int) -> None:
+    def _send_layer(self, layer_idx: int) -> None:
+        """Once in a step: layers that share a cache read what the first of them has written."""
+        if layer_idx in self._done_layers:
+            return
+        self._done_layers.add(layer_idx)
+        written = mark(self._blocks.device)
+        for send in self._sends:
+            self._send(send, layer_idx, written)
+        for relay in self._relays:
+            relay.on_written(layer_idx, written)
+
+    def _send(self, send: StepSend, layer_idx: int, written: Any) -> None:
         """Called by the thread that computes, and by those that receive."""
         chain = self.chain
         if chain is None or chain.failure is not None:
             return
         on_sent = self._unsent[send.request_id].on_sent
-        written = mark(self._blocks.device)
         chain.send(send.way, Send(send.extent, layer_idx, send.block_ids, on_sent, written))
 
     def _is_sending(self, request_id: str) -> bool:
@@ -150,6 +169,36 @@ class Working:
     def _forget(self, request_id: str) -> None:
         self._finished.discard(request_id)
         self._unsent.pop(request_id, None)
+
+
+class _Relay:
+    """What goes on up the chain: a layer when it has come, and this replica's own is written.
+
+    Later replicas usually need this one's keys and values to get so far, but not one that finds
+    them in its prefix cache: it sends back at once.
+    """
+
+    def __init__(self, send: Callable[[int, Any], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._received: set[int] = set()
+        self._written: dict[int, Any] = {}
+
+    def on_written(self, layer_idx: int, written: Any) -> None:
+        """This replica's own KV is there, after a CUDA event; None on a CPU."""
+        with self._lock:
+            self._written[layer_idx] = written
+            is_whole = layer_idx in self._received
+        if is_whole:
+            self._send(layer_idx, written)
+
+    def on_received(self, layer_idx: int) -> None:
+        """Later replicas' KV is there, in memory."""
+        with self._lock:
+            self._received.add(layer_idx)
+            is_whole = layer_idx in self._written
+        if is_whole:
+            self._send(layer_idx, self._written[layer_idx])
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ run all replicas begin at the same time with empty caches:
 
 `makespan_s` ends with the last output of all replicas, `ttft_s` with the first token of a member of
 group 0; medians over repetitions, in which policies take turns. `tokens_equal`: all outputs are
-those of one replica that has done all groups alone.
+those of one replica that has done all groups alone. That says something if prompts have outputs of
+their own: `num_distinct_outputs`, of `num_outputs`.
 
     python -m benchmarks.runahead
     python -m benchmarks.runahead --groups 1 3 --repetitions 5
@@ -183,7 +184,9 @@ def works_of(
         "whole_group": ((), None),
         "recompute": (everything, None),
         "runahead": (everything, split),
-        "chosen": (chosen.runahead_idxs, split),
+        "chosen": (chosen.runahead_idxs, split)
+        if chosen.runahead_idxs
+        else (chosen.recompute_idxs, None),
     }
     idxs, chain_split = spread[policy]
     return place(sizes, num_groups, num_replicas, spread=idxs, split=chain_split)
@@ -191,9 +194,8 @@ def works_of(
 
 def chosen_policy(placement: Placement, num_groups: int) -> str:
     """The policy that a placement is; `chosen` if it is a mixture."""
-    if placement.policy != "runahead":
-        return placement.policy
-    return "runahead" if len(placement.runahead_idxs) == num_groups else "chosen"
+    spread = placement.runahead_idxs or placement.recompute_idxs
+    return placement.policy if len(spread) in (0, num_groups) else "chosen"
 
 
 def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[str, Any]:
@@ -238,7 +240,13 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
             "predicted_whole_group_s": round(chosen.whole_group_s, 4),
             "predicted_recompute_s": round(chosen.recompute_s, 4),
         }
-    return {"rows": rows, "choices": choices, "split": split}
+    return {
+        "rows": rows,
+        "choices": choices,
+        "split": split,
+        "num_outputs": len(expected),
+        "num_distinct_outputs": len({tuple(tokens) for tokens in expected.values()}),
+    }
 
 
 def _group(request_id: str) -> int:
@@ -254,8 +262,9 @@ def targets(rows: Sequence[Mapping[str, Any]], choices: Mapping[str, Any]) -> li
         if (num_groups, "runahead") not in makespans:
             return None
         others = [makespans[num_groups, policy] for policy in POLICIES[:2]]
-        ours = [makespans.get((num_groups, policy)) for policy in ("runahead", "chosen")]
-        return min(each for each in ours if each is not None) / min(others)
+        ours = "chosen" if (num_groups, "chosen") in makespans else "runahead"
+        ratio: float = makespans[num_groups, ours] / min(others)
+        return ratio
 
     ttft = ttfts[1, "runahead"] / ttfts[1, "whole_group"] if (1, "runahead") in ttfts else None
     regrets = [

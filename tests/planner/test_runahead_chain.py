@@ -33,7 +33,7 @@ def plain_times(chain: Chain, split: Sequence[int]) -> tuple[float, list[float],
     cost, link, p = chain.cost, chain.link, len(split)
     layers, total = range(cost.num_layers), sum(split)
     ready_before: list[float] = []
-    projected: list[list[float]] = []
+    there: list[list[float]] = []
     done: list[list[float]] = []
     for i, chunk in enumerate(split):
         before = sum(split[:i])
@@ -47,21 +47,21 @@ def plain_times(chain: Chain, split: Sequence[int]) -> tuple[float, list[float],
         rest = max(rest, cost.overhead_s - qkv - copies)
         hop = link.latency_s + before * cost.kv_bytes_per_token / link.bytes_per_s
         now, arrived, ready = cost.step_overhead_s, 0.0, []
-        projected.append([])
+        there.append([])
         done.append([])
         for layer in layers:
             at = now + qkv
-            projected[i].append(at)
             if i > 0:
                 posted = 0.0 if link.prefetches else now
                 arrived = max(ready_before[layer], arrived, posted) + hop
                 at = max(at, arrived)
+            there[i].append(at)
             ready.append(at + copies)
             now = ready[-1] + rest
             done[i].append(now)
         ready_before = ready
     whole = [done[p - 1][-1]]
-    arrivals = projected[p - 1]
+    arrivals = there[p - 1]
     for i in range(p - 2, -1, -1):
         after = total - sum(split[: i + 1])
         hop = link.latency_s + after * cost.kv_bytes_per_token / link.bytes_per_s
@@ -70,7 +70,7 @@ def plain_times(chain: Chain, split: Sequence[int]) -> tuple[float, list[float],
             now = max(now, arrivals[layer]) + hop
             back.append(now)
         whole.append(max(done[i][-1], back[-1]))
-        arrivals = [max(a, b) for a, b in zip(projected[i], back, strict=True)]
+        arrivals = [max(a, b) for a, b in zip(there[i], back, strict=True)]
     return done[p - 1][-1] + cost.sampled_token_s, [each[-1] for each in done], whole[::-1]
 
 
@@ -94,7 +94,7 @@ def test_two_replicas_by_hand() -> None:
     found = chain.times((4, 2))
     assert found.chunk_s == (37.0, 39.5)
     assert found.ttft_s == 39.5
-    # Back go 20 bytes, 3.5 s, of what is projected at 5 and 24.5.
+    # Back go 20 bytes, 3.5 s, when all is there: at 13 and 30.
     assert found.whole_s == (37.0, 39.5)
     posted_late = dataclasses.replace(chain, link=Link(8.0, 1.0, prefetches=False))
     # The second receive is posted at 22.5, but replica 0 has that layer at 24 only: the same.
@@ -102,6 +102,8 @@ def test_two_replicas_by_hand() -> None:
     slow = dataclasses.replace(chain, link=Link(2.0, 1.0))
     # 21 s a hop: at 28, and 49 though replica 0 has the layer at 24; then 9.5.
     assert slow.times((4, 2)).ttft_s == 58.5
+    # Back it takes 11 s: until 39, and from 49 until 60, long after replica 0 has computed all.
+    assert slow.times((4, 2)).whole_s == (60.0, 58.5)
     slow = dataclasses.replace(chain, link=Link(2.0, 1.0, prefetches=False))
     # Posted when the first layer is done, at 37.5.
     assert slow.times((4, 2)).ttft_s == 37.5 + 21 + 9.5

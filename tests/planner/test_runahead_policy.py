@@ -160,7 +160,7 @@ def test_no_set_of_groups_is_better_than_the_chosen_one(
     groups: list[GroupLoad], num_replicas: int, link: int
 ) -> None:
     chain = dataclasses.replace(CPU_CHAIN, link=Link(10.0 ** (6 + link)))
-    options = PlacementSettings(num_replicas, margin=0.0, least_saving=0.0)
+    options = PlacementSettings(num_replicas, margin=0.0, slack=0.0)
     found = choose(groups, chain, options)
     makespans = Makespans(groups, chain, options)
     everyone = range(len(groups))
@@ -180,7 +180,48 @@ def test_no_set_of_groups_is_better_than_the_chosen_one(
             chain.check_split(split, groups[idx].prefix_tokens)
     else:
         assert best >= without * (1 - 1e-12)
-        assert found.makespan_s == min(found.whole_group_s, found.recompute_s)
+        assert found.makespan_s == pytest.approx(without)
+        assert makespans.makespan(found.recompute_idxs, chained=False) == pytest.approx(without)
+        assert found.policy == ("recompute" if found.recompute_idxs else "whole_group")
+
+
+@settings(max_examples=60)
+@given(st.lists(group_loads, min_size=1, max_size=6), st.integers(2, 4), st.integers(0, 3))
+def test_no_policy_for_all_groups_is_better_by_more_than_the_margin(
+    groups: list[GroupLoad], num_replicas: int, link: int
+) -> None:
+    chain = dataclasses.replace(CPU_CHAIN, link=Link(10.0 ** (6 + link)))
+    found = choose(groups, chain, PlacementSettings(num_replicas))
+    policies = [found.whole_group_s, found.recompute_s]
+    policies += [] if found.runahead_s is None else [found.runahead_s]
+    assert found.makespan_s <= min(policies) / (1 - 0.05) * (1 + 1e-9)
+
+
+def test_without_a_chain_one_group_may_be_recomputed_and_the_others_whole() -> None:
+    """Many members of a short prefix beside long ones: neither policy for all is near the best."""
+    chain = dataclasses.replace(CPU_CHAIN, max_step_tokens=32)  # no chunk fits
+    groups = [GroupLoad(4096, 1, 64, 16), GroupLoad(256, 400, 64, 16), GroupLoad(4096, 1, 64, 16)]
+    found = choose(groups, chain)
+    assert (found.policy, found.recompute_idxs, found.runahead_idxs) == ("recompute", (1,), ())
+    assert found.makespan_s < 0.9 * min(found.whole_group_s, found.recompute_s)
+    assert choose([GROUP] * 2, chain).recompute_idxs == ()
+
+
+@settings(max_examples=60)
+@given(st.lists(group_loads, min_size=1, max_size=6), st.integers(2, 3))
+def test_fewer_chains_are_taken_where_the_makespan_hardly_grows(
+    groups: list[GroupLoad], num_replicas: int
+) -> None:
+    exact = choose(groups, settings=PlacementSettings(num_replicas, margin=0.0, slack=0.0))
+    found = choose(groups, settings=PlacementSettings(num_replicas, margin=0.0, slack=0.2))
+    assert set(found.runahead_idxs) <= set(exact.runahead_idxs)
+    assert found.makespan_s <= exact.makespan_s * 1.2 * (1 + 1e-9)
+
+
+def test_a_chain_that_saves_next_to_nothing_is_left_out() -> None:
+    groups = [GROUP, GroupLoad(96, 2, 16, 1)]
+    assert choose(groups, settings=PlacementSettings(2, slack=0.0)).runahead_idxs == (0, 1)
+    assert choose(groups).runahead_idxs == (0,)
 
 
 @given(st.lists(group_loads, min_size=11, max_size=16), st.integers(2, 4))

@@ -26,14 +26,17 @@ from batchllm_operator.planner import (
 from batchllm_operator.planner.runahead import Goal
 
 CPU_CHAIN = Chain(CPU_COST, Link(1e9, 1e-4), 32, 8192)
-MOST_BLOCKS = {1: 500, 2: 500, 3: 120, 4: 48}
+MOST_BLOCKS = {1: 500, 2: 9000, 3: 200, 4: 60}
+GRID_BLOCKS = {1: 500, 2: 4097, 3: 92, 4: 31}
+"""Up to so many the search's first grid has all splits, so that it can't miss the best."""
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Chain, int, int]:
     """A chain, a prefix and a number of replicas, of which all splits can be tried."""
     chain, p = draw(chains()), draw(st.integers(1, 4))
-    num_blocks = draw(st.integers(p, MOST_BLOCKS[p]))
+    sizes = [(p, GRID_BLOCKS[p]), (GRID_BLOCKS[p], MOST_BLOCKS[p])]
+    num_blocks = draw(st.integers(*draw(st.sampled_from(sizes))))
     num_tokens = num_blocks * chain.block_size - draw(st.integers(0, chain.block_size - 1))
     if draw(st.booleans()):
         even = -(-num_blocks // p)

@@ -152,6 +152,10 @@ class Replica:
         number, self._num_computed = self._num_computed, 0
         return number
 
+    def num_unfinished(self) -> int:
+        """Requests that the engine has not ended."""
+        return int(self._engine.get_num_unfinished_requests())
+
     def send_late(self) -> None:
         """As where attention writes its own keys and values: a layer is sent after it."""
         get_kv_transfer_group().working.writes_first = False

@@ -50,13 +50,27 @@ def test_prompts_are_the_same_in_every_process_and_differ_by_member() -> None:
 
 
 def placement(policy: str, *idxs: int) -> Any:
-    return SimpleNamespace(policy=policy, runahead_idxs=idxs)
+    by_policy = {"runahead": (idxs, ()), "recompute": ((), idxs), "whole_group": ((), ())}
+    runahead_idxs, recompute_idxs = by_policy[policy]
+    return SimpleNamespace(
+        policy=policy, runahead_idxs=runahead_idxs, recompute_idxs=recompute_idxs
+    )
 
 
 def test_a_mixture_is_a_policy_of_its_own() -> None:
-    assert main.chosen_policy(placement("recompute"), 3) == "recompute"
+    assert main.chosen_policy(placement("whole_group"), 3) == "whole_group"
+    assert main.chosen_policy(placement("recompute", 0, 1, 2), 3) == "recompute"
+    assert main.chosen_policy(placement("recompute", 1), 3) == "chosen"
     assert main.chosen_policy(placement("runahead", 0, 1, 2), 3) == "runahead"
     assert main.chosen_policy(placement("runahead", 1), 3) == "chosen"
+
+
+@pytest.mark.parametrize("policy", ["runahead", "recompute"])
+def test_the_chosen_groups_are_spread_and_the_others_whole(policy: str) -> None:
+    sizes, split = work.Sizes(members=4), (2304, 1792)
+    for one in main.works_of("chosen", sizes, 3, 2, split, placement(policy, 1)):
+        assert len([each for each in one.members if each[0] == 1]) == 2
+        assert one.chained == (((1, split),) if policy == "runahead" else ())
 
 
 def row(groups: int, policy: str, makespan_s: float, ttft_s: float = 1.0) -> dict[str, Any]:
@@ -70,8 +84,8 @@ def test_targets_compare_with_the_better_of_the_others() -> None:
         row(1, "runahead", 2.0, ttft_s=1.8),
         row(3, "whole_group", 7.8),
         row(3, "recompute", 11.0),
-        row(3, "runahead", 7.7),
-        row(3, "chosen", 6.0),
+        row(3, "runahead", 7.0),
+        row(3, "chosen", 7.74),
         row(4, "whole_group", 8.0),
         row(4, "recompute", 14.0),
         row(4, "runahead", 7.0),
@@ -84,7 +98,8 @@ def test_targets_compare_with_the_better_of_the_others() -> None:
     ttft, one, three, regret = main.targets(rows, choices)
     assert (ttft["measured"], ttft["is_met"]) == (0.6, True)
     assert (one["measured"], one["is_met"]) == (round(2 / 3.6, 3), True)
-    assert (three["measured"], three["is_met"]) == (round(6 / 7.8, 3), True)
+    # What was chosen counts, and not whichever turned out to be better.
+    assert (three["measured"], three["is_met"]) == (round(7.74 / 7.8, 3), False)
     assert (regret["measured"], regret["is_met"]) == (round(8 / 7, 3), False)
     for each in main.targets([], {}):
         assert (each["measured"], each["is_met"]) == (None, None)
@@ -111,5 +126,6 @@ def test_a_small_run_gives_equal_tokens_whoever_computes_the_prefix(tmp_path: Pa
         assert each["tokens_equal"], each
         assert each["failures"] == []
         assert 0 < each["ttft_s"] < each["makespan_s"]
+    assert report["num_distinct_outputs"] > report["num_outputs"] // 2, "else equal says nothing"
     assert sum(report["split"]) == 256
     assert set(report["choices"]) == {"1", "3"}

@@ -16,7 +16,8 @@ where s_i are the tokens before chunk i. Where receives aren't posted ahead (`Li
 begin_i(l) isn't before start_i(l): the transfer is hidden by the QKV projections alone.
 
 Then each replica lacks what comes after its chunk. It is passed back the same way, from the last
-replica to the first, in the other direction of each hop, layer by layer while the chain still runs.
+replica to the first, in the other direction of each hop, layer by layer while the chain still runs:
+the last one's when its own keys and values and those before them are there, as they are sent.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def _run(
         np.empty(p),
         np.empty(p),
     )
-    done, arrived, projected, back = np.empty(p), np.empty(p), np.empty(p), np.empty(p)
+    done, arrived, there, back = np.empty(p), np.empty(p), np.empty(p), np.empty(p)
     for row in range(num):
         before, is_valid = 0, True
         total = splits[row].sum()
@@ -245,19 +246,19 @@ def _run(
         for _ in range(num_layers):
             ready = 0.0
             for i in range(p):
-                projected[i] = done[i] + first[i]
-                at = projected[i]
+                at = done[i] + first[i]
                 if i > 0:
                     begin = max(ready, arrived[i])
                     if not prefetches:
                         begin = max(begin, done[i])
                     arrived[i] = begin + hop[i]
                     at = max(at, arrived[i])
+                there[i] = at
                 ready = at + copies[i]
                 done[i] = ready + rest[i]
             if passes_back:
                 for i in range(p - 2, -1, -1):
-                    from_next = projected[i + 1]
+                    from_next = there[i + 1]
                     if i + 1 < p - 1:
                         from_next = max(from_next, back[i + 1])
                     back[i] = max(from_next, back[i]) + back_hop[i]

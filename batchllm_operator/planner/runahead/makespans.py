@@ -64,9 +64,9 @@ class PlacementSettings:
     num_replicas: int
     margin: float = 0.05
     """By what share the makespan must be shorter than the best without runahead."""
-    least_saving: float = 0.02
-    """Share of the makespan that each chain has to save beside the others: several one after
-    another take longer than predicted, and what the last ones save may be noise."""
+    slack: float = 0.02
+    """By what share the makespan may be longer than the shortest if that takes fewer chains:
+    several in a row take longer than predicted, and what the last ones save may be noise."""
     min_prefix_tokens: int = 0
     """Shorter prefixes are never computed by a chain."""
     max_num_seqs: int = 1024
@@ -75,7 +75,7 @@ class PlacementSettings:
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.max_num_seqs < 1 or self.min_prefix_tokens < 0:
             raise PlanError(f"placement: a count is out of its range: {self}")
-        for name in ("margin", "least_saving"):
+        for name in ("margin", "slack"):
             if not 0 <= getattr(self, name) < 1:
                 raise PlanError(
                     f"placement: {name} is a share from 0 and below 1, not {getattr(self, name)}"

@@ -33,7 +33,8 @@ class Placement:
     """What was chosen, and what was predicted of the ways to choose from."""
 
     policy: PlacementName
-    """`runahead` if any group is marked; else the better of the other two."""
+    """`runahead` if any group is marked; else `recompute` if a prefix is computed by all replicas;
+    else `whole_group`."""
     runahead_idxs: tuple[int, ...]
     """Groups to compute by a chain, ascending; the others are placed whole."""
     splits: tuple[Split, ...]
@@ -51,7 +52,7 @@ class Placement:
     without_s: float
     """The best without chains: some groups whole, the others' prefixes computed everywhere."""
     recompute_idxs: tuple[int, ...]
-    """Those others, ascending."""
+    """Those others, ascending: what to do where no group is marked, or no chain is to be had."""
 
 
 def choose_placement(
@@ -63,7 +64,8 @@ def choose_placement(
     those with the longest prefixes or the fewest members first, and what adding or dropping one
     improves. Groups of the best set that hardly shorten the makespan are left out again. What is
     left is compared with the best that does without chains: the same search with `recompute` in
-    their place, so that it is at most as long as either policy for all.
+    their place, so that it is at most as long as either policy for all. Where that is the choice,
+    `recompute_idxs` says which groups it takes.
 
     Args:
         groups: that share the replicas; none of them elsewhere.
@@ -80,20 +82,20 @@ def choose_placement(
         raise PlanError("placement: there are no groups")
     makespans = Makespans(groups, chain, settings)
     whole_s, recompute_s = makespans.makespan(()), makespans.makespan_of_all_spread(chained=False)
-    without_s, spread = _best_set(
+    without_s, recomputed = _best_set(
         groups, makespans.candidates, lambda idxs: makespans.makespan(idxs, chained=False)
     )
     if recompute_s < without_s:
-        without_s, spread = recompute_s, tuple(range(len(groups)))
+        without_s, recomputed = recompute_s, tuple(range(len(groups)))
     chainable = [idx for idx in makespans.candidates if idx in makespans.splits]
     best_s, marked = _best_set(groups, chainable, makespans.makespan)
-    best_s, marked = _without_idle(best_s, marked, makespans, settings.least_saving)
+    best_s, marked = _without_idle(best_s, marked, makespans, settings.slack)
     runahead_s = None
     if len(chainable) == len(groups):
         runahead_s = makespans.makespan_of_all_spread(chained=True)
     if not marked or best_s > without_s * (1 - settings.margin):
-        policy: PlacementName = "recompute" if recompute_s < whole_s else "whole_group"
-        marked, best_s, gain = (), min(whole_s, recompute_s), 0.0
+        policy: PlacementName = "recompute" if recomputed else "whole_group"
+        marked, best_s, gain = (), without_s, 0.0
     else:
         policy, gain = "runahead", 1 - best_s / without_s
     return Placement(
@@ -106,7 +108,7 @@ def choose_placement(
         recompute_s=recompute_s,
         runahead_s=runahead_s,
         without_s=without_s,
-        recompute_idxs=spread,
+        recompute_idxs=recomputed,
     )
 
 
@@ -138,13 +140,14 @@ def _best_set(
 
 
 def _without_idle(
-    best_s: float, marked: tuple[int, ...], makespans: Makespans, least_saving: float
+    best_s: float, marked: tuple[int, ...], makespans: Makespans, slack: float
 ) -> tuple[float, tuple[int, ...]]:
-    """A set and its makespan without the groups that hardly shorten it."""
+    """A set and its makespan, with as few groups as `slack` over the best makespan allows."""
+    longest_s = best_s * (1 + slack)
     while marked:
         fewer = [tuple(idx for idx in marked if idx != out) for out in marked]
         seconds, smaller = min((makespans.makespan(each), each) for each in fewer)
-        if seconds > best_s * (1 + least_saving):
+        if seconds > longest_s:
             break
         best_s, marked = seconds, smaller
     return best_s, marked

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -174,6 +175,33 @@ def test_kv_that_was_not_expected_is_not_written(open_chain: Open, other: Extent
     assert torch.equal(second.rows(0, range(BLOCKS)), before)
 
 
+@pytest.mark.parametrize("field", range(8))
+def test_every_field_of_a_header_is_looked_at(field: int) -> None:
+    from batchllm_operator.vllm_plugin.runahead_links import _read_header, _write_header
+
+    extent, buffer = Extent(4, 99, 16, 32), torch.zeros(64, dtype=torch.uint8)
+    _write_header(buffer, 7, extent, 2)
+    assert _read_header(buffer, 7, extent, LAYERS) == 2
+    buffer.view(torch.int64)[field] += 1  # the layer's is one too many
+    with pytest.raises(RunaheadError):
+        _read_header(buffer, 7, extent, LAYERS)
+
+
+def test_a_layer_that_comes_twice_is_a_fault(open_chain: Open) -> None:
+    first, second = open_chain(2)
+    extent = Extent(4, 99, 0, BLOCK)
+    load = second.load("down", extent, [3], None)
+    first.send("down", extent, [2], [0, 0, 2])
+    with ThreadPoolExecutor(1) as pool:
+        came = pool.submit(wait, load)
+        try:
+            assert came.result(timeout=20) == [True, False, False]
+        finally:
+            second.chain.fail("so that nothing waits")
+            load.fail()
+    assert "layer 0 came twice" in (second.chain.failure or "")
+
+
 def test_nothing_is_sent_after_a_fault_and_the_neighbours_notice(open_chain: Open) -> None:
     first, second, third = open_chain(3)
     extent = Extent(0, 1, 0, BLOCK)
@@ -191,6 +219,27 @@ def test_nothing_is_sent_after_a_fault_and_the_neighbours_notice(open_chain: Ope
     assert second.chain.failure == "a fault on purpose"
 
 
+def test_blocks_that_a_gpu_still_gathers_when_a_fault_is_found_are_not_sent(
+    open_chain: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on they may be another request's: what counts is when the gathering has ended."""
+    from batchllm_operator.vllm_plugin import runahead_links
+
+    class Slow(runahead_links._SideStream):
+        def synchronize(self) -> None:
+            if threading.current_thread().name == "runahead-send":
+                first.chain.fail("a fault on purpose")
+
+    monkeypatch.setattr(runahead_links, "_SideStream", Slow)
+    first, second = open_chain(2)
+    before = second.rows(0, range(BLOCKS)).clone()
+    extent = Extent(0, 1, 0, BLOCK)
+    load = second.load("down", extent, [3], None)
+    first.send("down", extent, [2], range(LAYERS))
+    assert wait(load) == [False] * LAYERS
+    assert torch.equal(second.rows(0, range(BLOCKS)), before)
+
+
 def test_a_neighbour_that_is_too_late_is_given_up(open_chain: Open) -> None:
     first, second = open_chain(2, layer_timeout_s=0.5)
     extent = Extent(0, 1, 0, BLOCK)
@@ -198,6 +247,33 @@ def test_a_neighbour_that_is_too_late_is_given_up(open_chain: Open) -> None:
     first.send("down", extent, [2], [0, 1])  # and not the last layer
     assert wait(load) == [True, True, False]
     assert "Timed out" in (second.chain.failure or "")
+
+
+def test_on_a_gpu_what_is_posted_is_given_up_with_the_chain() -> None:
+    from batchllm_operator.vllm_plugin.runahead_links import _wait
+
+    blocks = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    waited: list[bool] = []
+    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: waited.append(True))
+    never = SimpleNamespace(is_completed=lambda: False)
+    _wait(cast(Any, SimpleNamespace(blocks=blocks, failure=None)), done, 1.0)
+    assert waited == [True]
+    with pytest.raises(RunaheadError, match="a fault on purpose"):
+        _wait(cast(Any, SimpleNamespace(blocks=blocks, failure="a fault on purpose")), never, 60.0)
+    with pytest.raises(RunaheadError, match=r"nothing for 0\.01 s"):
+        _wait(cast(Any, SimpleNamespace(blocks=blocks, failure=None)), never, 0.01)
+
+
+def test_a_load_that_has_failed_never_writes_again() -> None:
+    """Its blocks may be another request's by then."""
+    written: list[int] = []
+    passed_on: list[int] = []
+    load = Load(Extent(0, 1, 0, BLOCK), 1, [3], LAYERS, passed_on.append)
+    load.write(0, lambda: written.append(0))
+    load.fail()
+    load.write(1, lambda: written.append(1))
+    assert (written, passed_on) == ([0], [0])
+    assert [load.wait(layer_idx) for layer_idx in range(LAYERS)] == [True, False, False]
 
 
 def test_a_load_that_is_whole_does_not_fail_any_more(open_chain: Open) -> None:
@@ -234,6 +310,18 @@ def test_a_replica_that_stays_away_ends_the_chain(open_chain: Open) -> None:
     first, _ = open_chain(2, start_timeout_s=0.5)
     first.chain.agree("groups", "x")
     assert "not all replicas came to groups 1" in (first.chain.failure or "")
+
+
+def test_a_replica_whose_chain_has_failed_keeps_nobody_waiting(open_chain: Open) -> None:
+    """Nobody else has noticed: where nothing is under way, a closed link isn't looked at."""
+    first, second, third = open_chain(3, start_timeout_s=20)
+    second.chain.fail("a fault on purpose")
+    second.chain.agree("groups", "x")  # returns at once
+    with ThreadPoolExecutor(2) as pool:
+        agreed = [pool.submit(each.chain.agree, "groups", "x") for each in (first, third)]
+        assert [each.result() for each in agreed] == [None, None]
+    for replica in (first, third):
+        assert "the chain of replica 1 has failed before groups 1" in (replica.chain.failure or "")
 
 
 def test_threads_end_with_the_chain(open_chain: Open) -> None:

@@ -12,7 +12,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin import compat
-from batchllm_operator.vllm_plugin.runahead import _check_engine, _limits, weights_digest
+from batchllm_operator.vllm_plugin.runahead import (
+    _check_engine,
+    _limits,
+    fingerprint,
+    weights_digest,
+)
+from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
+from batchllm_operator.vllm_plugin.runahead_plan import ChainLimits
+from batchllm_operator.vllm_plugin.runahead_working import Working
 
 
 def config(**changes: Any) -> tuple[Any, Any]:
@@ -83,6 +91,61 @@ def test_a_digest_of_the_weights_tells_models_apart() -> None:
     )
     assert first == same
     assert len({first, tuned, rounded}) == 3
+
+
+def engine_fingerprint(**changes: Any) -> dict[str, Any]:
+    """Of an engine that is like others but for some things."""
+    has = {
+        "model": "{}",
+        "weights": "0f",
+        "dtype": torch.float32,
+        "cache_dtype": "auto",
+        "block_size": 16,
+        "max_step_tokens": 512,
+        "max_model_len": 1024,
+        "shape": (4, 2, 16, 32),
+        "layers": ["a"],
+        "backend": "CPU_ATTN",
+        "isa": "vec",
+    } | changes
+    backend = SimpleNamespace(get_name=lambda: has["backend"])
+    layer = SimpleNamespace(impl=None, isa=has["isa"], get_attn_backend=lambda: backend)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_json_string=lambda: has["model"]), dtype=has["dtype"]
+        ),
+        cache_config=SimpleNamespace(cache_dtype=has["cache_dtype"]),
+        compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
+    )
+    working = Working(
+        ChainLimits(has["block_size"], 4, has["max_step_tokens"], has["max_model_len"])
+    )
+    working.blocks = KVBlocks({name: torch.zeros(has["shape"]) for name in has["layers"]}, 4)
+    return fingerprint(config, working, has["weights"])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": "{1}"}, "model"),
+        ({"weights": "f0"}, "weights"),
+        ({"dtype": torch.float16}, "dtype"),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"block_size": 32}, "block_size"),
+        ({"max_step_tokens": 256}, "max_step_tokens"),
+        ({"max_model_len": 512}, "max_model_len"),
+        ({"shape": (4, 16, 2, 32)}, "kv_layout"),
+        ({"layers": ["b"]}, "kv_layout"),
+        ({"backend": "FLASH_ATTN"}, "attention"),
+        ({"isa": "amx"}, "attention"),
+    ],
+)
+def test_engines_that_differ_in_anything_have_other_fingerprints(
+    change: dict[str, Any], named: str
+) -> None:
+    one, other = engine_fingerprint(), engine_fingerprint(**change)
+    assert {name for name in one | other if one[name] != other[name]} == {named}
+    assert {"vllm", "device"} < one.keys()
 
 
 @pytest.mark.parametrize(

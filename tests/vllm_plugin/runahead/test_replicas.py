@@ -130,6 +130,18 @@ def test_what_is_cached_already_is_not_computed_again(replicas: Replicas) -> Non
         check_members(replica, [first, longer], expected)
 
 
+def test_a_later_replica_that_has_all_in_its_cache_overtakes_nobody(replicas: Replicas) -> None:
+    """It sends back at once what it has, when the replica between has computed nothing yet."""
+    chain = replicas.chain(3)
+    group = Group(0, (256, 224, 170))
+    (expected,) = alone(chain[0], [group])
+    chain[2].call("generate", [group.prefix], max_tokens=1)
+    for outcomes in phase(chain, [group]):
+        assert outcomes[0]["failure"] is None
+    for replica in chain:
+        check_members(replica, [group], [expected])
+
+
 def test_a_prefix_after_which_the_model_would_end_is_like_others(replicas: Replicas) -> None:
     chain = replicas.chain(2, max_num_batched_tokens=416)
     candidates = [Group(100 + idx, (32, 64)) for idx in range(120)]
@@ -251,6 +263,19 @@ def test_after_a_fault_every_replica_computes_what_it_lacks(
     assert outcomes[2][0]["num_received_tokens"] == 576
 
 
+def test_after_a_fault_groups_that_begin_alike_share_no_lost_blocks(replicas: Replicas) -> None:
+    """The second chunk is admitted with blocks that nothing comes for any more."""
+    chain = replicas.chain(2)
+    first = Group(0, (256, 170))
+    groups = [first, Group(1, (256, 170), head=first.prefix[:160])]
+    expected = alone(chain[0], groups)
+    replicas.spoil()
+    chain[0].call("fail_at_message", 2, "raise")
+    for replica, outcomes in zip(chain, phase(chain, groups), strict=True):
+        assert all(each["failure"] for each in outcomes)
+        check_members(replica, groups, expected)
+
+
 def test_a_replica_whose_engine_fails_leaves_nobody_waiting(replicas: Replicas) -> None:
     chain = replicas.chain(2)
     group = Group(0, (320, 352))
@@ -260,6 +285,7 @@ def test_a_replica_whose_engine_fails_leaves_nobody_waiting(replicas: Replicas) 
     failed, outcomes = phase(chain, [group])
     assert isinstance(failed, ReplicaError)
     assert failed.message == "a fault on purpose"
+    assert chain[0].call("num_unfinished") == 0
     assert "Timed out" not in outcomes[0]["failure"]
     check_members(chain[1], [group], [expected])
 

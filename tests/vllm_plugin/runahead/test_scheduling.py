@@ -19,6 +19,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.planner import MODEL_SHAPES, find_gpu
@@ -73,7 +74,7 @@ class Stepper:
         self.add(fill, [*tokens[: bounds.whole], 7], group.share("fill").to_extra_args())
         self.add(chunk, tokens[: bounds.end], group.share("chunk").to_extra_args())
 
-    def step(self, loaded: Sequence[str] = ()) -> RunaheadMetadata:
+    def step(self, loaded: Sequence[str] = (), sent: Sequence[str] = ()) -> RunaheadMetadata:
         """A step's metadata; what it scheduled is in `scheduled`."""
         output = self.scheduler.schedule()
         self.scheduled = dict(output.num_scheduled_tokens)
@@ -84,11 +85,19 @@ class Stepper:
             for name in names
         ]
         result = make_model_output(names, sampled)
-        result.kv_connector_output = KVConnectorOutput(finished_recving=set(loaded))
+        result.kv_connector_output = KVConnectorOutput(
+            finished_recving=set(loaded), finished_sending=set(sent)
+        )
         self.scheduler.update_from_output(output, result)
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, RunaheadMetadata)
         return metadata
+
+    def end(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def holds_blocks(self, name: str) -> bool:
+        return name in self.scheduler.requests
 
     def num_cached(self, tokens: list[int]) -> int:
         """Tokens of a prompt that a request arriving now would find in the prefix cache."""
@@ -153,6 +162,30 @@ def test_a_step_has_one_chunk_and_fills_keep_the_order_of_the_chunks(start: Star
     assert fills == [5, 2]
 
 
+def test_a_chunk_waits_for_the_outcome_of_the_one_before(start: Start) -> None:
+    """A step is scheduled while the one before runs, whose load may fail: no other shares blocks.
+
+    vLLM wouldn't take what is computed from such blocks out of the prefix cache.
+    """
+    stepper = start(step=1000)
+    first = RunaheadGroup(3, prefix(1), SPLIT)
+    alike = RunaheadGroup(4, [*prefix(1)[:96], *prefix(2)[96:]], SPLIT)
+    for group in (first, alike):
+        tokens = list(group.prefix_token_ids)[:128]
+        stepper.add(f"chunk {group.group_id}", tokens, group.share("chunk").to_extra_args())
+    output = stepper.scheduler.schedule()
+    assert set(output.num_scheduled_tokens) == {"chunk 3"}
+    ahead = stepper.scheduler.schedule()
+    assert not ahead.num_scheduled_tokens
+    (load,) = output.kv_connector_metadata.loads
+    result = make_model_output(["chunk 3"], [[5]])
+    result.kv_connector_output = KVConnectorOutput(invalid_block_ids=set(load.block_ids))
+    stepper.scheduler.update_from_output(output, result)
+    stepper.scheduler.update_from_output(ahead, make_model_output([], []))
+    stepper.step()
+    assert stepper.scheduled == {"chunk 4": 64}, "nothing of the first one is left"
+
+
 def test_a_chunk_that_shares_its_step_is_sent_when_it_is_whole(start: Start) -> None:
     stepper = start()
     stepper.add("other", [9] * 30)
@@ -180,6 +213,65 @@ def test_what_is_cached_is_neither_written_nor_computed(start: Start) -> None:
     assert stepper.scheduled == {"chunk 3": 32}
     (load,) = metadata.loads  # taken from the link all the same, and not waited for
     assert (load.num_blocks, list(load.block_ids), load.is_waited_for) == (4, [], False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])  # the first one's fill is passed on to nobody
+def test_blocks_stay_until_what_they_hold_has_been_sent_or_written(start: Start, rank: int) -> None:
+    stepper = start(rank)
+    stepper.add_group(RunaheadGroup(3, prefix(1), SPLIT), rank)
+    stepper.step()
+    assert stepper.holds_blocks("chunk 3"), "it has ended, and is being sent"
+    stepper.step()
+    stepper.end("fill 3")
+    assert stepper.holds_blocks("fill 3"), "what comes is still written there"
+    stepper.step(sent=["chunk 3"])
+    assert not stepper.holds_blocks("chunk 3")
+    assert stepper.holds_blocks("fill 3")
+    stepper.step(loaded=["fill 3"])
+    assert not stepper.holds_blocks("fill 3")
+
+
+def test_a_chunk_that_ends_before_it_is_whole_ends_the_chain(start: Start) -> None:
+    stepper = start()
+    stepper.add("other", [9] * 30)
+    share = RunaheadGroup(3, prefix(1), SPLIT).share("chunk")
+    stepper.add("chunk 3", prefix(1)[:128], share.to_extra_args())
+    assert stepper.step().failure is None
+    stepper.end("chunk 3")
+    assert not stepper.holds_blocks("chunk 3")
+    assert "chunk 3 ended before its KV was there" in (stepper.step().failure or "")
+
+
+def test_a_fill_that_ends_before_it_begins_ends_the_chain(start: Start) -> None:
+    stepper = start()
+    stepper.add_group(RunaheadGroup(3, prefix(1), SPLIT), rank=1)
+    stepper.step()  # the chunk has the whole step
+    stepper.end("fill 3")
+    assert "fill 3 ended before it was begun" in (stepper.step().failure or "")
+
+
+def test_a_chunk_whose_blocks_are_lost_before_its_fill_ends_the_chain(start: Start) -> None:
+    stepper = start(step=1000)
+    group = RunaheadGroup(3, prefix(1), SPLIT)
+    tokens = list(group.prefix_token_ids)
+    stepper.add("chunk 3", tokens[:128], group.share("chunk").to_extra_args())
+    stepper.step()
+    stepper.step(sent=["chunk 3"])
+    assert stepper.scheduler.reset_prefix_cache()
+    stepper.add("fill 3", [*tokens[:160], 7], group.share("fill").to_extra_args())
+    metadata = stepper.step()
+    assert "only 0 of 128 tokens are left" in (metadata.failure or "")
+    assert not metadata.loads
+
+
+def test_a_chunk_that_was_preempted_is_computed_by_itself(start: Start) -> None:
+    stepper = start()
+    stepper.add("other", [9] * 30)
+    stepper.add_group(RunaheadGroup(3, prefix(1), SPLIT), rank=1)
+    stepper.step()
+    connector, chunk = stepper.scheduler.connector, stepper.scheduler.requests["chunk 3"]
+    assert connector is not None
+    assert connector.get_num_new_matched_tokens(chunk, 0) == (0, False)
 
 
 @pytest.mark.parametrize(
