@@ -202,9 +202,12 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
     """All rows, and what was chosen."""
     num_replicas = args.replicas
     cost = calibrate(replicas, num_replicas, sizes)
-    chain = Chain(cost, Link(args.link_bytes_per_s), BLOCK_SIZE, sizes.prefix + 16 * BLOCK_SIZE)
+    measured = min(replicas.ask([{"call": "link_bytes_per_s"}] * num_replicas))
+    link = Link(args.link_bytes_per_s or measured)
+    chain = Chain(cost, link, BLOCK_SIZE, sizes.prefix + 16 * BLOCK_SIZE)
     split = search_split(chain, sizes.prefix, num_replicas, until="whole_prefix")
-    print(f"{chain.cost.prefill_seconds(sizes.prefix):.2f} s a prefix; split {split}", flush=True)
+    prefix_s = chain.cost.prefill_seconds(sizes.prefix)
+    print(f"{prefix_s:.2f} s a prefix; {measured:.3g} bytes/s a link; split {split}", flush=True)
     alone = place(sizes, max(args.groups), 1, spread=(), split=None)
     idle = [ReplicaWork()] * (num_replicas - 1)
     expected = run_once(replicas, [*alone, *idle]).tokens
@@ -244,6 +247,7 @@ def measure(args: argparse.Namespace, replicas: Replicas, sizes: Sizes) -> dict[
         "rows": rows,
         "choices": choices,
         "split": split,
+        "measured_link_bytes_per_s": measured,
         "num_outputs": len(expected),
         "num_distinct_outputs": len({tuple(tokens) for tokens in expected.values()}),
     }
@@ -293,7 +297,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--prefix-tokens", type=int, default=Sizes().prefix)
     parser.add_argument("--members", type=int, default=Sizes().members, help="of each group")
-    parser.add_argument("--link-bytes-per-s", type=float, default=1e9, help="between two replicas")
+    parser.add_argument("--link-bytes-per-s", type=float, help="predict with it, not as measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the last line here")
     args = parser.parse_args(argv)

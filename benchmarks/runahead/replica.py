@@ -107,7 +107,7 @@ class _Replica:
             kv_transfer_config=chain.to_kv_transfer_config(),
         )
         self._engine: Any = LLMEngine.from_engine_args(args)
-        open_chain(self._engine)
+        self._link_bytes_per_s = open_chain(self._engine).link_bytes_per_s
         self._work = ReplicaWork()
         self._prompts: dict[tuple[int, int], list[int]] = {}
         self._groups: list[Any] = []
@@ -158,24 +158,13 @@ class _Replica:
 
     def time_steps(self, sizes: list[tuple[int, int]], repetitions: int) -> list[float]:
         """Median seconds of a step of (tokens, tokens before them that are cached)."""
-        found = []
-        for number, (chunk, before) in enumerate(sizes):
-            times = []
-            for repetition in range(repetitions + 1):
-                tokens = self._sizes.prefix_tokens(1000 + number * 100 + repetition)
-                self._forget()
-                if before:
-                    self._run(tokens[: before + 1])
-                started_at = time.monotonic()
-                self._run(tokens[: before + chunk])
-                times.append(time.monotonic() - started_at)
-            found.append(sorted(times[1:])[repetitions // 2])
-        return found
+        from batchllm_operator.vllm_plugin.runahead_phase import time_prefill
 
-    def _run(self, prompt: list[int]) -> None:
-        self._add("alone", prompt, 1)
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
+        return [seconds for *_, seconds in time_prefill(self._engine, sizes, repetitions)]
+
+    def link_bytes_per_s(self) -> float:
+        """What the chain's slowest hop was measured at when it was opened."""
+        return self._link_bytes_per_s
 
     def _add(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
         from vllm import SamplingParams
