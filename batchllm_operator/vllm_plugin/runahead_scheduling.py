@@ -111,7 +111,7 @@ class Scheduling:
                 return None, False
             self._num_local[request.request_id] = num_local_tokens
             return max(bounds.begin - num_local_tokens, 0), False
-        if not self._may_fill(share):
+        if not self._may_fill(share, num_local_tokens):
             return None, False
         self._num_local[request.request_id] = num_local_tokens
         begin, end = bounds.received
@@ -178,15 +178,15 @@ class Scheduling:
             self._next.failure = f"request {request_id} ended before its KV was there to be sent"
         return tracked.is_loading or (tracked.sends and tracked.is_through)
 
-    def _may_fill(self, share: RunaheadShare) -> bool:
-        """Whether it is this group's turn, and its chunk has all blocks that the fill shares."""
+    def _may_fill(self, share: RunaheadShare, num_local_tokens: int) -> bool:
+        """Whether it is this group's turn, and its chunk is computed or will be in this step."""
         if not self._fills_due or self._fills_due[0] != share.group_id:
             return False
         chunks = (each for each in self._tracked.values() if each.share.part == "chunk")
         chunk = next((each for each in chunks if each.share.group_id == share.group_id), None)
         if chunk is None:  # it has ended, so its blocks are in the cache, or lost
             return True
-        return len(chunk.block_ids) * self.limits.block_size >= chunk.bounds.end
+        return num_local_tokens >= chunk.bounds.end
 
     def _check(self, request: Any, share: RunaheadShare) -> ShareBounds:
         where = f"runahead group {share.group_id}"

@@ -206,6 +206,12 @@ def test_steps_are_cut_and_small_ones_read_all_weights() -> None:
     assert cost.prefill_seconds(90, max_step_tokens=60) == (2 * 120 + 7) + (2 * 100 + 7)
 
 
+def test_later_steps_attend_to_what_is_before_them() -> None:
+    steps = [COST.chunk_seconds(512, before) for before in (0, 512, 1024)]
+    assert COST.prefill_seconds(1536, max_step_tokens=512) == pytest.approx(sum(steps))
+    assert steps[2] > steps[1] > steps[0]
+
+
 @given(
     st.floats(0, 1),
     st.floats(1e-6, 1e-2),

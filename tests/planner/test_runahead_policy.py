@@ -277,6 +277,21 @@ def test_the_order_of_groups_changes_nothing() -> None:
     assert {4 - idx for idx in back.runahead_idxs} == set(found.runahead_idxs)
 
 
+def test_the_longest_groups_are_placed_first() -> None:
+    one = GroupLoad(1024, 1, 0, 0)
+    found = choose([one, one, GroupLoad(2048, 1, 0, 0)])
+    short_s, long_s = (CPU_COST.prefill_seconds(length) for length in (1024, 2048))
+    assert found.whole_group_s == pytest.approx(max(2 * short_s, long_s))
+
+
+def test_a_chain_takes_until_every_replica_has_the_whole_prefix() -> None:
+    chain = dataclasses.replace(CPU_CHAIN, link=Link(1e7))
+    found = choose([GroupLoad(4096, 1, 0, 0)], chain)
+    times = chain.times(search_split(chain, 4096, 2, "whole_prefix"))
+    assert found.runahead_s == pytest.approx(max(times.whole_s))
+    assert max(times.whole_s) > 1.05 * times.ttft_s
+
+
 def test_replicas_without_a_member_recompute_nothing() -> None:
     """Three groups of one member on three replicas: one prefix each, whatever the policy."""
     found = choose([GroupLoad(4096, 1, 8, 4)] * 3, settings=PlacementSettings(3))

@@ -198,6 +198,14 @@ def test_between_lengths_boundaries_are_interpolated_and_ends_keep_their_shares(
     assert firsts == sorted(firsts)
 
 
+@pytest.mark.parametrize("split", [(16, 16, 992), (992, 16, 16)])
+def test_shares_of_less_than_a_block_are_a_block(split: tuple[int, ...]) -> None:
+    made = SplitTable(
+        model="m", gpu="g", num_replicas=3, bytes_per_s=1.0, block_size=16, splits=(split,)
+    )
+    assert made.split(48) == (16, 16, 16)
+
+
 def test_interpolated_splits_are_nearly_as_good_as_searched_ones() -> None:
     """Entries 4k apart, as in the paper's Fig. 10, where predictions are within 1.3 %."""
     chain = dataclasses.replace(CPU_CHAIN, max_step_tokens=None)

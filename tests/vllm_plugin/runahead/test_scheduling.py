@@ -196,11 +196,25 @@ def test_a_chunk_that_shares_its_step_is_sent_when_it_is_whole(start: Start) -> 
     assert not first.sends
     second = stepper.step()
     assert stepper.scheduled == {"chunk 3": 30}
-    assert not second.loads
     (send,) = second.sends
     assert (send.extent.end, len(set(send.block_ids))) == (128, 8)
-    (load,) = stepper.step().loads
+    (load,) = second.loads  # the fill begins in the same step, whose tokens suffice
     assert load.way == "up"
+
+
+def test_a_fill_waits_for_the_last_tokens_of_its_chunk(start: Start) -> None:
+    """The chunk has all its blocks before the step that computes the last of them."""
+    stepper = start()
+    stepper.add("other", [9] * 3)
+    stepper.add_group(RunaheadGroup(3, prefix(1), SPLIT), rank=1)
+    stepper.step()
+    assert stepper.scheduled == {"other": 3, "chunk 3": 61}
+    connector, fill = stepper.scheduler.connector, stepper.scheduler.requests["fill 3"]
+    assert connector is not None
+    assert connector.get_num_new_matched_tokens(fill, 112) == (None, False)
+    second = stepper.step()
+    assert second.failure is None
+    assert [load.way for load in second.loads] == ["up"]
 
 
 def test_what_is_cached_is_neither_written_nor_computed(start: Start) -> None:
