@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -95,6 +96,22 @@ def batchllm(capsys: pytest.CaptureFixture[str]) -> Iterator[Batchllm]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     logging.getLogger("batchllm_operator").setLevel(level)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pages have an empty frame for each picture: drawing is most of a small job's commit.
+
+    For tests that commit and don't look at pictures. Only in this process, never in a command's.
+    """
+    from batchllm_operator.report import drawing, page
+
+    def frame(title: str, alt: str, inches: tuple[float, float], paint: object) -> str:
+        return f'<svg role="img" aria-label="{escape(alt)}"></svg>'
+
+    monkeypatch.setattr(drawing, "_svg", frame)
+    yield
+    page._draw.cache_clear()  # nobody else gets a page with frames
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ import yaml
 from batchllm_operator.lake import Folder
 
 DS = "2026-01-31"
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.demo_job import DS, OFFLINE, Demo, demo_prompts
+from support.demo_job import OFFLINE, Demo, demo_prompts
 
 from batchllm_operator.demo import model as demo_model
 
@@ -93,11 +94,6 @@ def test_the_gpus_kernel_gives_the_same_in_tritons_interpreter(
     ],
 )
 def test_what_contradicts_it_is_a_fault_of_the_spec(
-    demo: Demo, extra_args: dict[str, Any], reason: str
+    refusal: Callable[..., str], extra_args: dict[str, Any], reason: str
 ) -> None:
-    engine = {"attention": "batchllm", "extra_args": extra_args}
-    spec = demo.write_spec("contradicting", engine=engine)
-    plan = demo.run("plan", "--job", str(spec), "--ds", DS)
-    outcome = demo.run("run", "--plan", plan["plan_uri"], "--shard", "0", expect=2)
-    [line] = [line for line in outcome["output"].splitlines() if "batchllm: error: " in line]
-    assert reason in line
+    assert reason in refusal(attention="batchllm", extra_args=extra_args)

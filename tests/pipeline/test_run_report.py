@@ -25,6 +25,11 @@ from batchllm_operator.report.run_report import PAGE_FILE, RunReport
 from batchllm_operator.spec import JobSpec
 
 
+@pytest.fixture
+def no_pictures() -> None:
+    """Overrides that of all tests: here pages are drawn as users get them."""
+
+
 def run_job(spec: JobSpec) -> StoredPlan:
     plan = plan_job(spec, DS)
     for shard_idx in range(len(plan.manifest.shards)):

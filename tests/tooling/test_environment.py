@@ -105,8 +105,22 @@ def test_environments_hold_one_minor_version_of_airflow_each() -> None:
     pins = [environment.read_lock(environment.ENVIRONMENTS[name].lock) for name in names]
     minors = [each["apache-airflow"].rsplit(".", 1)[0] for each in pins]
     assert minors == ["3.3", "3.1", "3.2"]
-    provider = "apache-airflow-providers-cncf-kubernetes"
-    assert len({each[provider] for each in pins}) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "apache-airflow-providers-cncf-kubernetes",
+        "apache-airflow-providers-common-compat",
+        "kubernetes",
+        "kubernetes-asyncio",
+    ],
+)
+def test_what_makes_pods_is_of_one_version_everywhere(name: str) -> None:
+    """`make test-airflow` relies on it, and runs POD_TESTS with one of the older Airflows."""
+    names = ("cpu", *AIRFLOWS)
+    locks = [environment.read_lock(environment.ENVIRONMENTS[each].lock) for each in names]
+    assert len({lock[name] for lock in locks}) == 1
 
 
 @pytest.mark.parametrize("name", AIRFLOWS)
