@@ -15,6 +15,8 @@ POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py l
 # Whole files, for their fixtures take long. In their order: those of few and long tests come early (browser, e2e), where
 # sorted by number they would be the last, with one process idle.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes, each with engines of its own: more threads than cores only wait for each other.
+PYTEST = OMP_NUM_THREADS=1 $(1)/pytest $(PARALLEL)
 AIRFLOWS := airflow31 airflow32
 # Airflow's scheduler parses DAGs over and over, and each of its processes loads plugins: no heavy
 # import may run at module level.
@@ -39,17 +41,17 @@ airflow: setup ## Run Airflow with the example DAGs here until Ctrl-C (PORT=8080
 	@bash scripts/airflow.sh
 
 test: setup ## Run all tests, in two processes
-	$(BIN)/pytest $(PARALLEL)
+	$(call PYTEST,$(BIN))
 
 test-compat: ## Run what touches vLLM with the oldest version that is tested, in .venv-compat
 	@scripts/setup.sh compat
-	.venv-compat/bin/pytest $(PARALLEL) $(COMPAT_TESTS)
+	$(call PYTEST,.venv-compat/bin) $(COMPAT_TESTS)
 
 test-airflow: ## Run what touches Airflow with 3.1, in .venv-airflow31, and less of it with 3.2, in .venv-airflow32
 	@scripts/setup.sh airflow31
-	.venv-airflow31/bin/pytest $(PARALLEL) $(POD_TESTS) $(AIRFLOW_TESTS)
+	$(call PYTEST,.venv-airflow31/bin) $(POD_TESTS) $(AIRFLOW_TESTS)
 	@scripts/setup.sh airflow32
-	.venv-airflow32/bin/pytest $(PARALLEL) $(AIRFLOW_TESTS)
+	$(call PYTEST,.venv-airflow32/bin) $(AIRFLOW_TESTS)
 
 lint: setup ## Check style, types and who imports whom
 	$(BIN)/ruff check
