@@ -22,7 +22,7 @@ from batchllm_operator.planner.runahead.chain import Chain, Goal, Split
 
 _COARSE_SPLITS: Final = 4096
 """Splits that the first, coarse grid may have."""
-_NUM_KEPT: Final = 4
+_NUM_KEPT: Final = 16
 """Best splits of the coarse grid that are searched further, each by itself."""
 _MOST_MOVED_TOGETHER: Final = 8
 """Of up to so many replicas, any chunks may grow and shrink together in a move."""
