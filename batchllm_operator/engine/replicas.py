@@ -72,6 +72,7 @@ class ReplicaEngines:
         held: EngineRequest | None = None
         exhausted = False
         while True:
+            outputs: list[EngineOutput] = []
             try:
                 while True:
                     if held is None and not exhausted:
@@ -82,8 +83,9 @@ class ReplicaEngines:
                     held = None
                 if self._num_in_flight == 0:
                     return
-                outputs = self._receive()
+                self._receive(outputs)
             except ReplicaGoneError as error:
+                yield from outputs  # of others, that came with the news
                 self._die(error, held)
             yield from outputs
 
@@ -114,8 +116,8 @@ class ReplicaEngines:
             return False
         rank, seen = placed
         replica = self._replicas[rank]
-        replica.in_flight[request.request_idx] = request
         replica.send("requests", [flat(seen)])
+        replica.in_flight[request.request_idx] = request
         return True
 
     def _prepare_chain(self, spec: JobSpec, job: ChainJob) -> None:
@@ -201,9 +203,8 @@ class ReplicaEngines:
                 assert found == answer, found
         return [answers[rank] for rank in sorted(answers)]
 
-    def _receive(self) -> list[EngineOutput]:
-        """Wait for outputs; all that are there."""
-        outputs = []
+    def _receive(self, outputs: list[EngineOutput]) -> None:
+        """Wait for outputs, and add all that are there, also if a replica turns out to be gone."""
         for replica in with_messages(self._replicas):
             kind, content = replica.receive()
             assert kind == "outputs", kind
@@ -212,7 +213,6 @@ class ReplicaEngines:
                 request = replica.in_flight.pop(output.request_idx)
                 self._placer.answered(replica.rank, output.request_idx)
                 outputs.append(self._charged(request, output))
-        return outputs
 
     def _die(self, error: ReplicaGoneError, held: EngineRequest | None) -> NoReturn:
         """End all replicas. Suspects are the requests of the one that has gone, then all others."""
