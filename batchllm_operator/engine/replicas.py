@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
+from batchllm_operator.engine.chain_profile import ChainProfile
 from batchllm_operator.engine.placing import Placer
 from batchllm_operator.engine.protocol import (
     ChainedGroup,
@@ -57,7 +57,7 @@ class ReplicaEngines:
                 chains = _chain_settings(spec.engine.replicas, Path(self._folder.name))
             self._replicas = start_replicas(spec, job, chains)
             if job.chain is not None:
-                self._prepare_chain(spec, job.chain)
+                self._prepare_chain(job.chain)
         except ReplicaGoneError as error:
             self.close()
             raise EngineError(f"vLLM fails on this device: {error}") from error
@@ -120,7 +120,7 @@ class ReplicaEngines:
         replica.in_flight[request.request_idx] = request
         return True
 
-    def _prepare_chain(self, spec: JobSpec, job: ChainJob) -> None:
+    def _prepare_chain(self, job: ChainJob) -> None:
         """Find out whether there is a chain and what it can compute; measure it, if asked to."""
         started = [replica.started for replica in self._replicas]
         if failures := {each.chain_failure for each in started if each.chain_failure}:
@@ -134,9 +134,9 @@ class ReplicaEngines:
             else:
                 self._to_chain[group.prefix.group_id] = group
         if job.keep_profile is not None:
-            self._measure(spec, job.keep_profile)
+            self._measure(job.subject, job.keep_profile)
 
-    def _measure(self, spec: JobSpec, keep: Callable[[ChainProfile], None]) -> None:
+    def _measure(self, subject: Mapping[str, str], keep: Callable[[ChainProfile], None]) -> None:
         _log.info("measuring how fast replicas compute and hand on prefixes")
         found = self._ask_all("measure", _REPETITIONS, "measured")
         steps = tuple(  # a chain is as fast as its slowest replica
@@ -150,7 +150,7 @@ class ReplicaEngines:
             return
         keep(
             ChainProfile(
-                subject=chain_subject(spec),
+                subject=subject,
                 device=started.device,
                 link_bytes_per_s=started.link_bytes_per_s,
                 steps=steps,

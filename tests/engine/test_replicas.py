@@ -395,7 +395,7 @@ class TestChains:
             }
         )
         kept: list[ChainProfile] = []
-        doubles.start(chain=ChainJob((), kept.append))
+        doubles.start(chain=ChainJob((), kept.append, chain_subject(spec())))
         (profile,) = kept
         assert profile.link_bytes_per_s == 2e9
         assert profile.steps == ((64, 0, 0.7), (128, 0, 1.0))
