@@ -14,6 +14,7 @@ from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.pipeline import run as run_module
 from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.plan_file import PlanFile
 from batchllm_operator.pipeline.replica_work import chain_job
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.shard_work import ShardWork
@@ -44,6 +45,20 @@ def placed(plan: StoredPlan, **changes: Any) -> StoredPlan:
 
 def as_for_vllm(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"engine": spec.engine.model_copy(update={"backend": "vllm"})})
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The parts that are read whole."""
+    found: list[int] = []
+    read = PlanFile.read_row_group
+
+    def spy(self: PlanFile, part_idx: int, *args: Any, **kwargs: Any) -> Any:
+        found.append(part_idx)
+        return read(self, part_idx, *args, **kwargs)
+
+    monkeypatch.setattr(PlanFile, "read_row_group", spy)
+    return found
 
 
 class Spy:
@@ -152,6 +167,17 @@ def test_groups_whose_parts_are_done_arent_computed_again(plan: StoredPlan) -> N
     job, _ = chained(plan, left, [{"group_id": 0, "split": [4, 3]}], measure=True)
     assert job is not None
     assert job.groups == ()
+
+
+def test_only_the_part_with_a_groups_first_request_is_read_for_its_prefix(
+    plan: StoredPlan, reads: list[int]
+) -> None:
+    """Parts of long prompts are large, and the groups before may fill many of them."""
+    for work in work_of(plan, all_parts(plan), 0, 1, 5):
+        assert work.first_prompt(5)
+        assert len(reads) == 1
+        with pytest.raises(KeyError):
+            work.first_prompt(99)
 
 
 def test_what_is_measured_is_found_by_the_spec_that_was_planned_with(plan: StoredPlan) -> None:
