@@ -125,6 +125,15 @@ def test_a_spec_survives_being_stored(tmp_path: Path) -> None:
     assert again.identity == spec.identity
 
 
+@pytest.mark.parametrize(("given", "expected"), [("on", "on"), ("off", "off"), ("'on'", "on")])
+def test_a_switch_may_be_written_bare(tmp_path: Path, given: str, expected: str) -> None:
+    """YAML reads a bare `on` as true."""
+    replicas = "engine: {replicas: 2, max_model_len: 2048,"
+    text = FULL.replace("engine: {max_model_len: 2048,", replicas)
+    text = text.replace("planner: {", f"planner: {{runahead: {given}, ")
+    assert load_spec(write(tmp_path, text)).planner.runahead == expected
+
+
 def test_what_a_job_is_estimated_for_does_not_change_the_job() -> None:
     spec = parse()
     assert spec.planner.target_gpu == "H100"
@@ -549,6 +558,8 @@ def test_a_hub_name_is_not_a_path(tmp_path: Path) -> None:
         ("engine__gpu_memory_utilization", 0.5),
         ("engine__kv_cache_memory_bytes", 1 << 30),
         ("engine__tensor_parallel_size", 2),
+        ("engine__replicas", 2),
+        ("planner__runahead", "off"),
         ("engine__enforce_eager", True),
         ("engine__block_size", 32),
         ("engine__scheduler", "stock"),
@@ -684,6 +695,9 @@ def test_a_field_that_holds_itself_is_refused(tmp_path: Path) -> None:
         ("engine", {"extra_args": {"model": "other"}}, "'model' has a field of its own"),
         ("engine", {"extra_args": {"max_num_seqs": 3}}, "engine.max_num_seqs"),
         ("engine", {"extra_args": {"trust_remote_code": True}}, "model.trust_remote_code"),
+        ("engine", {"replicas": 0}, "engine.replicas"),
+        ("planner", {"runahead": "on"}, "a chain takes two at least"),
+        ("planner", {"link_bytes_per_s": 1e9}, "link_bytes_per_s goes with runahead: on"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

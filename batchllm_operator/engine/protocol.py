@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -33,6 +33,9 @@ class ChainJob:
     """In the order in which their requests come."""
     keep_profile: Callable[[ChainProfile], None] | None = None
     """Takes what the chain was measured at; None: it isn't measured."""
+    subject: Mapping[str, str] = field(default_factory=dict)
+    """What is measured, as a later plan will look it up: see `chain_subject`. By the spec as it
+    was planned with; an engine's has the model's commit in place of a branch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
+from batchllm_operator.engine.chain_profile import ChainProfile
 from batchllm_operator.engine.placing import Placer
 from batchllm_operator.engine.protocol import (
     ChainedGroup,
@@ -57,7 +57,7 @@ class ReplicaEngines:
                 chains = _chain_settings(spec.engine.replicas, Path(self._folder.name))
             self._replicas = start_replicas(spec, job, chains)
             if job.chain is not None:
-                self._prepare_chain(spec, job.chain)
+                self._prepare_chain(job.chain)
         except ReplicaGoneError as error:
             self.close()
             raise EngineError(f"vLLM fails on this device: {error}") from error
@@ -72,6 +72,7 @@ class ReplicaEngines:
         held: EngineRequest | None = None
         exhausted = False
         while True:
+            outputs: list[EngineOutput] = []
             try:
                 while True:
                     if held is None and not exhausted:
@@ -82,8 +83,9 @@ class ReplicaEngines:
                     held = None
                 if self._num_in_flight == 0:
                     return
-                outputs = self._receive()
+                self._receive(outputs)
             except ReplicaGoneError as error:
+                yield from outputs  # of others, that came with the news
                 self._die(error, held)
             yield from outputs
 
@@ -114,11 +116,11 @@ class ReplicaEngines:
             return False
         rank, seen = placed
         replica = self._replicas[rank]
-        replica.in_flight[request.request_idx] = request
         replica.send("requests", [flat(seen)])
+        replica.in_flight[request.request_idx] = request
         return True
 
-    def _prepare_chain(self, spec: JobSpec, job: ChainJob) -> None:
+    def _prepare_chain(self, job: ChainJob) -> None:
         """Find out whether there is a chain and what it can compute; measure it, if asked to."""
         started = [replica.started for replica in self._replicas]
         if failures := {each.chain_failure for each in started if each.chain_failure}:
@@ -132,9 +134,9 @@ class ReplicaEngines:
             else:
                 self._to_chain[group.prefix.group_id] = group
         if job.keep_profile is not None:
-            self._measure(spec, job.keep_profile)
+            self._measure(job.subject, job.keep_profile)
 
-    def _measure(self, spec: JobSpec, keep: Callable[[ChainProfile], None]) -> None:
+    def _measure(self, subject: Mapping[str, str], keep: Callable[[ChainProfile], None]) -> None:
         _log.info("measuring how fast replicas compute and hand on prefixes")
         found = self._ask_all("measure", _REPETITIONS, "measured")
         steps = tuple(  # a chain is as fast as its slowest replica
@@ -148,7 +150,7 @@ class ReplicaEngines:
             return
         keep(
             ChainProfile(
-                subject=chain_subject(spec),
+                subject=subject,
                 device=started.device,
                 link_bytes_per_s=started.link_bytes_per_s,
                 steps=steps,
@@ -201,9 +203,8 @@ class ReplicaEngines:
                 assert found == answer, found
         return [answers[rank] for rank in sorted(answers)]
 
-    def _receive(self) -> list[EngineOutput]:
-        """Wait for outputs; all that are there."""
-        outputs = []
+    def _receive(self, outputs: list[EngineOutput]) -> None:
+        """Wait for outputs, and add all that are there, also if a replica turns out to be gone."""
         for replica in with_messages(self._replicas):
             kind, content = replica.receive()
             assert kind == "outputs", kind
@@ -212,7 +213,6 @@ class ReplicaEngines:
                 request = replica.in_flight.pop(output.request_idx)
                 self._placer.answered(replica.rank, output.request_idx)
                 outputs.append(self._charged(request, output))
-        return outputs
 
     def _die(self, error: ReplicaGoneError, held: EngineRequest | None) -> NoReturn:
         """End all replicas. Suspects are the requests of the one that has gone, then all others."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from batchllm_operator.engine import ChainedGroup, ChainJob
+from batchllm_operator.engine.chain_profile import chain_subject
 from batchllm_operator.pipeline.shard_work import ShardWork
 from batchllm_operator.pipeline.stored_profiles import StoredProfiles
 from batchllm_operator.planner.plan import ReplicaPlacement
@@ -60,4 +61,5 @@ def chain_job(
     )
     if not groups and not placement.measure:
         return None
-    return ChainJob(groups, keep_profile=profiles.keep if placement.measure else None)
+    keep = profiles.keep if placement.measure else None
+    return ChainJob(groups, keep, chain_subject(spec))

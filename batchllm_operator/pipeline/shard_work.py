@@ -33,10 +33,8 @@ class ShardWork:
     ) -> None:
         self._file, self._has_estimates = file, has_estimates
         self._turns = {group_id: turn for turn, group_id in enumerate(first)}
-        self._part_idxs = list(part_idxs)
-        if first:
-            turns = {idx: self._turns_of(self._group_ids_of([idx])) for idx in part_idxs}
-            self._part_idxs.sort(key=lambda idx: (int(turns[idx].min(initial=len(first))), idx))
+        self._part_with: dict[int, int] = {}  # of each group of `first`, its first part
+        self._part_idxs = self._in_turn(part_idxs) if first else list(part_idxs)
         found = self._group_ids_of(part_idxs)
         self._group_ids, self._sizes = np.unique(found, return_counts=True)
 
@@ -51,13 +49,15 @@ class ShardWork:
         return dict(zip(self._group_ids.tolist(), self._sizes.tolist(), strict=True))
 
     def first_prompt(self, group_id: int) -> list[int]:
-        """The token ids of a request of a group; reads the parts up to it."""
-        for _, table in read_parts(self._file, self._part_idxs):
-            at = np.flatnonzero(table["group_id"].to_numpy() == group_id)
-            if len(at):
-                found: list[int] = table["prompt_token_ids"][int(at[0])].as_py()
-                return found
-        raise KeyError(group_id)
+        """The token ids of a request of a group of `first`.
+
+        Raises:
+            KeyError: the group is none of these, or has no request.
+        """
+        table = self._file.read_row_group(self._part_with[group_id])
+        at = np.flatnonzero(table["group_id"].to_numpy() == group_id)
+        found: list[int] = table["prompt_token_ids"][int(at[0])].as_py()
+        return found
 
     def parts(self) -> Iterator[tuple[int, pa.Table]]:
         """Each part's index and requests, with a column `group_size`.
@@ -72,6 +72,17 @@ class ShardWork:
                 table = table.take(np.argsort(turns, kind="stable"))
             at = np.searchsorted(self._group_ids, table["group_id"].to_numpy())
             yield part_idx, table.append_column("group_size", pa.array(self._sizes[at]))
+
+    def _in_turn(self, part_idxs: Sequence[int]) -> list[int]:
+        """The parts in the order of the first group in each that has a turn; those without last."""
+        last, turns = len(self._turns), {}
+        for part_idx in part_idxs:
+            here: list[int] = np.unique(self._group_ids_of([part_idx])).tolist()
+            with_turn = [each for each in here if each in self._turns]
+            turns[part_idx] = min((self._turns[each] for each in with_turn), default=last)
+            for each in with_turn:
+                self._part_with.setdefault(each, part_idx)
+        return sorted(part_idxs, key=lambda idx: (turns[idx], idx))
 
     def _group_ids_of(self, part_idxs: Sequence[int]) -> npt.NDArray[np.int64]:
         column = self._file.read_row_groups(list(part_idxs), columns=["group_id"])["group_id"]

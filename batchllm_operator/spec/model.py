@@ -62,6 +62,10 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _as_switch(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 def _check_template(template: str) -> str:
     for column in template_columns(template):
         if not column:
@@ -107,6 +111,9 @@ _MAX_SHARDS: Final = 100_000  # their files are numbered with five digits
 _MAX_BYTES: Final = (1 << 63) - 1
 _MAX_REPLICAS: Final = 64
 _LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
+_SWITCH: Final = BeforeValidator(  # in YAML, a bare on is true
+    _as_switch, json_schema_input_type=Literal["auto", "on", "off"] | bool
+)
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 Int64 = Annotated[int, Field(ge=-_MAX_BYTES - 1, le=_MAX_BYTES)]
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -390,7 +397,7 @@ class PlannerSpec(_Section):
     """Most memory that `plan` takes, as a number of bytes or text like `4GiB`; the rest goes to
     temporary files. It takes some hundred bytes for each row, and says how much if the budget
     is too small."""
-    runahead: Literal["auto", "on", "off"] = "auto"
+    runahead: Annotated[Literal["auto", "on", "off"], _SWITCH] = "auto"
     """Whether a very long prefix may be computed by all `engine.replicas` together (KV-Runahead),
     where that is predicted to pay. `auto`: once a run has measured how fast they hand KV on. `on`:
     also by `link_bytes_per_s`, and refused if neither is known. It needs replicas of one GPU

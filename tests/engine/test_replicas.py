@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,44 @@ def test_a_replica_that_dies_takes_all_along_and_its_own_requests_are_suspected_
     # What was taken and not answered, each once.
     assert sorted([*answered, *suspects]) == list(range(len(answered) + len(suspects)))
     assert all(replica._process.poll() is not None for replica in engine._replicas)
+
+
+def test_what_one_replica_answered_is_kept_when_another_is_found_dead_with_it(
+    doubles: Doubles,
+) -> None:
+    """Both are found in one look: the outputs of the first must not go down with the second."""
+    doubles.behave({1: {"dies_at": [4]}})
+    engine = doubles.start()
+    wait = engine._receive
+
+    def receive_late(outputs: list[EngineOutput]) -> None:
+        for replica in engine._replicas:  # both have spoken
+            assert select.select([replica.fileno()], [], [], 30)[0]
+        wait(outputs)
+
+    engine._receive = receive_late  # type: ignore[method-assign]
+    answered: list[int] = []
+    with pytest.raises(EngineDiedError, match="replica 1 failed: RuntimeError: out of") as caught:
+        for output in engine.stream(iter([*group(0, 4), *group(1, 1, first_idx=4)])):
+            answered.append(output.request_idx)
+    suspects = [request.request_idx for request in caught.value.in_flight]
+    assert answered
+    assert sorted([*answered, *suspects]) == list(range(5))
+
+
+def test_a_request_that_a_dead_replica_didnt_take_is_one_suspect(doubles: Doubles) -> None:
+    """It can't be sent any more: it is neither lost nor there twice."""
+    doubles.behave({0: {"killed_at": [0]}})
+    engine = doubles.start()
+
+    def requests() -> Iterator[EngineRequest]:
+        for request in group(0, 3):
+            yield request
+            engine._replicas[0]._process.wait(30)
+
+    with pytest.raises(EngineDiedError, match="replica 0 ended by signal 9") as caught:
+        list(engine.stream(requests()))
+    assert [request.request_idx for request in caught.value.in_flight] == [0, 1]
 
 
 def test_a_row_that_kills_a_replica_costs_only_itself(
@@ -356,7 +395,7 @@ class TestChains:
             }
         )
         kept: list[ChainProfile] = []
-        doubles.start(chain=ChainJob((), kept.append))
+        doubles.start(chain=ChainJob((), kept.append, chain_subject(spec())))
         (profile,) = kept
         assert profile.link_bytes_per_s == 2e9
         assert profile.steps == ((64, 0, 0.7), (128, 0, 1.0))
