@@ -197,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         replica = _Replica(channel)
-    except _ClosedError:
+    except (_ClosedError, ConnectionError):  # another one couldn't start
         return 0
     except BatchLLMError as error:
         channel.send("failed", {"kind": type(error).__name__, "message": str(error)})

@@ -65,12 +65,14 @@ def main() -> None:
     failure = own.get("chain_failure")
     rate = own.get("rate", 1e9) if in_chain and failure is None else None
     limits = replace(LIMITS, num_blocks=own.get("num_blocks", LIMITS.num_blocks))
-    started = Started(
+    started: Started | None = Started(
         own.get("max_in_flight", 8), limits if in_chain else None, rate, "double", failure
     )
-    channel.send("started", started.to_json())
     while True:
         try:
+            if started is not None:
+                channel.send("started", started.to_json())
+                started = None
             kind, content = channel.receive()
         except (EOFError, OSError):
             note("closed", None)
