@@ -23,6 +23,7 @@ from batchllm_operator.engine.replica_messages import flat
 from batchllm_operator.engine.replica_process import (
     Replica,
     ReplicaGoneError,
+    close_replicas,
     start_replicas,
     with_messages,
 )
@@ -90,10 +91,7 @@ class ReplicaEngines:
             yield from outputs
 
     def close(self) -> None:
-        for replica in self._replicas:
-            replica.hang_up()
-        for replica in self._replicas:
-            replica.close()
+        close_replicas(self._replicas)
         self._folder.cleanup()
 
     @property

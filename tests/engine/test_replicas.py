@@ -235,6 +235,33 @@ def test_replicas_end_when_the_engine_is_closed(doubles: Doubles) -> None:
     assert [doubles.calls(rank)[-1] for rank in (0, 1)] == ["closed", "closed"]
 
 
+def test_replicas_that_dont_end_share_the_time_that_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stuck:
+        now, hung_up = 0.0, 0
+
+        def hang_up(self) -> None:
+            Stuck.hung_up += 1
+
+        def close(self, patience_s: float) -> None:
+            assert Stuck.hung_up == 3
+            Stuck.now += patience_s
+
+    monkeypatch.setattr(replica_process.time, "monotonic", lambda: Stuck.now)
+    replica_process.close_replicas([Stuck(), Stuck(), Stuck()], 60.0)  # type: ignore[list-item]
+    assert Stuck.now == 60.0
+
+
+def test_nothing_in_the_working_directory_shadows_a_package(
+    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    doubles.start()
+    path = doubles.told(1)[0][1]["path"]
+    assert not {"", ".", str(tmp_path)} & set(path)
+
+
 def test_a_device_profile_is_looked_up_and_kept_in_the_run(doubles: Doubles) -> None:
     profile = DeviceProfile(subject={"device": "x"}, steps=((64, 0.1),), num_kv_blocks=9)
     other = profile.model_copy(update={"subject": {"device": "y"}})
@@ -386,6 +413,33 @@ class TestChains:
         assert all(output.error is None for output in outputs)
         starts = [content["chain"] for kind, content in doubles.told(0) if kind == "start"]
         assert [each is not None for each in starts] == [True, False]
+
+    @pytest.mark.parametrize(
+        ("own", "reason"),
+        [
+            ({"refuses_chain": ["SpecError", "no full attention in all layers"]}, "full attention"),
+            ({"refuses_chain": ["EngineError", "no such connector"]}, "no such connector"),
+            ({"dies_measuring": True}, "replica 1 ended by signal 9"),
+        ],
+    )
+    def test_a_chain_that_keeps_replicas_from_starting_is_left_out(
+        self, doubles: Doubles, caplog: pytest.LogCaptureFixture, own: dict[str, Any], reason: str
+    ) -> None:
+        """Nobody has asked for one: with auto, any job's plan may want to measure."""
+        doubles.behave({1: own})
+        kept: list[ChainProfile] = []
+        job = EngineJob(1024, num_requests=6, chain=ChainJob((), kept.append))
+        engine = start_engine(spec(), job)
+        try:
+            outputs = list(engine.stream(iter(group(0, 6))))
+        finally:
+            engine.close()
+        assert sorted(texts(outputs)) == list(range(6))
+        assert not kept
+        assert reason in caplog.text
+        starts = [content for kind, content in doubles.told(0) if kind == "start"]
+        assert [start["chain"] is not None for start in starts] == [True, False]
+        assert [start["job"]["num_requests"] for start in starts] == [3, 3]
 
     def test_what_is_measured_is_that_of_the_slowest_replica(self, doubles: Doubles) -> None:
         doubles.behave(

@@ -49,14 +49,14 @@ def main() -> None:
         log.write(json.dumps([kind, content]) + "\n")
         log.flush()
 
-    note("start", start)
+    note("start", {**start, "path": sys.path})
     if "subject" in own:
         channel.send("find_profile", own["subject"])
         note("found", channel.receive()[1])
         if "profile" in own:
             channel.send("keep_profile", own["profile"])
-    if "failed" in own:
-        kind, message = own["failed"]
+    if "failed" in own or ("refuses_chain" in own and start["chain"]):
+        kind, message = own.get("failed") or own["refuses_chain"]
         channel.send("failed", {"kind": kind, "message": message})
         return
     if own.get("starts") == "never":
@@ -68,7 +68,11 @@ def main() -> None:
     started = Started(
         own.get("max_in_flight", 8), limits if in_chain else None, rate, "double", failure
     )
-    channel.send("started", started.to_json())
+    try:
+        channel.send("started", started.to_json())
+    except OSError:  # another one couldn't start
+        note("closed", None)
+        return
     while True:
         try:
             kind, content = channel.receive()
@@ -91,6 +95,8 @@ def main() -> None:
             failures = [own["phase_failure"]] if "phase_failure" in own else []
             computed = {each["group_id"]: each["split"][rank] for each in content}
             channel.send("prefilled", {"computed": computed, "failures": failures})
+        elif "dies_measuring" in own:
+            os.kill(os.getpid(), signal.SIGKILL)
         else:
             channel.send("measured", own.get("steps", [[64, 0, 0.5], [128, 0, 1.0]]))
 
