@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,28 @@ class TestAuto:
         placement = place(spec(tmp_path), (32_768, 8), (640, 2))
         assert placement is not None
         assert placement.measure
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("link_bytes_per_s", 1e-300),
+            ("link_bytes_per_s", 1e300),
+            ("steps", [[2048, 0, 1e-300], [4096, 0, 0.4], [8192, 0, 0.9]]),
+            ("steps", [[2048, 0, 0.2], [4096, 0, 0.4], [1 << 60, 0, 0.9]]),
+        ],
+    )
+    def test_a_profile_that_cant_be_one_doesnt_count(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any
+    ) -> None:
+        """Whoever can write to the lake: predictions by it would overflow."""
+        job = spec(tmp_path)
+        keep_profile(job)
+        (path,) = (tmp_path / "out" / "_batchllm" / "profiles").glob("*.json")
+        path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), name: value}), "utf-8")
+        placement = place(job, (32_768, 8), (640, 2))
+        assert placement is not None
+        assert placement.measure
+        assert "doesn't count" in caplog.text
 
     def test_steps_that_say_nothing_dont_count(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
