@@ -103,6 +103,12 @@ class ReplicaEngines:
     def _num_in_flight(self) -> int:
         return sum(len(replica.in_flight) for replica in self._replicas)
 
+    @property
+    def _limits(self) -> ChainLimits:
+        """What all replicas of a chain take; only their memory may differ."""
+        limits = [each.started.limits for each in self._replicas]
+        return min((each for each in limits if each), key=lambda each: each.num_blocks)
+
     def _hand_out(self, request: EngineRequest) -> bool:
         """Give a request to a replica; False if it has to wait for others' answers."""
         if request.group_id in self._to_chain:
@@ -124,8 +130,7 @@ class ReplicaEngines:
         if failures := {each.chain_failure for each in started if each.chain_failure}:
             _log.warning("replicas compute no prefix together: %s", "; ".join(sorted(failures)))
             return
-        limits = started[0].limits
-        assert limits is not None
+        limits = self._limits
         for group in job.groups:
             if (reason := _reason_against(group, len(started), limits)) is not None:
                 _log.warning("replicas don't compute a prefix together: %s", reason)
@@ -173,8 +178,7 @@ class ReplicaEngines:
 
     def _take_for_phase(self, first: int) -> list[ChainedGroup]:
         """The group, and those after it whose members come before prefixes have to make room."""
-        limits = self._replicas[0].started.limits
-        assert limits is not None
+        limits = self._limits
         groups = [self._to_chain.pop(first)]
         num_blocks, num_members = (
             groups[0].prefix.num_blocks(limits.block_size),
