@@ -85,7 +85,7 @@ class Replica:
         try:
             self._channel.send(kind, content)
         except OSError as error:
-            raise ReplicaGoneError(self.rank, self._end()) from error
+            raise ReplicaGoneError(self.rank, self._last_words()) from error
 
     def receive(self) -> tuple[str, Any]:
         """Wait for a message.
@@ -114,6 +114,16 @@ class Replica:
     def hang_up(self) -> None:
         """Close the socket, which asks it to end."""
         self._channel.close()
+
+    def _last_words(self) -> str:
+        """Why it has gone; whatever else it said is passed over."""
+        try:
+            while True:
+                kind, content = self._channel.receive()
+                if kind == "died":
+                    return f"failed: {content}"
+        except (EOFError, OSError):
+            return self._end()
 
     def _end(self) -> str:
         """How the process ended; it is killed if it only closed its socket."""

@@ -180,9 +180,15 @@ def test_what_one_replica_answered_is_kept_when_another_is_found_dead_with_it(
     assert sorted([*answered, *suspects]) == list(range(5))
 
 
-def test_a_request_that_a_dead_replica_didnt_take_is_one_suspect(doubles: Doubles) -> None:
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("killed_at", "ended by signal 9"), ("dies_at", "failed: RuntimeError: out of luck")],
+)
+def test_a_request_that_a_dead_replica_didnt_take_is_one_suspect(
+    doubles: Doubles, how: str, reason: str
+) -> None:
     """It can't be sent any more: it is neither lost nor there twice."""
-    doubles.behave({0: {"killed_at": [0]}})
+    doubles.behave({0: {how: [0]}})
     engine = doubles.start()
 
     def requests() -> Iterator[EngineRequest]:
@@ -190,9 +196,19 @@ def test_a_request_that_a_dead_replica_didnt_take_is_one_suspect(doubles: Double
             yield request
             engine._replicas[0]._process.wait(30)
 
-    with pytest.raises(EngineDiedError, match="replica 0 ended by signal 9") as caught:
+    with pytest.raises(EngineDiedError, match=f"replica 0 {reason}") as caught:
         list(engine.stream(requests()))
     assert [request.request_idx for request in caught.value.in_flight] == [0, 1]
+
+
+def test_the_dead_ones_requests_are_suspected_before_all_others(doubles: Doubles) -> None:
+    doubles.behave({0: {"silent": True}, 1: {"dies_at": [2]}})
+    engine = doubles.start()
+    with pytest.raises(EngineDiedError, match="replica 1") as caught:
+        list(engine.stream(iter([*group(0, 2), *group(1, 2, first_idx=2)])))
+    suspects = [request.request_idx for request in caught.value.in_flight]
+    assert suspects[0] == 2
+    assert sorted(suspects) == [0, 1, 2, 3]
 
 
 def test_a_row_that_kills_a_replica_costs_only_itself(
@@ -321,6 +337,16 @@ class TestChains:
         engine = doubles.start(chain=ChainJob((marked,)), spread_groups=frozenset({0}))
         outputs = list(engine.stream(iter(requests)))
         assert sorted(output.num_cached_tokens for output in outputs) == [0] + [160] * 5
+
+    def test_what_each_replica_had_to_compute_itself_is_charged_to_as_many_members(
+        self, doubles: Doubles
+    ) -> None:
+        """A member can't pay for more than it found."""
+        doubles.behave({rank: {"computes": 160, "phase_failure": "late"} for rank in (0, 1)})
+        requests, marked = chained(0, 6, 0)
+        engine = doubles.start(chain=ChainJob((marked,)), spread_groups=frozenset({0}))
+        outputs = list(engine.stream(iter(requests)))
+        assert sorted(output.num_cached_tokens for output in outputs) == [0, 0] + [160] * 4
 
     def test_groups_that_fit_are_computed_in_one_phase(self, doubles: Doubles) -> None:
         first, one = chained(0, 4, 0)

@@ -87,13 +87,16 @@ def main() -> None:
                     return
                 if request["request_idx"] in own.get("killed_at", ()):
                     os.kill(os.getpid(), signal.SIGKILL)
-                channel.send("outputs", [output(rank, request)])
+                if "silent" not in own:
+                    channel.send("outputs", [output(rank, request)])
         elif kind == "prefill":
             if "dies_in_phase" in own:
                 channel.send("died", "RuntimeError: out of luck")
                 return
             failures = [own["phase_failure"]] if "phase_failure" in own else []
-            computed = {each["group_id"]: each["split"][rank] for each in content}
+            computed = {
+                each["group_id"]: own.get("computes", each["split"][rank]) for each in content
+            }
             channel.send("prefilled", {"computed": computed, "failures": failures})
         elif "dies_measuring" in own:
             os.kill(os.getpid(), signal.SIGKILL)
