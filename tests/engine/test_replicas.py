@@ -79,6 +79,7 @@ class Doubles:
 @pytest.fixture
 def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles]:
     monkeypatch.setattr(replica_process, "_MODULE", "support.replica_double")
+    monkeypatch.setattr(replica_process, "_END_STARTING_S", 60.0)  # a busy machine
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     )
