@@ -80,7 +80,11 @@ def _start_replicas(spec: JobSpec, job: EngineJob) -> Engine:
             try:
                 return ReplicaEngines(spec, job)
             except (EngineError, SpecError) as error:  # without it, they say what else is wrong
-                _log.warning("replicas start again, to compute no prefix together: %s", error)
+                _log.warning(
+                    "replicas start again, to compute no prefix together (planner.runahead: off"
+                    " saves the first start): %s",
+                    error,
+                )
         return ReplicaEngines(spec, known)
 
     return IsolatingEngine(start)
