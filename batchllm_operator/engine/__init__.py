@@ -14,7 +14,7 @@ from batchllm_operator.engine.protocol import (
     EngineOutput,
     EngineRequest,
 )
-from batchllm_operator.errors import EngineError
+from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
@@ -73,9 +73,18 @@ def _start_replicas(spec: JobSpec, job: EngineJob) -> Engine:
 
     def start() -> Engine:
         # Later ones get what is left; and if a chain killed the first ones, it won't again.
-        is_first = next(num_started) == 0
-        return ReplicaEngines(
-            spec, job if is_first else replace(job, num_requests=None, chain=None)
-        )
+        is_first, known = next(num_started) == 0, replace(job, chain=None)
+        if not is_first:
+            return ReplicaEngines(spec, replace(known, num_requests=None))
+        if job.chain is not None:
+            try:
+                return ReplicaEngines(spec, job)
+            except (EngineError, SpecError) as error:  # without it, they say what else is wrong
+                _log.warning(
+                    "replicas start again, to compute no prefix together (planner.runahead: off"
+                    " saves the first start): %s",
+                    error,
+                )
+        return ReplicaEngines(spec, known)
 
     return IsolatingEngine(start)

@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from batchllm_operator.engine.device_profile import profile_key
 from batchllm_operator.spec import JobSpec
 
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# What no machine will leave; beyond, predictions would overflow.
+_Seconds = Annotated[float, Field(ge=1e-9, le=1e6)]
+_Tokens = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class ChainProfile(BaseModel):
@@ -23,9 +25,9 @@ class ChainProfile(BaseModel):
     """What was measured, see `chain_subject`."""
     device: str
     """What vLLM calls it; for people."""
-    link_bytes_per_s: float = Field(gt=0, allow_inf_nan=False)
+    link_bytes_per_s: float = Field(ge=1.0, le=1e15)
     """Of the slowest hop between two replicas."""
-    steps: tuple[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)], _Seconds], ...]
+    steps: tuple[tuple[Annotated[_Tokens, Field(ge=1)], _Tokens, _Seconds], ...]
     """Tokens of a prefill step, tokens before them that are cached, and the seconds it takes."""
 
     @property

@@ -38,7 +38,7 @@ def replica_environment(spec: JobSpec, rank: int) -> dict[str, str]:
     if runs_on_cpu():
         return {}
     each, total = _gpus_of_engine(spec), num_gpus_of(spec)
-    given = {name: os.environ[name] for name in _VISIBLE if os.environ.get(name)}
+    given = {name: os.environ[name] for name in _VISIBLE if name in os.environ}  # "" is none
     found = {}
     for name, value in (given or {_VISIBLE[0]: ",".join(map(str, range(total)))}).items():
         devices = value.split(",")
@@ -58,6 +58,10 @@ def replica_cores(num_replicas: int, rank: int) -> list[int]:
     return cores[rank * each : (rank + 1) * each] if each else cores
 
 
+def num_stages_of(spec: JobSpec) -> int:
+    """Stages of an engine's pipeline, each of `engine.tensor_parallel_size` GPUs."""
+    return int(str(spec.engine.extra_args.get("pipeline_parallel_size", 1)))
+
+
 def _gpus_of_engine(spec: JobSpec) -> int:
-    num_stages = spec.engine.extra_args.get("pipeline_parallel_size", 1)
-    return spec.engine.tensor_parallel_size * int(str(num_stages))
+    return spec.engine.tensor_parallel_size * num_stages_of(spec)

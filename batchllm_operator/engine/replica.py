@@ -48,6 +48,21 @@ class _ClosedError(Exception):
     """The run has closed the socket."""
 
 
+class _Line(Channel):
+    """To the run, which may have gone."""
+
+    def send(self, kind: str, content: Any) -> None:
+        """As `Channel.send`.
+
+        Raises:
+            _ClosedError: the run has closed the socket.
+        """
+        try:
+            super().send(kind, content)
+        except OSError as error:
+            raise _ClosedError from error
+
+
 class _Mail:
     """What the run says, read all the time by a thread, so that the run never waits to send."""
 
@@ -194,17 +209,21 @@ def main(argv: Sequence[str]) -> int:
     die_with_parent(parent_pid)
     if not sys.warnoptions:  # as in the run itself
         warnings.simplefilter("ignore")
-    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        return _serve(_Line(socket.socket(fileno=descriptor)))
+    except _ClosedError:
+        return 0
+
+
+def _serve(channel: _Line) -> int:
     try:
         replica = _Replica(channel)
-    except (_ClosedError, ConnectionError):  # another one couldn't start
-        return 0
     except BatchLLMError as error:
         channel.send("failed", {"kind": type(error).__name__, "message": str(error)})
         return 1
     try:
         replica.work()
-    except (_ClosedError, OSError):
+    except _ClosedError:
         replica.close()
         return 0
     except EngineDiedError as error:

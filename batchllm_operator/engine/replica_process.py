@@ -8,6 +8,8 @@ import selectors
 import socket
 import subprocess
 import sys
+import time
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -25,7 +27,9 @@ from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
 _log = logging.getLogger(__name__)
 _MODULE: Final = "batchllm_operator.engine.replica"
 _END_S: Final = 60.0
-"""That a replica may take to end by itself."""
+"""That replicas may take, side by side, to end by themselves."""
+_END_STARTING_S: Final = 10.0
+"""That they may if not all have started: they may wait for each other, and have nothing to lose."""
 _ERRORS: Final = {error.__name__: error for error in (SpecError, ModelError, EngineError)}
 
 
@@ -35,6 +39,25 @@ class ReplicaGoneError(Exception):
     def __init__(self, rank: int, how: str) -> None:
         super().__init__(f"replica {rank} {how}")
         self.rank = rank
+
+
+class PackedRequest:
+    """A request whose prompt takes four bytes a token, not the forty of a list: there are many."""
+
+    __slots__ = ("_request", "_token_ids")
+
+    def __init__(self, request: EngineRequest) -> None:
+        self._token_ids = array("i", request.prompt_token_ids)
+        self._request = replace(request, prompt_token_ids=[])
+
+    @property
+    def group_id(self) -> int:
+        """See `EngineRequest`."""
+        return self._request.group_id
+
+    def unpack(self) -> EngineRequest:
+        """The request as it was."""
+        return replace(self._request, prompt_token_ids=self._token_ids.tolist())
 
 
 class Replica:
@@ -50,12 +73,13 @@ class Replica:
 
     def __init__(self, rank: int, environment: dict[str, str]) -> None:
         self.rank = rank
-        self.in_flight: dict[int, EngineRequest] = {}
+        self.in_flight: dict[int, PackedRequest] = {}
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(descriptor), str(os.getpid())],
+                # -P: nothing in the working directory shadows a package.
+                [sys.executable, "-P", "-m", _MODULE, str(descriptor), str(os.getpid())],
                 pass_fds=[descriptor],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
@@ -81,7 +105,7 @@ class Replica:
         try:
             self._channel.send(kind, content)
         except OSError as error:
-            raise ReplicaGoneError(self.rank, self._end()) from error
+            raise ReplicaGoneError(self.rank, self._last_words()) from error
 
     def receive(self) -> tuple[str, Any]:
         """Wait for a message.
@@ -97,11 +121,11 @@ class Replica:
             raise ReplicaGoneError(self.rank, f"failed: {content}")
         return kind, content
 
-    def close(self) -> None:
-        """Have it end, and wait for that; one that takes too long is killed."""
+    def close(self, patience_s: float) -> None:
+        """Have it end, and wait for that; one that takes longer is killed."""
         self.hang_up()
         try:
-            self._process.wait(_END_S)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             _log.warning("replica %d doesn't end; it is killed", self.rank)
             self._process.kill()
@@ -110,6 +134,16 @@ class Replica:
     def hang_up(self) -> None:
         """Close the socket, which asks it to end."""
         self._channel.close()
+
+    def _last_words(self) -> str:
+        """Why it has gone; whatever else it said is passed over."""
+        try:
+            while True:
+                kind, content = self._channel.receive()
+                if kind == "died":
+                    return f"failed: {content}"
+        except (EOFError, OSError):
+            return self._end()
 
     def _end(self) -> str:
         """How the process ended; it is killed if it only closed its socket."""
@@ -120,6 +154,15 @@ class Replica:
             status = self._process.wait()
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         return f"ended {how}"
+
+
+def close_replicas(replicas: Sequence[Replica], patience_s: float = _END_S) -> None:
+    """Have all end, and wait for that; those that take longer, all in all, are killed."""
+    for replica in replicas:
+        replica.hang_up()
+    until = time.monotonic() + patience_s
+    for replica in replicas:
+        replica.close(max(until - time.monotonic(), 0.0))
 
 
 def with_messages(replicas: Iterable[Replica]) -> list[Replica]:
@@ -145,12 +188,10 @@ def start_replicas(
     """
     num_replicas = spec.engine.replicas
     with ExitStack() as undo:
-        replicas = []
+        replicas: list[Replica] = []
+        undo.callback(close_replicas, replicas, _END_STARTING_S)
         for rank in range(num_replicas):
-            replica = Replica(rank, replica_environment(spec, rank))
-            undo.callback(replica.close)
-            undo.callback(replica.hang_up)  # of all, before the first one is waited for
-            replicas.append(replica)
+            replicas.append(Replica(rank, replica_environment(spec, rank)))
         share = job.num_requests and -(-job.num_requests // num_replicas)
         try:
             for replica in replicas:

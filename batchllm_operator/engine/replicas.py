@@ -21,8 +21,10 @@ from batchllm_operator.engine.protocol import (
 )
 from batchllm_operator.engine.replica_messages import flat
 from batchllm_operator.engine.replica_process import (
+    PackedRequest,
     Replica,
     ReplicaGoneError,
+    close_replicas,
     start_replicas,
     with_messages,
 )
@@ -90,10 +92,7 @@ class ReplicaEngines:
             yield from outputs
 
     def close(self) -> None:
-        for replica in self._replicas:
-            replica.hang_up()
-        for replica in self._replicas:
-            replica.close()
+        close_replicas(self._replicas)
         self._folder.cleanup()
 
     @property
@@ -104,6 +103,12 @@ class ReplicaEngines:
     @property
     def _num_in_flight(self) -> int:
         return sum(len(replica.in_flight) for replica in self._replicas)
+
+    @property
+    def _limits(self) -> ChainLimits:
+        """What all replicas of a chain take; only their memory may differ."""
+        limits = [each.started.limits for each in self._replicas]
+        return min((each for each in limits if each), key=lambda each: each.num_blocks)
 
     def _hand_out(self, request: EngineRequest) -> bool:
         """Give a request to a replica; False if it has to wait for others' answers."""
@@ -117,7 +122,7 @@ class ReplicaEngines:
         rank, seen = placed
         replica = self._replicas[rank]
         replica.send("requests", [flat(seen)])
-        replica.in_flight[request.request_idx] = request
+        replica.in_flight[request.request_idx] = PackedRequest(request)
         return True
 
     def _prepare_chain(self, job: ChainJob) -> None:
@@ -126,8 +131,7 @@ class ReplicaEngines:
         if failures := {each.chain_failure for each in started if each.chain_failure}:
             _log.warning("replicas compute no prefix together: %s", "; ".join(sorted(failures)))
             return
-        limits = started[0].limits
-        assert limits is not None
+        limits = self._limits
         for group in job.groups:
             if (reason := _reason_against(group, len(started), limits)) is not None:
                 _log.warning("replicas don't compute a prefix together: %s", reason)
@@ -175,8 +179,7 @@ class ReplicaEngines:
 
     def _take_for_phase(self, first: int) -> list[ChainedGroup]:
         """The group, and those after it whose members come before prefixes have to make room."""
-        limits = self._replicas[0].started.limits
-        assert limits is not None
+        limits = self._limits
         groups = [self._to_chain.pop(first)]
         num_blocks, num_members = (
             groups[0].prefix.num_blocks(limits.block_size),
@@ -217,11 +220,11 @@ class ReplicaEngines:
     def _die(self, error: ReplicaGoneError, held: EngineRequest | None) -> NoReturn:
         """End all replicas. Suspects are the requests of the one that has gone, then all others."""
         gone_first = sorted(self._replicas, key=lambda each: each.rank != error.rank)
-        in_flight = [request for each in gone_first for request in each.in_flight.values()]
+        in_flight = [packed.unpack() for each in gone_first for packed in each.in_flight.values()]
         self.close()
         raise EngineDiedError(str(error), in_flight + ([held] if held else [])) from error
 
-    def _charged(self, request: EngineRequest, output: EngineOutput) -> EngineOutput:
+    def _charged(self, request: PackedRequest, output: EngineOutput) -> EngineOutput:
         """Count what the replicas have computed of a prefix together as its members' own."""
         charge = self._charges.get(request.group_id, 0)
         if not charge or output.error is not None:

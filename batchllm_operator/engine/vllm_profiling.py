@@ -22,6 +22,7 @@ from batchllm_operator.engine.device_profile import DeviceProfile, step_sizes
 from batchllm_operator.progress import Progress
 from batchllm_operator.vllm_plugin.attention_settings import AttentionSettings
 from batchllm_operator.vllm_plugin.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.runahead_plan import CONNECTOR
 from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
 
 _STEPS: Final = 4  # timed together
@@ -33,6 +34,9 @@ _VOLATILE: Final = {"use_tqdm_on_load", "disable_log_stats", "additional_config"
 def profile_subject(args: Mapping[str, Any], attention: str) -> dict[str, str]:
     """What a profile of this device with these engine arguments and attention is a profile of."""
     chosen = {name: value for name, value in args.items() if name not in _VOLATILE}
+    transfer = chosen.get("kv_transfer_config")
+    if isinstance(transfer, Mapping) and transfer.get("kv_connector") == CONNECTOR:
+        chosen["kv_transfer_config"] = CONNECTOR  # where a chain meets is of one run alone
     if attention == "batchllm":
         settings = AttentionSettings.from_additional_config(args.get("additional_config"))
         attention = f"batchllm {json.dumps(asdict(settings), sort_keys=True)}"

@@ -66,8 +66,8 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             None: in a pod if a `gpu` is named, else as a child process.
         gpu: `nvidia` or `amd`: which resource, node labels, taints, image and environment the
             pod gets. None for none.
-        gpu_count: GPUs of the pod, and vLLM's tensor parallel size. Without `gpu`, a template's
-            GPUs set that size.
+        gpu_count: GPUs of the pod: `engine.replicas` times vLLM's tensor parallel size. Without
+            `gpu`, a template's GPUs are shared like that.
         image: container image (templated); by default `batchllm-cuda`, `batchllm-rocm` or
             `batchllm-airflow` with this release as its tag.
         cpu: processors that the pod asks for, in Kubernetes' notation; by default 4. Here and

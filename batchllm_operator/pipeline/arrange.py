@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -157,6 +157,17 @@ def write_shards(
                 written=progress.advance,
             )
             num_before += taken.num_prompts
+            placement = None
+            if replicas is not None:
+                placement = replicas.place(
+                    taken,
+                    requests.lengths,
+                    arrangement.output_tokens,
+                    costs[group_ids],
+                    group_ids,
+                )
+                if placement is not None and placement.measure:  # one shard's run is enough
+                    replicas = replace(replicas, wants_profile=False)
             shards.append(
                 ShardInfo(
                     file=name,
@@ -166,15 +177,7 @@ def write_shards(
                     num_parts=num_parts,
                     num_prefill_tokens=int(prefill[group_ids].sum()),
                     predicted_gpu_s=float(costs[group_ids].sum()) / 1e9 if target else None,
-                    replicas=replicas.place(
-                        taken,
-                        requests.lengths,
-                        arrangement.output_tokens,
-                        costs[group_ids],
-                        group_ids,
-                    )
-                    if replicas
-                    else None,
+                    replicas=placement,
                 )
             )
     return tuple(shards), worst

@@ -17,7 +17,7 @@ from batchllm_operator.engine import (
     EngineRequest,
     start_engine,
 )
-from batchllm_operator.engine.gpus import num_gpus_of
+from batchllm_operator.engine.gpus import num_gpus_of, num_stages_of
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.pipeline.attempts import Attempt, claim_attempt
 from batchllm_operator.pipeline.committed import committed_shard
@@ -207,8 +207,10 @@ def _check_model(plan: StoredPlan) -> None:
 
 def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
     """The plan for `num_gpus`, which its spec may say too, or leave open."""
-    engine = plan.manifest.spec.engine
-    if num_gpus is None or engine.replicas * engine.tensor_parallel_size == num_gpus:
+    spec = plan.manifest.spec
+    engine, num_stages = spec.engine, num_stages_of(spec)
+    num_workers = engine.replicas * num_stages
+    if num_gpus is None or num_workers * engine.tensor_parallel_size == num_gpus:
         return plan
     if engine.tensor_parallel_size != 1:
         what = f"engine.tensor_parallel_size is {engine.tensor_parallel_size}"
@@ -217,14 +219,16 @@ def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
         raise SpecError(
             f"{what}, but the task has {num_gpus} GPUs; give it as many, or leave the setting out"
         )
-    each, rest = divmod(num_gpus, engine.replicas)
+    each, rest = divmod(num_gpus, num_workers)
     if rest or not each:
-        raise SpecError(
-            f"engine.replicas is {engine.replicas}, but the task has {num_gpus} GPUs, which they"
-            " can't share evenly"
-        )
-    engine = engine.model_copy(update={"tensor_parallel_size": each})
-    spec = plan.manifest.spec.model_copy(update={"engine": engine})
+        what = f"engine.replicas is {engine.replicas}"
+        if num_stages > 1:
+            what += f" and pipeline_parallel_size {num_stages}"
+        raise SpecError(f"{what}, but the task has {num_gpus} GPUs, which they can't share evenly")
+    engine, planner = engine.model_copy(update={"tensor_parallel_size": each}), spec.planner
+    if engine.reason_against_chains is not None:  # the run says so where the plan marked a group
+        planner = planner.model_copy(update={"runahead": "off", "link_bytes_per_s": None})
+    spec = spec.model_copy(update={"engine": engine, "planner": planner})
     return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
 
 

@@ -402,7 +402,7 @@ class PlannerSpec(_Section):
     where that is predicted to pay. `auto`: once a run has measured how fast they hand KV on. `on`:
     also by `link_bytes_per_s`, and refused if neither is known. It needs replicas of one GPU
     each."""
-    link_bytes_per_s: float | None = Field(default=None, gt=0.0)
+    link_bytes_per_s: float | None = Field(default=None, ge=1.0, le=1e15)
     """Rate at which a replica hands KV to the next, in place of a measured one; only with
     `runahead: on`."""
 

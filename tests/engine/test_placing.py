@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +112,24 @@ def test_a_group_that_has_filled_its_replica_moves_on_to_one_that_runs_dry() -> 
     assert [each.request_idx for each in seen[0]] == [0, 1, 2, 3]
     assert [each.request_idx for each in seen[1]] == [4, 5]
     assert {each.group_size for each in seen[1]} == {2}
+
+
+def test_it_moves_on_to_the_replica_with_the_fewest_requests() -> None:
+    """Whatever they take: one that has few soon has none."""
+    placer = Placer([4, 4, 4], set(), 16)
+    large = group(0, 10)
+    others = [group(1, 1, own=5000), *(group(each, 1, own=1) for each in (2, 3, 4))]
+    requests = [large[0], *(each for (each,) in others)]
+    requests = [replace(each, request_idx=100 + at) for at, each in enumerate(requests)]
+    assert [rank for rank, _ in filter(None, map(placer.place, requests))] == [0, 1, 2, 2, 2]
+    assert [rank for rank, _ in filter(None, map(placer.place, large[1:5]))] == [0, 0, 0, 1]
+
+
+def test_outputs_count_as_they_are_estimated() -> None:
+    placer = Placer([8, 8], set(), 16)
+    requests = [group(0, 1, output=500), group(1, 1, output=1), group(2, 1)]
+    requests_of = [replace(each, request_idx=at) for at, (each,) in enumerate(requests)]
+    assert [rank for rank, _ in filter(None, map(placer.place, requests_of))] == [0, 1, 1]
 
 
 def test_more_members_than_were_told_are_placed_all_the_same() -> None:

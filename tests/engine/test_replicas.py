@@ -79,9 +79,9 @@ class Doubles:
 @pytest.fixture
 def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles]:
     monkeypatch.setattr(replica_process, "_MODULE", "support.replica_double")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    )
+    monkeypatch.setattr(replica_process, "_END_STARTING_S", 60.0)  # a busy machine
+    folders = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
     found = Doubles(tmp_path, monkeypatch)
     yield found
     for engine in found.opened:
@@ -180,9 +180,15 @@ def test_what_one_replica_answered_is_kept_when_another_is_found_dead_with_it(
     assert sorted([*answered, *suspects]) == list(range(5))
 
 
-def test_a_request_that_a_dead_replica_didnt_take_is_one_suspect(doubles: Doubles) -> None:
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("killed_at", "ended by signal 9"), ("dies_at", "failed: RuntimeError: out of luck")],
+)
+def test_a_request_that_a_dead_replica_didnt_take_is_one_suspect(
+    doubles: Doubles, how: str, reason: str
+) -> None:
     """It can't be sent any more: it is neither lost nor there twice."""
-    doubles.behave({0: {"killed_at": [0]}})
+    doubles.behave({0: {how: [0]}})
     engine = doubles.start()
 
     def requests() -> Iterator[EngineRequest]:
@@ -190,9 +196,19 @@ def test_a_request_that_a_dead_replica_didnt_take_is_one_suspect(doubles: Double
             yield request
             engine._replicas[0]._process.wait(30)
 
-    with pytest.raises(EngineDiedError, match="replica 0 ended by signal 9") as caught:
+    with pytest.raises(EngineDiedError, match=f"replica 0 {reason}") as caught:
         list(engine.stream(requests()))
     assert [request.request_idx for request in caught.value.in_flight] == [0, 1]
+
+
+def test_the_dead_ones_requests_are_suspected_before_all_others(doubles: Doubles) -> None:
+    doubles.behave({0: {"silent": True}, 1: {"dies_at": [2]}})
+    engine = doubles.start()
+    with pytest.raises(EngineDiedError, match="replica 1") as caught:
+        list(engine.stream(iter([*group(0, 2), *group(1, 2, first_idx=2)])))
+    suspects = [request.request_idx for request in caught.value.in_flight]
+    assert suspects[0] == 2
+    assert sorted(suspects) == [0, 1, 2, 3]
 
 
 def test_a_row_that_kills_a_replica_costs_only_itself(
@@ -233,6 +249,33 @@ def test_replicas_end_when_the_engine_is_closed(doubles: Doubles) -> None:
     engine.close()
     assert [replica._process.poll() for replica in engine._replicas] == [0, 0]
     assert [doubles.calls(rank)[-1] for rank in (0, 1)] == ["closed", "closed"]
+
+
+def test_replicas_that_dont_end_share_the_time_that_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stuck:
+        now, hung_up = 0.0, 0
+
+        def hang_up(self) -> None:
+            Stuck.hung_up += 1
+
+        def close(self, patience_s: float) -> None:
+            assert Stuck.hung_up == 3
+            Stuck.now += patience_s
+
+    monkeypatch.setattr(replica_process.time, "monotonic", lambda: Stuck.now)
+    replica_process.close_replicas([Stuck(), Stuck(), Stuck()], 60.0)  # type: ignore[list-item]
+    assert Stuck.now == 60.0
+
+
+def test_nothing_in_the_working_directory_shadows_a_package(
+    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    doubles.start()
+    path = doubles.told(1)[0][1]["path"]
+    assert not {"", ".", str(tmp_path)} & set(path)
 
 
 def test_a_device_profile_is_looked_up_and_kept_in_the_run(doubles: Doubles) -> None:
@@ -295,6 +338,16 @@ class TestChains:
         outputs = list(engine.stream(iter(requests)))
         assert sorted(output.num_cached_tokens for output in outputs) == [0] + [160] * 5
 
+    def test_what_each_replica_had_to_compute_itself_is_charged_to_as_many_members(
+        self, doubles: Doubles
+    ) -> None:
+        """A member can't pay for more than it found."""
+        doubles.behave({rank: {"computes": 160, "phase_failure": "late"} for rank in (0, 1)})
+        requests, marked = chained(0, 6, 0)
+        engine = doubles.start(chain=ChainJob((marked,)), spread_groups=frozenset({0}))
+        outputs = list(engine.stream(iter(requests)))
+        assert sorted(output.num_cached_tokens for output in outputs) == [0, 0] + [160] * 4
+
     def test_groups_that_fit_are_computed_in_one_phase(self, doubles: Doubles) -> None:
         first, one = chained(0, 4, 0)
         second, two = chained(1, 4, 4)
@@ -343,7 +396,7 @@ class TestChains:
     def test_a_prefix_that_fills_the_cache_isnt_computed_ahead(
         self, doubles: Doubles, caplog: pytest.LogCaptureFixture
     ) -> None:
-        doubles.behave({rank: {"num_blocks": 20} for rank in (0, 1)})
+        doubles.behave({1: {"num_blocks": 20}})  # its GPU has less memory left
         requests, marked = chained(0, 4, 0, 320, (160, 160))
         engine = doubles.start(chain=ChainJob((marked,)), spread_groups=frozenset({0}))
         assert len(list(engine.stream(iter(requests)))) == 4
@@ -386,6 +439,33 @@ class TestChains:
         assert all(output.error is None for output in outputs)
         starts = [content["chain"] for kind, content in doubles.told(0) if kind == "start"]
         assert [each is not None for each in starts] == [True, False]
+
+    @pytest.mark.parametrize(
+        ("own", "reason"),
+        [
+            ({"refuses_chain": ["SpecError", "no full attention in all layers"]}, "full attention"),
+            ({"refuses_chain": ["EngineError", "no such connector"]}, "no such connector"),
+            ({"dies_measuring": True}, "replica 1 ended by signal 9"),
+        ],
+    )
+    def test_a_chain_that_keeps_replicas_from_starting_is_left_out(
+        self, doubles: Doubles, caplog: pytest.LogCaptureFixture, own: dict[str, Any], reason: str
+    ) -> None:
+        """Nobody has asked for one: with auto, any job's plan may want to measure."""
+        doubles.behave({1: own})
+        kept: list[ChainProfile] = []
+        job = EngineJob(1024, num_requests=6, chain=ChainJob((), kept.append))
+        engine = start_engine(spec(), job)
+        try:
+            outputs = list(engine.stream(iter(group(0, 6))))
+        finally:
+            engine.close()
+        assert sorted(texts(outputs)) == list(range(6))
+        assert not kept
+        assert reason in caplog.text
+        starts = [content for kind, content in doubles.told(0) if kind == "start"]
+        assert [start["chain"] is not None for start in starts] == [True, False]
+        assert [start["job"]["num_requests"] for start in starts] == [3, 3]
 
     def test_what_is_measured_is_that_of_the_slowest_replica(self, doubles: Doubles) -> None:
         doubles.behave(

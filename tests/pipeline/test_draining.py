@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import Interrupted, SpecError
 from batchllm_operator.lake import Folder
+from batchllm_operator.pipeline import run as run_module
 from batchllm_operator.pipeline.draining import Drain
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.spec import JobSpec
 
 
 class CallingEngine(FakeEngine):
@@ -128,6 +132,46 @@ def test_the_number_of_gpus_is_the_tasks_unless_the_spec_has_its_own(tmp_path: P
     run_shard(fixed_uri, 0, start=start, num_gpus=4)
     with pytest.raises(SpecError, match="tensor_parallel_size is 4, but the task has 2 GPUs"):
         run_shard(fixed_uri, 1, start=start, num_gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_gpus", "expected"),
+    [
+        ({"replicas": 2}, 2, 1),
+        ({"replicas": 2}, 4, 2),
+        ({"replicas": 2, "extra_args": {"pipeline_parallel_size": 2}}, 4, 1),
+        ({"extra_args": {"pipeline_parallel_size": 2}}, 4, 2),
+        ({"replicas": 2, "tensor_parallel_size": 2}, 4, 2),
+    ],
+)
+def test_replicas_share_the_tasks_gpus(
+    tmp_path: Path, engine: dict[str, Any], num_gpus: int, expected: int
+) -> None:
+    plan = with_engine(tmp_path, engine)
+    spec = run_module._with_gpus(plan, num_gpus).manifest.spec
+    assert spec.engine.tensor_parallel_size == expected
+    with pytest.raises(SpecError, match=r"has 3 GPUs, which they can't share|but the task has 3"):
+        run_module._with_gpus(plan, 3)
+
+
+def test_replicas_of_several_gpus_do_without_chains(tmp_path: Path) -> None:
+    """The plan was to use them: a replica has to accept the spec of such a run."""
+    planner = {"runahead": "on", "link_bytes_per_s": 1e9}
+    plan = with_engine(tmp_path, {"replicas": 2}, planner)
+    spec = run_module._with_gpus(plan, 4).manifest.spec
+    assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
+    assert spec.engine.reason_against_chains is not None
+    assert run_module._with_gpus(plan, 2) is plan
+
+
+def with_engine(
+    folder: Path, engine: dict[str, Any], planner: dict[str, Any] | None = None
+) -> StoredPlan:
+    """A plan, of which the manifest says that it is for vLLM with these settings."""
+    write_table(folder / "documents", document_rows())
+    plan = plan_job(fake_spec(folder), DS)
+    spec = fake_spec(folder, engine={"backend": "vllm", **engine}, planner=planner or {})
+    return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
 
 
 def test_the_command_drains_and_says_how_it_ended(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,28 @@ class TestAuto:
         assert placement is not None
         assert placement.measure
 
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("link_bytes_per_s", 1e-300),
+            ("link_bytes_per_s", 1e300),
+            ("steps", [[2048, 0, 1e-300], [4096, 0, 0.4], [8192, 0, 0.9]]),
+            ("steps", [[2048, 0, 0.2], [4096, 0, 0.4], [1 << 60, 0, 0.9]]),
+        ],
+    )
+    def test_a_profile_that_cant_be_one_doesnt_count(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: Any
+    ) -> None:
+        """Whoever can write to the lake: predictions by it would overflow."""
+        job = spec(tmp_path)
+        keep_profile(job)
+        (path,) = (tmp_path / "out" / "_batchllm" / "profiles").glob("*.json")
+        path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), name: value}), "utf-8")
+        placement = place(job, (32_768, 8), (640, 2))
+        assert placement is not None
+        assert placement.measure
+        assert "doesn't count" in caplog.text
+
     def test_steps_that_say_nothing_dont_count(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -258,6 +281,22 @@ def test_replicas_change_neither_the_plan_nor_its_files(
     assert any(shard.replicas is not None for shard in two.manifest.shards)
     assert "2 replicas share a shard" in format_plan(two.manifest, "uri")
     assert "replicas" not in format_plan(one.manifest, "uri")
+
+
+def test_one_shard_of_a_plan_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that measures has the connector in all of its engines, to its end."""
+    placement = ReplicaPlacement(num_replicas=2, makespan_s=1, without_chains_s=1, measure=True)
+
+    def place(self: ReplicaPlanner, *args: Any) -> ReplicaPlacement:
+        return placement.model_copy(update={"measure": self.wants_profile})
+
+    monkeypatch.setattr(ReplicaPlanner, "place", place)
+    planner = ReplicaPlanner.of(spec(tmp_path), target(spec(tmp_path)))
+    monkeypatch.setattr(ReplicaPlanner, "of", lambda spec, target: planner)
+    write_table(tmp_path / "documents", document_rows(6, 3))
+    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 3}), DS).manifest
+    measured = [shard.replicas.measure for shard in plan.shards if shard.replicas is not None]
+    assert measured == [True, False, False]
 
 
 def test_what_is_printed_says_what_chains_are_to_gain(

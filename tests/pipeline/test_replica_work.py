@@ -23,12 +23,12 @@ from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_
 from batchllm_operator.planner.plan import ReplicaPlacement
 from batchllm_operator.spec import JobSpec
 
-FAKE = {"engine": {"replicas": 2}, "planner": {"num_shards": 1, "part_rows": 5}}
+FAKE = {"engine": {"replicas": 2}, "planner": {"num_shards": 1, "part_rows": 10}}
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> StoredPlan:
-    """Six groups of five requests in parts of about five."""
+    """Six groups of five requests in parts of two groups."""
     write_table(tmp_path / "documents", document_rows())
     return plan_job(fake_spec(tmp_path, **FAKE), DS)
 
@@ -94,17 +94,14 @@ class _Watched:
 
 
 def test_a_run_begins_with_the_groups_that_its_plan_names(plan: StoredPlan) -> None:
-    spread = [{"group_id": 4}, {"group_id": 2}]
-    marked, spy = placed(plan, spread=spread, whole_first=[5]), Spy()
+    marked, spy = placed(plan, spread=[{"group_id": 5}], whole_first=[3]), Spy()
     report = run_shard(marked.folder.uri, 0, start=spy)
     assert report.num_rows == 30
     order = [request.group_id for request in spy.taken]
     assert sorted({request.request_idx for request in spy.taken}) == list(range(len(order)))
-    first_seen = list(dict.fromkeys(order))
-    assert [each for each in first_seen if each in (4, 2, 5)] == [4, 2, 5]
-    assert first_seen[0] == 4
+    assert list(dict.fromkeys(order)) == [5, 4, 3, 2, 0, 1]  # parts stay whole
     (job,) = spy.jobs
-    assert job.spread_groups == {4, 2}
+    assert job.spread_groups == {5}
     assert job.chain is None
 
 

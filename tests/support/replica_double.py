@@ -49,14 +49,14 @@ def main() -> None:
         log.write(json.dumps([kind, content]) + "\n")
         log.flush()
 
-    note("start", start)
+    note("start", {**start, "path": sys.path})
     if "subject" in own:
         channel.send("find_profile", own["subject"])
         note("found", channel.receive()[1])
         if "profile" in own:
             channel.send("keep_profile", own["profile"])
-    if "failed" in own:
-        kind, message = own["failed"]
+    if "failed" in own or ("refuses_chain" in own and start["chain"]):
+        kind, message = own.get("failed") or own["refuses_chain"]
         channel.send("failed", {"kind": kind, "message": message})
         return
     if own.get("starts") == "never":
@@ -65,14 +65,16 @@ def main() -> None:
     failure = own.get("chain_failure")
     rate = own.get("rate", 1e9) if in_chain and failure is None else None
     limits = replace(LIMITS, num_blocks=own.get("num_blocks", LIMITS.num_blocks))
-    started: Started | None = Started(
+    started = Started(
         own.get("max_in_flight", 8), limits if in_chain else None, rate, "double", failure
     )
+    try:
+        channel.send("started", started.to_json())
+    except OSError:  # another one couldn't start
+        note("closed", None)
+        return
     while True:
         try:
-            if started is not None:
-                channel.send("started", started.to_json())
-                started = None
             kind, content = channel.receive()
         except (EOFError, OSError):
             note("closed", None)
@@ -85,14 +87,19 @@ def main() -> None:
                     return
                 if request["request_idx"] in own.get("killed_at", ()):
                     os.kill(os.getpid(), signal.SIGKILL)
-                channel.send("outputs", [output(rank, request)])
+                if "silent" not in own:
+                    channel.send("outputs", [output(rank, request)])
         elif kind == "prefill":
             if "dies_in_phase" in own:
                 channel.send("died", "RuntimeError: out of luck")
                 return
             failures = [own["phase_failure"]] if "phase_failure" in own else []
-            computed = {each["group_id"]: each["split"][rank] for each in content}
+            computed = {
+                each["group_id"]: own.get("computes", each["split"][rank]) for each in content
+            }
             channel.send("prefilled", {"computed": computed, "failures": failures})
+        elif "dies_measuring" in own:
+            os.kill(os.getpid(), signal.SIGKILL)
         else:
             channel.send("measured", own.get("steps", [[64, 0, 0.5], [128, 0, 1.0]]))
 
