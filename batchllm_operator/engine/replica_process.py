@@ -216,7 +216,7 @@ def start_replicas(
 def _wait_for_start(replicas: Sequence[Replica], profiles: ProfileStore | None) -> None:
     starting = set(replicas)
     while starting:
-        for replica in with_messages(starting):
+        for replica in with_messages(replicas):  # one that has started only has to say that it dies
             kind, content = replica.receive()
             if kind == "started":
                 replica.started = Started.from_json(content)

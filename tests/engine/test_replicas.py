@@ -244,6 +244,15 @@ def test_a_replica_that_dies_while_it_starts_is_an_engine_that_cant_start(double
         doubles.start()
 
 
+def test_a_replica_that_dies_when_it_has_started_keeps_the_others_from_waiting_for_it(
+    doubles: Doubles,
+) -> None:
+    """While they open the chain, they would wait for ten minutes."""
+    doubles.behave({0: {"ends": "started"}, 1: {"starts": "late"}})
+    with pytest.raises(EngineError, match="can't start: replica 0 ended"):
+        doubles.start()
+
+
 def test_replicas_end_when_the_engine_is_closed(doubles: Doubles) -> None:
     engine = doubles.start()
     engine.close()

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def main() -> None:
         return
     if own.get("starts") == "never":
         os.kill(os.getpid(), signal.SIGKILL)
+    if own.get("starts") == "late":  # the other has died long before
+        time.sleep(3)
     in_chain = start["chain"] is not None
     failure = own.get("chain_failure")
     rate = own.get("rate", 1e9) if in_chain and failure is None else None
@@ -73,6 +76,8 @@ def main() -> None:
     except OSError:  # another one couldn't start
         note("closed", None)
         return
+    if own.get("ends") == "started":
+        os.kill(os.getpid(), signal.SIGKILL)
     while True:
         try:
             kind, content = channel.receive()
