@@ -279,9 +279,20 @@ def test_the_order_of_groups_changes_nothing() -> None:
 
 def test_the_longest_groups_are_placed_first() -> None:
     one = GroupLoad(1024, 1, 0, 0)
-    found = choose([one, one, GroupLoad(2048, 1, 0, 0)])
+    chain = dataclasses.replace(CPU_CHAIN, max_step_tokens=None)  # a prefix is a step
+    found = choose([one, one, GroupLoad(2048, 1, 0, 0)], chain)
     short_s, long_s = (CPU_COST.prefill_seconds(length) for length in (1024, 2048))
     assert found.whole_group_s == pytest.approx(max(2 * short_s, long_s))
+
+
+def test_prefixes_that_fill_no_step_share_one() -> None:
+    """Of sixteen, each has a sixteenth of the step's own time, and not a step."""
+    chain = dataclasses.replace(CPU_CHAIN, max_step_tokens=1024)
+    step_s = CPU_COST.step_overhead_s + CPU_COST.sampled_token_s
+    assert step_s > 0
+    alone_s = CPU_COST.prefill_seconds(64)
+    found = choose([GroupLoad(64, 1, 0, 0)] * 16, chain, PlacementSettings(1))
+    assert found.whole_group_s == pytest.approx(16 * (alone_s - step_s) + step_s)
 
 
 def test_a_chain_takes_until_every_replica_has_the_whole_prefix() -> None:
