@@ -128,6 +128,7 @@ class ReplicaPlanner:
         apart = np.sort(np.argsort(-costs, kind="stable")[:_MOST_APART])
         loads = _loads(groups, lengths, output_tokens)
         named = [loads.group(at) for at in apart.tolist()]
+        self._say_what_is_too_long(max(group.prefix_tokens for group in named))
         rest = np.setdiff1d(np.arange(len(groups)), apart)
         placement = choose_placement([*named, *loads.lumps(rest)], self.chain, settings)
         chained = placement.runahead_idxs if self.is_measured else ()
@@ -156,6 +157,18 @@ class ReplicaPlanner:
             without_chains_s=_rounded(placement.without_s),
             measure=self.wants_profile and bool(placement.runahead_idxs),
         )
+
+    def _say_what_is_too_long(self, longest: int) -> None:
+        """Tell whoever expects chains that steps don't hold a shard's longest prefix."""
+        chain, p = self.chain, self.settings.num_replicas
+        most = (chain.max_chunk_blocks or 0) * p * chain.block_size
+        if self.settings.min_prefix_tokens <= longest and longest > most:
+            _log.info(
+                "a prefix of %d tokens isn't computed by all replicas together: each computes at"
+                " most %d in a step; raise engine.max_num_batched_tokens",
+                longest,
+                most // p,
+            )
 
     def _recomputed(self, placement: Placement) -> tuple[tuple[int, ...], float]:
         """Groups to spread without a chain, if that gains enough, and the makespan."""

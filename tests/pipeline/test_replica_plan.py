@@ -116,11 +116,19 @@ def test_small_groups_are_lumped_and_never_named(tmp_path: Path) -> None:
     assert placement.whole_first == ()
 
 
-def test_a_prefix_that_steps_dont_hold_isnt_chained(tmp_path: Path) -> None:
+def test_a_prefix_that_steps_dont_hold_isnt_chained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     job = spec(tmp_path, {"max_num_batched_tokens": 8192}, **LINK)
     placement = place(job, (32_768, 8))
     assert placement is not None
     assert placement.num_chained == 0
+    assert "raise engine.max_num_batched_tokens" in caplog.text
+    caplog.clear()
+    for other in ({"max_num_batched_tokens": 20_000}, {"tensor_parallel_size": 2}):
+        place(spec(tmp_path, other), (32_768, 8))
+    assert not caplog.text
 
 
 def test_a_slow_link_isnt_worth_it(tmp_path: Path) -> None:
