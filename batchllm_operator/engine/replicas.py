@@ -63,7 +63,7 @@ class ReplicaEngines:
         except ReplicaGoneError as error:
             self.close()
             raise EngineError(f"vLLM fails on this device: {error}") from error
-        except BaseException:
+        except BaseException:  # an interruption, too, leaves no process
             self.close()
             raise
         max_in_flight = [each.started.max_in_flight for each in self._replicas]
