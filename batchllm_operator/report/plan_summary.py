@@ -55,10 +55,9 @@ def _format_replicas(manifest: PlanManifest) -> list[str]:
             f" shard takes {_duration(makespan_s)}, not {_duration(without_s)}"
         )
     if any(each.measure for each in placed):
-        line += (
-            "; computing prefixes together may pay, so the run will measure how fast replicas hand"
-            " KV on, for later plans"
-        )
+        if not num_chained:
+            line += "; computing prefixes together may pay"
+        line += "; the run will measure how fast replicas hand KV on, for later plans"
     return [line]
 
 
