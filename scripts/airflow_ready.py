@@ -94,7 +94,7 @@ def read_login(home: Path, wait: Wait) -> tuple[str, str]:
 
 def set_pool(api: Api, name: str, slots: int) -> None:
     """Make the pool, or change its slots."""
-    pool = {
+    pool: dict[str, Any] = {
         "name": name,
         "slots": slots,
         "description": "a slot for each GPU",
@@ -105,7 +105,9 @@ def set_pool(api: Api, name: str, slots: int) -> None:
     except urllib.error.HTTPError as error:
         if error.code != 409:
             raise
-        api.call("PATCH", f"/api/v2/pools/{name}?update_mask=slots", {"slots": slots})
+        # Airflow wants the fields that aren't to change as well; in a PATCH, the name is "pool".
+        pool["pool"] = pool.pop("name")
+        api.call("PATCH", f"/api/v2/pools/{name}?update_mask=slots", pool)
 
 
 def wait_for_dags(api: Api, dag_ids: Sequence[str], wait: Wait) -> dict[str, bool]:

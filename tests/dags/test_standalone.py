@@ -267,6 +267,17 @@ def test_ctrl_c_ends_everything_also_a_task_that_is_running(standalone: Examples
         standalone.log_in("any")
 
 
+def test_it_starts_again_with_what_it_had(standalone: Examples, tmp_path: Path) -> None:
+    standalone.process.send_signal(signal.SIGINT)
+    standalone.process.wait(timeout=60)
+    env = {**standalone.env, "POOL_SLOTS": "3"}
+    with Examples.started(env, tmp_path / "output", job=standalone.job) as again:
+        pool = again.api("GET", "/api/v2/pools/batchllm_gpu")
+        assert (pool["slots"], pool["include_deferred"]) == (3, True)
+        assert again.printed("paused") == "offline_ranking"
+        assert again.printed("password") == standalone.printed("password")
+
+
 def commands(session_id: int, name: str) -> list[int]:
     """The processes of a session that are `batchllm NAME ...`."""
     found = []
