@@ -45,7 +45,7 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
     if spec.engine.backend == "fake":
         from batchllm_operator.engine.fake import FakeEngine
 
-        return IsolatingEngine(lambda: FakeEngine(spec))
+        return IsolatingEngine(lambda: FakeEngine(spec, job.max_model_len))
     if spec.engine.replicas > 1:
         return _start_replicas(spec, job)
     _log.info("starting vLLM with model %s", spec.model.path)

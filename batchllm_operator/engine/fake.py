@@ -34,7 +34,7 @@ _NUM_CHARACTERS = 21
 class FakeEngine:
     """Makes up an output for each request; serves them in waves of `max_in_flight`."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, max_model_len: int) -> None:
         args = dict(spec.engine.extra_args)
         if unknown := sorted(set(args) - _KNOWN_ARGS):
             raise SpecError(f"engine.extra_args: the fake engine has no {', '.join(unknown)}")
@@ -44,6 +44,7 @@ class FakeEngine:
         self._max_in_flight = int(str(args.get("max_in_flight", 16)))
         self._num_characters = int(str(args.get("num_characters", _NUM_CHARACTERS)))
         self._max_tokens = spec.sampling.max_tokens
+        self._max_model_len = max_model_len
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         last_group_id, num_cached = None, 0
@@ -63,13 +64,14 @@ class FakeEngine:
     def _answer(self, request: EngineRequest, num_cached_tokens: int) -> EngineOutput:
         if self._error_token_id in request.prompt_token_ids:
             return EngineOutput.failed(request, "error token in the prompt")
+        num_prompt_tokens = len(request.prompt_token_ids)
         return EngineOutput(
             request_idx=request.request_idx,
             text=fake_text(request.prompt_token_ids, self._num_characters),
             finish_reason="length",
-            num_prompt_tokens=len(request.prompt_token_ids),
+            num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
-            num_output_tokens=self._max_tokens,
+            num_output_tokens=min(self._max_tokens, self._max_model_len - num_prompt_tokens),
             error=None,
         )
 

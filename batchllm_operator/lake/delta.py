@@ -205,9 +205,10 @@ class DeltaTable:
         schema = pa.schema([snapshot.schema.field(name) for name in wanted])
         with reading(self.uri, snapshot.partition):
             condition = row_condition(conditions, schema) if files else None
-            for file in files:
-                if not all(may_hold(term, file, schema) for term in conditions):
-                    continue
+        for file in files:
+            if not all(may_hold(term, file, schema) for term in conditions):
+                continue
+            with reading(self.uri, snapshot.partition, file.name):
                 try:
                     with self._folder.open_file(file.name, read_ahead=False) as source:
                         values = file.partition_values

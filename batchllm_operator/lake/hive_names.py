@@ -41,9 +41,11 @@ def is_visible(name: str) -> bool:
 
 
 def visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Files that hold data: not those below `_x` or `.x`, and not empty ones.
+    """Files that hold data, or should: not those below `_x` or `.x`.
 
-    Only names ending in `.parquet`, if there are any: writers leave other files beside them.
+    Only names ending in `.parquet`, if there are any: writers leave other files beside them. Of
+    those without it, empty ones stand for folders or say that a writer is done.
     """
-    seen = {n: details for n, details in files.items() if is_visible(n) and details["size"]}
-    return {n: details for n, details in seen.items() if n.endswith(".parquet")} or seen
+    seen = {n: details for n, details in files.items() if is_visible(n)}
+    named = {n: details for n, details in seen.items() if n.casefold().endswith(".parquet")}
+    return named or {n: details for n, details in seen.items() if details["size"]}

@@ -141,10 +141,11 @@ class PartitionView:
                 if not self.is_whole(task.file):
                     own = pds.field(self.column) == pa.scalar(self.value)
                     in_file = own if condition is None else own & condition
-                for batch in files.read(task):
-                    chosen = batch if in_file is None else batch.filter(in_file)
-                    if chosen.num_rows:
-                        yield chosen.select(list(columns))
+                with reading(self.uri, self.partition, task.file.file_path):
+                    for batch in files.read(task):
+                        chosen = batch if in_file is None else batch.filter(in_file)
+                        if chosen.num_rows:
+                            yield chosen.select(list(columns))
 
     def published(self) -> Publication | None:
         """See `LakeTable.published`."""

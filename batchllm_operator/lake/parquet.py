@@ -31,7 +31,7 @@ from batchllm_operator.lake.parquet_footer import file_schema, publication_of, r
 from batchllm_operator.lake.publishing import check_name, has_happened, is_published
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
-from batchllm_operator.lake.schema import check_fit
+from batchllm_operator.lake.schema import check_fit, merge_schemas
 from batchllm_operator.lake.swap import FileChangedError, etag_of, exclusive, replace_file
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm
@@ -54,10 +54,8 @@ class ParquetTable:
         return self._folder.uri
 
     def partitions(self) -> list[str]:
-        """From the first level of folders, where a published partition always is."""
-        found = (hive_values(f"{name}/") for name in self._folder.subfolder_names())
-        names = (values.get(self._partition_column) for values in found)
-        return sorted(name for name in names if name is not None)
+        """From the folders; a published partition is always at their first level."""
+        return sorted(set(self._names_in(self._folder)))
 
     def snapshot(self, partition: str) -> Snapshot:
         if not self._folder.exists():
@@ -72,18 +70,18 @@ class ParquetTable:
             )
         chosen = self._chosen(files, partition)
         schema_of = chosen or dict(list(files.items())[-1:])  # an absent partition has a schema too
-        schemas: list[pa.Schema] = []
+        schemas: dict[str, pa.Schema] = {}
         pinned: list[InputFile] = []
         for name, details in schema_of.items():
             footer, file = self._pin(name, details)
-            schemas.append(file_schema(footer))
+            schemas[name] = file_schema(footer)
             pinned.append(file)
         pinned = [file for file in pinned if file.name in chosen]
         return Snapshot(
             partition=partition,
             version=_listing_version(pinned),
             files=tuple(pinned),
-            schema=self._merge(schemas, next(iter(schema_of))),
+            schema=self._merge(schemas),
         )
 
     def scan(
@@ -99,11 +97,14 @@ class ParquetTable:
         schema = pa.schema([snapshot.schema.field(name) for name in wanted])
         with reading(self.uri, snapshot.partition):
             condition = row_condition(conditions, schema) if snapshot.files else None
-            for file in snapshot.files:
-                values = _folder_values(snapshot, file.name)
-                with self._folder.open_file(file.name, read_ahead=False) as source:
-                    for batch in read_batches(source, schema, values, condition):
-                        yield batch.select(list(columns))
+        for file in snapshot.files:
+            values = _folder_values(snapshot, file.name)
+            with (
+                reading(self.uri, snapshot.partition, file.name),
+                self._folder.open_file(file.name, read_ahead=False) as source,
+            ):
+                for batch in read_batches(source, schema, values, condition):
+                    yield batch.select(list(columns))
         if not self._is_current(snapshot):
             raise StorageError(
                 f"table {self.uri}, partition {snapshot.partition!r}: changed while it was read;"
@@ -121,7 +122,8 @@ class ParquetTable:
             raise TableError(
                 f"output {self.uri}: a folder named {HIVE_NULL} means null; choose another name"
             )
-        if not self.partitions():
+        names = self._folder.subfolder_names()
+        if not any(self._partition_column in hive_values(f"{name}/") for name in names):
             self._check_free()
         known = self._published_schema(but=partition) or columns
         check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
@@ -237,6 +239,15 @@ class ParquetTable:
         ((name, files),) = holding.items() or ((own, {}),)
         return self._folder.child(name), files
 
+    def _names_in(self, folder: Folder) -> Iterator[str]:
+        """Names of the partitions whose folders are in this one, or in folders of other columns."""
+        for name in folder.subfolder_names():
+            values = hive_values(f"{name}/")
+            if self._partition_column not in values:
+                yield from self._names_in(folder.child(name)) if values else ()
+            elif (value := values[self._partition_column]) is not None:
+                yield value
+
     def _folders_of(self, partition: str) -> list[str]:
         """Names of the folders at the first level that stand for the partition."""
         return [
@@ -284,15 +295,10 @@ class ParquetTable:
         version = _etag_version(details) or f"footer-sha256:{digest}"
         return footer, InputFile(name, size_bytes, footer.num_rows, version)
 
-    def _merge(self, schemas: list[pa.Schema], name: str) -> pa.Schema:
-        """One schema for all files; the folders' columns are strings and win."""
-        try:
-            merged = pa.unify_schemas(schemas, promote_options="permissive")
-        except pa.ArrowException as error:
-            raise TableError(
-                f"table {self.uri}: the partition's files disagree on a column: {error}"
-            ) from error
-        hive_columns = hive_values(name)
+    def _merge(self, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
+        """One schema for all files, by name; the folders' columns are strings and win."""
+        merged = merge_schemas(f"table {self.uri}", schemas)
+        hive_columns = hive_values(next(iter(schemas)))
         fields = [field for field in merged if field.name not in hive_columns]
         return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
 

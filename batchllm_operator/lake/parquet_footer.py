@@ -26,7 +26,9 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
         StorageError: the storage fails.
     """
     where = f"table {folder.uri}"
-    broken = f"{where}: {name} isn't a whole Parquet file"
+    broken = f"{where}: {name} isn't a whole Parquet file; write it again or move it away"
+    if not size_bytes:  # S3 has no bytes to give either
+        raise TableError(f"{where}: {name} is empty; write it again or move it away")
     try:
         end = folder.read_bytes(name, max(0, size_bytes - _GUESS_BYTES))
         if len(end) < _TAIL_BYTES or not end.endswith(_MAGIC):

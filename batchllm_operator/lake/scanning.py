@@ -45,8 +45,13 @@ def row_condition(conditions: Sequence[FilterTerm], schema: pa.Schema) -> pds.Ex
 
 
 @contextmanager
-def reading(uri: str, partition: str) -> Iterator[None]:
+def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]:
     """Turn what goes wrong while data of a partition are read into this package's errors.
+
+    Args:
+        uri: the table's.
+        partition: which one is read.
+        file: name of the file that is read, if it is one.
 
     Raises:
         TableError: a file vanished or is damaged, or a condition can't be applied.
@@ -54,7 +59,7 @@ def reading(uri: str, partition: str) -> Iterator[None]:
     """
     from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
 
-    where = f"table {uri}: partition {partition!r}"
+    where = f"table {uri}: " + (file or f"partition {partition!r}")
     try:
         yield
     except FileNotFoundError as error:
@@ -65,7 +70,7 @@ def reading(uri: str, partition: str) -> Iterator[None]:
         # Arrow says OSError for damaged data too, without the errno of a real one.
         is_storage = isinstance(error, BotoCoreError) or getattr(error, "errno", None)
         kind = StorageError if is_storage else TableError
-        raise kind(f"{where} can't be read: {error}") from error
+        raise kind(f"{where} can't be read: {' '.join(str(error).split())}") from error
 
 
 def _expression(term: FilterTerm) -> pds.Expression:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 from pyarrow import types
 
@@ -27,6 +29,46 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     if types.is_struct(kind):
         return pa.struct([(field.name, plain_type(field.type)) for field in kind])
     return kind
+
+
+def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
+    """One schema for the files of a partition, with the wider of two types that fit.
+
+    Args:
+        where: names the table, in errors.
+        schemas: by file.
+
+    Raises:
+        TableError: two files disagree on a column, or one has two columns of a name.
+    """
+    for file, schema in schemas.items():
+        for name in schema.names if len(set(schema.names)) < len(schema.names) else ():
+            if schema.names.count(name) > 1:
+                raise TableError(
+                    f"{where}: {file} has {schema.names.count(name)} columns named {name!r};"
+                    " rename all but one"
+                )
+    try:
+        return pa.unify_schemas(list(schemas.values()), promote_options="permissive")
+    except pa.ArrowException as error:
+        raise TableError(f"{where}: {_disagreement(schemas)}") from error
+
+
+def _disagreement(schemas: Mapping[str, pa.Schema]) -> str:
+    """Which files have types of a column that don't fit."""
+    merged: dict[str, tuple[str, pa.Field]] = {}
+    for file, schema in schemas.items():
+        for field in schema:
+            first, known = merged.setdefault(field.name, (file, field))
+            both = [pa.schema([known]), pa.schema([field])]
+            try:
+                merged[field.name] = first, pa.unify_schemas(both, promote_options="permissive")[0]
+            except pa.ArrowException:
+                return (
+                    f"column {field.name!r} holds {known.type} in {first}, but {field.type} in"
+                    f" {file}; write one of them again, with the type of the other"
+                )
+    raise AssertionError("no column is in two files with types that don't fit")
 
 
 def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: bool) -> list[str]:

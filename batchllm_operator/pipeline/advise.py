@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchllm_operator.errors import EmptyPartitionError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
-from batchllm_operator.pipeline.plan import check_columns
+from batchllm_operator.pipeline.input_checks import check_columns, describe_empty
 from batchllm_operator.pipeline.rows import deduplicated_tokens
 from batchllm_operator.pipeline.stored_plan import check_partition
 from batchllm_operator.planner import TokenTable, saving_ratios
@@ -50,7 +50,9 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
     sample = _first_rows(spec, table, snapshot, sample_rows)
     num_sampled = sum(batch.num_rows for batch in sample)
     if num_sampled == 0:
-        raise EmptyPartitionError(f"table {table.uri}, partition {ds!r}: has no rows to advise on")
+        raise EmptyPartitionError(
+            f"{describe_empty(table, snapshot)}; there is nothing to advise on"
+        )
     try:
         alternatives = _try_orders(spec, sample, tokenizer)
     except TokenIdsDifferError:  # it won't happen again

@@ -54,6 +54,7 @@ def arrange(
     ranked: RankedPrompts,
     learned: Learned | None,
     target: Target | None,
+    max_model_len: int,
 ) -> Arrangement:
     """Choose the groups, cut those too large for one shard, and put all in scheduling order.
 
@@ -65,6 +66,7 @@ def arrange(
         ranked: their prompts in order, by request index.
         learned: what an earlier partition says about output lengths.
         target: the GPU by whose time groups are cut; None to cut by tokens.
+        max_model_len: where the engine ends an output, whatever it was to have.
     """
     with Progress("choose and order groups", len(_STEPS), unit="steps", announce=False) as progress:
         tree = ranked.tree(requests.lengths)
@@ -75,7 +77,10 @@ def arrange(
         prefix_hashes = np.zeros((0, 2), dtype=np.int64)
         if spec.planner.learns_output_tokens:
             prefix_hashes = hash_prefixes(requests, groups)
-        output_tokens = estimate_output_tokens(spec, requests, learned, groups, prefix_hashes)
+        output_tokens = np.minimum(
+            estimate_output_tokens(spec, requests, learned, groups, prefix_hashes),
+            max_model_len - requests.lengths,
+        )
         progress.advance(1, _STEPS[2])
         if len(groups):
             parts = _split(spec, groups, requests, output_tokens, target)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import pyarrow as pa
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.arrange import arrange, write_shards
 from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target
 from batchllm_operator.pipeline.group_lengths import write_groups
+from batchllm_operator.pipeline.input_checks import check_input, check_lengths, describe_empty
 from batchllm_operator.pipeline.keys import check_keys
 from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.output_lengths import learn_output_lengths
@@ -71,13 +71,15 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
 
     Raises:
         SpecError: input and output are the same table or one lies in the other; or the spec
-            names a column that the table lacks; or the memory budget is too small.
+            names a column that the table lacks, or one that can't be placed in a prompt; or
+            no output can have `min_tokens`; or the memory budget is too small.
         TableError: the table or a column of it isn't there, the output partition holds
             what another job or program wrote, or the output table doesn't take the job's columns.
         KeyColumnError: keys aren't unique or are null; names up to ten.
         ModelError: the tokenizer can't be loaded, or refuses a prompt.
         StorageError: the input changed while it was read, or the disk is full.
-        EmptyPartitionError: there are no rows and the spec says `on_empty: fail`.
+        EmptyPartitionError: there is no such partition, or it has no rows, and the spec says
+            `on_empty: fail`.
     """
     if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
         raise SpecError(
@@ -87,13 +89,14 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     check_partition(ds)
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
-    check_columns(spec, table, snapshot)
+    check_input(spec, table, snapshot)
     # What would stop the commit is better known before the GPU runs.
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
     columns = output_schema(spec, snapshot.schema)
     output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     tokenizer = load_tokenizer(spec, ds)
+    check_lengths(spec, tokenizer.max_model_len)
     gpu_target = find_target(spec)
     replicas = ReplicaPlanner.of(spec, gpu_target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
@@ -134,7 +137,7 @@ def _build(
         rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)), reuse)
         read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
         where = f"table {table.uri}, partition {ds!r}"
-        _check_rows(spec, rows, where)
+        _check_rows(spec, rows, table, snapshot)
         budget.check(rows.num_rows, rows.search.min_merge_bytes)
         requests, ranked = _find_prefixes(spec, rows)
         check_keys(
@@ -146,7 +149,7 @@ def _build(
             _shown("keys"),
         )
         learned = learn_output_lengths(spec, ds, budget)
-        chosen = arrange(spec, requests, ranked, learned, target)
+        chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len)
         sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
         shards, unevenness = write_shards(spec, requests, chosen, target, replicas, spool)
     counts = PlanCounts(
@@ -238,12 +241,13 @@ def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
     )
 
 
-def _check_rows(spec: JobSpec, rows: Rows, where: str) -> None:
+def _check_rows(spec: JobSpec, rows: Rows, table: LakeTable, snapshot: Snapshot) -> None:
     """Refuse an empty partition if it is to fail; warn of what the user will want to know now."""
     if rows.num_rows == 0:
+        reason = describe_empty(table, snapshot)
         if spec.on_empty == "fail":
-            raise EmptyPartitionError(f"{where}: has no rows (on_empty: fail)")
-        _log.warning("%s has no rows: an empty partition will be committed", where)
+            raise EmptyPartitionError(f"{reason} (on_empty: fail)")
+        _log.warning("%s: an empty partition will be committed", reason)
     if rows.num_rejected:
         _log.warning(
             "%d of %d rows can't be prompted; the reasons will be in the output's error column",
@@ -255,31 +259,6 @@ def _check_rows(spec: JobSpec, rows: Rows, where: str) -> None:
             "that is more than max_failed_fraction %s allows: commit will refuse this plan",
             spec.max_failed_fraction,
         )
-
-
-def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
-    """Every column that the spec names must be there; say which field names it."""
-    places = {
-        "prompt.template": spec.prompt.columns,
-        "input.key": spec.input.key,
-        "output.carry": spec.output.carry,
-        "input.filter": tuple(term.column for term in spec.input.filter),
-        "planner.estimated_output_tokens": spec.planner.estimate_columns,
-    }
-    for place, columns in places.items():
-        for column in columns:
-            if column not in snapshot.schema.names:
-                raise SpecError(
-                    f"{place}: table {table.uri} has no column {column!r}; it has"
-                    f" {', '.join(snapshot.schema.names)}"
-                )
-    for column in spec.planner.estimate_columns:
-        kind = snapshot.schema.field(column).type
-        if not pa.types.is_integer(kind):
-            raise SpecError(
-                f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
-                f" {kind}, not integers"
-            )
 
 
 def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], spool: Path) -> StoredPlan:

@@ -214,7 +214,8 @@ class SamplingSpec(_Section):
     """How tokens are chosen. The default is greedy: the likeliest token each time."""
 
     max_tokens: int = Field(default=128, ge=1, le=_MAX_COUNT)
-    """Most tokens generated for a row."""
+    """Most tokens generated for a row. An output ends earlier where prompt and output together have
+    as many as the model allows (`engine.max_model_len`)."""
     min_tokens: Count = 0
     """Fewest tokens generated before a stop is honoured."""
     temperature: float = Field(default=0.0, ge=0.0)
@@ -451,7 +452,8 @@ class JobSpec(_Section):
     planner: PlannerSpec = PlannerSpec()
     """How the work is cut."""
     on_empty: Literal["fail", "commit"] = "fail"
-    """A partition without rows: `fail` (exit code 3), or `commit` an empty partition."""
+    """A partition that has no rows or isn't there: `fail` (exit code 3), or `commit` an empty
+    partition."""
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
     """The commit is refused when a larger share of the rows has an error instead of a text."""
     reuse_outputs: bool = False

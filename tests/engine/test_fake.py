@@ -11,7 +11,7 @@ from batchllm_operator.errors import SpecError
 
 
 def engine(**args: object) -> FakeEngine:
-    return FakeEngine(fake_spec("/lake", engine={"extra_args": args}))
+    return FakeEngine(fake_spec("/lake", engine={"extra_args": args}), max_model_len=10)
 
 
 def requests(*prompts: list[int]) -> list[EngineRequest]:
@@ -32,6 +32,11 @@ def test_texts_are_as_long_as_asked_for(num_characters: int) -> None:
     assert [len(text) for text in texts] == [num_characters] * 2
     assert (texts[0] != texts[1]) == (num_characters > 5)  # what they all begin with
     assert texts[0] == fake_text([1], 500)[:num_characters]
+
+
+def test_an_output_ends_where_the_model_does() -> None:
+    outputs = list(engine().stream(iter(requests([1], [1] * 7))))
+    assert [output.num_output_tokens for output in outputs] == [8, 3]
 
 
 def test_requests_are_taken_as_they_are_needed() -> None:

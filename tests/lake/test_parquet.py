@@ -99,6 +99,13 @@ def test_partitions_are_listed_by_name(folder: Folder, table: LakeTable) -> None
     assert table.partitions() == ["a/b", "b"]
 
 
+def test_partitions_below_other_folders_are_listed(folder: Folder, table: LakeTable) -> None:
+    for name in ("region=eu/ds=b/x", "region=eu/ds=a/x", "region=us/ds=a/x", "_old=1/ds=c/x"):
+        put(folder, f"{name}.parquet", numbers(1))
+    put(folder, "_batchllm/ds=d/x.parquet", numbers(1))
+    assert table.partitions() == ["a", "b", "c"]
+
+
 def test_a_table_that_is_not_there(folder: Folder, table: LakeTable) -> None:
     with pytest.raises(TableError, match="there is no such folder") as caught:
         table.snapshot(DS)
@@ -167,6 +174,7 @@ BROKEN = {
     "cut in half": WHOLE[: len(WHOLE) // 2],
     "last byte lost": WHOLE[:-1],
     "magic only": b"PAR1",
+    "nothing": b"",
     "a byte": b"x",
     "text": b"id,doc\n1,hello\n",
     "footer longer than the file": b"PAR1" + (10_000).to_bytes(4, "little") + b"PAR1",
@@ -187,15 +195,36 @@ def test_a_file_with_damaged_data(folder: Folder, table: LakeTable) -> None:
     """Its footer is whole, so only reading tells."""
     damaged = b"PAR1" + bytes(len(WHOLE) // 2 - 4) + WHOLE[len(WHOLE) // 2 :]
     folder.write_bytes(f"ds={DS}/b.parquet", damaged)
-    with pytest.raises(TableError, match=f"partition '{DS}' can't be read"):
+    with pytest.raises(TableError, match=f"ds={DS}/b.parquet can't be read"):
         rows(table, ["n"])
 
 
 def test_files_that_disagree_on_a_column(folder: Folder, table: LakeTable) -> None:
     put(folder, f"ds={DS}/a.parquet", numbers(1))
     put(folder, f"ds={DS}/b.parquet", pa.table({"n": ["one"]}))
-    with pytest.raises(TableError, match="disagree"):
+    put(folder, f"ds={DS}/c.parquet", pa.table({"n": [[1]]}))
+    with pytest.raises(TableError) as refused:
         table.snapshot(DS)
+    assert "column 'n' holds int64 in" in str(refused.value)
+    assert f"ds={DS}/a.parquet, but string in ds={DS}/b.parquet" in str(refused.value)
+
+
+def test_two_columns_of_one_name(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(1))
+    twins = pa.table([pa.array([1]), pa.array([2])], names=["n", "n"])
+    put(folder, f"ds={DS}/b.parquet", twins)
+    with pytest.raises(TableError, match=f"ds={DS}/b.parquet has 2 columns named 'n'"):
+        table.snapshot(DS)
+
+
+@pytest.mark.parametrize("name", ["b", "ds=2026-01-01_$folder$"])
+def test_empty_files_without_the_suffix_are_not_data(
+    folder: Folder, table: LakeTable, name: str
+) -> None:
+    """Hadoop marks folders on S3 by them."""
+    put(folder, f"ds={DS}/a", numbers(1))
+    folder.write_bytes(f"ds={DS}/{name}", b"")
+    assert rows(table, ["n"]) == [{"n": 1}]
 
 
 AWKWARD_VALUES = ["a/b", "a b", "naïve-表", "50%", "%2F", "..", ".", "a=b", "a+b", "x&y?z#", "'\""]

@@ -121,7 +121,7 @@ def test_the_number_of_gpus_is_the_tasks_unless_the_spec_has_its_own(tmp_path: P
 
     def start(spec: Any, job: Any) -> FakeEngine:
         seen.append(spec.engine.tensor_parallel_size)
-        return FakeEngine(spec)
+        return FakeEngine(spec, job.max_model_len)
 
     spec = fake_spec(tmp_path, engine={"tensor_parallel_size": 4})
     plan_uri = plan_job(fake_spec(tmp_path), DS).folder.uri

@@ -15,7 +15,13 @@ from support.lake_tables import LAKES, Lake, open_lake
 
 from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.engine.fake import fake_text
-from batchllm_operator.errors import ConflictError, PlanError, SpecError, TableError
+from batchllm_operator.errors import (
+    ConflictError,
+    EmptyPartitionError,
+    PlanError,
+    SpecError,
+    TableError,
+)
 from batchllm_operator.lake import Folder, Publication
 from batchllm_operator.pipeline.commit import commit_run, published_plan_uri
 from batchllm_operator.pipeline.gc import find_garbage, remove_garbage
@@ -214,6 +220,17 @@ def test_a_partition_without_rows(lakes: tuple[Lake, Lake]) -> None:
     for _ in range(2):
         assert commit_run(plan.folder.uri).num_rows_in == 0
     assert read(lakes[1], ["row_key"]) == []
+
+
+def test_a_missing_partition_is_not_an_empty_one(lakes: tuple[Lake, Lake]) -> None:
+    for ds in ("10", "9", "100", "2"):
+        append(lakes[0], input_rows(), ds)
+    with pytest.raises(EmptyPartitionError) as refused:
+        plan_job(spec_of(lakes), "11")
+    assert str(refused.value) == (
+        f"table {lakes[0].address}: there is no partition '11'; the newest are: '100', '10', '9'"
+        " (on_empty: fail)"
+    )
 
 
 def test_input_and_output_must_be_apart(lakes: tuple[Lake, Lake]) -> None:

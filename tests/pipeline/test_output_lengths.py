@@ -83,6 +83,39 @@ def test_a_constant_is_at_most_max_tokens(
     assert found.tolist() == [expected] * 2
 
 
+@pytest.mark.parametrize("source", [None, 2_000_000_000, {"column": "expected"}])
+def test_no_output_is_longer_than_the_model_leaves_room_for(
+    tmp_path: Path, source: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine ends it there, so neither the plan nor its price may count on more."""
+    rows = [
+        {"row_key": n, "document": "x" * (20 * n), "query": "?", "expected": 1_999_999_999}
+        for n in range(3)
+    ]
+    write_table(tmp_path / "documents", rows)
+    spec = fake_spec(
+        tmp_path,
+        sampling={"max_tokens": 2_000_000_000},
+        engine={"max_model_len": 64},
+        planner={"estimated_output_tokens": source, "num_shards": 1},
+    )
+    plan = plan_job(spec, DS)
+    assert "sampling.max_tokens: 2000000000 is never reached" in caplog.text
+    table = pq.read_table(plan.folder.full_path(plan.manifest.shards[0].file))
+    lengths = table["prompt_token_ids"].combine_chunks().value_lengths().to_numpy()
+    assert sorted(lengths) == [10, 30, 50]
+    assert (table["num_output_tokens"].to_numpy() == 64 - lengths).all()
+
+
+def test_more_output_than_the_model_allows_cannot_be_asked_for(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", [{"row_key": 0, "document": "x", "query": "?"}])
+    spec = fake_spec(
+        tmp_path, sampling={"max_tokens": 100, "min_tokens": 64}, engine={"max_model_len": 64}
+    )
+    with pytest.raises(SpecError, match=r"sampling\.min_tokens: 64 .* at most 64 tokens"):
+        plan_job(spec, DS)
+
+
 # Column
 
 

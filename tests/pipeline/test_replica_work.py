@@ -71,7 +71,7 @@ class Spy:
 
     def __call__(self, spec: JobSpec, job: EngineJob) -> Engine:
         self.jobs.append(job)
-        return _Watched(FakeEngine(spec), self.taken, self._dies_after)
+        return _Watched(FakeEngine(spec, job.max_model_len), self.taken, self._dies_after)
 
 
 class _Watched:
