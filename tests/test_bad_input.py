@@ -231,9 +231,9 @@ def test_an_output_that_cannot_be_written(job: Job) -> None:
 
 
 def test_a_fake_engine_argument_that_is_unknown(job: Job) -> None:
+    """Before anything is read; `tests/engine/test_arguments.py` has the others."""
     job.write_spec(engine={"extra_args": {"dealy_s": 1}})
-    plan = job.planned()
-    assert_refused(job.batchllm("run", "--plan", plan, "--shard", 0), 2, "extra_args", "dealy_s")
+    assert_refused(job.plan(), 2, "extra_args.dealy_s", "did you mean delay_s")
 
 
 def test_a_refused_command_writes_no_result(job: Job) -> None:

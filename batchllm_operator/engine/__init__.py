@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from itertools import count
 
+from batchllm_operator.engine.arguments import check_arguments
 from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.engine.protocol import (
     ChainedGroup,
@@ -27,6 +28,7 @@ __all__ = [
     "EngineJob",
     "EngineOutput",
     "EngineRequest",
+    "check_arguments",
     "start_engine",
 ]
 
@@ -39,9 +41,10 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
         job: what the plan knows of the work.
 
     Raises:
-        SpecError: vLLM doesn't know an argument of `engine.extra_args`.
+        SpecError: the engine doesn't know an argument of `engine.extra_args`, or refuses one.
         EngineError: vLLM isn't installed, or can't start.
     """
+    check_arguments(spec)  # the plan may have been made where vLLM isn't installed
     if spec.engine.backend == "fake":
         from batchllm_operator.engine.fake import FakeEngine
 

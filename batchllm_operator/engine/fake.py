@@ -8,6 +8,8 @@ tell any two prompts apart. Faults and slowness can be asked for in `engine.extr
     fatal_token_id     ... kills the engine
     max_in_flight      requests that run at a time (default 16)
     num_characters     of each text (default 21)
+
+Their types and names are checked before an engine is started, see `arguments`.
 """
 
 from __future__ import annotations
@@ -16,18 +18,21 @@ import hashlib
 import time
 from collections.abc import Iterator
 from itertools import islice
+from typing import Annotated, Any, Final
+
+from pydantic import Field
 
 from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
-from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 
-_KNOWN_ARGS = {
-    "delay_s",
-    "error_token_id",
-    "fatal_token_id",
-    "max_in_flight",
-    "num_characters",
+ARGUMENTS: Final[dict[str, Any]] = {
+    "delay_s": Annotated[float, Field(ge=0)],
+    "error_token_id": int,
+    "fatal_token_id": int,
+    "max_in_flight": Annotated[int, Field(ge=1)],
+    "num_characters": Annotated[int, Field(ge=0)],
 }
+"""Types by name."""
 _NUM_CHARACTERS = 21
 
 
@@ -35,9 +40,7 @@ class FakeEngine:
     """Makes up an output for each request; serves them in waves of `max_in_flight`."""
 
     def __init__(self, spec: JobSpec, max_model_len: int) -> None:
-        args = dict(spec.engine.extra_args)
-        if unknown := sorted(set(args) - _KNOWN_ARGS):
-            raise SpecError(f"engine.extra_args: the fake engine has no {', '.join(unknown)}")
+        args = {name: each for name, each in spec.engine.extra_args.items() if each is not None}
         self._delay_s = float(str(args.get("delay_s", 0)))
         self._error_token_id = args.get("error_token_id")
         self._fatal_token_id = args.get("fatal_token_id")

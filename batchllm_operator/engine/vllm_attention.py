@@ -9,7 +9,6 @@ from vllm.platforms import current_platform
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.vllm_plugin.attention_settings import AttentionSettings
 
 
 def attention_args(spec: JobSpec, known: Mapping[str, object]) -> dict[str, Any]:
@@ -22,19 +21,10 @@ def attention_args(spec: JobSpec, known: Mapping[str, object]) -> dict[str, Any]
         known: the arguments that this vLLM has.
 
     Raises:
-        SpecError: `engine.extra_args` chooses another backend, or isn't understood, or vLLM's
-            platform has no place for ours.
+        SpecError: vLLM's platform has no place for ours.
     """
-    extra_args = spec.engine.extra_args
-    AttentionSettings.from_additional_config(extra_args.get("additional_config"))
     if spec.engine.attention == "stock":
         return {}
-    config = extra_args.get("attention_config")
-    in_config = [name for name in ("backend", "backend_per_kind") if _get(config, name)]
-    if in_config or extra_args.get("attention_backend"):
-        raise SpecError(
-            "engine.extra_args: names an attention backend; that goes with engine.attention: stock"
-        )
     if current_platform.is_cpu():
         return {}
     if not current_platform.is_cuda_alike():
@@ -90,7 +80,3 @@ def start_attention(spec: JobSpec, engine: Any) -> str:
         )
     engine.collective_rpc(warm_up_attention)
     return f"attention: batchllm (engine.attention), {reports[0].description}"
-
-
-def _get(config: object, name: str) -> object:
-    return config.get(name) if isinstance(config, Mapping) else None

@@ -76,8 +76,7 @@ class VLLMEngine:
         chain: its place among replicas that compute prefixes together; None for none.
 
     Raises:
-        SpecError: vLLM has no argument that `engine.extra_args` names, or refuses a setting, or
-            `engine.attention` doesn't take the model.
+        SpecError: vLLM refuses a setting, or `engine.attention` doesn't take the model.
         EngineError: vLLM can't start.
     """
 
@@ -137,7 +136,8 @@ class VLLMEngine:
             self._params = sampling_params(spec.sampling)
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
             SchedulerSettings.from_additional_config(config.additional_config)
-        except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+        # pydantic's errors are ValueErrors; others come of values that vLLM doesn't check.
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
             raise SpecError(f"engine: vLLM refuses the settings: {_one_line(error)}") from error
         check_model(spec, config)
         if spec.model.trust_remote_code:
@@ -253,9 +253,12 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     On a CPU: eager mode (compilation takes longer than a small job), 1 GiB of KV cache
     and blocks of 32 tokens, unless the spec says otherwise.
 
+    Args:
+        spec: the job's; `check_arguments` has passed it.
+        max_model_len: tokens of a prompt and its output, at most.
+
     Raises:
-        SpecError: `engine.extra_args` names an argument that this vLLM lacks, or asks for more
-            than one engine in this process.
+        SpecError: `engine.attention` is for other platforms.
     """
     engine = spec.engine
     args: dict[str, Any] = {
@@ -285,20 +288,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         args |= {name: value for name, value in on_cpu.items() if args[name] is None}
     elif engine.scheduler == "batchllm" and args["max_num_seqs"] is None:
         args["max_num_seqs"] = _GPU_MAX_NUM_SEQS  # memory decides; this is only room for it
-    if engine.scheduler == "batchllm" and engine.extra_args.get("scheduling_policy") == "priority":
-        raise SpecError(
-            "engine.extra_args: scheduling_policy must be fcfs: requests run in the plan's order;"
-            " with engine.scheduler: stock it may be another"
-        )
-    known = inspect.signature(EngineArgs).parameters
-    if unknown := sorted(set(engine.extra_args) - set(known)):
-        raise SpecError(f"engine.extra_args: this vLLM has no argument {', '.join(unknown)}")
-    if engine.extra_args.get("data_parallel_size", 1) != 1:
-        raise SpecError(
-            "engine.extra_args: data_parallel_size must be 1; for more engines, raise"
-            " engine.replicas, or planner.num_shards and run a task for each"
-        )
-    args |= attention_args(spec, known)
+    args |= attention_args(spec, inspect.signature(EngineArgs).parameters)
     return {name: value for name, value in args.items() if value is not None} | dict(
         engine.extra_args
     )

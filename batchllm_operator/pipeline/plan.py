@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from batchllm_operator.engine import check_arguments
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.arrange import arrange, write_shards
@@ -71,8 +72,9 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
 
     Raises:
         SpecError: input and output are the same table or one lies in the other; or the spec
-            names a column that the table lacks, or one that can't be placed in a prompt; or
-            no output can have `min_tokens`; or the memory budget is too small.
+            names a column that the table lacks, or one that can't be placed in a prompt, or an
+            argument that the engine lacks; or no output can have `min_tokens`; or the memory budget
+            is too small.
         TableError: the table or a column of it isn't there, the output partition holds
             what another job or program wrote, or the output table doesn't take the job's columns.
         KeyColumnError: keys aren't unique or are null; names up to ten.
@@ -87,6 +89,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
             " one would be read or overwritten as a part of the other"
         )
     check_partition(ds)
+    check_arguments(spec)
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     check_input(spec, table, snapshot)

@@ -345,6 +345,9 @@ class EngineSpec(_Section):
         fields |= dict.fromkeys(("model", "tokenizer"), "model.path")
         for name in sorted(set(value) & set(fields)):
             raise ValueError(f"{name!r} has a field of its own: {fields[name]}")
+        stages = value.get("pipeline_parallel_size", 1)  # counted where vLLM may be absent
+        if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+            raise ValueError("'pipeline_parallel_size' must be a whole number of at least 1")
         return value
 
 

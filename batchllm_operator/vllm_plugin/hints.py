@@ -7,8 +7,10 @@ are plain JSON, reach the scheduler in whatever process it runs, and change noth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final, TypeVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
 
 from batchllm_operator.errors import SpecError
 
@@ -52,7 +54,12 @@ class RequestHints:
         """
         if not extra_args or KEY not in extra_args:
             return None
-        return _from_json(cls, extra_args[KEY])
+        given = extra_args[KEY]
+        _check_names(cls, given)
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise SpecError(f"{KEY}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +110,16 @@ class SchedulerSettings:
         """
         if not isinstance(config, Mapping) or KEY not in config:
             return cls()
-        settings = _from_json(cls, config[KEY])
-        if settings.step_cost is not None:
-            settings = replace(settings, step_cost=_from_json(StepCost, settings.step_cost))
+        given = config[KEY]
+        _check_names(cls, given)
+        if (step_cost := given.get("step_cost")) is not None:
+            _check_names(StepCost, step_cost)
+        try:
+            settings = TypeAdapter(cls).validate_python(given)
+        except ValidationError as error:
+            [fault, *_] = error.errors(include_input=False, include_url=False)
+            where = ".".join(map(str, (KEY, *fault["loc"])))
+            raise SpecError(f"{where}: {fault['msg']}") from error
         if not 0 < (settings.memory_threshold or 1.0) <= 1 or settings.memory_threshold == 0:
             raise SpecError(f"{KEY}.memory_threshold: must be above 0 and at most 1")
         if settings.chunk_size is not None and settings.chunk_size < 1:
@@ -113,15 +127,8 @@ class SchedulerSettings:
         return settings
 
 
-_Hints = TypeVar("_Hints", RequestHints, SchedulerSettings, StepCost)
-
-
-def _from_json(kind: type[_Hints], value: object) -> _Hints:
+def _check_names(kind: type[RequestHints | SchedulerSettings | StepCost], value: object) -> None:
     if not isinstance(value, Mapping):
         raise SpecError(f"{KEY}: must be an object, not {type(value).__name__}")
     if unknown := sorted(set(value) - {field.name for field in fields(kind)}):
         raise SpecError(f"{KEY}: has no {', '.join(map(str, unknown))}")
-    try:
-        return kind(**value)
-    except TypeError as error:
-        raise SpecError(f"{KEY}: {error}") from error

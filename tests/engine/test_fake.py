@@ -7,7 +7,6 @@ from support.fake_job import fake_spec
 
 from batchllm_operator.engine import EngineDiedError, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine, fake_text
-from batchllm_operator.errors import SpecError
 
 
 def engine(**args: object) -> FakeEngine:
@@ -57,5 +56,3 @@ def test_faults() -> None:
     with pytest.raises(EngineDiedError) as died:
         list(engine(fatal_token_id=7).stream(iter(requests([1], [7], [2]))))
     assert [request.request_idx for request in died.value.in_flight] == [1, 2]
-    with pytest.raises(SpecError, match="surprise"):
-        engine(surprise=1)

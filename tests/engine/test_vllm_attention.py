@@ -52,22 +52,6 @@ def test_other_platforms_are_refused(platform: SimpleNamespace) -> None:
         vllm_attention.attention_args(make_spec(attention="batchllm"), KNOWN)
 
 
-@pytest.mark.parametrize(
-    "extra_args",
-    [
-        {"attention_backend": "FLASH_ATTN"},
-        {"attention_config": {"backend": "FLASH_ATTN"}},
-        {"attention_config": {"backend_per_kind": {"full_attention": "FLASH_ATTN"}}},
-    ],
-)
-def test_two_choices_contradict_each_other(
-    platform: SimpleNamespace, extra_args: dict[str, Any]
-) -> None:
-    spec = make_spec(attention="batchllm", extra_args=extra_args)
-    with pytest.raises(SpecError, match="names an attention backend"):
-        vllm_attention.attention_args(spec, KNOWN)
-
-
 class Engine:
     """Workers that report what they are told to."""
 

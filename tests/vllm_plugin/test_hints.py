@@ -64,6 +64,9 @@ def test_defaults_where_nothing_is_set(config: object) -> None:
         ({"chunk_size": 0}, "chunk_size"),
         ({"thershold": 1}, "has no thershold"),
         ({"step_cost": 3}, "must be an object"),
+        ({"step_cost": {"token_s": "fast"}}, "step_cost.token_s: "),
+        ({"memory_threshold": "all"}, "memory_threshold: .*number"),
+        ({"pace": "slow"}, "pace: "),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(value: object, reason: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from batchllm_operator.engine.arguments import vllm_arguments
 from batchllm_operator.planner import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
@@ -391,6 +392,12 @@ def test_status(status: str) -> None:
 def test_base(child: str, base: str) -> None:
     bases = find(child).__mro__
     assert find(base) in bases, f"{installed()}: {child} is no {base}, its bases are {bases}"
+
+
+def test_names_of_engine_arguments_can_be_read_from_the_source() -> None:
+    names = vllm_arguments()
+    assert names is not None
+    assert list(names) == list(inspect.signature(find("vllm:EngineArgs")).parameters)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,118 @@
+"""What `engine.extra_args` may hold, known without starting an engine."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from batchllm_operator.engine.fake import ARGUMENTS as FAKE_ARGUMENTS
+from batchllm_operator.errors import SpecError
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec.limits import shown
+from batchllm_operator.vllm_plugin.attention_settings import AttentionSettings
+from batchllm_operator.vllm_plugin.hints import SchedulerSettings
+
+_WHERE: Final = "engine.extra_args"
+_SOURCE: Final = Path("engine", "arg_utils.py")
+_CLASS: Final = "EngineArgs"
+_BUILTINS: Final = {each.__name__: each for each in (bool, dict, float, int, list, set, str)}
+
+
+def check_arguments(spec: JobSpec) -> None:
+    """Refuse what the engine would refuse when it starts, as far as that can be known in no time.
+
+    Which arguments vLLM has is known where it is installed, whether or not it can run there.
+
+    Raises:
+        SpecError: naming each argument that is unknown or of another type, or one that can't be
+            chosen here.
+    """
+    given = spec.engine.extra_args
+    if spec.engine.backend == "fake":
+        faults = list(_faults(given, FAKE_ARGUMENTS, "the fake engine"))
+    else:
+        _check_choices(spec)
+        known = vllm_arguments() if given else None
+        faults = list(_faults(given, known, "the installed vLLM")) if known else []
+    if faults:
+        raise SpecError("; ".join(faults))
+
+
+def vllm_arguments() -> dict[str, Any] | None:
+    """The types of vLLM's engine arguments by name; None if vLLM isn't installed.
+
+    From its source: importing it takes many seconds and a gigabyte, and a GPU's build may not be
+    importable where there is none. A type that isn't made of builtins is `Any`.
+    """
+    try:
+        package = find_spec("vllm")
+        folders = package.submodule_search_locations if package is not None else None
+        tree = ast.parse(Path((folders or [""])[0], _SOURCE).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # absent, or made in a way that isn't known
+        return None
+    return {
+        field.target.id: _type(field.annotation)
+        for each in tree.body
+        if isinstance(each, ast.ClassDef) and each.name == _CLASS
+        for field in each.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    } or None
+
+
+def _type(annotation: ast.expr) -> Any:
+    match annotation:
+        case ast.BinOp(left, ast.BitOr(), right):
+            return _type(left) | _type(right)
+        case ast.Subscript(ast.Name(name)) | ast.Name(name) if name in _BUILTINS:
+            return _BUILTINS[name]
+        case ast.Constant(None):
+            return None
+    return Any
+
+
+def _faults(given: Mapping[str, Any], known: Mapping[str, Any], whose: str) -> Iterator[str]:
+    """What is wrong with arguments, without their values."""
+    for name, value in given.items():
+        where = f"{_WHERE}.{shown(name)}"
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{where}: {whose} has no such argument{hint}"
+        elif value is not None:
+            try:
+                TypeAdapter(known[name]).validate_python(value)
+            except ValidationError as error:
+                [fault, *_] = error.errors(include_input=False, include_url=False)
+                yield f"{where}: {fault['msg']}"
+
+
+def _check_choices(spec: JobSpec) -> None:
+    """Arguments of vLLM that don't go with how it is run."""
+    given, config = spec.engine.extra_args, spec.engine.extra_args.get("additional_config")
+    AttentionSettings.from_additional_config(config)
+    SchedulerSettings.from_additional_config(config)
+    if spec.engine.scheduler == "batchllm" and given.get("scheduling_policy") == "priority":
+        raise SpecError(
+            f"{_WHERE}: scheduling_policy must be fcfs: requests run in the plan's order;"
+            " with engine.scheduler: stock it may be another"
+        )
+    if given.get("data_parallel_size", 1) != 1:
+        raise SpecError(
+            f"{_WHERE}: data_parallel_size must be 1; for more engines, raise"
+            " engine.replicas, or planner.num_shards and run a task for each"
+        )
+    attention = given.get("attention_config")
+    in_config = attention if isinstance(attention, Mapping) else {}
+    if spec.engine.attention == "batchllm" and (
+        given.get("attention_backend")
+        or any(in_config.get(name) for name in ("backend", "backend_per_kind"))
+    ):
+        raise SpecError(
+            f"{_WHERE}: names an attention backend; that goes with engine.attention: stock"
+        )
