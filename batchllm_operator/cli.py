@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Libraries repeat in their messages what they were given; credentials are taken out of all that
     this process prints itself, tracebacks included.
     """
-    from batchllm_operator.spec.masking import MaskedStream, environment_secrets
+    from batchllm_operator.spec.masking import MaskedStream, Masker
 
-    secrets = environment_secrets(os.environ)
+    masker = Masker.of(os.environ)
     with (
-        redirect_stdout(MaskedStream(sys.stdout, secrets)),
-        redirect_stderr(MaskedStream(sys.stderr, secrets)),
+        redirect_stdout(MaskedStream(sys.stdout, masker)),
+        redirect_stderr(MaskedStream(sys.stderr, masker)),
     ):
         try:
             return _main(argv)
@@ -106,13 +106,14 @@ def _main(argv: Sequence[str] | None) -> int:
 def _plan(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.plan import plan_job
     from batchllm_operator.report import format_plan
+    from batchllm_operator.spec.masking import print_unmasked
 
     if args.advise:
         return _advise(args)
     spec = _load_job(args)
     plan = plan_job(spec, args.ds)
     counts, estimate = plan.manifest.counts, plan.manifest.estimate
-    print(format_plan(plan.manifest, plan.folder.uri))
+    print_unmasked(format_plan(plan.manifest, plan.folder.uri))
     result = {
         "plan_uri": plan.folder.uri,
         "num_shards": len(plan.manifest.shards),
@@ -189,9 +190,10 @@ def _verify(args: argparse.Namespace) -> Result:
 
 def _commit(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.commit import commit_run
+    from batchllm_operator.spec.masking import print_unmasked
 
     report = commit_run(args.plan)
-    print(
+    print_unmasked(
         f"{report.num_rows_out:,} rows with a text and {report.num_rows_failed:,} with an error"
         f" published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
@@ -203,8 +205,10 @@ def _gc(args: argparse.Namespace) -> Result:
 
 
 def _schema(args: argparse.Namespace) -> Result:
+    from batchllm_operator.spec.masking import print_unmasked
+
     schema = _schema_model(args.what).model_json_schema()
-    print(json.dumps(schema, indent=2))
+    print_unmasked(json.dumps(schema, indent=2))
     return schema
 
 

@@ -17,7 +17,7 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.lake import Folder
-from batchllm_operator.spec import environment_secrets, mask, mask_uris
+from batchllm_operator.spec import JobSpec, Masker
 from batchllm_operator.spec.secrets import holds_credentials
 
 CANARY = "C4n4ry"
@@ -253,45 +253,131 @@ def test_an_error_that_nobody_expects_is_printed_without_them(
 
 
 def test_values_of_the_environment_that_are_secrets() -> None:
-    found = environment_secrets(
+    masker = Masker.of(
         {
             "AWS_SECRET_ACCESS_KEY": "abcdef",
             "PYICEBERG_CATALOG__LAKE__CREDENTIAL": "client:longest-of-all",
             "PYICEBERG_CATALOG__LAKE__URI": "postgresql://user:p%40ssword@host/db",
             "PYICEBERG_CATALOG__LAKE__ADLS__CONNECTION_STRING": "AccountKey=abc;x",
+            "AIRFLOW_CONN_LAKE": '{"conn_type": "aws", "password": "canary/secret+key"}',
             "HTTPS_PROXY": "http://user:proxy-pw@proxy:3128",
-            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "true",
             "PATH": "/usr/bin",
+            "PWD": "/tmp/x1y2z3-w4",
             "TOKENIZERS_PARALLELISM": "false",
             "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token",
         }
     )
-    assert set(found) == {
-        *("abcdef", "client:longest-of-all", "longest-of-all", "p%40ssword", "p@ssword"),
-        *("AccountKey=abc;x", "proxy-pw"),
+    assert set(masker.anywhere) == {
+        *("client:longest-of-all", "p%40ssword", "p@ssword", "user:p%40ssword", "user:p@ssword"),
+        *("AccountKey=abc;x", "canary/secret+key", "user:proxy-pw"),
     }
-    assert list(found) == sorted(found, key=len, reverse=True)
-    assert mask("client:longest-of-all, abcdef", found) == "***, ***"
+    assert set(masker.in_place) == {"abcdef", "longest-of-all", "proxy-pw"}
+    assert list(masker.anywhere) == sorted(masker.anywhere, key=lambda each: (-len(each), each))
+    assert masker("client:longest-of-all, abcdef, canary/secret+key") == "***, abcdef, ***"
+
+
+WORDS = ["airflow", "testing", "properties", "minio123", "minioadmin", "lake", "Postgres16"]
+WORDS += ["password", "admin_2026", "/opt/airflow/lake/documents", "http://minio:9000"]
+UNMISTAKABLE = ["wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "AKIAIOSFODNN7EXAMPLE", "p@ssw0rd-1"]
+UNMISTAKABLE += ["correct horse battery staple", "hunter22secret", "MIIEvQIBADAN", "C4n4rytoken=="]
+UNMISTAKABLE += ["8d969eef6ecad3c29a3a629280e686cf", "/Jal+XUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_password_that_is_a_word_is_masked_only_where_it_stands_as_one(word: str) -> None:
+    masker = Masker.of({"DB_PASSWORD": word}, {"SQL_ALCHEMY_CONN": f"db://me:{word}@h/{word}"})
+    text = f'plan: /opt/{word}/lake/{word}-1, ["{word}", 1], {word}, s3://{word}/{word}: {word}'
+    assert masker(text) == text
+    as_secret = f"host=h password={word} x, password: {word} is wrong, {{'token': '{word}'}}"
+    assert masker(as_secret) == "host=h password=*** x, password: *** is wrong, {'token': ***}"
+    assert (
+        masker(f"db://me:{word}@h, cannot parse you:{word}@h")
+        == "db://***@h, cannot parse you:***@h"
+    )
+
+
+@pytest.mark.parametrize("secret", UNMISTAKABLE)
+def test_a_secret_that_is_no_word_is_masked_anywhere(secret: str) -> None:
+    masker = Masker.of({"X_TOKEN": secret})
+    assert masker(f"a {secret} b{secret}c /x/{secret}/y") == "a *** b***c /x/***/y"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("at s3://key:pw@bucket/x, twice s3://k@b", "at s3://***@bucket/x, twice s3://***@b"),
+        ("postgresql+psycopg2://airflow:airflow@h/airflow", "postgresql+psycopg2://***@h/airflow"),
+        ("db://me:a/b@h/x db://me:a@b@h/x", "db://***@h/x db://***@h/x"),
         ("http://h/?a=1&token=x&b=2", "http://h/?a=1&token=***&b=2"),
+        ("url: /?client_secret=x", "url: /?client_secret=***"),
         ("'https://h/?X-Amz-Signature=abc'", "'https://h/?X-Amz-Signature=***'"),
-        ("s3://bucket/a@b?versionId=3", "s3://bucket/a@b?versionId=3"),
-        ("mail@host, 12:30 @ noon, a://b c@d", "mail@host, 12:30 @ noon, a://b c@d"),
-        ("/lake/ds=a%40b/token=5", "/lake/ds=a%40b/token=5"),
+        ("host=h password=testing dbname=x", "host=h password=*** dbname=x"),
+        (
+            "password='a b\\'c' x, connect(password=x, y=1)",
+            "password=*** x, connect(password=***, y=1)",
+        ),
+        ("Server=h;UID=sa;PWD=x,y;AccountKey=ab==;", "Server=h;UID=sa;PWD=***;AccountKey=***;"),
+        ('{"password": "a b", "x": 1}', '{"password": ***, "x": 1}'),
+        ("{'AWS_SECRET_ACCESS_KEY': 'testing'}", "{'AWS_SECRET_ACCESS_KEY': ***}"),
+        (r'"{\"api_key\": \"x\"}"', r'"{\"api_key\": ***}"'),
+        ("user: me\npassword: testing\nhost: h", "user: me\npassword: ***\nhost: h"),
+        (
+            "s3.secret-access-key=x adls.sas-token.me=y",
+            "s3.secret-access-key=*** adls.sas-token.me=***",
+        ),
+        ("Authorization: Bearer abc", "Authorization: ***"),
+        ("b'Bearer C4n4ry\\n'", "b'Bearer ***\\n'"),
+        ("Credential=a/b, Signature=c", "Credential=***, Signature=***"),
     ],
 )
-def test_uris_in_a_text(text: str, expected: str) -> None:
-    assert mask_uris(text) == expected
+def test_secrets_that_stand_as_such(text: str, expected: str) -> None:
+    assert Masker()(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/a@b?versionId=3",
+        "mail@host, 12:30 @ noon, a://b c@d",
+        "http://host:9000/a@b",
+        "/lake/ds=a%40b/token=5",
+        "abfss://container@account.dfs.core.windows.net/x",
+        "job.yaml: max_token: unknown field; did you mean max_tokens?",
+        "engine.extra_args.hf_token: looks like a secret",
+        "LLM(token=None, eos_token='</s>', image_token='<image>', max_token=16, hf_token=None)",
+        "a basic authentication, a Bearer token",
+    ],
+)
+def test_what_is_no_secret(text: str) -> None:
+    assert Masker()(text) == text
+
+
+def test_what_is_pasted_or_read_by_programs_is_never_changed(
+    tmp_path: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if a password that can't be a word is the name of a folder."""
+    secret = "S3cr3t-Pa55word"
+    lake = tmp_path / "airflow" / "testing" / secret / "lake"
+    write_table(lake / "documents", document_rows(2, 2))
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_fields(str(lake))))
+    monkeypatch.setenv("SQL_ALCHEMY_CONN", "postgresql+psycopg2://airflow:airflow@h/airflow")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("DB_PASSWORD", "properties")
+    monkeypatch.setenv("LAKE_TOKEN", secret)
+    result = tmp_path / "result.json"
+    outcome = batchllm("plan", "--job", tmp_path / "job.yaml", "--ds", DS, "--result", result)
+    assert outcome.code == 0, outcome.err
+    plan = json.loads(result.read_text())["plan_uri"]
+    assert plan.startswith(f"{lake}/") and plan in outcome.out
+    assert json.loads(batchllm("schema").out)["properties"]["name"]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "additionalProperties")
+    assert json.loads(batchllm("schema").out) == JobSpec.model_json_schema()
 
 
 @pytest.mark.parametrize("bomb", ["://" * 10**5, "?token=" * 10**5, "&" * 10**6, ":/" * 10**5])
 def test_masking_takes_no_time_for_long_texts(bomb: str) -> None:
-    mask_uris(bomb)
+    Masker()(bomb)
     holds_credentials(f"s3://{bomb}")
 
 

@@ -33,7 +33,7 @@ from batchllm_operator.engine.replica_messages import (
 )
 from batchllm_operator.errors import BatchLLMError, EngineError, RunaheadError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.spec.masking import MaskedStream, environment_secrets
+from batchllm_operator.spec.masking import MaskedStream, Masker
 from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
 
 if TYPE_CHECKING:
@@ -233,10 +233,10 @@ def _serve(channel: _Line) -> int:
 
 
 if __name__ == "__main__":
-    secrets = environment_secrets(os.environ)
+    masker = Masker.of(os.environ)
     with (
-        redirect_stdout(MaskedStream(sys.stdout, secrets)),
-        redirect_stderr(MaskedStream(sys.stderr, secrets)),
+        redirect_stdout(MaskedStream(sys.stdout, masker)),
+        redirect_stderr(MaskedStream(sys.stderr, masker)),
     ):
         try:
             status = main(sys.argv[1:])

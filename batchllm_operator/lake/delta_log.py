@@ -18,7 +18,7 @@ import pyarrow as pa
 from batchllm_operator.errors import SpecError, StorageError, TableError
 from batchllm_operator.lake.delta_version import TableVersion
 from batchllm_operator.lake.folder import Folder, fsync
-from batchllm_operator.lake.masking import masked
+from batchllm_operator.spec import Masker
 
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction
@@ -218,5 +218,5 @@ def _s3_options() -> dict[str, str]:
 
 def _text(error: BaseException) -> str:
     """The error's message: in one line, without colours, and without what an S3 server may echo."""
-    text = masked(" ".join(_COLOUR.sub("", str(error)).split()))
+    text = Masker.of(os.environ)(" ".join(_COLOUR.sub("", str(error)).split()))
     return text if len(text) <= _MOST_MESSAGE_CHARS else f"{text[:_MOST_MESSAGE_CHARS]} ..."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +27,7 @@ from pyiceberg.utils.config import Config
 
 from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake.iceberg_schema import iceberg_schema
-from batchllm_operator.lake.masking import masked, shown_cause
-from batchllm_operator.spec import TableAddress
+from batchllm_operator.spec import Masker, TableAddress
 
 _FAULTS_OF_THE_TABLE = (
     *(FileNotFoundError, ValueError, TypeError, OverflowError, NotImplementedError),
@@ -169,8 +170,10 @@ def without_secrets(error: BaseException, uri: str) -> tuple[str, BaseException 
 
     Both without what pyiceberg's configuration keeps secret of the catalog of table `uri`.
     """
-    settings = Config().get_catalog_config(TableAddress.parse(uri).catalog)
-    return masked(str(error), settings), shown_cause(error, settings)
+    settings = Config().get_catalog_config(TableAddress.parse(uri).catalog) or {}
+    masker = Masker.of(os.environ, settings)
+    shown = "".join(traceback.format_exception(error))
+    return masker(str(error)), error if masker(shown) == shown else None
 
 
 def _failure(uri: str, error: Exception) -> tuple[StorageError, BaseException | None]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Final
 
 from batchllm_operator.errors import ERROR_MARK
-from batchllm_operator.spec import mask
+from batchllm_operator.spec import Masker
 
 _POLL_S: Final = 0.2
 _DRAIN_S: Final = 5.0  # for output that is still in the pipes when the command has ended
@@ -36,8 +36,7 @@ class ChildProcess:
     """Runs one command and waits for it; `stop` may be called meanwhile.
 
     The child leads a process group of its own, so that a signal for this process isn't
-    delivered to it twice and whatever it started can be ended with it. In what it prints,
-    `secrets` are replaced by asterisks, in their order.
+    delivered to it twice and whatever it started can be ended with it. What it prints is masked.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class ChildProcess:
         *,
         env: Mapping[str, str],
         kill_grace_s: float,
-        secrets: Sequence[str] = (),
+        masker: Masker | None = None,
     ) -> None:
         self._argv = tuple(argv)
         self._env = dict(env)
-        self._secrets = tuple(secrets)
+        self._masker = masker or Masker()
         self._kill_grace_s = kill_grace_s
         self._process: subprocess.Popen[str] | None = None
         self._kill_at_s: float | None = None
@@ -124,7 +123,7 @@ class ChildProcess:
         def read(stream: IO[str], is_stderr: bool) -> None:
             with stream:
                 for line in stream:
-                    self._lines.put((is_stderr, mask(line, self._secrets).rstrip()))
+                    self._lines.put((is_stderr, self._masker(line).rstrip()))
 
         assert process.stdout is not None and process.stderr is not None
         readers = [

@@ -44,7 +44,7 @@ class CommandRunner:
     ) -> None:
         self._log = log
         self._env = credentials.added_to({**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})})
-        self._secrets = credentials.secrets
+        self._masker = credentials.masker
         self._kill_grace_s = kill_grace_s
         self._child: ChildProcess | None = None
 
@@ -89,7 +89,7 @@ class CommandRunner:
             child = self._child = ChildProcess(
                 (*argv, "--result", str(result_path), "--die-with-parent", str(os.getpid())),
                 env=self._env,
-                secrets=self._secrets,
+                masker=self._masker,
                 kill_grace_s=self._kill_grace_s,
             )
             outcome = child.run(log)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from airflow.providers.common.compat.sdk import AirflowFailException, AirflowNotFoundException
 from airflow.sdk import Connection
 from airflow.sdk.log import mask_secret
 
-from batchllm_operator.spec import hidden_parts, mask
+from batchllm_operator.spec import Masker
 
 _KEY_PAIR: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _TOKEN: Final = "AWS_SESSION_TOKEN"
@@ -37,8 +37,8 @@ class Credentials:
     """Environment variables that give a command the credentials of connections."""
 
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
-    secrets: tuple[str, ...] = field(default=(), repr=False)
-    """Values that must not be shown, those that contain others first."""
+    secrets: frozenset[str] = field(default=frozenset(), repr=False)
+    """Values that must not be shown."""
 
     @classmethod
     def of(cls, aws_conn_id: str | None, connection_env: Mapping[str, str] | None) -> Credentials:
@@ -58,9 +58,8 @@ class Credentials:
         for name, reference in (connection_env or {}).items():
             value = variables[name] = _read_field(name, reference)
             if reference.partition(".")[2] not in _OPEN_FIELDS:
-                secrets |= hidden_parts(value)
-        mask_secret(list(secrets))
-        return cls(variables, tuple(sorted(secrets, key=len, reverse=True)))
+                secrets.add(value)
+        return cls(variables, frozenset(secrets))._told_to_airflow()
 
     @classmethod
     def from_aws(cls, conn_id: str) -> Credentials:
@@ -101,13 +100,17 @@ class Credentials:
         variables = {name: value for name, value in values.items() if value}
         _check_aws(conn_id, variables)
         names = [name for name in (*_KEY_PAIR, _TOKEN) if name in variables]
-        hidden = set().union(*(hidden_parts(variables[name]) for name in names))
-        mask_secret(list(hidden))
-        return cls(variables, tuple(sorted(hidden, key=len, reverse=True)))
+        return cls(variables, frozenset(variables[name] for name in names))._told_to_airflow()
 
-    def masked(self, text: str) -> str:
-        """`text` with asterisks in place of secrets."""
-        return mask(text, self.secrets)
+    @property
+    def masker(self) -> Masker:
+        """Takes the secrets out of a text."""
+        return Masker.of(secrets=self.secrets)
+
+    def _told_to_airflow(self) -> Self:
+        """Airflow masks what it is told wherever that stands, so it isn't told ordinary words."""
+        mask_secret(list(self.masker.anywhere))
+        return self
 
     def added_to(self, env: Mapping[str, str]) -> dict[str, str]:
         """A copy of `env` with these variables, and without those that contradict them."""

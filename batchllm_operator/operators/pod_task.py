@@ -293,7 +293,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             lambda line: self.log.info("%s", line),
             deadline=self._deadline(context),
             is_abandoned=self._is_orphan,
-            masked=credentials.masked,
+            masked=credentials.masker,
         )
         if self._is_killed:
             watch.stop()

@@ -174,7 +174,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
         except Exception as error:  # noqa: BLE001
             self.log.warning("Can't read the connections; the pod's lines are left out: %s", error)
             return lambda text: "(left out)"
-        return credentials.masked
+        return credentials.masker
 
     async def _remove(self, *, at_once: bool) -> None:
         """Remove the pod; if that fails, the worker will when it goes on."""

@@ -14,7 +14,7 @@ from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.report.shard_progress import PROGRESS_FILE
-from batchllm_operator.spec.masking import environment_secrets, mask, mask_uris
+from batchllm_operator.spec.masking import Masker
 
 INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S"
 """Environment variable: seconds between two writes; 0 or `off` for no progress object at all."""
@@ -162,7 +162,7 @@ class ProgressWriter:
 
 def shown_error(error: BaseException) -> str:
     """The first line of an error, without credentials, clipped to 300 characters."""
-    text = mask_uris(mask(str(error), environment_secrets(os.environ)))
+    text = Masker.of(os.environ)(str(error))
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if not isinstance(error, BatchLLMError) or not line:
         line = f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -2,13 +2,7 @@
 
 from batchllm_operator.spec.addresses import TableAddress
 from batchllm_operator.spec.loading import load_spec, parse_spec, parse_spec_json
-from batchllm_operator.spec.masking import (
-    MaskedStream,
-    environment_secrets,
-    hidden_parts,
-    mask,
-    mask_uris,
-)
+from batchllm_operator.spec.masking import MaskedStream, Masker
 from batchllm_operator.spec.model import (
     OUTPUT_COLUMNS,
     ROUNDING_ENGINE_FIELDS,
@@ -36,6 +30,7 @@ __all__ = [
     "InputSpec",
     "JobSpec",
     "MaskedStream",
+    "Masker",
     "ModelSpec",
     "OutputEstimate",
     "OutputSpec",
@@ -43,12 +38,8 @@ __all__ = [
     "PromptSpec",
     "SamplingSpec",
     "TableAddress",
-    "environment_secrets",
-    "hidden_parts",
     "holds_credentials",
     "load_spec",
-    "mask",
-    "mask_uris",
     "parse_spec",
     "parse_spec_json",
     "template_columns",

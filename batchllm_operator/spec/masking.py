@@ -1,75 +1,208 @@
-"""Takes credentials out of text that is shown, wherever a library's message may repeat them."""
+"""Takes credentials out of text that is shown, wherever a library's message may repeat them.
+
+A secret is masked where it stands as one: as user info or parameter of a URI, after the name of a
+setting that holds secrets, in an `Authorization` header. It is masked anywhere only if it can't be
+taken for an ordinary word: the password `airflow` is no reason to spoil `/opt/airflow/lake`.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, TextIO
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
-from batchllm_operator.spec.secrets import names_secret
+from batchllm_operator.spec.secrets import is_container, may_be_secret_text, names_secret
 
 MASK: Final = "***"
-MIN_SECRET_LEN: Final = 5  # as for Airflow: hiding a shorter one would spoil every line
-_USER_INFO: Final = re.compile(r"(:/+)[^\s/?#@'\"]{1,4096}@")
-_PARAMETER: Final = re.compile(r"([?&;])([^\s?&;=#'\"]{1,100})=([^\s&;#'\"]{1,8192})")
+_LONG_CHARS: Final = 16
+"""As long as this, not even words in a row are taken for something else than the secret."""
+_FEW_CHARS: Final = 8
+"""Fewer than these may be part of anything."""
+_SEPARATORS: Final = re.compile(r"://|[\s/._~\-]|:(?=\d)")
+_WORD: Final = re.compile(r"(?:[A-Z]*[a-z]*|[a-z]*(?:[A-Z][a-z]+)+)\d*")  # lake, GPUs, maxLen, v2
+_FOLDERS: Final = ("PWD", "OLDPWD")  # of a shell
+
+# A password may hold slashes, but what follows a colon may be a port.
+_SCHEME_END: Final = re.compile(r"[A-Za-z0-9+.\-]{1,40}$")
+_USER_INFO: Final = re.compile(
+    r"(?P<slashes>:/+)(?P<user>[^\s/?#'\"]{1,4096}|[^\s/?#@:'\"]{0,256}:(?!\d{1,5}[/?#])[^\s@'\"]{1,256})@"
+)
+_AUTHORIZATION: Final = re.compile(r"\b(?P<scheme>Bearer|Basic) +(?P<value>[^\s,;'\"\\]{1,8192})")
+_QUOTED: Final = (
+    r"[bru]?(?:\"(?:[^\"\\\n]|\\.){1,8192}\"|'(?:[^'\\\n]|\\.){1,8192}'"
+    r"|\\\"(?:[^\"\\\n]|\\[^\"]){1,8192}\\\")"
+)
+_ASSIGNED: Final = re.compile(
+    r"(?<![/\w%.\-])"  # not a folder of a partition, such as lake/token=5
+    r"(?P<name>[A-Za-z_][\w.\-]{0,99})\\?[\"']?[ \t]{0,4}(?P<sign>[=:])[ \t]{0,4}"
+)
+_VALUE: Final = re.compile(rf"{_QUOTED}|(?:Bearer +|Basic +)?[^\s;&'\"]{{0,8192}}[^\s;&'\",)\]}}]")
+_ENDS: Final = re.compile(r"[,;)\]}]|\s*$", re.MULTILINE)
 
 
-def mask(text: str, secrets: Iterable[str]) -> str:
-    """`text` with asterisks in place of secrets; give those that contain others first."""
-    for secret in secrets:
-        text = text.replace(secret, MASK)
-    return text
+@dataclass(frozen=True, slots=True)
+class Masker:
+    """What is known of secrets, and how text is shown without them.
 
-
-def mask_uris(text: str) -> str:
-    """`text` with asterisks in place of what URIs in it hold of credentials."""
-    return _PARAMETER.sub(_masked_parameter, _USER_INFO.sub(rf"\1{MASK}@", text))
-
-
-def hidden_parts(value: str) -> set[str]:
-    """A secret and its lines, for logs come line by line."""
-    return {part for part in (value, *value.splitlines()) if len(part) >= MIN_SECRET_LEN}
-
-
-def environment_secrets(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Values of variables that aren't to be shown, those that contain others first.
-
-    By the variable's name, as `AWS_SECRET_ACCESS_KEY` or `PYICEBERG_CATALOG__LAKE__CREDENTIAL`, or
-    as part of a URI, as in `PYICEBERG_CATALOG__LAKE__URI`.
+    Attributes:
+        anywhere: secrets that are masked wherever they are, those that contain others first.
+        in_place: secrets that are masked only where they stand as such.
     """
-    found: set[str] = set()
-    for name, value in environment.items():
-        if names_secret(name):
-            found |= hidden_parts(value)
-            found |= hidden_parts(value.partition(":")[2])  # of a client's id and secret
-        elif "://" in value:
-            found |= _password(value)
-    return tuple(sorted(found, key=len, reverse=True))
+
+    anywhere: tuple[str, ...] = field(default=(), repr=False)
+    in_place: tuple[str, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, *settings: Mapping[str, Any], secrets: Iterable[str] = ()) -> Masker:
+        """Know the secrets of environments and of libraries' settings.
+
+        Args:
+            settings: values by name, which may be settings again. Secrets are those whose name says
+                so, as `AWS_SECRET_ACCESS_KEY`, and passwords and parameters of URIs.
+            secrets: others.
+        """
+        found = {shape for secret in secrets for shape in _shapes(secret)}
+        for each in settings:
+            found |= {shape for secret in _secrets(each) for shape in _shapes(secret)}
+        ordered = sorted(found, key=lambda secret: (-len(secret), secret))
+        is_known = {secret: _is_unmistakable(secret) for secret in ordered}
+        return cls(
+            tuple(secret for secret in ordered if is_known[secret]),
+            tuple(secret for secret in ordered if not is_known[secret]),
+        )
+
+    def __call__(self, text: str) -> str:
+        """`text` with asterisks in place of secrets."""
+        if self.anywhere:
+            text = _any_of(self.anywhere).sub(MASK, text)
+        if self.in_place and "@" in text:
+            text = _any_of(self.in_place, before="(?<=:)", after="(?=@)").sub(MASK, text)
+        text = _USER_INFO.sub(_without_user_info, text)
+        text = _AUTHORIZATION.sub(self._without_authorization, text)
+        return "".join(self._without_values(text))
+
+    def _without_authorization(self, match: re.Match[str]) -> str:
+        value = match["value"]
+        is_prose = _is_ordinary(value) and len(value) < _LONG_CHARS and value not in self.in_place
+        return match[0] if is_prose else f"{match['scheme']} {MASK}"
+
+    def _without_values(self, text: str) -> Iterator[str]:
+        """The pieces of `text`, without the values of settings that hold secrets."""
+        end = 0
+        for match in _ASSIGNED.finditer(text):
+            value = _VALUE.match(text, match.end())
+            if match.start() < end or value is None or not self._is_secret(match, value):
+                continue
+            yield text[end : match.end()]
+            yield MASK
+            end = value.end()
+        yield text[end:]
+
+    def _is_secret(self, name: re.Match[str], value: re.Match[str]) -> bool:
+        """Whether the value is one; a word after a colon may only begin a sentence."""
+        if not names_secret(name["name"]):
+            return False
+        if not may_be_secret_text(name["name"], value[0].strip("\\\"'")):
+            return False
+        if name["sign"] == "=" or value[0][-1] in "\"'" or value[0] in self.in_place:
+            return True
+        is_alone = _ENDS.match(value.string, value.end()) is not None
+        return is_alone or "authorization" in name["name"].lower()
 
 
 class MaskedStream:
     """A text stream that writes no secrets to the one that it stands for."""
 
-    def __init__(self, stream: TextIO, secrets: Iterable[str]) -> None:
-        self._stream, self._secrets = stream, tuple(secrets)
+    def __init__(self, stream: TextIO, masker: Masker) -> None:
+        self.unmasked = stream
+        self._masker = masker
 
     def write(self, text: str) -> int:
-        self._stream.write(mask_uris(mask(text, self._secrets)))
+        self.unmasked.write(self._masker(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.unmasked, name)
 
 
-def _masked_parameter(match: re.Match[str]) -> str:
-    before, name, _ = match.groups()
-    return f"{before}{name}={MASK}" if names_secret(name) else match[0]
+def print_unmasked(text: str) -> None:
+    """Print what is pasted or read by programs, and holds no words of other libraries."""
+    print(text, file=getattr(sys.stdout, "unmasked", sys.stdout))
 
 
-def _password(uri: str) -> set[str]:
+def _secrets(settings: Mapping[str, Any], is_secret: bool = False) -> Iterator[str]:
+    """Values that aren't to be shown."""
+    for name, value in settings.items():
+        hidden = is_secret or (names_secret(str(name)) and name not in _FOLDERS)
+        if isinstance(value, str) and value.lstrip().startswith("{"):  # an Airflow connection
+            value = _parsed(value)
+        if isinstance(value, Mapping):
+            yield from _secrets(value, hidden)
+        elif isinstance(value, str):
+            if hidden:
+                yield value
+            yield from _uri_secrets(value)
+
+
+def _parsed(text: str) -> Any:
     try:
-        password = urlsplit(uri).password or ""
-    except ValueError:  # broken: what is shown of it is masked as a URI
-        return set()
-    return hidden_parts(password) | hidden_parts(unquote(password))
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _uri_secrets(uri: str) -> Iterator[str]:
+    """User info, password, and values of parameters with names of secrets."""
+    _, scheme_end, rest = uri.partition("://")
+    if not scheme_end:
+        return
+    address, _, query = rest.partition("?")
+    user_info, at, _ = address.rpartition("@")
+    if at:
+        yield user_info
+        yield user_info.partition(":")[2]
+    for pair in re.split("[&;]", query):
+        name, _, value = pair.partition("=")
+        if names_secret(name):
+            yield value
+
+
+def _shapes(secret: str) -> Iterator[str]:
+    """What of a secret may be repeated: its lines and words, and an OAuth client's secret."""
+    for part in (secret.strip(), *secret.split(), secret.partition(":")[2]):
+        for shape in (part, unquote(part)):
+            if shape.lower() not in ("", "true", "false"):
+                yield shape
+
+
+def _is_unmistakable(secret: str) -> bool:
+    """Whether it can't be anything else, by its length and its look."""
+    if len(secret) < _FEW_CHARS:
+        return False
+    if not _is_ordinary(secret):
+        return True
+    is_place = "://" in secret or secret.startswith(("/", "./", "../", "~"))
+    return len(secret) >= _LONG_CHARS and not is_place
+
+
+def _is_ordinary(text: str) -> bool:
+    """Whether it is made of words and numbers, as names and paths are."""
+    return all(_WORD.fullmatch(part) for part in _SEPARATORS.split(text))
+
+
+@lru_cache(maxsize=32)
+def _any_of(secrets: tuple[str, ...], before: str = "", after: str = "") -> re.Pattern[str]:
+    return re.compile(f"{before}(?:{'|'.join(map(re.escape, secrets))}){after}")
+
+
+def _without_user_info(match: re.Match[str]) -> str:
+    start = match.start()
+    scheme = _SCHEME_END.search(match.string[max(0, start - 40) : start])
+    if scheme and is_container(scheme[0], match["user"]):
+        return match[0]
+    return f"{match['slashes']}{MASK}@"

@@ -4,47 +4,83 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Final
 from urllib.parse import urlsplit
 
 # What gives a secret away: names of settings that hold one, and the published
 # shapes of common credentials. Matched values are never repeated in a message.
 _SECRET_NAME = re.compile(
-    r"(^|[_\-])(token|(secret|password|passwd|((api|access|private|secret)_?key)|credential)s?"
-    r"|access_?key_id|account_?key|connection_?string|authorization|signature|sig)$",
+    r"(^|[_\-])(token|(pg|ssh|my_?sql_?)?pass(wor[dt]s?|wds?|phrase)?|pwd|(secret|credential)s?"
+    r"|(api|access|private|secret|fernet|encryption|signing|master|shared)[_\-]?keys?"
+    r"|access[_\-]?key[_\-]?id|account[_\-]?key|connection[_\-]?string|sas|authorization|signature"
+    r"|sig)$",
     re.IGNORECASE,
 )
 _CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SECRET_VALUE = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_\-]{20,}"
-    r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bglpat-[A-Za-z0-9_\-]{20,}|\bxox[abeoprs]-[A-Za-z0-9\-]{10,}"
-    r"|\bAIza[A-Za-z0-9_\-]{35}|-----BEGIN [A-Z ]*PRIVATE KEY-----|\bBearer [A-Za-z0-9._\-]{16,}"
+    r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}|\bglpat-[A-Za-z0-9_\-]{20,}"
+    r"|\bxox[abeoprs]-[A-Za-z0-9\-]{10,}|\bAIza[A-Za-z0-9_\-]{35}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|\bBearer [A-Za-z0-9._\-]{16,}"
 )
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,40}")
+# Azure's addresses have a container where others have a user: abfss://container@account/folder.
+_AZURE_SCHEME = re.compile(r"(.*\+)?(abfss?|wasbs?|az|adl)", re.IGNORECASE)
 # Tokenizers call their markers tokens; these hold text such as "<s>".
 _MARKER_NAME = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$", re.IGNORECASE)
+_FREE_FORM: Final = "engine.extra_args"
+"""The one field of a spec with names of others' choice; elsewhere, they are ours or unknown."""
 
 
 def find_secrets(value: object, path: str = "") -> Iterator[str]:
     """Yield the dotted names of fields in `value` that hold something like a secret."""
     if isinstance(value, Mapping):
+        is_free = path.startswith(_FREE_FORM)
         for name, child in value.items():
+            if is_secret_value(str(name)):
+                yield f"a field's name in {path}" if path else "a field's name"
+                continue
             here = f"{path}.{name}" if path else str(name)
-            if child is not None and names_secret(str(name)) and not isinstance(child, Mapping):
+            if is_free and names_secret(str(name)) and _may_be_secret(str(name), child):
                 yield here
             else:
                 yield from find_secrets(child, here)
     elif isinstance(value, list | tuple):
         for idx, child in enumerate(value):
             yield from find_secrets(child, f"{path}[{idx}]")
-    elif isinstance(value, str) and (_SECRET_VALUE.search(value) or holds_credentials(value)):
+    elif isinstance(value, str) and is_secret_value(value):
         yield path
 
 
+def is_secret_value(text: str) -> bool:
+    """Whether it looks like a secret, or holds one, whatever it is the value of."""
+    return bool(_SECRET_VALUE.search(text)) or holds_credentials(text)
+
+
 def names_secret(name: str) -> bool:
-    """Whether a setting of that name (in snake, kebab or camel case) holds a secret."""
+    """Whether a setting of that name (in snake, kebab or camel case) holds a secret.
+
+    One part of a dotted name is enough, as in `adls.sas-token.ACCOUNT`.
+    """
     if _MARKER_NAME.search(name):
         return False
-    return _SECRET_NAME.search(_CAMEL_CASE.sub("_", name)) is not None
+    parts = _CAMEL_CASE.sub("_", name).split(".")
+    return any(_SECRET_NAME.search(part) is not None for part in parts)
+
+
+def may_be_secret_text(name: str, text: str) -> bool:
+    """Whether the value of a setting with a secret's name may be one.
+
+    Not what stands for nothing, nor a number or marker of a model's tokens.
+    """
+    if text.lower() in _NOTHING:
+        return False
+    return not (name.lower().endswith("token") and (text.isdecimal() or text.startswith("<")))
+
+
+def is_container(scheme: str, user_info: str) -> bool:
+    """Whether what stands before the `@` of a URI is an Azure container, and no user."""
+    return bool(_AZURE_SCHEME.fullmatch(scheme)) and ":" not in user_info
 
 
 def holds_credentials(value: str) -> bool:
@@ -60,4 +96,16 @@ def holds_credentials(value: str) -> bool:
     except ValueError:  # broken; whoever opens it will say so
         return "@" in value
     names = (pair.partition("=")[0] for pair in parts.query.split("&"))
-    return "@" in parts.netloc or any(map(names_secret, names))
+    user_info, at, _ = parts.netloc.rpartition("@")
+    return bool(at and not is_container(scheme, user_info)) or any(map(names_secret, names))
+
+
+def _may_be_secret(name: str, value: object) -> bool:
+    if isinstance(value, Mapping):
+        return False  # what is in it is looked at
+    if isinstance(value, bool | None):
+        return False
+    return may_be_secret_text(name, value if isinstance(value, str) else str(value))
+
+
+_NOTHING: Final = frozenset({"", "none", "null", "true", "false", "***"})

@@ -116,11 +116,19 @@ def test_variables_of_the_worker_that_contradict_the_connection_are_left_out(lak
     assert Credentials.from_aws("lake").added_to(worker) == worker
 
 
-def test_longer_secrets_are_hidden_first_and_words_are_not_secrets(lake: Any) -> None:
+def test_longer_secrets_are_hidden_first_and_words_where_they_are_secrets(
+    lake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lake(login="minioadmin", password="minioadmin-2")
-    assert Credentials.from_aws("lake").secrets == ("minioadmin-2", "minioadmin")
-    lake(login="test", password="test")
-    assert Credentials.from_aws("lake").secrets == ()
+    told: list[str] = []
+    monkeypatch.setattr("batchllm_operator.operators.credentials.mask_secret", told.extend)
+    lake(login="AKIA0CANARY0KEY", password="AKIA0CANARY0KEY2")
+    assert Credentials.from_aws("lake").masker.anywhere == ("AKIA0CANARY0KEY2", "AKIA0CANARY0KEY")
+    assert told == ["AKIA0CANARY0KEY2", "AKIA0CANARY0KEY"]
+    lake(login="minioadmin", password="minioadmin-2")
+    masked = Credentials.from_aws("lake").masker
+    assert masked("s3://minioadmin, secret_key=minioadmin-2") == "s3://minioadmin, secret_key=***"
+    assert told == ["AKIA0CANARY0KEY2", "AKIA0CANARY0KEY"]  # Airflow masks words in ids and paths
 
 
 def test_fields_of_other_connections_become_variables(
@@ -158,7 +166,7 @@ def test_a_secret_of_several_lines_is_hidden_line_by_line(monkeypatch: pytest.Mo
     monkeypatch.setenv("AIRFLOW_CONN_CATALOG", json.dumps(catalog))
     credentials = Credentials.of(None, {"KEY": "catalog.password"})
     assert credentials.variables["KEY"] == key
-    assert credentials.masked("it is MIIEvQIBADAN") == "it is ***"
+    assert credentials.masker("it is MIIEvQIBADAN") == "it is ***"
 
 
 @pytest.mark.parametrize(

@@ -117,10 +117,10 @@ def test_open_parts_of_a_stopped_attempt_do_not_count(plan: StoredPlan) -> None:
 def test_a_failure_is_shown_without_secrets(
     plan: StoredPlan, in_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "open-sesame")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0pen-sesame")
 
     def fail() -> None:
-        raise EngineError(f"no: open-sesame at s3://me:word@host/ {'x' * 500}\nsecond line")
+        raise EngineError(f"no: 0pen-sesame at s3://me:word@host/ {'x' * 500}\nsecond line")
 
     def start(spec: JobSpec, job: EngineJob) -> Engine:
         if in_start:

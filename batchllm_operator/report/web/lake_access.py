@@ -32,7 +32,7 @@ CONNECTION_SETTING: Final = "BATCHLLM_AWS_CONN_ID"
 
 _MAX_BYTES: Final = 64 << 20
 """Of a manifest or a report. Larger ones aren't ours, or would take the API server down."""
-_PLANS: Final[Kept[tuple[StoredPlan, tuple[str, ...]]]] = Kept(30.0)
+_PLANS: Final[Kept[tuple[StoredPlan, frozenset[str]]]] = Kept(30.0)
 """With the secrets that opened each, to be masked in what comes later."""
 _REPORTS: Final[Kept[RunReport | None]] = Kept(2.0)
 _STATUSES: Final[Kept[JobStatus | None]] = Kept(2.0)
@@ -51,7 +51,7 @@ class LakeReader:
 
     def __init__(self, uri: PlanURI) -> None:
         self._uri = uri
-        self._secrets: tuple[str, ...] = ()
+        self._secrets: frozenset[str] = frozenset()
 
     def report(self) -> RunReport | None:
         """The report; None before the commit."""
@@ -86,7 +86,7 @@ class LakeReader:
         plan, self._secrets = _PLANS.get(self._uri.uri, self._open_plan)
         return plan
 
-    def _open_plan(self) -> tuple[StoredPlan, tuple[str, ...]]:
+    def _open_plan(self) -> tuple[StoredPlan, frozenset[str]]:
         self._uri.check_place(os.environ)
         folder = Folder.open(self._uri.uri, **self._options())
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,9 +13,9 @@ from batchllm_operator.report.status import JobStatus, ShardStatus
 from batchllm_operator.report.web.job_state import JobState
 from batchllm_operator.report.web.jobs import Job, JobRun
 from batchllm_operator.report.web.links import Links
-from batchllm_operator.report.web.problems import masked
 from batchllm_operator.report.web.runs import FAILED, JobInRun, JobRef
 from batchllm_operator.report.web.sparkline import Sparkline, sparkline
+from batchllm_operator.spec import Masker
 
 EVERY_MS: Final = 5000
 """Milliseconds between a live page's questions for news."""
@@ -150,7 +151,7 @@ class LiveJob:
 
     @property
     def _values(self) -> dict[str, Any]:
-        status = self.status
+        status, masker = self.status, Masker.of(os.environ)
         share = 0.0 if status is None else _share(status.num_rows_done, status.num_rows)
         summary = self.stage.text
         if status is not None and not self.stage.is_failed:
@@ -161,7 +162,7 @@ class LiveJob:
             "share": share,
             "summary": f"{summary[:1].upper()}{summary[1:]}.",
             "is_final": self.is_final,
-            "notes": [masked(note) for note in status.notes[:_MAX_NOTES]] if status else [],
+            "notes": [masker(note) for note in status.notes[:_MAX_NOTES]] if status else [],
             "ref": self.job.ref,
         }
 
@@ -201,7 +202,7 @@ class LiveShard:
             "share": share,
             "summary": f"{self.shard.state.capitalize()}, {_tenths(share)} of the rows are done.",
             "is_final": self.is_final,
-            "error": None if self.shard.error is None else masked(self.shard.error),
+            "error": None if self.shard.error is None else Masker.of(os.environ)(self.shard.error),
         }
 
     def fragment(self) -> str:
