@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator import __version__
 from batchllm_operator.errors import ERROR_MARK, BatchLLMError, ExitCode, Interrupted
+from batchllm_operator.named_file import parse_file, write_file
 from batchllm_operator.pipeline import gc_command, report_command, simulate_command, status_command
 
 if TYPE_CHECKING:
@@ -67,8 +68,6 @@ def _main(argv: Sequence[str] | None) -> int:
         simulate_command.check_arguments(parser, args)
     if args.name == "run":
         args.metrics = _metrics_address(parser, args.metrics_port)
-    if getattr(args, "result", None) is not None and not args.result.parent.is_dir():
-        parser.error(f"--result: there is no folder {args.result.parent}")
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )
@@ -265,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         command = add(name, run, text)
         command.add_argument(
-            "--result", type=Path, metavar="FILE", help="write counts and URIs there as JSON"
+            "--result", type=parse_file, metavar="FILE", help="write counts and URIs there as JSON"
         )
         command.add_argument(
             "--die-with-parent",
@@ -398,11 +397,8 @@ def _check_verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 def _write_result(path: Path, command: str, result: Result) -> None:
-    """Write the result whole or not at all: a reader never sees half of it."""
     body = {"result_version": RESULT_VERSION, "command": command, **result}
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_file(path, (json.dumps(body, indent=1) + "\n").encode())
 
 
 def _stop_on_signals() -> None:

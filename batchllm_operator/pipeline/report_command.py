@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batchllm_operator.named_file import parse_file, write_file
+
 # Heavy imports wait until the command runs, so that --help answers at once.
 
 
@@ -23,7 +25,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--ds", help="the partition; with --job")
     command.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the page (HTML) there as well"
+        "--out", type=parse_file, metavar="FILE", help="write the page (HTML) there as well"
     )
 
 
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     if args.out is not None:
         from batchllm_operator.report.page import render_report
 
-        args.out.write_text(render_report(report), encoding="utf-8")
+        write_file(args.out, render_report(report).encode())
     print(format_summary(report))
     return report.figures()
 
@@ -54,6 +56,6 @@ def _compare(plan_uris: list[str], out: Path | None) -> Mapping[str, Any]:
     before, after = map(load_report, plan_uris)
     comparison = compare(before, after)
     if out is not None:
-        out.write_text(render_comparison(comparison), encoding="utf-8")
+        write_file(out, render_comparison(comparison).encode())
     print(format_comparison(comparison))
     return {"before": before.figures(), "after": after.figures()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import EngineError, ModelError, PlanError, SpecError, StorageError
+from batchllm_operator.named_file import write_file
 from batchllm_operator.pipeline.estimate import engine_limits, read_shape, shape_of
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.planner import (
@@ -190,16 +193,28 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"the folder for timelines can't be made: {error}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"no timelines can be written to {folder}: no permission")
 
 
 def write_timeline(run: Run, folder: Path) -> None:
-    """Write a run's steps as `timeline-<policy>.parquet`."""
-    pq.write_table(run.timeline.to_table(), folder / f"timeline-{run.policy}.parquet")
+    """Write a run's steps as `timeline-<policy>.parquet`.
+
+    Raises:
+        StorageError: that fails.
+    """
+    data = io.BytesIO()
+    pq.write_table(run.timeline.to_table(), data)
+    write_file(folder / f"timeline-{run.policy}.parquet", data.getvalue())
 
 
 def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
-    """Draw the steps of all runs as `timeline.png`."""
-    plot_timelines(runs, machine, folder / "timeline.png")
+    """Draw the steps of all runs as `timeline.png`.
+
+    Raises:
+        StorageError: writing it fails.
+    """
+    write_file(folder / "timeline.png", plot_timelines(runs, machine))
 
 
 def _told(workload: Workload, options: SimulationOptions) -> Workload:

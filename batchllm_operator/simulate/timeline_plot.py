@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -31,13 +31,12 @@ _INCHES: Final = (11.0, 2.6)
 """Width, and height of a panel."""
 
 
-def plot_timelines(runs: Sequence[Run], machine: Machine, path: Path) -> None:
-    """Draw a panel for each run: tokens of each step by kind, and below it KV blocks in use.
+def plot_timelines(runs: Sequence[Run], machine: Machine) -> bytes:
+    """A PNG with a panel for each run: tokens of each step by kind, and below it KV blocks in use.
 
     Args:
         runs: of one workload; at least one.
         machine: that they ran on.
-        path: a PNG file to write.
     """
     with _quiet_matplotlib():
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -55,7 +54,9 @@ def plot_timelines(runs: Sequence[Run], machine: Machine, path: Path) -> None:
         axes[-1].set_xlim(0, max(run.predicted_s for run in runs))
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-        figure.savefig(path, format="png")
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
+    return picture.getvalue()
 
 
 def _draw_tokens(axes: Axes, run: Run, machine: Machine) -> None:

@@ -1,0 +1,112 @@
+"""Files that a user has named for a command to write: `--result FILE`, `report --out FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import secrets
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from batchllm_operator.errors import StorageError
+
+_CANT_BE_REPLACED: Final = (errno.EACCES, errno.EPERM, errno.EBUSY)
+"""No file may be made beside it, or something is mounted on it, such as a container's log."""
+
+
+def parse_file(text: str) -> Path:
+    """The file that an option names, for `write_file` to write when the work is done.
+
+    Raises:
+        argparse.ArgumentTypeError: it can't be written, as far as that shows before hours of work.
+    """
+    path = Path(text)
+    try:
+        _check(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except OSError as error:  # too long a name, a circle of links
+        raise argparse.ArgumentTypeError(f"{text} can't be written: {error.strerror}") from None
+    return path
+
+
+def _check(path: Path) -> None:
+    """Raises ValueError, which says why, if `path` can't be written."""
+    folder = path.parent
+    if path.is_symlink():  # what it leads to is written
+        folder = Path(os.path.realpath(path)).parent
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    is_writable = os.access(folder, os.W_OK | os.X_OK)
+    with suppress(FileNotFoundError):
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode) or stat.S_ISSOCK(mode):
+            raise ValueError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'socket'}")
+        is_replaced = stat.S_ISREG(mode) and not path.is_symlink()
+        is_writable = os.access(path, os.W_OK) or (is_replaced and is_writable)
+    if not is_writable:
+        raise ValueError(f"{path} can't be written: no permission, or a file system to read only")
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a regular file whole or not at all; a reader never sees half of it.
+
+    Everything else (a device, a pipe, a link) stays what it is, and is opened and written. What
+    stdout or stderr goes to already gets `data` after all that was printed there.
+
+    Raises:
+        StorageError: that fails.
+    """
+    try:
+        descriptor = _open_already(path)
+        if descriptor is not None:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(data)
+        elif path.is_symlink() or (path.exists() and not path.is_file()):
+            _overwrite(path, data)
+        else:
+            try:
+                _replace(path, data)
+            except OSError as error:
+                if error.errno not in _CANT_BE_REPLACED or not path.exists():
+                    raise
+                _overwrite(path, data)
+    except OSError as error:
+        raise StorageError(f"{path} can't be written: {error.strerror or error}") from error
+
+
+def _open_already(path: Path) -> int | None:
+    """The descriptor by which this process prints to `path`, if it does: /dev/stdout, say.
+
+    Opened a second time, a file would be written from its beginning.
+    """
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                stream.flush()
+                return descriptor
+    return None
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".batchllm-{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            with suppress(FileNotFoundError):
+                before = path.stat()
+                with suppress(PermissionError):
+                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
