@@ -166,6 +166,9 @@ def _limits(vllm_config: Any, kv_cache_config: Any) -> ChainLimits:
 def fingerprint(vllm_config: Any, working: Working, weights: str) -> dict[str, Any]:
     """What has to be equal on all replicas of a chain, as JSON values by name.
 
+    What is chosen comes before what follows from it: a CPU that has AMX computes attention with it
+    if `dtype` is bfloat16, so that engines with different ones differ in both.
+
     Args:
         vllm_config: the engine's.
         working: after the KV caches have been registered.
@@ -176,14 +179,14 @@ def fingerprint(vllm_config: Any, working: Working, weights: str) -> dict[str, A
     attention = compat.attention_by_layer(vllm_config)
     return {
         "vllm": vllm.__version__,
-        "model": hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16],
-        "weights": weights,
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "block_size": working.limits.block_size,
         "max_model_len": working.limits.max_model_len,
         "max_step_tokens": working.limits.max_step_tokens,
         "device": blocks.device.type,
+        "model": hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16],
+        "weights": weights,
         "kv_layout": blocks.layout(),
         "attention": sorted(set(attention.values())),
     }

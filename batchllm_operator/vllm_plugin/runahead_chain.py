@@ -55,7 +55,8 @@ class Chain:
     Args:
         settings: this replica's place.
         blocks: of its KV cache, which arriving KV is written into.
-        fingerprint: what has to be equal on all replicas, as JSON values by name.
+        fingerprint: what has to be equal on all replicas, as JSON values by name; the first that
+            differs is reported.
 
     Attributes:
         link_bytes_per_s: rate of the slowest hop, measured when the chain was opened; the same on
@@ -202,7 +203,7 @@ def _shake_hands(store: Any, settings: ChainSettings, fingerprint: Mapping[str, 
     if settings.rank == 0:  # which may serve the store: nobody is left behind without an answer
         store.wait([f"seen/{rank}" for rank in ranks])
     for rank, other in enumerate(found):
-        for name in sorted({*found[0], *other}):
+        for name in {**found[0], **other}:  # in their order: the first is why others differ
             ours, theirs = found[0].get(name), other.get(name)
             if ours != theirs:
                 raise RunaheadMismatchError(

@@ -116,7 +116,8 @@ def test_both_ways_may_be_busy_with_different_groups(open_chain: Open) -> None:
 
 
 def test_replicas_that_differ_all_say_in_what(open_chain: Open) -> None:
-    found = open_chain(3, {"dtype": "a"}, {"dtype": "a"}, {"dtype": "b"})
+    one, other = {"dtype": "a", "attention": "c"}, {"dtype": "b", "attention": "d"}
+    found = open_chain(3, one, one, other)
     for each in found:
         assert isinstance(each, RunaheadMismatchError)
         assert "replicas 0 and 2 differ in dtype: 'a' and 'b'" in str(each)

@@ -148,6 +148,14 @@ def test_engines_that_differ_in_anything_have_other_fingerprints(
     assert {"vllm", "device"} < one.keys()
 
 
+def test_what_was_chosen_comes_before_what_follows_from_it() -> None:
+    """On a CPU with AMX, attention and the layout of the cache follow from dtype."""
+    one = engine_fingerprint()
+    other = engine_fingerprint(dtype=torch.bfloat16, weights="f0", isa="amx", shape=(4, 16, 2, 32))
+    differing = [name for name in one if one[name] != other[name]]
+    assert differing == ["dtype", "weights", "kv_layout", "attention"]
+
+
 @pytest.mark.parametrize(
     ("includes", "expected"), [([False, False], True), ([False, True], False), ([], False)]
 )
