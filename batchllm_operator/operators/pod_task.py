@@ -6,7 +6,7 @@ import asyncio
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, ClassVar, Final
@@ -26,9 +26,10 @@ from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.pod_operator import BatchLLMPodOperator
 from batchllm_operator.operators.pods.api_errors import message_of
 from batchllm_operator.operators.pods.attempt import Attempt, AttemptPods, QuotaExceededError
-from batchllm_operator.operators.pods.end import PodEnd
+from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.pods.spec import UID_VARIABLE, num_gpus, with_secret
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
+from batchllm_operator.operators.triggerer import told_of_triggerer
 from batchllm_operator.operators.triggers import PodWatchTrigger, make_hook
 
 UID_PLACE: Final = f"$({UID_VARIABLE})"
@@ -275,8 +276,8 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     # Watching
 
-    def _watch_here(self, context: Context, pod: k8s.V1Pod) -> PodEnd:
-        """Watch a pod from this process."""
+    def _watch_here(self, context: Context, pod: k8s.V1Pod) -> PodEnd | None:
+        """Watch a pod from this process; None if a triggerer, that runs by now, is to go on."""
         name = PodName(
             pod.metadata.name,
             pod.metadata.namespace,
@@ -298,9 +299,11 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         if self._is_killed:
             watch.stop()
         try:
-            return asyncio.run(watch.until_end())
+            with told_of_triggerer(watch.stop) if self.wants_deferral is None else nullcontext():
+                end = asyncio.run(watch.until_end())
         finally:
             self._watch = None
+        return None if end.kind is EndKind.STOPPED and not self._is_over else end
 
     def _trigger(self, pod: k8s.V1Pod, deadline: datetime | None) -> PodWatchTrigger:
         """What watches a pod in the triggerer."""

@@ -20,7 +20,7 @@ from batchllm_operator.operators.metrics import PODS_REPLACED, QUOTA_WAITS, coun
 from batchllm_operator.operators.pod_task import BatchLLMPodTask
 from batchllm_operator.operators.pods.attempt import LABEL, QuotaExceededError, StoppedError
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
-from batchllm_operator.operators.triggerer import triggerer_runs
+from batchllm_operator.operators.triggerer import defers_by_default
 
 _QUOTA_PAUSE: Final = timedelta(seconds=60)
 _LONGEST_QUOTA_PAUSE: Final = timedelta(minutes=5)
@@ -129,14 +129,10 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         self, context: Context, num_disruptions: int, waiting_since: datetime | None = None
     ) -> Any:
         """Take up or make a pod and watch it, or defer; make another after a disruption."""
-        defers = self.wants_deferral
-        if defers is None:
-            defers = triggerer_runs()
-            self.log.info(
-                "%s watches the pod (deferrable isn't given)",
-                "The triggerer" if defers else "No triggerer was found: this worker",
-            )
         while True:
+            defers = self.wants_deferral
+            if defers is None:
+                defers = defers_by_default(self.log.info)
             try:
                 pod = self._take_pod(context, num_disruptions)
             except QuotaExceededError as full:
@@ -153,9 +149,10 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             waiting_since = None
             if self._is_killed:
                 raise AirflowException(_KILLED)
-            if defers:
+            end = None if defers else self._watch_here(context, pod)
+            if end is None:
                 self._defer(context, pod, num_disruptions)
-            result = self._conclude(context, self._watch_here(context, pod), num_disruptions)
+            result = self._conclude(context, end, num_disruptions)
             if result is not None:
                 return self.finish(context, result)
             num_disruptions += 1

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from support.health import api_server, health
 from support.kubernetes.cluster import python_image
 from support.kubernetes.images import Image
 from support.kubernetes.node import NodeSettings
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer
 from support.task_runs import TaskInstance
+
+from batchllm_operator.operators import triggerer
 
 
 def test_a_shard_is_generated_in_a_pod(shards: Shards, capfd: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +55,24 @@ def test_progress_is_in_the_log_while_the_pod_runs(
     told = [int(match[1]) for match in progress if match]
     assert told == sorted(set(told)), "a line was passed on twice, or out of order"
     assert len(told) > 3
+
+
+@in_triggerer
+def test_a_worker_hands_over_as_soon_as_a_triggerer_runs(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(triggerer, "_ASK_EVERY_S", 0.1)
+    shards.plan(delay_s=0.05)
+    with api_server([b"busy"]) as server:
+        monkeypatch.setenv("AIRFLOW__CORE__EXECUTION_API_SERVER_URL", f"{server.url}/execution/")
+        run = shards.start(deferrable=None)
+        shards.wait_for_parts(1)
+        assert run.num_deferrals == 0
+        server.answers.append(health("healthy"))
+        assert run.wait()["num_rows"] == NUM_ROWS
+    assert run.num_deferrals == 1
+    assert "Can't tell whether a triggerer runs" in "".join(capfd.readouterr())
+    shards.check_whole()
 
 
 @in_triggerer
