@@ -189,13 +189,15 @@ def _verify(args: argparse.Namespace) -> Result:
 
 def _commit(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.commit import commit_run
+    from batchllm_operator.report import share
     from batchllm_operator.spec.masking import print_unmasked
 
     report = commit_run(args.plan)
     print_unmasked(
-        f"{report.num_rows_out:,} rows with a text and {report.num_rows_failed:,} with an error"
-        f" published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
+        f"published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
+    failed = share(report.num_rows_failed, report.num_rows_in)
+    print(f"{report.num_rows_in:,} rows published, {report.num_rows_failed:,} failed ({failed})")
     return report.figures()
 
 

@@ -54,6 +54,7 @@ class Job:
             "output": {"uri": "out"},
             "engine": {"backend": "fake"},
             "planner": {"num_shards": 2, "part_rows": 2},
+            "max_failed_fraction": 0.5,
         }
         for section, value in changes.items():
             old = spec.get(section)

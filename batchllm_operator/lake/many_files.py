@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+from batchllm_operator.errors import SpecError
 from batchllm_operator.lake.folder import Folder
 
 _NUM_THREADS: Final = 8
@@ -31,12 +33,29 @@ class StoredFile:
 
 
 def list_files(folder: Folder) -> dict[str, StoredFile]:
-    """All files below a folder, by name relative to it, sorted."""
+    """All files below a folder, by name relative to it, sorted.
+
+    Raises:
+        SpecError: the storage doesn't say when a file was written.
+        StorageError: the storage fails.
+    """
     found = {}
     for name, details in folder.find().items():
-        when = details["mtime"] if folder.is_local else details["LastModified"].timestamp()
+        when = details["mtime"] if folder.is_local else _last_modified(folder, name, details)
         found[name] = StoredFile(int(details["size"]), float(when))
     return found
+
+
+def _last_modified(folder: Folder, name: str, details: Mapping[str, Any]) -> float:
+    """Seconds since 1970. No other time will do: a file may have been replaced since."""
+    when = details.get("LastModified")
+    if not isinstance(when, datetime):
+        raise SpecError(
+            f"{folder.uri}/{name}: this storage doesn't say when a file was written (there is no"
+            " LastModified), so gc can't tell what is old; remove old plans by hand, or keep them"
+            " on local disk or S3 (output.staging_uri)"
+        )
+    return when.timestamp()
 
 
 def read_files(folder: Folder, names: Iterable[str]) -> dict[str, bytes]:

@@ -50,6 +50,14 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
     def execute(self, context: Context) -> dict[str, str | int | float]:
         """Publish; see `run_command` for the errors."""
         result = self.run_command("commit", "--plan", str(self.plan_uri))
+        if num_failed := result.get("num_rows_failed"):
+            self.log.warning(
+                "%s of %s rows failed, and were published with the reason in column `error`;"
+                " report: %s",
+                f"{num_failed:,}",
+                f"{result['num_rows_in']:,}",
+                result["report_uri"],
+            )
         for outlet in self.outlets:
             if isinstance(outlet, Asset):
                 context["outlet_events"][outlet].extra = _event_extra(result)

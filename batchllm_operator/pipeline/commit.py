@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from batchllm_operator.errors import (
     ConflictError,
@@ -33,11 +34,11 @@ from batchllm_operator.pipeline.stored_plan import (
     check_publisher,
     job_folder,
 )
-from batchllm_operator.planner.plan import PlanManifest
-from batchllm_operator.report import RunReport
+from batchllm_operator.report import RunReport, share
 from batchllm_operator.report.run_report import REPORT_FILE
 from batchllm_operator.spec import JobSpec
 
+_NUM_NAMED_KINDS: Final = 5
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +73,7 @@ def commit_run(plan_uri: str) -> RunReport:
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
         return _write_report(plan, table, shards, errors)
     plan.check_current()
-    _check_failed_fraction(spec, manifest, errors)
+    _check_failed_fraction(plan, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         data = write_partition(plan, [*shards, ReusedOutputs(plan)], Path(spool))
         plan.mark_committing()  # again: that may have taken long
@@ -141,14 +142,20 @@ def _publish(plan: StoredPlan, table: LakeTable, data: Path, seen: Publication |
             seen = found
 
 
-def _check_failed_fraction(spec: JobSpec, manifest: PlanManifest, errors: RowErrors) -> None:
-    num_rows, num_failed = manifest.counts.num_rows, errors.num_rows
-    if num_failed and num_failed > spec.max_failed_fraction * num_rows:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in errors.counts.most_common())
+def _check_failed_fraction(plan: StoredPlan, errors: RowErrors) -> None:
+    most = plan.manifest.spec.max_failed_fraction
+    num_rows, num_failed = plan.manifest.counts.num_rows, errors.num_rows
+    if num_failed and num_failed > most * num_rows:
+        kinds = errors.kinds(plan)
+        counts = ", ".join(f"{kind.num_rows:,} {kind.kind}" for kind in kinds[:_NUM_NAMED_KINDS])
+        more = ", ..." if len(kinds) > _NUM_NAMED_KINDS else ""
+        first = ", ".join(f"{name} {key}" for name, key in kinds[0].example_keys[0].items())
         raise FailedRowsError(
-            f"{num_failed} of {num_rows} rows failed ({kinds}), more than max_failed_fraction"
-            f" {spec.max_failed_fraction} allows; nothing was published. To publish all the same,"
-            " raise it, plan again and commit: finished parts are kept"
+            f"{num_failed:,} of {num_rows:,} rows failed, {share(num_failed, num_rows)}"
+            f" ({counts}{more}), more than max_failed_fraction {most} allows; nothing was"
+            f" published. The first {kinds[0].kind} is of {first}: {kinds[0].example_error!r}."
+            " To publish all the same, raise max_failed_fraction in the spec, plan again and"
+            " commit: finished parts are kept. Or mend the rows, and plan again"
         )
 
 

@@ -82,7 +82,8 @@ def find_garbage(
         ds: the only partition to look at.
 
     Raises:
-        SpecError: the output table's address or library is wrong.
+        SpecError: the output table's address or library is wrong, or the storage doesn't say when
+            files were written.
         StorageError: the storage fails.
     """
     root = job_root(spec)
@@ -173,14 +174,15 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
         return Garbage(folder, what, files, files)
     if not is_committed:
         return Kept(folder, f"it is published, without a {COMMITTED_FILE}: commit it once more")
-    # A later plan learns output lengths by its groups, and the shards say whose rows they are.
+    # A later plan learns output lengths by its groups: the shards say which rows they have, and
+    # the rows which keys.
     learns = GROUPS_FILE in files
     chosen = {
         name: file
         for name, file in files.items()
         if name.startswith("runs/")
-        or name in (ROWS_FILE, FINGERPRINTS_FILE, REUSED_FILE, COMMITTING_FILE)
-        or (_SHARD.fullmatch(name) and not learns)
+        or name in (FINGERPRINTS_FILE, REUSED_FILE, COMMITTING_FILE)
+        or ((name == ROWS_FILE or _SHARD.fullmatch(name)) and not learns)
         or _is_temporary(folder, name)
     }
     return Garbage(folder, "is published: parts and shards", chosen, files) if chosen else None

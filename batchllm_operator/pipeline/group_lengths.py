@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import BatchLLMError, PlanError
-from batchllm_operator.lake import LakeTable
+from batchllm_operator.pipeline.known_rows import KnownRows
 from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.plan_file import PlanFile
 from batchllm_operator.pipeline.stored_plan import StoredPlan, job_folder
@@ -101,47 +101,88 @@ def write_groups(path: Path, prefix_hashes: npt.NDArray[np.int64]) -> None:
     pq.write_table(pa.table(columns, schema=GROUPS_SCHEMA), path, compression="zstd")
 
 
-def learn_group_lengths(
-    spec: JobSpec, table: LakeTable, ds: str, plan_id: str, budget: MemoryBudget | None = None
-) -> GroupLengths | None:
-    """What partition `ds` says about the groups of the plan that it was published by.
+class LearnedGroups:
+    """The groups of an earlier plan, and the answers that its published rows have, by group."""
 
-    None, with a note in the log, if that plan was removed or didn't keep what is needed.
+    def __init__(self, plan: StoredPlan, columns: pa.Schema) -> None:
+        """Read which row was in which group.
 
-    Raises:
-        SpecError: it is too large for the budget.
-    """
-    try:
-        plan = StoredPlan.open(job_folder(spec, ds).child(f"plan-{plan_id}").uri)
-        num_rows = plan.manifest.counts.num_rows
-    except (BatchLLMError, OSError) as error:
-        _log.info("partition %s: output lengths are learned without groups: %s", ds, error)
-        return None
-    if budget is not None:
-        budget.check_learned(num_rows)
-    try:
+        Args:
+            plan: what the partition was published by.
+            columns: of the table that it was published to.
+
+        Raises:
+            PlanError: the plan is damaged, or see `KnownRows`.
+            pa.ArrowException, OSError: it can't be read, or see `KnownRows`.
+        """
         with plan.open_parquet(GROUPS_FILE, GROUPS_SCHEMA, plan.manifest.counts.num_groups) as file:
-            hashes = file.read()
-        group_of_row = _groups_of_rows(plan)
-    # Only an estimate depends on it, so what is wrong with it is no reason to stop.
-    except (BatchLLMError, OSError, pa.ArrowException) as error:
-        _log.info("partition %s: output lengths are learned without groups: %s", ds, error)
-        return None
-    num_texts, num_tokens = _count(table, ds, group_of_row, hashes.num_rows)
-    parts = [
-        (column.to_numpy(), is_known)
-        for name in GROUPS_SCHEMA.names
-        for column in [hashes[name].combine_chunks().fill_null(_NONE)]
-        for is_known in [(column.to_numpy() != _NONE) & (num_texts > 0)]
-    ]
-    found, places = np.unique(
-        np.concatenate([values[is_known] for values, is_known in parts]), return_inverse=True
-    )
-    return GroupLengths(
-        found,
-        _added(places, np.concatenate([num_texts[is_known] for _, is_known in parts]), len(found)),
-        _added(places, np.concatenate([num_tokens[is_known] for _, is_known in parts]), len(found)),
-    )
+            self._hashes = file.read()
+        self._rows = KnownRows(plan, columns)
+        self._group_of_row = _groups_of_rows(plan)
+        self._num_rows = np.zeros(self._hashes.num_rows, dtype=np.int64)
+        self._num_tokens = np.zeros(self._hashes.num_rows, dtype=np.int64)
+
+    @classmethod
+    def find(
+        cls, spec: JobSpec, ds: str, plan_id: str, columns: pa.Schema, budget: MemoryBudget | None
+    ) -> LearnedGroups | None:
+        """The groups of the plan that partition `ds` was published by.
+
+        None, with a note in the log, if that plan was removed or didn't keep what is needed.
+
+        Raises:
+            SpecError: it is too large for the budget.
+        """
+        unknown = "partition %s: output lengths are learned without groups: %s"
+        try:
+            plan = StoredPlan.open(job_folder(spec, ds).child(f"plan-{plan_id}").uri)
+        except (BatchLLMError, OSError) as error:
+            _log.info(unknown, ds, error)
+            return None
+        if budget is not None:
+            budget.check_learned(plan.manifest.counts.num_rows)
+        try:
+            return cls(plan, columns)
+        # Only an estimate depends on it, so what is wrong with it is no reason to stop.
+        except (BatchLLMError, OSError, pa.ArrowException) as error:
+            _log.info(unknown, ds, error)
+            return None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What tells rows apart."""
+        return self._rows.columns
+
+    def add(self, answered: pa.RecordBatch) -> pa.RecordBatch:
+        """Count published rows, and return those that are the plan's, each once.
+
+        Args:
+            answered: rows that have a text, with `columns` and `num_output_tokens`.
+        """
+        row_idxs = self._rows.take(answered)
+        known = answered.filter(pa.array(row_idxs != _NONE))
+        group_ids = self._group_of_row[row_idxs[row_idxs != _NONE]]
+        is_grouped = group_ids != _NONE
+        np.add.at(self._num_rows, group_ids[is_grouped], 1)
+        num_tokens = known.column("num_output_tokens").to_numpy()
+        np.add.at(self._num_tokens, group_ids[is_grouped], num_tokens[is_grouped])
+        return known
+
+    def lengths(self) -> GroupLengths:
+        """What was counted, by the hashes of the groups' prefixes."""
+        parts = [
+            (column.to_numpy(), (column.to_numpy() != _NONE) & (self._num_rows > 0))
+            for name in GROUPS_SCHEMA.names
+            for column in [self._hashes[name].combine_chunks().fill_null(_NONE)]
+        ]
+        found, places = np.unique(
+            np.concatenate([values[is_known] for values, is_known in parts]), return_inverse=True
+        )
+        num_rows = np.concatenate([self._num_rows[is_known] for _, is_known in parts])
+        num_tokens = np.concatenate([self._num_tokens[is_known] for _, is_known in parts])
+        return GroupLengths(
+            found, _added(places, num_rows, len(found)), _added(places, num_tokens, len(found))
+        )
 
 
 def _groups_of_rows(plan: StoredPlan) -> npt.NDArray[np.int64]:
@@ -167,23 +208,6 @@ def _groups_of_rows(plan: StoredPlan) -> npt.NDArray[np.int64]:
 def _is_within(idxs: npt.NDArray[np.int64], size: int) -> bool:
     """Whether all are places in an array of that size; nulls, as NaN, aren't."""
     return bool(np.all((idxs >= 0) & (idxs < size)))
-
-
-def _count(
-    table: LakeTable, ds: str, group_of_row: npt.NDArray[np.int64], num_groups: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rows with a text, and their output tokens, of each group."""
-    num_rows = np.zeros(num_groups, dtype=np.int64)
-    num_tokens = np.zeros(num_groups, dtype=np.int64)
-    start = 0
-    for batch in table.scan(table.snapshot(ds), ["num_output_tokens", "error"]):
-        group_ids = group_of_row[start : start + batch.num_rows]
-        start += batch.num_rows
-        counts = (group_ids != _NONE) & batch.column("error").is_null().to_numpy(False)
-        np.add.at(num_rows, group_ids[counts], 1)
-        output_tokens = batch.column("num_output_tokens").fill_null(0).to_numpy(False)
-        np.add.at(num_tokens, group_ids[counts], output_tokens[counts])
-    return num_rows, num_tokens
 
 
 def _added(

@@ -72,7 +72,7 @@ def check_keys(
         for batch in _read(rows_file, key):
             num_rows = max(1, batch.num_rows * _ENCODED_BYTES // max(1, batch.nbytes))
             for start in range(0, batch.num_rows, num_rows):
-                encoded = _encode(batch.slice(start, num_rows), where)
+                encoded = encode_keys(batch.slice(start, num_rows), where)
                 keys.append(encoded)
                 search.add(encoded)
         _check_repeats(rows_file, key, where, search.finish(keys, phase))
@@ -85,8 +85,16 @@ def _read(rows_file: Path, key: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
         yield from read_batches(file, pa.schema([stored.field(name) for name in key]), {})
 
 
-def _encode(batch: pa.RecordBatch, where: str) -> TokenTable:
-    """A byte string for each row, which is equal for equal keys only."""
+def encode_keys(batch: pa.RecordBatch, where: str) -> TokenTable:
+    """A byte string for each row, which is equal for equal keys only.
+
+    Args:
+        batch: the key columns, without nulls: they are written as empty texts are.
+        where: names the table, in an error.
+
+    Raises:
+        KeyColumnError: a column is of a type that can't be compared.
+    """
     parts = []
     for field, values in zip(batch.schema, batch.columns, strict=True):
         try:

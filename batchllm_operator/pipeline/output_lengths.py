@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake import LakeTable, open_table
-from batchllm_operator.pipeline.group_lengths import GroupLengths, learn_group_lengths
+from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.pipeline.group_lengths import GroupLengths, LearnedGroups
 from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.stored_plan import check_publisher
 from batchllm_operator.planner import PrefixGroups, Requests
@@ -69,7 +71,7 @@ def learn_output_lengths(
     """What the latest partition before `ds` that this job has published says, if it is asked for.
 
     Partitions are compared by name, and those without a single text, or of another job or
-    program, don't count.
+    program, don't count. Nor do rows that the plan which they were published by doesn't have.
 
     Raises:
         TableError: that partition can't be read.
@@ -83,8 +85,12 @@ def learn_output_lengths(
             found = check_publisher(table, spec, earlier)
         except TableError:
             continue
-        if found is not None and (buckets := _count(table, earlier)):
-            by_group = learn_group_lengths(spec, table, earlier, found.plan_id, budget)
+        if found is None:
+            continue
+        snapshot = table.snapshot(earlier)
+        groups = LearnedGroups.find(spec, earlier, found.plan_id, snapshot.schema, budget)
+        if buckets := _count(table, snapshot, groups):
+            by_group = None if groups is None else groups.lengths()
             num_known = 0 if by_group is None else len(by_group.hashes)
             by_length = LearnedOutputs(
                 ds=earlier, plan_id=found.plan_id, buckets=buckets, num_known_prefixes=num_known
@@ -93,13 +99,21 @@ def learn_output_lengths(
     return None
 
 
-def _count(table: LakeTable, partition: str) -> tuple[LengthBucket, ...]:
-    """The partition's rows that have a text, by prompt length."""
+def _count(
+    table: LakeTable, snapshot: Snapshot, groups: LearnedGroups | None
+) -> tuple[LengthBucket, ...]:
+    """The partition's rows that have a text, by prompt length.
+
+    `groups` counts them, too, and then rows that its plan doesn't have don't count.
+    """
     num_rows = np.zeros(_NUM_BUCKETS, dtype=np.int64)
     num_tokens = np.zeros(_NUM_BUCKETS, dtype=np.int64)
     columns = ["num_prompt_tokens", "num_output_tokens", "error"]
-    for batch in table.scan(table.snapshot(partition), columns):
-        answered = batch.filter(batch.column("error").is_null())
+    for batch in table.scan(snapshot, [*columns, *(groups.columns if groups else ())]):
+        has_counts = (batch.column(name).is_valid() for name in columns[:2])
+        answered = batch.filter(reduce(pc.and_, has_counts, batch.column("error").is_null()))
+        if groups is not None:
+            answered = groups.add(answered)
         buckets = _bucket(answered.column("num_prompt_tokens").to_numpy())
         np.add.at(num_rows, buckets, 1)
         np.add.at(num_tokens, buckets, answered.column("num_output_tokens").to_numpy())

@@ -46,14 +46,14 @@ class FinishedShard:
     def _together(self) -> Iterator[list[PartEntry]]:
         """The entries, as many at a time as are read at once."""
         chosen: list[PartEntry] = []
+        num_rows = num_tokens = 0
         for entry in self.entries:
             chosen.append(entry)
-            if (
-                sum(each.num_rows for each in chosen) >= _ROWS_AT_ONCE
-                or sum(each.num_output_tokens for each in chosen) >= _TOKENS_AT_ONCE
-            ):
+            num_rows += entry.num_rows
+            num_tokens += entry.num_output_tokens
+            if num_rows >= _ROWS_AT_ONCE or num_tokens >= _TOKENS_AT_ONCE:
                 yield chosen
-                chosen = []
+                chosen, num_rows, num_tokens = [], 0, 0
         if chosen:
             yield chosen
 

@@ -96,6 +96,14 @@ def from_array(array: pa.Array) -> Fingerprints:
     return np.frombuffer(data, dtype=FINGERPRINT_DTYPE)[start : start + len(array)]
 
 
+def find_places(known: Fingerprints, wanted: Fingerprints) -> npt.NDArray[np.int64]:
+    """Where in the ascending `known` each of `wanted` is, -1 where it isn't: int64."""
+    if len(known) == 0:
+        return np.full(len(wanted), -1, dtype=np.int64)
+    found = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return np.where(known[found] == wanted, found, -1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ReuseIndex:
     """A local copy of an index, with its fingerprints in memory.
@@ -117,11 +125,7 @@ class ReuseIndex:
 
     def places(self, fingerprints: Fingerprints) -> npt.NDArray[np.int64]:
         """Where in `self.fingerprints` each of these is, -1 where it isn't: int64."""
-        if len(self.fingerprints) == 0:
-            return np.full(len(fingerprints), -1, dtype=np.int64)
-        found = np.searchsorted(self.fingerprints, fingerprints)
-        found = np.minimum(found, len(self.fingerprints) - 1)
-        return np.where(self.fingerprints[found] == fingerprints, found, -1)
+        return find_places(self.fingerprints, fingerprints)
 
     def outputs(self) -> Iterator[pa.RecordBatch]:
         """The index, a few rows at a time, in an order of its own."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from batchllm_operator.report.shard_progress import ShardProgress
     from batchllm_operator.report.status import JobStatus, ShardStatus
     from batchllm_operator.report.status_table import format_status, format_totals
-    from batchllm_operator.report.summary import format_summary
+    from batchllm_operator.report.summary import format_summary, share
 
 __all__ = [
     "Advice",
@@ -28,6 +28,7 @@ __all__ = [
     "format_status",
     "format_summary",
     "format_totals",
+    "share",
 ]
 
 _MODULES = {
@@ -43,6 +44,7 @@ _MODULES = {
     "format_status": "status_table",
     "format_summary": "summary",
     "format_totals": "status_table",
+    "share": "summary",
 }
 
 

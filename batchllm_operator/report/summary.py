@@ -39,6 +39,14 @@ def format_summary(report: RunReport) -> str:
     return "\n".join(lines)
 
 
+def share(num_some: int, num_all: int) -> str:
+    """What part `num_some` are of `num_all`: no small part is shown as none, nor a large as all."""
+    if num_some in (0, num_all):
+        return "100 %" if num_some else "0 %"
+    percent = f"{100 * num_some / num_all:.1f}"
+    return {"0.0": "under 0.1 %", "100.0": "over 99.9 %"}.get(percent, f"{percent} %")
+
+
 def _ratio(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1%}"
 

@@ -5,6 +5,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
@@ -111,6 +112,23 @@ def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.Monk
         "snippets": event,
         "s3://b/snippets": event,
     }
+
+
+@pytest.mark.parametrize("num_failed", [0, 1234])
+def test_commit_warns_of_failed_rows(monkeypatch: pytest.MonkeyPatch, num_failed: int) -> None:
+    result = {
+        "report_uri": "s3://b/plan-1/report.json",
+        "num_rows_in": 56_789,
+        "num_rows_failed": num_failed,
+    }
+    log = mock.Mock()
+    monkeypatch.setattr(BatchLLMCommitOperator, "log", log)
+    monkeypatch.setattr(CommandRunner, "run", lambda *_: result)
+    execute(BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1"), {})
+    warnings = [each.args[0] % each.args[1:] for each in log.warning.call_args_list]
+    assert len(warnings) == (num_failed > 0)
+    assert all("1,234 of 56,789 rows failed" in each for each in warnings)
+    assert all("s3://b/plan-1/report.json" in each for each in warnings)
 
 
 def test_templates_are_rendered() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import datetime
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import Batchllm
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
+from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline import buckets, partition
 from batchllm_operator.pipeline.commit import commit_run, published_plan_uri
 from batchllm_operator.pipeline.parts import read_ledger
@@ -199,6 +202,24 @@ def test_a_turn_that_cannot_be_read_is_the_first(tmp_path: Path, note: bytes) ->
     commit_run(plan.folder.uri)
 
 
+@pytest.mark.parametrize(("num_failed", "last_line"), [(0, "0 %"), (1, "5.0 %"), (2, None)])
+def test_one_row_in_twenty_may_fail_and_the_last_line_says_how_many(
+    tmp_path: Path, batchllm: Batchllm, num_failed: int, last_line: str | None
+) -> None:
+    rows = document_rows(4, 5)
+    for row in rows[:num_failed]:
+        row["query"] = None
+    write_table(tmp_path / "documents", rows)
+    plan = run_job(fake_spec(tmp_path))
+    outcome = batchllm("commit", "--plan", plan.folder.uri)
+    if last_line is None:
+        assert outcome.code == 4 and "10.0 % (2 null_value)" in outcome.err
+        return
+    assert outcome.code == 0, outcome.err
+    expected = f"20 rows published, {num_failed} failed ({last_line})"
+    assert outcome.out.splitlines()[-1] == expected
+
+
 @pytest.mark.parametrize(("allowed", "published_rows"), [(0.2, 15), (0.1, None), (0.0, None)])
 def test_too_many_failed_rows_publish_nothing(
     tmp_path: Path, allowed: float, published_rows: int | None
@@ -213,13 +234,39 @@ def test_too_many_failed_rows_publish_nothing(
         assert commit_run(plan.folder.uri).num_rows_failed == 3
         assert published(tmp_path).num_rows == published_rows
         return
-    with pytest.raises(FailedRowsError, match=r"3 of 15 rows.*2 engine_error, 1 null_value"):
+    with pytest.raises(FailedRowsError) as refused:
         commit_run(plan.folder.uri)
+    for said in (
+        "3 of 15 rows failed, 20.0 % (2 engine_error, 1 null_value)",
+        f"max_failed_fraction {allowed} allows; nothing was published",
+        "The first engine_error is of row_key d1-q1: 'engine_error: ",
+        "raise max_failed_fraction in the spec, plan again",
+    ):
+        assert said in str(refused.value)
     assert not (tmp_path / "out" / f"ds={DS}").exists()
     # Raising the limit and planning again keeps what was generated.
     spec = fake_spec(tmp_path, engine=engine, max_failed_fraction=1.0)
     assert plan_job(spec, DS).folder == plan.folder
     assert commit_run(plan.folder.uri).num_rows_out == 12
+
+
+def test_gathering_parts_looks_at_each_once(tmp_path: Path) -> None:
+    """However many are read together: a look at all so far, for each, would be quadratic."""
+
+    class Entry:
+        num_looks = 0
+        num_rows = 1
+
+        @property
+        def num_output_tokens(self) -> int:
+            Entry.num_looks += 1
+            return 1
+
+    entries: list[Any] = [Entry() for _ in range(10_000)]
+    found = list(partition.FinishedShard(Folder.open(str(tmp_path)), entries)._together())
+    assert [len(each) for each in found] == [1 << 13, 10_000 - (1 << 13)]
+    assert [entry for each in found for entry in each] == entries
+    assert Entry.num_looks == len(entries)
 
 
 def test_an_altered_part_is_not_published(tmp_path: Path) -> None:

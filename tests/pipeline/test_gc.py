@@ -151,6 +151,7 @@ def test_a_later_plan_still_learns_from_a_collected_one(tmp_path: Path) -> None:
     collect(spec)
     assert [n for n in first.folder.find() if n.endswith(".parquet")] == [
         "groups.parquet",
+        "rows.parquet",
         "shard-00000.parquet",
         "shard-00001.parquet",
     ]
@@ -468,6 +469,19 @@ def test_the_command_lists_and_removes_when_told_to(
     assert of_one["num_bytes"] + rest["num_bytes"] == result["num_bytes"]
     assert gc("--older-than", "0s", "--yes")[1]["num_files"] == 0
     assert pq.ParquetFile(tmp_path / "out" / "ds=2026-02-01" / "data.parquet").read().num_rows == 6
+
+
+def test_without_times_nothing_is_taken_for_old(
+    job: Path, batchllm: Batchllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some stores leave LastModified out of their listings, as local disks do."""
+    before = sorted((tmp_path / "out").rglob("*"))
+    monkeypatch.setattr(Folder, "is_local", False)
+    outcome = batchllm("gc", "--job", job, "--older-than", "0s", "--yes")
+    assert outcome.code == 2
+    assert f"{tmp_path}/out/_batchllm/job/" in outcome.err
+    assert "doesn't say when a file was written" in outcome.err and "Traceback" not in outcome.err
+    assert sorted((tmp_path / "out").rglob("*")) == before
 
 
 def test_ages(batchllm: Batchllm, job: Path) -> None:

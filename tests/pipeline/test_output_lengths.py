@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.lake_tables import LAKES, IcebergLake
 
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
@@ -327,6 +332,113 @@ def test_without_the_earlier_plan_lengths_are_all_there_is(
     assert learned is not None and learned.by_group is None
     assert "without groups" in caplog.text
     assert plan_job(spec, DS).manifest.learned == learned.by_length
+
+
+# What other programs have done to the published rows since
+
+
+def rewrite(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    table = pq.ParquetFile(path).read()
+    changed = change(table)
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+
+
+def by_group_of(spec: JobSpec) -> dict[int, tuple[int, int]]:
+    """Learned rows and tokens by prefix."""
+    learned = learn_output_lengths(spec, DS)
+    assert learned is not None and learned.by_group is not None
+    found = learned.by_group
+    counts = zip(found.num_rows.tolist(), found.num_output_tokens.tolist(), strict=True)
+    return dict(zip(found.hashes.tolist(), counts, strict=True))
+
+
+def with_row(table: pa.Table, idx: int, **values: Any) -> pa.Table:
+    """The rows, and one of them again at the beginning, changed."""
+    row = {**table.slice(idx, 1).to_pylist()[0], **values}
+    return pa.concat_tables([pa.Table.from_pylist([row], schema=table.schema), table])
+
+
+@pytest.mark.parametrize(
+    ("change", "num_rows"),
+    [
+        (lambda table: table.sort_by([("row_key", "descending")]), [3, 3]),
+        (lambda table: table.slice(1), [2, 3]),
+        (lambda table: table.take([5, 2, 3]), [1, 2]),
+        (lambda table: with_row(table, 0, row_key="new", num_output_tokens=499), [3, 3]),
+        (lambda table: with_row(table, 0, row_key=None, num_output_tokens=499), [3, 3]),
+        (lambda table: pa.concat_tables([table, table, table.slice(2, 2)]), [3, 3]),
+        (lambda table: with_row(table.slice(1), 1, error="engine_error: x"), [2, 3]),
+        (lambda table: with_row(table.slice(1), 0, num_output_tokens=None), [2, 3]),
+    ],
+    ids=[
+        *("sorted", "first deleted", "some deleted and turned", "one more", "one without a key"),
+        *("doubled", "failed", "without a count"),
+    ],
+)
+def test_rows_are_known_by_their_keys(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pa.Table], pa.Table],
+    num_rows: list[int],
+) -> None:
+    spec = fake_spec(tmp_path, planner={**LEARN, "num_shards": 1}, sampling={"max_tokens": 500})
+    answer_lengths(monkeypatch, {"curt": 3, "long": 200})
+    rows = news(["curt", "long"], 3)
+    write_table(tmp_path / "documents", [rows[idx] for idx in (0, 3, 1, 4, 2, 5)], "2026-01-30")
+    run_and_commit(spec, "2026-01-30")
+    before = by_group_of(spec)
+    rewrite(tmp_path / "out" / "ds=2026-01-30" / "data.parquet", change)
+    of_group = {(3, 9): (num_rows[0], 3 * num_rows[0]), (3, 600): (num_rows[1], 200 * num_rows[1])}
+    assert by_group_of(spec) == {prefix: of_group[counts] for prefix, counts in before.items()}
+    learned = learn_output_lengths(spec, DS)
+    assert learned is not None and learned.by_length.num_rows == sum(num_rows)
+
+
+@pytest.mark.parametrize("kind", ["iceberg", "delta"])
+def test_rows_that_a_table_format_has_deleted_teach_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    lake = LAKES[kind](str(tmp_path), tmp_path, monkeypatch, "out")
+    spec = fake_spec(
+        tmp_path,
+        input={"key": ["row_key", "at"]},
+        output={"uri": lake.address, "staging_uri": lake.staging},
+        planner={**LEARN, "num_shards": 1},
+        sampling={"max_tokens": 500},
+    )
+    answer_lengths(monkeypatch, {"curt": 10, "long": 100})
+    rows = news(["curt", "long"], 2)
+    at = pa.array(range(4), pa.timestamp("ns"))  # which the formats hold as microseconds
+    at = pc.multiply(at.cast(pa.int64()), 1000).cast(at.type)
+    folder = tmp_path / "documents" / "ds=2026-01-30"
+    folder.mkdir(parents=True)
+    table = pa.Table.from_pylist([rows[idx] for idx in (0, 2, 1, 3)]).append_column("at", at)
+    pq.write_table(table, folder / "a.parquet")
+    run_and_commit(spec, "2026-01-30")
+    before = by_group_of(spec)
+    assert set(before.values()) == {(2, 20), (2, 200)}
+    if isinstance(lake, IcebergLake):
+        lake.load().delete("row_key = 'curt-0'")
+    else:
+        DeltaTable(lake.folder.uri).delete("row_key = 'curt-0'")
+    expected = {(2, 20): (1, 10), (2, 200): (2, 200)}
+    assert by_group_of(spec) == {prefix: expected[counts] for prefix, counts in before.items()}
+
+
+def test_keys_that_a_table_has_no_more_leave_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = fake_spec(tmp_path, planner=LEARN, sampling={"max_tokens": 500})
+    answer_lengths(monkeypatch, {"curt": 3, "long": 200})
+    write_table(tmp_path / "documents", news(["curt", "long"], 3), "2026-01-30")
+    run_and_commit(spec, "2026-01-30")
+    path = tmp_path / "out" / "ds=2026-01-30" / "data.parquet"
+    rewrite(path, lambda table: table.rename_columns({"row_key": "id"}))
+    with caplog.at_level("INFO"):
+        learned = learn_output_lengths(spec, DS)
+    assert learned is not None and learned.by_group is None
+    assert learned.by_length.num_rows == 6
+    assert "the table has no column 'row_key' any more" in caplog.text
 
 
 def test_the_more_specific_prefix_decides() -> None:

@@ -221,7 +221,7 @@ def test_failed_and_rejected_rows_are_not_reused(tmp_path: Path) -> None:
     put(tmp_path, rows, DS)
     put(tmp_path, rows, NEXT)
     args = {"error_token_id": 7}
-    spec = reusing(tmp_path, engine={"extra_args": args})
+    spec = reusing(tmp_path, engine={"extra_args": args}, max_failed_fraction=0.5)
     _, report = run_and_commit(spec)
     assert report.num_rows_failed == 2
     plan, report = run_and_commit(spec, NEXT)

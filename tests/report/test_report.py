@@ -9,7 +9,7 @@ import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
 from batchllm_operator.errors import ExitCode, PlanError
-from batchllm_operator.report import RunReport, SampleRow, format_summary
+from batchllm_operator.report import RunReport, SampleRow, format_summary, share
 
 BINS = [name for name, value in make_timeline() if isinstance(value, tuple)]
 
@@ -50,6 +50,21 @@ def test_a_run_without_faults_and_rows_has_a_plain_summary() -> None:
     lines = summary_lines(num_rows_failed=0, errors_by_kind={}, sample_rows=())
     assert "0 failed, 56 duplicates" in lines["rows"]
     assert "sample" not in lines
+
+
+@pytest.mark.parametrize(
+    ("num_some", "num_all", "shown"),
+    [
+        (0, 0, "0 %"),
+        (0, 7, "0 %"),
+        (7, 7, "100 %"),
+        (3, 1500, "0.2 %"),
+        (1, 1_000_000, "under 0.1 %"),
+        (999_999, 1_000_000, "over 99.9 %"),
+    ],
+)
+def test_a_share_is_none_or_all_only_if_it_is(num_some: int, num_all: int, shown: str) -> None:
+    assert share(num_some, num_all) == shown
 
 
 def test_the_summary_ends_without_a_line_break() -> None:
