@@ -40,6 +40,17 @@ is_current() {
   [[ -f $stamp && "$(<"$stamp")" == "$(fingerprint)" ]]
 }
 
+# vLLM names libraries of the environment in LD_PRELOAD, and torch hands folders of it to the compiler
+# without quotes: both are split at these. It would show late, and nothing would say why.
+check_path() {
+  local path splits=$'[[:space:]:"\'\\\\]'
+  for path in "$PWD" "$(pwd -P)"; do
+    [[ ! $path =~ $splits ]] ||
+      die "the path of this checkout must have no spaces, colons, quotes and backslashes, which" \
+        "libraries of vLLM and torch can't take; move it elsewhere: $(printf %q "$path")"
+  done
+}
+
 check_machine() {
   [[ $(uname -sm) == "Linux x86_64" ]] ||
     die "the lock is for Linux on x86_64, this is $(uname -sm); see CONTRIBUTING.md"
@@ -81,6 +92,7 @@ install_torch() {
   rm -f "$log"
 }
 
+check_path
 [[ -f $lock ]] || die "no environment is called $name: there is no $lock"
 exec 9<"$lock"
 flock 9 # one set-up at a time

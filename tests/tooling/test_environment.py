@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -156,6 +157,22 @@ def test_an_unknown_environment_is_refused() -> None:
     done = subprocess.run([setup, "gpu"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "no environment is called gpu" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["a folder", "tab\there", "c:d", "it's", 'a"b', "a\\b"])
+def test_a_path_that_libraries_would_split_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    """Also one that is hidden behind a link."""
+    (tmp_path / name / "scripts").mkdir(parents=True)
+    for file in ("scripts/setup.sh", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path / name / file)
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    for checkout in (name, "link"):
+        setup = str(tmp_path / checkout / "scripts" / "setup.sh")
+        done = subprocess.run([setup], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        [line] = done.stderr.splitlines()
+        assert line.startswith("setup: the path of this checkout must have no spaces")
+    assert not (tmp_path / name / ".venv").exists()
 
 
 def test_make_lists_every_target() -> None:
