@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -20,13 +20,18 @@ from typing import TYPE_CHECKING, Any, Final
 from batchllm_operator import __version__
 from batchllm_operator.errors import ERROR_MARK, BatchLLMError, ExitCode, Interrupted
 from batchllm_operator.named_file import parse_file, write_file
-from batchllm_operator.pipeline import gc_command, report_command, simulate_command, status_command
+from batchllm_operator.pipeline import (
+    gc_command,
+    report_command,
+    run_command,
+    simulate_command,
+    status_command,
+)
+from batchllm_operator.pipeline.plan_argument import add_plan, check_plan, plan_uri
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from batchllm_operator.metrics import MetricsAddress
-    from batchllm_operator.pipeline.shard_tally import ShardTally
     from batchllm_operator.spec import JobSpec
 
 # Each command imports its stage when it runs, so that --help and schema answer at once.
@@ -60,14 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.name in ("report", "status") and args.job is not None and args.ds is None:
-        parser.error(f"{args.name}: --job needs --ds")
     if args.name == "verify":
         _check_verify(parser, args)
-    if args.name == "simulate":
+    elif args.name == "simulate":
         simulate_command.check_arguments(parser, args)
+    if args.name in ("run", "commit", "report", "status", "simulate"):
+        check_plan(parser, args)
     if args.name == "run":
-        args.metrics = _metrics_address(parser, args.metrics_port)
+        run_command.check_arguments(parser, args)
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )
@@ -147,44 +152,17 @@ def _advise(args: argparse.Namespace) -> Result:
     return asdict(advice)
 
 
-def _run(args: argparse.Namespace) -> Result:
-    from batchllm_operator.pipeline.draining import Drain
-    from batchllm_operator.pipeline.run import run_shard
-
-    drain = Drain()
-    with drain.on_sigterm(args.drain_s) if args.drain_s else nullcontext():
-        report = run_shard(
-            args.plan,
-            args.shard,
-            num_gpus=args.num_gpus,
-            drain=drain,
-            observe=lambda tally: _metrics_of(tally, args.metrics),
-        )
-    print(
-        f"shard {report.shard_idx}: {report.num_rows:,} rows, {report.num_failed_rows:,} failed;"
-        f" {report.num_parts} parts, {report.num_resumed_parts} of them done before"
-    )
-    return {"plan_uri": args.plan, **report.model_dump()}
-
-
-def _metrics_of(
-    tally: ShardTally, address: MetricsAddress | None
-) -> AbstractContextManager[MetricsAddress | None]:
-    from batchllm_operator.metrics import ShardCollector, serving_metrics
-
-    return serving_metrics(address, ShardCollector(tally.snapshot, job=tally.job, ds=tally.ds))
-
-
 def _verify(args: argparse.Namespace) -> Result:
     from batchllm_operator.pipeline.verify import verify_plan, verify_shard
 
     if args.record is not None:
         return verify_plan(_load_job(args), args.ds, args.record)
-    report = verify_shard(args.plan, args.shard)
+    uri = plan_uri(args)
+    report = verify_shard(uri, args.shard)
     print(
         f"shard {report.shard_idx}: complete, {report.num_rows:,} rows in {report.num_parts} parts"
     )
-    return {"plan_uri": args.plan, **report.model_dump()}
+    return {"plan_uri": uri, **report.model_dump()}
 
 
 def _commit(args: argparse.Namespace) -> Result:
@@ -192,7 +170,7 @@ def _commit(args: argparse.Namespace) -> Result:
     from batchllm_operator.report import share
     from batchllm_operator.spec.masking import print_unmasked
 
-    report = commit_run(args.plan)
+    report = commit_run(plan_uri(args))
     print_unmasked(
         f"published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
@@ -288,41 +266,25 @@ def _parser() -> argparse.ArgumentParser:
         help="only print what other orders of the template's columns would save, on a sample",
     )
 
-    run = add_stage("run", _run, "Generate for one shard of a plan; resumes where it was stopped.")
-    run.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")
-    run.add_argument("--shard", required=True, type=int, metavar="I", help="shard, from 0")
-    run.add_argument(
-        "--num-gpus",
-        type=int,
-        metavar="N",
-        help="GPUs of this process: engine.replicas times engine.tensor_parallel_size, where the"
-        " spec leaves that out",
-    )
-    run.add_argument(
-        "--drain-s",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="at SIGTERM, finish open parts for at most S seconds (default 0: drop them)",
-    )
-    run.add_argument(
-        "--metrics-port",
-        metavar="[HOST:]PORT",
-        help="serve Prometheus metrics there, on this machine alone if HOST is left out; 0 for none"
-        " (default: BATCHLLM_METRICS_PORT, or none)",
+    run_command.add_arguments(
+        add_stage(
+            "run",
+            run_command.run,
+            "Generate for one shard of a plan; resumes where it was stopped.",
+        )
     )
 
     verify = add_stage(
         "verify", _verify, "Check that what a stage was to leave in the lake is there, whole."
     )
-    verify.add_argument("--plan", metavar="URI", help="what `plan` printed; needs --shard")
-    verify.add_argument("--shard", type=int, metavar="I", help="shard, from 0; with --plan")
+    add_plan(verify).add_argument(
+        "--job-json", metavar="JSON", help="the job spec itself; with --record"
+    )
+    verify.add_argument("--shard", type=int, metavar="I", help="of the plan, from 0")
     verify.add_argument("--record", metavar="NAME", help="as for `plan`; needs the job and --ds")
-    _add_job(verify, required=False)
-    verify.add_argument("--ds", help="the partition; with --record")
 
     commit = add_stage("commit", _commit, "Check that every row is answered, and publish.")
-    commit.add_argument("--plan", required=True, metavar="URI", help="what `plan` printed")
+    add_plan(commit)
 
     report_command.add_arguments(
         add_stage("report", report_command.run, "Print what a committed run did, or compare two.")
@@ -370,31 +332,19 @@ def _add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     which.add_argument("--job-json", metavar="JSON", help="the job spec itself, paths absolute")
 
 
-def _metrics_address(parser: argparse.ArgumentParser, given: str | None) -> MetricsAddress | None:
-    """Where to serve metrics: what the command line says, else the environment."""
-    from batchllm_operator.metrics import ADDRESS_VARIABLE, MetricsAddress
-
-    where, text = "--metrics-port", given
-    if text is None:
-        where, text = ADDRESS_VARIABLE, os.environ.get(ADDRESS_VARIABLE, "")
-    try:
-        return MetricsAddress.parse(text.strip())
-    except ValueError as error:
-        parser.error(f"run: {where}: {error}")
-
-
 def _check_verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Either a shard of a plan is verified, or a record of a job and partition."""
-    of_shard = args.plan is not None and args.shard is not None
-    of_plan = args.record is not None and args.ds is not None and (args.job or args.job_json)
-    given = [
+    given = {
         name
         for name in ("plan", "shard", "record", "ds", "job", "job_json")
         if getattr(args, name) is not None
-    ]
-    if not (of_shard and len(given) == 2) and not (of_plan and len(given) == 3):
+    }
+    of_shard = ({"plan", "shard"}, {"job", "ds", "shard"})
+    of_plan = ({"record", "job", "ds"}, {"record", "job_json", "ds"})
+    if given not in (*of_shard, *of_plan):
         parser.error(
-            "verify: give --plan and --shard, or --record with --job or --job-json and --ds"
+            "verify: give --shard with --plan or with --job and --ds, or --record with --job or"
+            " --job-json and --ds"
         )
 
 

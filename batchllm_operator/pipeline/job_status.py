@@ -77,20 +77,17 @@ def read_attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
     return found
 
 
-def newest_plan_uri(spec: JobSpec, ds: str) -> str:
-    """Where the plan of a job and partition lies that was planned last.
+def newest_plan_uri(spec: JobSpec, ds: str) -> str | None:
+    """Where the plan of a job and partition lies that was planned last; None if there is none.
 
     Raises:
         SpecError: the partition's name is wrong.
-        PlanError: there is none.
         StorageError: the storage fails.
     """
     parent = job_folder(spec, ds)
     folders = [parent.child(n) for n in parent.subfolder_names() if PLAN_FOLDER.fullmatch(n)]
     complete = [folder for folder in folders if folder.exists(MANIFEST_FILE)]
-    if not complete:
-        raise PlanError(f"job {spec.name}, partition {ds}: there is no plan; run `batchllm plan`")
-    return max(complete, key=turn_of).uri
+    return max(complete, key=turn_of).uri if complete else None
 
 
 def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobStatus:

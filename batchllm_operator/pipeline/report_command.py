@@ -8,22 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from batchllm_operator.named_file import parse_file, write_file
+from batchllm_operator.pipeline.plan_argument import add_plan, tell_plan
 
 # Heavy imports wait until the command runs, so that --help answers at once.
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Give the command its arguments."""
-    which = command.add_mutually_exclusive_group(required=True)
-    which.add_argument("--plan", metavar="URI", help="what `plan` printed")
-    which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML); needs --ds")
-    which.add_argument(
+    add_plan(command).add_argument(
         "--compare",
         nargs=2,
         metavar=("A", "B"),
         help="URIs of two committed plans: print what changed from A to B",
     )
-    command.add_argument("--ds", help="the partition; with --job")
     command.add_argument(
         "--out", type=parse_file, metavar="FILE", help="write the page (HTML) there as well"
     )
@@ -38,7 +35,11 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     from batchllm_operator.report import format_summary
     from batchllm_operator.spec import load_spec
 
-    plan_uri = args.plan or published_plan_uri(load_spec(args.job), args.ds)
+    plan_uri = args.plan
+    if plan_uri is None:  # not the newest, which may have to be run yet
+        spec = load_spec(args.job)
+        plan_uri = published_plan_uri(spec, args.ds)
+        tell_plan(spec, args.job, plan_uri, "published")
     report = load_report(plan_uri)
     refresh_page(plan_uri, report)
     if args.out is not None:

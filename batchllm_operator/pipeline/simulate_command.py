@@ -8,6 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from batchllm_operator.pipeline.plan_argument import add_plan, plan_uri
+
 if TYPE_CHECKING:
     from batchllm_operator.pipeline.simulate import SimulationOptions
     from batchllm_operator.simulate.workload import Shape
@@ -38,6 +40,8 @@ _NOT_WITH_RUNAHEAD: Final[Mapping[str, str]] = {
         name: f"--{name.replace('_', '-')}"
         for name in (
             "plan",
+            "job",
+            "ds",
             "shard",
             "policies",
             "gpu",
@@ -58,7 +62,7 @@ _NOT_WITH_RUNAHEAD: Final[Mapping[str, str]] = {
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Give the command its arguments."""
-    command.add_argument("--plan", metavar="URI", help="what `plan` printed; else made-up requests")
+    add_plan(command, required=False)  # none: made-up requests
     command.add_argument("--shard", type=int, metavar="I", help="of the plan (default: 0)")
     for name, (option, default, text) in _MADE_UP.items():
         command.add_argument(
@@ -110,11 +114,12 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         for name, option in _NOT_WITH_RUNAHEAD.items():
             if getattr(args, name) is not None:
                 parser.error(f"simulate: {option} isn't for --runahead")
-    if args.plan is None and args.shard is not None:
-        parser.error("simulate: --shard needs --plan")
+    is_made_up = args.plan is None and args.job is None
+    if is_made_up and args.shard is not None:
+        parser.error("simulate: --shard needs --plan, or --job and --ds")
     for name, (option, _, _) in _MADE_UP.items():
-        if args.plan is not None and getattr(args, name) is not None:
-            parser.error(f"simulate: {option} is for made-up requests, not for --plan")
+        if not is_made_up and getattr(args, name) is not None:
+            parser.error(f"simulate: {option} is for made-up requests, not for those of a plan")
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -138,8 +143,8 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     options = _simulation_options(args)
     if args.out is not None:
         make_folder(args.out)
-    if args.plan is not None:
-        workload, machine = shard_to_simulate(args.plan, args.shard or 0, options)
+    if args.plan is not None or args.job is not None:
+        workload, machine = shard_to_simulate(plan_uri(args), args.shard or 0, options)
     else:
         workload, machine = shape_to_simulate(_made_up_shape(args), options)
     runs = []

@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from batchllm_operator.pipeline.plan_argument import add_plan, plan_uri
 
 if TYPE_CHECKING:
     from batchllm_operator.report import JobStatus
@@ -24,12 +25,7 @@ _NOT_IN_RESULT: Final = ("shards", "notes", "read_at")
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Give the command its arguments."""
-    which = command.add_mutually_exclusive_group(required=True)
-    which.add_argument("--plan", metavar="URI", help="what `plan` printed")
-    which.add_argument(
-        "--job", type=Path, metavar="FILE", help="job spec (YAML), for its newest plan; needs --ds"
-    )
-    command.add_argument("--ds", help="the partition; with --job")
+    add_plan(command)
     command.add_argument(
         "--follow",
         action="store_true",
@@ -61,11 +57,10 @@ def parse_interval(text: str) -> float:
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Print how far the run is, again and again if that is asked for, and return the last."""
-    from batchllm_operator.pipeline.job_status import newest_plan_uri, read_status
+    from batchllm_operator.pipeline.job_status import read_status
     from batchllm_operator.pipeline.stored_plan import StoredPlan
-    from batchllm_operator.spec import load_spec
 
-    plan = StoredPlan.open(args.plan or newest_plan_uri(load_spec(args.job), args.ds))
+    plan = StoredPlan.open(plan_uri(args))
     if args.follow:
         status = follow(lambda: read_status(plan), args.interval, sys.stdout)
     else:

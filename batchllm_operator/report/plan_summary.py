@@ -6,7 +6,7 @@ from batchllm_operator.planner.plan import CostEstimate, PlanManifest
 
 
 def format_plan(manifest: PlanManifest, uri: str) -> str:
-    """A few lines for a terminal; no trailing line break."""
+    """A few lines for a terminal, the last of which is `uri` alone; no trailing line break."""
     counts = manifest.counts
     lines = [
         f"{counts.num_rows:,} rows: {counts.num_requests:,} requests in {counts.num_groups:,}"
@@ -33,7 +33,8 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
         lines += _format_replicas(manifest)
     num_shards = len(manifest.shards)
     balance = f", the largest with {manifest.imbalance:.2f} times the average work"
-    lines.append(f"{num_shards} shards{balance if num_shards > 1 else ''}; plan: {uri}")
+    lines.append(f"{_of(num_shards, 'shard', 'shards')}{balance if num_shards > 1 else ''}; plan:")
+    lines.append(uri)
     return "\n".join(lines)
 
 

@@ -1,0 +1,104 @@
+"""Which plan a command takes: the one whose URI it is given, or the newest of a job's partition."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Batchllm
+from support.fake_job import DS, document_rows, job_fields, write_table
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.pipeline import simulate
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    folder = tmp_path / "with a space"
+    write_table(folder / "documents", document_rows())
+    return write_job(folder / "job.yaml")
+
+
+def write_job(path: Path, **changes: Any) -> Path:
+    fields = job_fields(".", planner={"num_shards": 1}, **changes)
+    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+    return path
+
+
+def test_every_command_finds_the_newest_plan(
+    job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch, no_pictures: None
+) -> None:
+    result = job.parent / "result.json"
+    of_job = ("--job", job, "--ds", DS)
+    first = batchllm("plan", *of_job).out.splitlines()[-1]
+    write_job(job, sampling={"max_tokens": 9})
+    second = batchllm("plan", *of_job, "--result", result).out.splitlines()[-1]
+    assert json.loads(result.read_text())["plan_uri"] == second != first
+    assert batchllm("verify", *of_job, "--shard", 0).code == 5
+    for command in (["run", "--shard", 0], ["verify", "--shard", 0], ["commit"], ["status"]):
+        done = batchllm(*command, *of_job, "--result", result)
+        assert done.code == 0, done.err
+        assert json.loads(result.read_text())["plan_uri"] == second
+        assert f"INFO: newest plan of job job, partition {DS}: {second}\n" in done.err
+        assert "has changed" not in done.err
+    write_job(job)
+    assert batchllm("plan", *of_job).out.splitlines()[-1] == first, "planned again, it is newest"
+    asked: list[str] = []
+
+    def ask(uri: str, *_: object) -> None:
+        asked.append(uri)
+        raise PlanError("enough")
+
+    monkeypatch.setattr(simulate, "shard_to_simulate", ask)
+    assert batchllm("simulate", *of_job).err.endswith("error: enough\n")
+    assert asked == [first]
+    done = batchllm("report", *of_job, "--result", result)
+    assert json.loads(result.read_text())["plan_uri"] == second, "the one that is published"
+    assert f"published plan of job job, partition {DS}: {second}\n" in done.err
+
+
+def test_a_spec_that_has_changed_since_is_told(job: Path, batchllm: Batchllm) -> None:
+    batchllm("plan", "--job", job, "--ds", DS)
+    write_job(
+        job, engine={"max_num_seqs": 7}, prompt={"template": "{query}"}, max_failed_fraction=0.25
+    )
+    done = batchllm("status", "--job", job, "--ds", DS)
+    assert done.code == 0
+    assert (
+        f"WARNING: {job} has changed since that plan was made (engine.max_num_seqs,"
+        " max_failed_fraction, prompt.template)" in done.err
+    )
+
+
+def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
+    done = batchllm("run", "--job", job, "--ds", DS, "--shard", 0)
+    assert done.code == 2
+    assert done.err == (
+        f"batchllm: error: job job, partition {DS}: there is no plan; run `batchllm plan --job"
+        f" '{job}' --ds {DS}`\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["run", "--job", "x", "--shard", "0"], "run: --job needs --ds"),
+        (["commit", "--plan", "x", "--ds", DS], "commit: --ds goes with --job"),
+        (["commit", "--plan", "x", "--job", "y"], "not allowed with argument --plan"),
+        (["report", "--compare", "a", "b", "--ds", DS], "report: --ds goes with --job"),
+        (["status"], "one of the arguments --plan --job is required"),
+        (["simulate", "--ds", DS], "simulate: --ds goes with --job"),
+        (["simulate", "--job", "x", "--ds", DS, "--degree", "2"], "--degree is for made-up"),
+        (["simulate", "--runahead", "--job", "x"], "--job isn't for --runahead"),
+        (["verify", "--job", "x", "--ds", DS], "verify: give --shard with --plan or with --job"),
+        (["verify", "--job-json", "{}", "--ds", DS, "--shard", "0"], "verify: give --shard"),
+    ],
+)
+def test_arguments_that_do_not_go_together(
+    batchllm: Batchllm, arguments: list[str], reason: str
+) -> None:
+    done = batchllm(*arguments)
+    assert done.code == 2 and reason in done.err
