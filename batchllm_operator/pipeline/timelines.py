@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.report.run_report import Timeline
+from batchllm_operator.vllm_plugin.step_row import in_valley
 from batchllm_operator.vllm_plugin.trace import CHUNK_SIZE_KEY, TRACE_SCHEMA
 
 _log = logging.getLogger(__name__)
 _NUM_BINS: Final = 240
-_VALLEY: Final = 0.5
-"""Of the chunk size: a step below it, while requests wait, is a valley."""
 _SHORTEST_S: Final = 1e-3
 """For a step of which nobody knows how long it took."""
 _MOST_STEPS: Final = 1_000_000
@@ -130,7 +129,7 @@ def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
         for name in ("num_used_blocks", "num_held_blocks")
     )
     limit = steps.chunk_size or int(steps.num_tokens.max())
-    in_valley = (steps.num_tokens < _VALLEY * limit) & (columns["num_waiting"] > 0)
+    is_valley = in_valley(steps.num_tokens, columns["num_waiting"], limit)
     bounds_s = np.append(start_s, duration_s)
     return Timeline(
         shard_idx=shard_idx,
@@ -140,9 +139,9 @@ def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
         bin_s=float(edges[1]),
         kv_used=_largest(used, start_s, edges),
         kv_held=_largest(held, start_s, edges),
-        valley=_means(in_valley, bounds_s, edges, digits=4),
-        num_valley_steps=int(np.count_nonzero(in_valley)),
-        valley_share=round(float(np.diff(bounds_s)[in_valley].sum()) / duration_s, 4),
+        valley=_means(is_valley, bounds_s, edges, digits=4),
+        num_valley_steps=int(np.count_nonzero(is_valley)),
+        valley_share=round(float(np.diff(bounds_s)[is_valley].sum()) / duration_s, 4),
         num_preempted=int(columns["num_preempted"].sum()),
         **{name: _means(columns[name], bounds_s, edges) for name in _KINDS},
     )

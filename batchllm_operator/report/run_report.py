@@ -145,7 +145,7 @@ class Timeline(_Frozen):
     valley: _Shares
     """Share of the bin's time in valleys, 0 to 1."""
     num_valley_steps: _Count
-    """Steps under half of the chunk size while requests waited."""
+    """Steps of less than half of the chunk size while requests waited."""
     valley_share: _Share
     """Of the time, in such steps, 0 to 1."""
     num_preempted: _Count

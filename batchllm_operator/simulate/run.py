@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchllm_operator.planner import saving_ratio
+from batchllm_operator.vllm_plugin.step_row import in_valley
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +61,8 @@ class Run:
     policy: str
     num_requests: int
     num_prompt_tokens: int
+    chunk_size: int
+    """Most tokens of a step."""
     optimal_saving_ratio: float
     timeline: Timeline
 
@@ -92,9 +95,9 @@ class Run:
 
     @property
     def valley_steps(self) -> int:
-        """Steps of less than half the mean while requests wait."""
-        is_valley = self.timeline.num_tokens < self.mean_tokens_per_step / 2
-        return int(np.sum(is_valley & (self.timeline.num_waiting > 0)))
+        """Steps of less than half of the chunk size while requests wait."""
+        line = self.timeline
+        return int(np.count_nonzero(in_valley(line.num_tokens, line.num_waiting, self.chunk_size)))
 
     @property
     def predicted_s(self) -> float:

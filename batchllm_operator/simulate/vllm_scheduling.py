@@ -116,6 +116,9 @@ class _Simulation:
             policy=self._policy.name,
             num_requests=len(self._workload),
             num_prompt_tokens=self._workload.tokens.num_tokens,
+            chunk_size=getattr(
+                self._scheduler, "chunk_size", self._scheduler.max_num_scheduled_tokens
+            ),
             optimal_saving_ratio=self._workload.optimal_saving_ratio(self._machine.block_size),
             timeline=Timeline(**columns),
         )

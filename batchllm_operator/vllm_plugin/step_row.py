@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +34,17 @@ class StepRow:
     """Of those, held for members to come of groups in which nobody runs."""
     num_blocks: int
     """Of the KV cache."""
+
+
+def in_valley(
+    num_tokens: NDArray[Any], num_waiting: NDArray[Any], chunk_size: int
+) -> NDArray[np.bool_]:
+    """Which steps are valleys: less than half of the chunk size while requests wait (Fig. 2).
+
+    Args:
+        num_tokens: of each step, [num_steps].
+        num_waiting: requests left waiting when the step was put together, [num_steps].
+        chunk_size: most tokens of a step.
+    """
+    is_valley: NDArray[np.bool_] = (2 * num_tokens < chunk_size) & (num_waiting > 0)
+    return is_valley

@@ -281,6 +281,7 @@ class _EngineSession(_Session):
         steps = self._log.stop()
         _check(outputs, len(planned.requests), output_tokens)
         profile = self._profiles.profile
+        chunk_size = getattr(self._scheduler, "chunk_size", self._facts["max_num_batched_tokens"])
         num_prefill = steps.num_prefill_tokens(len(planned.requests), planned.num_output_tokens)
         return {
             "generate_s": round(steps.end_s, 4),
@@ -288,11 +289,9 @@ class _EngineSession(_Session):
             "tecd_s": steps.tecd_s,
             "num_prefill_tokens": num_prefill,
             "num_steps": len(steps.num_tokens),
-            "valley_steps": steps.valley_steps,
+            "valley_steps": steps.valley_steps(chunk_size),
             "preemptions": int(steps.num_preempted.sum()),
-            "chunk_size": getattr(
-                self._scheduler, "chunk_size", self._facts["max_num_batched_tokens"]
-            ),
+            "chunk_size": chunk_size,
             "profile": None if profile is None else profile.model_dump(mode="json"),
             "steps": steps.to_json(),
         }

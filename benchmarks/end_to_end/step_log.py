@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from batchllm_operator.vllm_plugin.step_row import in_valley
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Steps:
@@ -41,11 +43,9 @@ class Steps:
         """
         return int(self.num_tokens.sum()) - (num_output_tokens - num_requests)
 
-    @property
-    def valley_steps(self) -> int:
-        """Steps of less than half the mean number of tokens while requests wait."""
-        is_valley = self.num_tokens < self.num_tokens.mean() / 2
-        return int(np.sum(is_valley & (self.num_waiting > 0)))
+    def valley_steps(self, chunk_size: int) -> int:
+        """Steps of less than half of the chunk size while requests wait."""
+        return int(np.count_nonzero(in_valley(self.num_tokens, self.num_waiting, chunk_size)))
 
     @property
     def tecd_s(self) -> float:

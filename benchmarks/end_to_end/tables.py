@@ -197,7 +197,7 @@ def _figures_6_and_7(summaries: Sequence[Summary]) -> str:
     return table + (
         "\n\nThe paper's reordering and memory-centric batching together: up to 9 % more requests/s"
         "\nand a TECD up to 15 % shorter, in about 1,350 steps instead of 1,600. A valley is a step"
-        "\nof less than half the mean number of tokens while requests wait."
+        "\nof less than half of the chunk size while requests wait."
     )
 
 

@@ -27,7 +27,8 @@ def make_run(**columns: list[float]) -> Run:
         "step_s": [2.0, 1.0, 1.0, 2.0],
         **columns,
     }
-    return Run("job", "policy", 3, 20, 0.5, Timeline(**{k: np.array(v) for k, v in given.items()}))
+    line = Timeline(**{k: np.array(v) for k, v in given.items()})
+    return Run("job", "policy", 3, 20, 22, 0.5, line)
 
 
 def test_the_numbers_of_a_run() -> None:
@@ -37,7 +38,7 @@ def test_the_numbers_of_a_run() -> None:
     assert run.preemptions == 2
     assert run.recomputed_tokens == 1
     assert run.mean_tokens_per_step == 5
-    assert run.valley_steps == 1, "steps 1 and 2 are below half the mean; nobody waits in 2"
+    assert run.valley_steps == 2, "steps 0 to 2 have less than half of 22; nobody waits in 2"
     assert run.predicted_s == 7.5
     assert run.sched_ms_per_step == pytest.approx(2)
 

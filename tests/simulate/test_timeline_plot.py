@@ -25,7 +25,7 @@ def make_run(policy: str, num_steps: int) -> Run:
         *(ones, 2 * ones, 3 * ones, 0 * ones, ones, ones, ones, 0 * ones),
         *(seconds, 0 * seconds, seconds),
     )
-    return Run("job", policy, 3, 20, 0.5, line)
+    return Run("job", policy, 3, 20, 12, 0.5, line)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5000])

@@ -113,8 +113,9 @@ def test_a_static_batch_waits_for_its_longest_output() -> None:
 
 
 def test_valleys_are_steps_without_prefill_while_others_wait() -> None:
-    """Batches of 40, 2, 1, 1 and 40 tokens: half the mean is 8.4."""
-    run = simulate(workload([2, 4, 1, 1], 0, 20), POLICIES["static"], machine(5))
+    """Batches of 40, 2, 1, 1 and 40 tokens, of 80 at most: the first is just no valley."""
+    small = machine(5, max_num_batched_tokens=80)
+    run = simulate(workload([2, 4, 1, 1], 0, 20), POLICIES["static"], small)
     assert run.timeline.num_tokens.tolist() == [40, 2, 1, 1, 40]
     assert run.valley_steps == 3
 

@@ -55,7 +55,7 @@ def test_the_cool_down_begins_when_only_decodes_are_left() -> None:
 
 
 def test_valleys_count_while_somebody_waits() -> None:
-    assert steps([100, 10, 100, 10], [1, 1, 1, 1], [5, 5, 5, 0]).valley_steps == 1
+    assert steps([100, 49, 50, 10], [1, 1, 1, 1], [5, 5, 5, 0]).valley_steps(100) == 1
 
 
 def test_steps_survive_json() -> None:
