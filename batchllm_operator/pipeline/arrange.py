@@ -10,7 +10,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from batchllm_operator.pipeline.estimate import Target, work_costs
+from batchllm_operator.pipeline.estimate import (
+    Target,
+    estimate_cost,
+    group_costs,
+    work_costs,
+)
 from batchllm_operator.pipeline.group_lengths import hash_prefixes
 from batchllm_operator.pipeline.output_lengths import Learned, estimate_output_tokens
 from batchllm_operator.pipeline.replica_plan import ReplicaPlanner
@@ -25,7 +30,7 @@ from batchllm_operator.planner import (
     order_groups_by_subtree,
     split_large_groups,
 )
-from batchllm_operator.planner.plan import ShardInfo, shard_file, write_shard
+from batchllm_operator.planner.plan import CostEstimate, ShardInfo, shard_file, write_shard
 from batchllm_operator.progress import Progress
 from batchllm_operator.spec import JobSpec
 
@@ -111,6 +116,16 @@ def _split(
     return split_large_groups(groups, members, prefixes, spec.planner.num_shards)
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenShards:
+    """The shards of a plan, in order."""
+
+    infos: tuple[ShardInfo, ...]
+    imbalance: float
+    estimate: CostEstimate | None
+    """Of all of them together."""
+
+
 def write_shards(
     spec: JobSpec,
     requests: Requests,
@@ -118,7 +133,7 @@ def write_shards(
     target: Target | None,
     replicas: ReplicaPlanner | None,
     spool: Path,
-) -> tuple[tuple[ShardInfo, ...], float]:
+) -> WrittenShards:
     """Deal the groups, in their order, out to shards of about equal work, and write these.
 
     Args:
@@ -128,21 +143,17 @@ def write_shards(
         target: the GPU by whose time shards are balanced; None to balance by tokens.
         replicas: places the groups of each shard; None with one replica.
         spool: the folder to write them in.
-
-    Returns:
-        The shards, and their imbalance.
     """
-    groups = arrangement.groups
-    if len(groups) == 0:
-        return (), 1.0
+    groups, output_tokens = arrangement.groups, arrangement.output_tokens
     prefill = group_prefill_tokens(groups, requests.lengths)
-    costs, prefix_costs = work_costs(target, groups, requests.lengths, arrangement.output_tokens)
-    costs = np.add.reduceat(costs[groups.member_idxs], groups.offsets[:-1]) + prefix_costs
-    num_shards = min(spec.planner.num_shards, len(groups))
-    shard_of_group = assign_shards(costs, num_shards)
-    worst = imbalance(costs, shard_of_group, num_shards)
-    if worst > _WORTH_A_WARNING:
-        _log.warning("the largest shard has %.2f times the average work", worst)
+    costs = group_costs(groups, *work_costs(target, groups, requests.lengths, output_tokens))
+    shard_of_group, worst = _deal_out(costs, spec.planner.num_shards)
+    estimated = estimate_cost(
+        target, requests, output_tokens, groups, shard_of_group, spec.engine.replicas
+    )
+    estimate, gpu_s = estimated or (None, None)
+    if len(groups) == 0:
+        return WrittenShards((), worst, estimate)
     shards: list[ShardInfo] = []
     num_before = 0
     with Progress("write shards", groups.num_prompts, unit="requests", announce=False) as progress:
@@ -157,7 +168,7 @@ def write_shards(
                 request_idxs=taken.member_idxs,
                 group_ids=np.repeat(group_ids, taken.sizes),
                 num_prefix_tokens=np.repeat(taken.num_prefix_tokens, taken.sizes),
-                num_output_tokens=arrangement.output_tokens[taken.member_idxs],
+                num_output_tokens=output_tokens[taken.member_idxs],
                 part_rows=spec.planner.part_rows,
                 written=progress.advance,
             )
@@ -167,7 +178,7 @@ def write_shards(
                 placement = replicas.place(
                     taken,
                     requests.lengths,
-                    arrangement.output_tokens,
+                    output_tokens,
                     costs[group_ids],
                     group_ids,
                 )
@@ -181,8 +192,20 @@ def write_shards(
                     num_rows=int(requests.num_rows[taken.member_idxs].sum()),
                     num_parts=num_parts,
                     num_prefill_tokens=int(prefill[group_ids].sum()),
-                    predicted_gpu_s=float(costs[group_ids].sum()) / 1e9 if target else None,
+                    predicted_gpu_s=None if gpu_s is None else float(gpu_s[shard_idx]),
                     replicas=placement,
                 )
             )
-    return tuple(shards), worst
+    return WrittenShards(tuple(shards), worst, estimate)
+
+
+def _deal_out(
+    costs: npt.NDArray[np.float64], num_shards: int
+) -> tuple[npt.NDArray[np.int64], float]:
+    """The shard of each group, none of them empty, and how uneven they are."""
+    num_shards = max(1, min(num_shards, len(costs)))
+    shard_of_group = assign_shards(costs, num_shards)
+    worst = imbalance(costs, shard_of_group, num_shards)
+    if worst > _WORTH_A_WARNING:
+        _log.warning("the largest shard has %.2f times the average work", worst)
+    return shard_of_group, worst

@@ -108,14 +108,27 @@ def estimate_cost(
     requests: Requests,
     output_tokens: npt.NDArray[np.int64],
     groups: PrefixGroups,
-    num_engines: int,
-) -> CostEstimate | None:
+    shard_of_group: npt.NDArray[np.int64],
+    num_replicas: int,
+) -> tuple[CostEstimate, npt.NDArray[np.float64]] | None:
     """GPU time and price of the plan, and of the same rows each computed alone.
 
-    None without a target, and, with a note in the log, if the model doesn't fit it.
+    Args:
+        target: what it is estimated for.
+        requests: those of the job.
+        output_tokens: int64 [num_requests], estimates.
+        groups: the requests in their groups.
+        shard_of_group: int64 [num_groups]; no shard is empty.
+        num_replicas: engines that share a shard.
+
+    Returns:
+        The estimate, and float64 [num_shards], the part of its GPU seconds that each shard takes.
+        None without a target, and, with a note in the log, if the model doesn't fit it.
     """
     if target is None:
         return None
+    num_shards = int(shard_of_group.max(initial=-1)) + 1
+    num_engines = num_shards * num_replicas
     gpu, model, limits = target.gpu, target.model, target.limits
     lengths, num_rows = requests.lengths, requests.num_rows
     members, prefixes = group_work(groups, lengths, output_tokens)
@@ -128,7 +141,7 @@ def estimate_cost(
         _log.info("GPU time isn't predicted: %s", error)
         return None
     num_logical = int((lengths * num_rows).sum())
-    return CostEstimate(
+    estimate = CostEstimate(
         gpu=gpu,
         model=model,
         num_saved_tokens=num_logical - num_processed_tokens(groups, lengths),
@@ -143,6 +156,23 @@ def estimate_cost(
         unshared_cost_usd=_rounded(alone.cost_usd),
         assumptions=_assumptions(target, total),
     )
+    # Rates add up to the whole but for the ramp, of which each engine has one.
+    rate = rates(total, model, gpu, limits)
+    ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
+    costs = group_costs(groups, members.nanoseconds(rate), prefixes.nanoseconds(rate)) / 1e9
+    parts = np.bincount(shard_of_group, weights=costs, minlength=num_shards) + ramp_s
+    return estimate, parts / (parts.sum() or 1.0) * estimate.gpu_s
+
+
+def group_costs(
+    groups: PrefixGroups,
+    members: npt.NDArray[np.float64],
+    prefixes: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    """What each group costs: its members and its prefix, from `work_costs`; [num_groups]."""
+    if len(groups) == 0:
+        return prefixes
+    return np.add.reduceat(members[groups.member_idxs], groups.offsets[:-1]) + prefixes
 
 
 def _assumptions(target: Target, total: Work) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from batchllm_operator.engine import check_arguments
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.arrange import arrange, write_shards
-from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target
+from batchllm_operator.pipeline.estimate import Target, find_target
 from batchllm_operator.pipeline.group_lengths import write_groups
 from batchllm_operator.pipeline.input_checks import check_input, check_lengths, describe_empty
 from batchllm_operator.pipeline.keys import check_keys
@@ -154,7 +154,7 @@ def _build(
         learned = learn_output_lengths(spec, ds, budget)
         chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len)
         sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
-        shards, unevenness = write_shards(spec, requests, chosen, target, replicas, spool)
+        shards = write_shards(spec, requests, chosen, target, replicas, spool)
     counts = PlanCounts(
         num_rows=rows.num_rows,
         num_rejected_rows=rows.num_rejected,
@@ -169,7 +169,7 @@ def _build(
         num_exact_saved_tokens=chosen.num_exact_saved_tokens,
         num_reused_rows=rows.num_reused,
     )
-    names = [ROWS_FILE, *(shard.file for shard in shards)]
+    names = [ROWS_FILE, *(shard.file for shard in shards.infos)]
     if spec.planner.learns_output_tokens:
         write_groups(spool / GROUPS_FILE, chosen.prefix_hashes)
         names.append(GROUPS_FILE)
@@ -196,17 +196,11 @@ def _build(
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,
         learned=by_length,
-        estimate=estimate_cost(
-            target,
-            requests,
-            chosen.output_tokens,
-            chosen.groups,
-            num_engines=len(shards) * spec.engine.replicas,
-        ),
+        estimate=shards.estimate,
         sharing=sharing,
-        imbalance=unevenness,
+        imbalance=shards.imbalance,
         files=files,
-        shards=shards,
+        shards=shards.infos,
     )
     return _persist(manifest, files, spool)
 

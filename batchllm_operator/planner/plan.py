@@ -135,7 +135,7 @@ class ShardInfo(_Frozen):
     num_prefill_tokens: Count
     """Prefill tokens after sharing."""
     predicted_gpu_s: float | None = None
-    """Its part of the estimate, without the time in which memory fills and drains."""
+    """Its part of the estimate: the parts of all shards add up to it. None without one."""
     replicas: ReplicaPlacement | None = None
     """How the replicas of a run share it; None for one replica, or where nothing is gained by
     placing groups otherwise than as they come."""

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.pipeline.estimate import Target, find_target, work_costs
+from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target, work_costs
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.planner import (
     MODEL_SHAPES,
     EngineLimits,
     PrefixGroups,
+    Requests,
+    TokenTable,
     find_gpu,
     group_work,
     predict,
@@ -140,10 +146,73 @@ def test_a_model_that_does_not_fit_has_balanced_shards_and_no_estimate(
     write_table(tmp_path / "documents", document_rows())
     plan = plan_job(fake_spec(tmp_path), DS)
     assert plan.manifest.estimate is None
-    assert plan.manifest.shards[0].predicted_gpu_s is not None
+    assert [shard.predicted_gpu_s for shard in plan.manifest.shards] == [None, None]
 
 
 # Balance
+
+
+def predicted(plan: StoredPlan) -> npt.NDArray[np.float64]:
+    times = [shard.predicted_gpu_s for shard in plan.manifest.shards]
+    assert None not in times
+    return np.array(times, dtype=np.float64)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 7])
+def test_the_shards_of_a_plan_add_up_to_its_estimate(
+    tmp_path: Path, targeted: object, num_shards: int
+) -> None:
+    """Duplicates belong to one shard, and settings of the engine to the estimate alone."""
+    rows = [*document_rows(9, 4), *document_rows(2, 4)]
+    keyed = [{**row, "row_key": f"{idx}"} for idx, row in enumerate(rows)]
+    write_table(tmp_path / "documents", keyed)
+    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": num_shards}), DS)
+    assert plan.manifest.estimate is not None
+    assert len(plan.manifest.shards) == num_shards
+    assert plan.manifest.counts.num_duplicate_rows == 8
+    assert math.fsum(predicted(plan)) == pytest.approx(plan.manifest.estimate.gpu_s, rel=1e-12)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), max_size=12),
+    num_shards=st.integers(1, 5),
+    num_replicas=st.integers(1, 4),
+    limits=st.sampled_from(
+        [
+            EngineLimits(),
+            EngineLimits(max_num_seqs=1),
+            EngineLimits(max_num_batched_tokens=16, spreads_prefill=True),
+            EngineLimits(kv_cache_bytes=1 << 28, num_gpus=2),
+        ]
+    ),
+    seed=st.integers(0, 99),
+)
+def test_the_parts_of_any_estimate_add_up_to_it(
+    sizes: list[int], num_shards: int, num_replicas: int, limits: EngineLimits, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    num = sum(sizes)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    prefix = np.where(np.array(sizes) > 1, 30, 0).astype(np.int64)
+    groups = PrefixGroups(generator.permutation(num), offsets, prefix)
+    lengths = generator.integers(31, 5000, num)
+    rows = np.concatenate([[0], np.cumsum(generator.integers(1, 4, num))]).astype(np.int64)
+    requests = Requests(TokenTable.from_lists([]), np.arange(num), lengths, rows, rows)
+    num_shards = min(num_shards, len(sizes))
+    shards = generator.permutation(np.arange(len(sizes)) % max(num_shards, 1))
+    found = estimate_cost(
+        dataclasses.replace(TARGET, limits=limits),
+        requests,
+        generator.integers(1, 300, num),
+        groups,
+        shards,
+        num_replicas,
+    )
+    assert found is not None
+    estimate, parts = found
+    assert len(parts) == num_shards
+    assert (parts > 0).all()
+    assert math.fsum(parts) == pytest.approx(estimate.gpu_s, rel=1e-12)
 
 
 def test_shards_are_even_in_time_where_tokens_are_not(tmp_path: Path, targeted: object) -> None:
@@ -160,11 +229,9 @@ def test_shards_are_even_in_time_where_tokens_are_not(tmp_path: Path, targeted: 
     write_table(tmp_path / "documents", rows)
     spec = fake_spec(tmp_path, planner={"num_shards": 3}, sampling={"max_tokens": 64})
     plan = plan_job(spec, DS)
-    times = [shard.predicted_gpu_s for shard in plan.manifest.shards]
-    assert None not in times
-    seconds = np.array(times, dtype=np.float64)
-    assert plan.manifest.imbalance == pytest.approx(seconds.max() / seconds.mean())
-    assert plan.manifest.imbalance < 1.05
+    seconds = predicted(plan)
+    assert seconds.max() / seconds.mean() < 1.05
+    assert 1 <= plan.manifest.imbalance < 1.05
     assert f"the largest with {plan.manifest.imbalance:.2f} times" in format_plan(plan.manifest, "")
 
 
