@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
-from airflow.providers.common.compat.sdk import AirflowFailException
+from airflow.providers.common.compat.sdk import AirflowFailException, conf
 from airflow.sdk import Context
 
 from batchllm_operator.errors import SpecError
@@ -19,6 +19,8 @@ from batchllm_operator.spec import JobSpec, load_spec
 
 PLAN_URI_KEY: Final = "plan_uri"
 SUMMARY_KEY: Final = "plan"
+_MAX_MAP_LENGTH: Final = 1024
+"""Airflow's default."""
 
 
 class BatchLLMPlanOperator(BatchLLMStageOperator):
@@ -30,7 +32,8 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
     XComs: the return value is one `{"plan_uri": ..., "shard_idx": ...}` per shard, for
     `BatchLLMGenerateOperator.partial(...).expand_kwargs(plan.output)` (Airflow maps over
     return values only; the list is empty for a partition without rows). `plan_uri` is the
-    plan's URI, `plan` the URI and all counts.
+    plan's URI, `plan` the URI and all counts. A spec with more shards than Airflow maps a task
+    over (`[core] max_map_length`, 1,024) is refused before anything is planned.
 
     Args:
         spec_path: the job spec, a YAML file that the worker can read (templated). A pod gets
@@ -47,6 +50,17 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         super().__init__(**kwargs)
         self.spec_path = spec_path
         self.ds = ds
+
+    def check(self) -> None:
+        """Refuse more shards than Airflow makes tasks: it says so only after the planning."""
+        num_shards = self._spec.planner.num_shards
+        limit = conf.getint("core", "max_map_length", fallback=_MAX_MAP_LENGTH)
+        if num_shards > limit:
+            raise AirflowFailException(
+                f"{self.spec_path}: planner.num_shards is {num_shards}, but Airflow makes at most"
+                f" {limit} tasks of one ([core] max_map_length); plan fewer shards, or raise that"
+                " setting for the API server, which applies it, and for workers, which read it here"
+            )
 
     def command(self) -> list[str]:
         """`batchllm plan` over the spec's file."""

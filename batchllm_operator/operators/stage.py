@@ -51,6 +51,13 @@ class BatchLLMStageOperator(BatchLLMPodTask):
 
     # What a stage is
 
+    def check(self) -> None:
+        """Refuse what can't succeed, before anything is started.
+
+        Raises:
+            AirflowFailException: it can't, and a retry won't help.
+        """
+
     @abstractmethod
     def command(self) -> list[str]:
         """The arguments of `batchllm` that do the work, the same in worker and pod."""
@@ -76,6 +83,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
                 template is wrong; a retry won't help.
             AirflowException: anything else; a retry goes on from what is finished.
         """
+        self.check()
         if self.runner == "local":
             command, *arguments = self.command()
             return self.finish(context, self._commands().run(command, *arguments))

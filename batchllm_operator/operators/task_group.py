@@ -36,7 +36,7 @@ def batchllm_task_group(
     """Wire plan -> generate, mapped over the shards -> commit -> report; call it inside a DAG.
 
     A plan without shards (an empty partition under `on_empty: commit`, or one of which all is
-    reused) skips generate and commits all the same.
+    reused) skips generate and commits all the same. Where a branch isn't taken, all is skipped.
 
     Args:
         spec_path: the job spec; read by the tasks, not when the DAG is parsed.
@@ -92,7 +92,8 @@ def batchllm_task_group(
             task_id="commit",
             plan_uri=plan_uri,
             outlets=outlets,
-            trigger_rule=TriggerRule.NONE_FAILED,
+            # Not for a plan that was skipped; without shards, generate is.
+            trigger_rule=TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS,
             **everywhere,
         )
         report = BatchLLMReportOperator(task_id="report", plan_uri=plan_uri, **everywhere)

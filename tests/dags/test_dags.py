@@ -1,6 +1,7 @@
 """The DAG files as Airflow sees them, and runs of them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -211,6 +212,33 @@ def test_a_wrong_spec_fails_the_run_at_once_with_its_reason(airflow: Airflow, jo
     assert log.count("starting task_id=") == 1  # no retry, no generate
     assert "no_such_column" in log
     assert not (job.folder / "daily_snippets" / f"ds={DS}").exists()
+
+
+def test_a_branch_that_isnt_taken_skips_the_whole_job(
+    airflow: Airflow, job: Job, tmp_path: Path
+) -> None:
+    """And on the other branch a partition without rows is committed."""
+    nothing = {"filter": [{"column": "query", "value": "no such query"}]}
+    spec = job.write_spec("taken", on_empty="commit", input=nothing)
+    airflow = airflow.with_dag(
+        tmp_path / "dags",
+        spec_path=str(spec),
+        group_id="taken",
+        more=f"""
+    from airflow.sdk import task
+
+    @task.branch
+    def branch():
+        return "taken.plan"
+
+    left = batchllm_task_group(spec_path={str(spec)!r}, group_id="left")
+    branch() >> [dag.task_group_dict["taken"], left]
+""",
+    )
+    log = airflow.run("job", job.folder)
+    assert re.findall(r"Running batchllm (\w+)", log) == ["plan", "commit", "report"]
+    assert log.count("starting task_id=") == 4
+    assert pq.ParquetFile(job.published("taken")).metadata.num_rows == 0
 
 
 def test_an_empty_partition_skips_generate_and_commits(airflow: Airflow, job: Job) -> None:

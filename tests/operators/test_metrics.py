@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from batchllm_operator.operators import (
 )
 from batchllm_operator.operators.command import CommandRunner
 
+SPEC = str(Path(__file__).parents[2] / "dags/specs/daily_snippets.yaml")
 PLAN_URI = "s3://b/out/_batchllm/snippets/2026-01-31/plan-1"
 RESULT = {
     "plan_uri": PLAN_URI,
@@ -47,7 +49,7 @@ RESULT = {
     "tokens_per_s": 99.5,
 }
 STAGES = {
-    "plan": lambda: BatchLLMPlanOperator(task_id="plan", spec_path="job.yaml", ds="2026-01-31"),
+    "plan": lambda: BatchLLMPlanOperator(task_id="plan", spec_path=SPEC, ds="2026-01-31"),
     "generate": lambda: BatchLLMGenerateOperator(task_id="g", plan_uri=PLAN_URI, shard_idx=0),
     "commit": lambda: BatchLLMCommitOperator(task_id="c", plan_uri=PLAN_URI),
 }

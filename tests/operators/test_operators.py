@@ -8,9 +8,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
+from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
 from airflow.sdk.execution_time.context import OutletEventAccessors
 from jsonschema import Draft7Validator
+from support.fake_job import job_fields
 
 from batchllm_operator import __version__
 from batchllm_operator.operators import (
@@ -59,18 +62,41 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return calls
 
 
-def test_plan_returns_its_shards_and_pushes_uris_and_counts(ran: list[tuple[str, ...]]) -> None:
-    task = BatchLLMPlanOperator(task_id="plan", spec_path="job.yaml", ds="2026-01-31")
+def write_spec(folder: Path, num_shards: int) -> str:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job_fields("s3://b", planner={"num_shards": num_shards})))
+    return str(path)
+
+
+def test_plan_returns_its_shards_and_pushes_uris_and_counts(
+    ran: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    spec = write_spec(tmp_path, num_shards=1024)
+    task = BatchLLMPlanOperator(task_id="plan", spec_path=spec, ds="2026-01-31")
     ti = TaskInstance()
     assert execute(task, {"ti": ti}) == [
         {"plan_uri": "s3://b/plan-1", "shard_idx": 0},
         {"plan_uri": "s3://b/plan-1", "shard_idx": 1},
     ]
-    assert ran == [("plan", "--job", "job.yaml", "--ds", "2026-01-31")]
+    assert ran == [("plan", "--job", spec, "--ds", "2026-01-31")]
     assert ti.pushed == {
         "plan_uri": "s3://b/plan-1",
         "plan": {"plan_uri": "s3://b/plan-1", "num_shards": 2},
     }
+
+
+@pytest.mark.parametrize("runner", ["local", "kubernetes"])
+def test_more_shards_than_airflow_maps_are_refused_before_planning(
+    runner: Any, ran: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = write_spec(tmp_path, num_shards=1025)
+    task = BatchLLMPlanOperator(task_id="plan", spec_path=spec, ds="2026-01-31", runner=runner)
+    with pytest.raises(AirflowFailException, match=r"num_shards is 1025.*1024.*max_map_length"):
+        execute(task, {"ti": TaskInstance()})
+    assert ran == []
+    if runner == "local":
+        monkeypatch.setenv("AIRFLOW__CORE__MAX_MAP_LENGTH", "1025")
+        assert execute(task, {"ti": TaskInstance()})
 
 
 def test_generate_commit_and_report_name_their_plan(ran: list[tuple[str, ...]]) -> None:
@@ -170,7 +196,7 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
     assert (generate.pool, generate.max_active_tis_per_dagrun) == ("gpus", 4)
     assert generate.queue == "gpu"
     assert {task.pool for task in (plan, commit, report)} == {"default_pool"}
-    assert commit.trigger_rule == TriggerRule.NONE_FAILED
+    assert commit.trigger_rule == TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS
     assert commit.outlets == [Asset("s3://b/snippets")]
     assert plan.env == {"A": "1"}
     tasks = (plan, commit, report)
