@@ -28,5 +28,4 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
       "batchllm-operator[airflow,iceberg,delta] @ file:///dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
     && HOME=/tmp batchllm schema >/dev/null \
     && HOME=/tmp python -c "import deltalake, huggingface_hub, pyiceberg"
-COPY plugins/batchllm_pages.py /opt/airflow/plugins/
 HEALTHCHECK NONE

@@ -1,5 +1,8 @@
-"""The plugin that shows BatchLLM's pages in Airflow; see README.md beside this file."""
+"""The plugin that shows BatchLLM's pages, where the package isn't installed; see README.md."""
 
-from batchllm_operator.report.web.plugin import BatchLLMPlugin
+from importlib.metadata import entry_points
 
-__all__ = ["BatchLLMPlugin"]
+if not entry_points(group="airflow.plugins", name="batchllm"):  # else Airflow has it already
+    from batchllm_operator.report.web.plugin import BatchLLMPlugin
+
+    __all__ = ["BatchLLMPlugin"]

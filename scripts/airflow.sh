@@ -70,7 +70,7 @@ first_day="$(cat "$home/first-day" 2>/dev/null || days_ago 5)"
 use_airflow_home "$home"
 export BATCHLLM_SPEC_DIR="${BATCHLLM_SPEC_DIR:-$root/dags/specs}"
 export BATCHLLM_POOL=batchllm_gpu BATCHLLM_FIRST_DAY="$first_day"
-export AIRFLOW__CORE__DAGS_FOLDER="$dag_dir" AIRFLOW__CORE__PLUGINS_FOLDER="$root/plugins"
+export AIRFLOW__CORE__DAGS_FOLDER="$dag_dir"
 export AIRFLOW__API__HOST=127.0.0.1 AIRFLOW__API__PORT="$port"
 export AIRFLOW__CORE__EXECUTION_API_SERVER_URL="http://127.0.0.1:$port/execution/"
 export AIRFLOW__CORE__EXECUTOR=LocalExecutor AIRFLOW__CORE__PARALLELISM=4

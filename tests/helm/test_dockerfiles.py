@@ -79,8 +79,7 @@ def test_the_last_stage_isnt_roots(name: str) -> None:
 def test_the_wheel_comes_from_a_stage_of_its_own(name: str) -> None:
     wheel, last = parse(name)[1]
     assert wheel.name == "wheel"
-    pages = ["plugins/batchllm_pages.py /opt/airflow/plugins/"]
-    assert last.arguments("COPY") == (pages if name == "airflow.Dockerfile" else [])
+    assert last.arguments("COPY") == []
     assert any("from=wheel" in command for command in last.arguments("RUN"))
     assert last.arguments("HEALTHCHECK") == ["NONE"]
     assert f"VERSION={__version__}" in last.arguments("ARG")

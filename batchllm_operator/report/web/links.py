@@ -78,8 +78,15 @@ class LiveProgressLink(BaseOperatorLink):
 
     @property
     def operators(self) -> list[type[BaseOperator]]:  # type: ignore[override]
-        """Imported when Airflow asks, which only the API server does: it takes a second."""
-        from batchllm_operator.operators.generate import BatchLLMGenerateOperator
+        """Imported when Airflow asks, which only the API server does: it takes a second.
+
+        None where Airflow's providers for the operators aren't installed: no task has them then,
+        and Airflow asks each time it reads a DAG, also of those that aren't ours.
+        """
+        try:
+            from batchllm_operator.operators.generate import BatchLLMGenerateOperator
+        except ImportError:
+            return []
 
         return [BatchLLMGenerateOperator]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +44,9 @@ HEAVY = {"jinja2", "kubernetes", "matplotlib", "numba", "numpy", "pandas", "pyar
 
 
 def load(home: Path, **env: str) -> dict[str, Any]:
-    """The plugin, loaded by a new process of Airflow's from this repository's folder."""
+    """The plugin, loaded by a new process of Airflow's from the installed package."""
     settings = {
         "AIRFLOW_HOME": str(home),
-        "AIRFLOW__CORE__PLUGINS_FOLDER": str(ROOT / "plugins"),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         **env,
     }
@@ -75,6 +75,32 @@ def test_loading_the_plugin_imports_nothing_heavy(tmp_path: Path) -> None:
     }
     assert loaded["prefixes"] == ["/batchllm"]
     assert loaded["links"] == ["Live progress"]
+
+
+def test_a_copied_file_beside_the_installed_package_is_one_plugin(tmp_path: Path) -> None:
+    loaded = load(tmp_path, AIRFLOW__CORE__PLUGINS_FOLDER=str(ROOT / "plugins"))
+    assert loaded["errors"] == {}
+    assert (loaded["prefixes"], loaded["links"]) == (["/batchllm"], ["Live progress"])
+
+
+def test_a_copied_file_is_the_plugin_where_nothing_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from batchllm_operator.report.web.plugin import BatchLLMPlugin
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    names = runpy.run_path(str(ROOT / "plugins" / "batchllm_pages.py"))
+    assert names["BatchLLMPlugin"] is BatchLLMPlugin
+
+
+def test_without_the_operators_providers_no_task_has_the_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Airflow asks for each task of each DAG that it reads."""
+    from batchllm_operator.report.web.links import LiveProgressLink
+
+    monkeypatch.setitem(sys.modules, "batchllm_operator.operators.generate", None)
+    assert LiveProgressLink().operators == []
 
 
 def test_views_lie_where_airflow_does(tmp_path: Path) -> None:
