@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +82,3 @@ def test_the_gpus_kernel_gives_the_same_in_tritons_interpreter(
     assert ours["texts"] == stock["texts"]
     assert len({text for text, _ in ours["texts"]}) > 2  # of three documents or so
     assert any("Triton on cpu" in line for line in ours["log"])
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "reason"),
-    [
-        ({"attention_backend": "CPU_ATTN"}, "names an attention backend"),
-        ({"attention_config": {"backend": "CPU_ATTN"}}, "names an attention backend"),
-        ({"additional_config": {"batchllm_attention": {"grahps": True}}}, "has no grahps"),
-    ],
-)
-def test_what_contradicts_it_is_a_fault_of_the_spec(
-    refusal: Callable[..., str], extra_args: dict[str, Any], reason: str
-) -> None:
-    assert reason in refusal(attention="batchllm", extra_args=extra_args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from support.demo_job import DS, Demo
@@ -72,10 +71,6 @@ def test_defaults_suit_a_cpu(demo: Demo) -> None:
     engine = show(demo)["engine"]
     assert (engine["enforce_eager"], engine["block_size"]) == (True, 32)
     assert engine["kv_cache_memory_bytes"] == 1 << 30
-
-
-def test_a_value_that_vllm_refuses_is_a_fault_of_the_spec(refusal: Callable[..., str]) -> None:
-    assert "cache_dtype" in refusal(extra_args={"kv_cache_dtype": "nonsense"})
 
 
 def test_a_command_that_vllm_refuses_ends_in_one_line(demo: Demo) -> None:
