@@ -192,9 +192,9 @@ def test_from_the_menu_to_the_jobs_and_back_to_a_run(airflow: Snippets, tab: Tab
     assert "committed" in card.inner_text()
     assert f"{100 * airflow.report(DAY)['achieved_saving_ratio']:.1f}" in card.inner_text()
     trend = card.get_by_role("img").first.get_attribute("aria-label")
-    assert trend.startswith("Saving ratio of the last 2 runs")
+    assert trend.startswith("Saving ratio of the last 2 partitions")
     card.get_by_text("The last 2 runs of job").click()
-    card.get_by_role("link", name=f"Compare of+{DAY} with the run before").click()
+    card.get_by_role("link", name=f"Compare of+{DAY} with {BEFORE}").click()
     shown.get_by_role("heading", name=f"job {BEFORE} and job {DAY}").wait_for()
     assert shown.get_by_role("row", name="Rows in").inner_text().split()[2:5] == [
         "20",

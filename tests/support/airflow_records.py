@@ -27,7 +27,14 @@ class Records:
                 session.execute(delete(table))
 
     def run(
-        self, dag_id: str = "job", run_id: str = "a", *, state: str = "running", day: int = 0
+        self,
+        dag_id: str = "job",
+        run_id: str = "a",
+        *,
+        state: str = "running",
+        day: int = 0,
+        logical_day: int | None = None,
+        conf: dict[str, Any] | None = None,
     ) -> Records:
         """A run of a DAG, due `day` days after the first."""
         from airflow.models.dagrun import DagRun
@@ -40,7 +47,8 @@ class Records:
             "state": state,
             "run_type": DagRunType.MANUAL,
             "run_after": due,
-            "logical_date": None,
+            "logical_date": None if logical_day is None else DAY + timedelta(days=logical_day),
+            "conf": conf,
             "queued_at": due,
             "clear_number": 0,
             "log_template_id": None,

@@ -1,21 +1,23 @@
 """All jobs that have run here, with their latest runs, from Airflow's database alone.
 
 A job is registered by having run: its plan task has noted a plan's URI, or is at work on its first,
-or has failed to.
+or has failed to. Its runs are in the order of their partitions: a day that is run again stays
+between its neighbours.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
 
 from airflow.models.dagrun import DagRun
+from airflow.models.renderedtifields import RenderedTaskInstanceFields
 from airflow.models.taskinstance import TaskInstance
 from airflow.models.xcom import XComModel
-from sqlalchemy import and_, select
+from sqlalchemy import and_, null, select
 from sqlalchemy.orm import Session
 
 from batchllm_operator.report.web.job_state import JobState, job_state
@@ -36,7 +38,10 @@ from batchllm_operator.report.web.runs import (
 )
 
 NUM_RUNS: Final = 30
-"""Runs of a job that its trend shows."""
+"""Runs of a job that are shown, those of the newest partitions."""
+_NUM_CANDIDATES: Final = 300
+"""Latest runs of a job among which these are looked for."""
+_MAX_NAME_CHARS: Final = 250
 _MOST: Final = 1e24
 """That a number of an outcome may be: tasks can return anything."""
 
@@ -48,14 +53,15 @@ class JobRun:
     job: JobInRun
     run_after: datetime
     run_state: str
+    partition: str | None
+    """Of its plan; before there is one, that which it will be of, if that is known."""
     outcome: Mapping[str, Any] = field(default_factory=dict)
     """What commit and report have returned; numbers are read by `number`."""
 
     @property
-    def ds(self) -> str | None:
-        """The partition, once it is planned."""
-        plan_uri = readable_uri(self.job.noted)
-        return None if plan_uri is None else plan_uri.ds
+    def is_planned(self) -> bool:
+        """Whether its partition is that of a plan."""
+        return readable_uri(self.job.noted) is not None
 
     def number(self, name: str) -> float | None:
         """A number of the outcome that is one; None for anything else."""
@@ -72,18 +78,30 @@ class Job:
     dag_id: str
     task_id: str
     runs: tuple[JobRun, ...]
-    """The earliest first; at least one."""
+    """At least one. The earliest partition first, in each the earliest attempt; before them runs
+    of which nobody knows the partition yet."""
     state: JobState
     """Of the latest run."""
 
     @property
     def latest(self) -> JobRun:
-        """The run that is or was due last."""
+        """The latest attempt at the newest partition."""
         return self.runs[-1]
 
     @property
+    def by_partition(self) -> dict[str, JobRun]:
+        """One run for each partition, the earliest first: its latest with an outcome, or else its
+        latest."""
+        found: dict[str, JobRun] = {}
+        for run in self.runs:
+            if run.partition is not None and (run.outcome or run.partition not in found):
+                found[run.partition] = run
+        return found
+
+    @property
     def latest_done(self) -> JobRun:
-        """The latest run with an outcome, or else the latest."""
+        """The latest run with an outcome, of the newest partition that has one, or else the
+        latest."""
         return next((run for run in reversed(self.runs) if run.outcome), self.latest)
 
     @property
@@ -135,20 +153,68 @@ def _job(session: Session, dag_id: str, task_id: str) -> Job | None:
         .where(TaskInstance.dag_id == dag_id, TaskInstance.task_id == task_id)
         .where(TaskInstance.operator == PLAN)
         .order_by(DagRun.run_after.desc(), DagRun.id.desc(), TaskInstance.map_index.desc())
-        .limit(NUM_RUNS)
+        .limit(_NUM_CANDIDATES)
     ).all()
     if not rows:  # removed since
         return None
-    run_ids = {row[0] for row in rows}
-    noted = _noted(session, dag_id, task_id, run_ids)
-    outcomes = _outcomes(session, dag_id, run_ids)
-    runs = []
+    noted = _noted(session, dag_id, task_id, {row[0] for row in rows})
+    found = []
     for run_id, run_state, run_after, map_index, state in reversed(rows):
         ref = JobRef(dag_id, run_id, task_id, map_index)
+        uri = readable_uri(noted.get((run_id, map_index)))
         job = JobInRun(ref, state_name(state), noted.get((run_id, map_index)))
-        outcome = outcomes[run_id].get(job.noted, {}) if isinstance(job.noted, str) else {}
-        runs.append(JobRun(job, run_after, state_name(run_state), outcome))
-    return Job(dag_id, task_id, tuple(runs), job_state(session, runs[-1].job))
+        ds = None if uri is None else uri.ds
+        found.append(JobRun(job, run_after, state_name(run_state), ds))
+    unplanned = [run.job.ref for run in found if run.partition is None]
+    expected = _expected(session, unplanned) if unplanned else {}
+    found = [replace(run, partition=expected.get(run.job.ref, run.partition)) for run in found]
+    found.sort(key=lambda run: (run.partition is not None, run.partition or ""))
+    runs = found[-NUM_RUNS:]
+    outcomes = _outcomes(session, dag_id, {run.job.ref.run_id for run in runs})
+    done = tuple(
+        replace(run, outcome=outcomes[run.job.ref.run_id].get(run.job.noted, {}))
+        if isinstance(run.job.noted, str)
+        else run
+        for run in runs
+    )
+    return Job(dag_id, task_id, done, job_state(session, runs[-1].job))
+
+
+def _expected(session: Session, refs: Collection[JobRef]) -> dict[JobRef, str]:
+    """Which partitions jobs will plan: as rendered for their tasks, or as their runs say it."""
+    of_run: dict[str, str] = {}
+    (dag_id,) = {ref.dag_id for ref in refs}
+    run_ids = {ref.run_id for ref in refs}
+    key = getattr(DagRun, "partition_key", null())  # of Airflow 3.2 and later
+    rows = session.execute(
+        select(DagRun.run_id, DagRun.conf, key, DagRun.logical_date).where(
+            DagRun.dag_id == dag_id, DagRun.run_id.in_(run_ids)
+        )
+    )
+    for run_id, conf, partition_key, logical_date in rows:
+        given = conf.get("ds") if isinstance(conf, Mapping) else None
+        date = None if logical_date is None else logical_date.strftime("%Y-%m-%d")
+        ds = next((each for each in (given, partition_key, date) if _is_name(each)), None)
+        if ds is not None:
+            of_run[run_id] = ds
+    fields = RenderedTaskInstanceFields
+    rendered = session.execute(
+        select(fields.run_id, fields.task_id, fields.map_index, fields.rendered_fields).where(
+            fields.dag_id == dag_id, fields.run_id.in_(run_ids)
+        )
+    )
+    of_task = {
+        JobRef(dag_id, run_id, task_id, map_index): values["ds"]
+        for run_id, task_id, map_index, values in rendered
+        if isinstance(values, Mapping) and _is_name(values.get("ds"))
+    }
+    found = {ref: of_task.get(ref, of_run.get(ref.run_id)) for ref in refs}
+    return {ref: ds for ref, ds in found.items() if ds is not None}
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it can be a partition's: users write what they like into a run's `conf`."""
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME_CHARS and value.isprintable()
 
 
 def _noted(

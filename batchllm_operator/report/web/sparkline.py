@@ -56,8 +56,8 @@ def sparkline(
             last = point(idx, value)
             lines[-1].append(last)
     text = (
-        f"{what} of the last {len(values)} runs: from {shown(known[0])} to {shown(known[-1])},"
-        f" between {shown(low)} and {shown(high)}"
+        f"{what} of the last {len(values)} partitions: from {shown(known[0])} to"
+        f" {shown(known[-1])}, between {shown(low)} and {shown(high)}"
     )
     if len(known) < len(values):
         text += f"; unknown for {len(values) - len(known)}"

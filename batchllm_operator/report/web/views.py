@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,7 +29,8 @@ class RunView:
 
     run_id: str
     href: str
-    ds: str | None
+    partition: str
+    is_planned: bool
     state: str
     is_failed: bool
     num_rows: float | None
@@ -37,8 +39,10 @@ class RunView:
     tokens_per_s: float | None
     gpu_s: float | None
     cost_usd: float | None
+    before: str = ""
+    """The partition that it can be compared with: the newest before its own with an outcome."""
     compare_href: str = ""
-    """To the comparison with the run before; empty if one of them has no outcome."""
+    """To that comparison; empty if there is none, or this run has no outcome."""
 
     @classmethod
     def of(cls, run: JobRun, links: Links, before: JobRun | None = None) -> RunView:
@@ -46,7 +50,8 @@ class RunView:
         return cls(
             run_id=run.job.ref.run_id,
             href=links.job(run.job.ref),
-            ds=run.ds,
+            partition=run.partition or "unknown",
+            is_planned=run.is_planned,
             state=run.run_state,
             is_failed=run.run_state in FAILED,
             num_rows=run.number("num_rows_in"),
@@ -55,8 +60,9 @@ class RunView:
             tokens_per_s=run.number("tokens_per_s"),
             gpu_s=run.number("gpu_s"),
             cost_usd=run.number("cost_usd"),
+            before="" if before is None else before.partition or "",
             compare_href=links.comparison(before.job.ref, run.job.ref)
-            if before is not None and before.outcome and run.outcome
+            if before is not None and run.outcome
             else "",
         )
 
@@ -72,23 +78,27 @@ class JobView:
     state: JobState
     latest: RunView
     shown: RunView
-    """The run whose numbers are shown: the latest that has some."""
+    """The run whose numbers are shown: of the newest partition that has some."""
     shown_note: str
     runs: tuple[RunView, ...]
-    """The latest first."""
+    """The newest partition first, in it the latest attempt."""
     trends: tuple[tuple[str, Sparkline], ...]
 
     @classmethod
     def of(cls, job: Job, links: Links) -> JobView:
         """Take what is shown of a job."""
-        pairs = zip((None, *job.runs), job.runs, strict=False)
-        runs = [RunView.of(run, links, before) for before, run in pairs]
+        partitions = job.by_partition
+        runs = [RunView.of(run, links, _before(run, partitions.values())) for run in job.runs]
         latest, shown = runs[-1], RunView.of(job.latest_done, links)
+        plotted = [RunView.of(run, links) for run in partitions.values()]
         is_older = shown.saving is not None and shown.href != latest.href
         lines = (
-            ("Saving ratio", sparkline("Saving ratio", [run.saving for run in runs], ratio)),
-            ("Tokens/s", sparkline("Tokens per second", [run.tokens_per_s for run in runs], count)),
-            ("Cost", sparkline("Cost", [run.cost_usd for run in runs], usd)),
+            ("Saving ratio", sparkline("Saving ratio", [run.saving for run in plotted], ratio)),
+            (
+                "Tokens/s",
+                sparkline("Tokens per second", [run.tokens_per_s for run in plotted], count),
+            ),
+            ("Cost", sparkline("Cost", [run.cost_usd for run in plotted], usd)),
         )
         return cls(
             name=job.name,
@@ -98,10 +108,22 @@ class JobView:
             state=job.state,
             latest=latest,
             shown=shown,
-            shown_note=f"as of {shown.ds or shown.run_id}" if is_older else "",
+            shown_note=f"as of {shown.partition}" if is_older else "",
             runs=tuple(reversed(runs)),
             trends=tuple((name, line) for name, line in lines if line is not None),
         )
+
+
+def _before(run: JobRun, partitions: Iterable[JobRun]) -> JobRun | None:
+    """The run of the newest partition before a run's own that has an outcome."""
+    if run.partition is None:
+        return None
+    earlier = (
+        each
+        for each in partitions
+        if each.outcome and each.partition is not None and each.partition < run.partition
+    )
+    return max(earlier, key=lambda each: each.partition or "", default=None)
 
 
 def jobs_page(jobs: list[Job], links: Links) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from support.airflow_records import Records
@@ -51,7 +53,9 @@ def test_a_job_is_listed_with_its_latest_run_and_the_trend(anna: Browser, record
     for shown in ("generating (0 of 2 shards)", "74.0 %", "as of 2026-01-35", "4,321", "1,000"):
         assert shown in html, shown
     assert "The last 30 runs of rank" in html and ">r5<" not in html and ">r6<" in html
-    text = "Saving ratio of the last 30 runs: from 46.0 % to 74.0 %, between 46.0 % and 74.0 %"
+    text = (
+        "Saving ratio of the last 30 partitions: from 46.0 % to 74.0 %, between 46.0 % and 74.0 %"
+    )
     assert f'aria-label="{text}; unknown for 1"' in html
 
 
@@ -72,6 +76,70 @@ def test_jobs_of_one_dag_have_their_own_numbers(anna: Browser, records: Records)
     assert "11.0 %" in one and "22.0 %" not in one
     assert "22.0 %" in two and "11.0 %" not in two
     assert "33.0 %" in three and "2 h 00 min" in three and "$5.50" in three
+
+
+def listed(html: str) -> list[str]:
+    """Ids of runs in the table, from above."""
+    return re.findall(r'<th scope="row"><a href="[^"]*">([^<]*)</a>', html)
+
+
+def test_runs_are_listed_compared_and_plotted_by_partition(anna: Browser, records: Records) -> None:
+    """A day that is run again, by hand, later than the day after it."""
+    for run_id, due, day, saving in (
+        *(("r18", 18, 17, 0.1), ("r19", 19, 18, 0.2), ("r20", 20, 19, 0.3), ("r21", 21, 20, 0.4)),
+        *(("r19-again", 22, 18, 0.5), ("r20-again", 23, 19, 0.6)),
+    ):
+        records.run(run_id=run_id, state="success", day=due)
+        records.job(uri(day), run_id=run_id, outcome=outcome(saving))
+    records.run(run_id="r20-failed", state="failed", day=24)
+    records.job(uri(19), run_id="r20-failed")
+    html = anna.page("/")
+    assert listed(html) == [
+        *("r21", "r20-failed", "r20-again", "r20", "r19-again", "r19", "r18"),
+    ]
+    compared = re.findall(r'aria-label="Compare ([^"]*)"', html)
+    assert compared == [
+        "r21 with 2026-01-20",
+        "r20-again with 2026-01-19",
+        "r20 with 2026-01-19",
+        "r19-again with 2026-01-18",
+        "r19 with 2026-01-18",
+    ]
+    first = html.index('aria-label="Compare r21')
+    link = unquote(html[html.rindex("<a ", 0, first) : first])
+    assert "before=job/r20-again/" in link and "after=job/r21/" in link
+    assert "latest run\nr21, partition 2026-01-21" in html
+    assert "Saving ratio of the last 4 partitions: from 10.0 % to 40.0 %, between 10.0 %" in html
+    assert "and 60.0 %" in html
+
+
+def test_a_run_before_its_plan_stands_where_its_partition_will(
+    anna: Browser, records: Records
+) -> None:
+    records.run(run_id="r20", state="success", day=20)
+    records.job(uri(19), run_id="r20", outcome=outcome())
+    plan = {"task_id": "batchllm.plan", "state": "running"}
+    records.run(run_id="conf", day=21, conf={"ds": "2026-01-18"}).task(**plan, run_id="conf")
+    records.run(run_id="logical", day=22, logical_day=20).task(**plan, run_id="logical")
+    records.run(run_id="rendered", day=23, conf={"ds": "2027-01-01"})
+    records.task(**plan, run_id="rendered", rendered={"ds": "2026-01-19"})
+    records.run(run_id="nobody-knows", day=24, conf={"ds": ["2026"]}).task(
+        **plan, run_id="nobody-knows", rendered={"ds": 7}
+    )
+    html = anna.page("/")
+    assert listed(html) == ["logical", "r20", "rendered", "conf", "nobody-knows"]
+    assert "2026-01-21, not planned" in html and "unknown, not planned" in html
+    assert "latest run\nlogical, partition 2026-01-21" in html
+    assert "as of 2026-01-20" in html
+
+
+def test_days_that_are_run_again_dont_push_the_newest_out(anna: Browser, records: Records) -> None:
+    records.run(run_id="newest").job(uri(99), outcome=outcome(), run_id="newest")
+    for idx in range(40):
+        records.run(run_id=f"again-{idx}", day=50 + idx).job(uri(3), run_id=f"again-{idx}")
+    found = listed(anna.page("/"))
+    assert len(found) == 30
+    assert found[:2] == ["newest", "again-39"]
 
 
 @pytest.mark.parametrize(
@@ -96,9 +164,9 @@ def test_the_stage_of_a_job(
     commit: str | None,
     shown: str,
 ) -> None:
-    noted = {"plan_uri": uri(0)} if plan == "success" else {}
-    records.run(run_id="old").task("j.plan", run_id="old", plan_uri=uri(1))
-    records.run(day=1).task("j.plan", plan, **noted).task("j.commit", commit)
+    noted = {"plan_uri": uri(1)} if plan == "success" else {}
+    records.run(run_id="old").task("j.plan", run_id="old", plan_uri=uri(0))
+    records.run(logical_day=1).task("j.plan", plan, **noted).task("j.commit", commit)
     for idx, state in enumerate(generate):
         records.task("j.generate", state, map_index=idx)
     assert f">{shown}</span>" in anna.page("/")

@@ -12,13 +12,18 @@ from typing import Any
 
 import pytest
 from support.airflow_records import Records
+from support.fake_job import document_rows, fake_spec, write_table
 
+from batchllm_operator.pipeline.commit import commit_run
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.report.shard_progress import ShardProgress
 
 Browser = Any  # the class in conftest.py
 
 RUN = "/dags/job/runs/a"
 JOB = f"{RUN}/jobs/batchllm.plan/-1"
+DAY_BEFORE = "2026-01-30"
 EVIL = "<script>alert(1)</script>"
 
 
@@ -259,10 +264,16 @@ def test_what_comes_from_outside_is_escaped(
     assert "<b>" not in html and "<script" not in html
 
 
-def test_two_runs_are_compared(anna: Browser, records: Records, committed: Any) -> None:
-    for day, run_id in enumerate(("a", "b", "c")):
+def test_two_runs_are_compared(
+    anna: Browser, records: Records, committed: Any, tmp_path: Path
+) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 1), ds=DAY_BEFORE)
+    earlier = plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DAY_BEFORE)
+    run_shard(earlier.folder.uri, 0)
+    commit_run(earlier.folder.uri)
+    for day, (run_id, plan) in enumerate((("a", earlier), ("b", committed), ("c", committed))):
         records.run(run_id=run_id, day=day)
-        records.job(committed.folder.uri, run_id=run_id, outcome={} if day < 2 else None)
+        records.job(plan.folder.uri, run_id=run_id, outcome={} if day < 2 else None)
     found = re.findall(r'href="(/batchllm/compare[^"]*)"', anna.page("/"))
     assert len(found) == 1
     html = anna.page(unescape(found[0]).removeprefix("/batchllm"))
