@@ -196,8 +196,16 @@ def test_a_table_with_a_truncated_file(job: Job) -> None:
 
 def test_a_storage_that_we_do_not_know(job: Job) -> None:
     job.write_spec(input={"uri": "nosuch://bucket/table"})
-    assert_refused(job.plan(), 2, "nosuch://bucket/table")
+    assert_refused(job.plan(), 2, "job.yaml", "input.uri: nosuch:// isn't a storage", "s3://")
     assert not job.out.exists()
+
+
+@pytest.mark.parametrize(
+    "uri", ["gs://b/plan", "S3://b/plan", "abfss://c@a/plan", "iceberg://c/n.t"]
+)
+@pytest.mark.parametrize("command", ["commit", "report", "status"])
+def test_a_plan_in_a_storage_that_does_not_work(job: Job, uri: str, command: str) -> None:
+    assert_refused(job.batchllm(command, "--plan", uri), 2, uri, "write ", "s3://")
 
 
 def test_output_over_the_input(job: Job) -> None:

@@ -311,7 +311,7 @@ def test_numbers_that_are_too_large(lake: Path, section: str, name: str) -> None
         ({"input": {"key": ["row_key", "row_key"]}}, "input.key: names a column twice"),
         ({"planner": {"gpu_table": "\0"}}, "planner.gpu_table: holds a NUL character"),
         ({"planner": {"num_shards": 100_001}}, "planner.num_shards"),
-        ({"sampling": {"stop_token_ids": [-1]}}, "sampling.stop_token_ids.0"),
+        ({"sampling": {"stop_token_ids": [-1]}}, "sampling.stop_token_ids\\[0\\]"),
         ({"input": {"filter": [{"column": "n", "value": 1 << 63}]}}, "must fit into 64 bits"),
         (
             {"input": {"filter": [{"column": "n", "op": "in", "value": [1, -(1 << 70)]}]}},

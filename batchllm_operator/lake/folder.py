@@ -24,7 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.lake.s3_settings import s3_options
-from batchllm_operator.spec import holds_credentials
+from batchllm_operator.spec import check_folder, holds_credentials
 
 _CHUNK_BYTES: Final = 1 << 20
 _READ_AHEAD_BYTES: Final = 8 << 20
@@ -48,8 +48,8 @@ class Folder:
         `options` of the file system say otherwise.
 
         Raises:
-            SpecError: no file system is installed for the URI's scheme, or it can't be a path,
-                or it holds credentials.
+            SpecError: the URI's scheme isn't one of ours, or its file system isn't installed, or it
+                can't be a path, or it holds credentials.
         """
         if holds_credentials(uri):  # without the URI, which goes into plans and reports, too
             raise SpecError(
@@ -62,6 +62,10 @@ class Folder:
             is_path = False
         if not is_path:
             raise SpecError(f"{uri!r}: isn't a path or a URI")
+        try:
+            check_folder(uri)
+        except ValueError as error:
+            raise SpecError(f"{uri}: {error}") from None
         try:
             # No listings are cached: other processes write here too.
             options = {"use_listings_cache": False, **s3_options(uri), **options}

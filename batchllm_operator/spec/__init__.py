@@ -1,6 +1,6 @@
 """The job spec: what a job reads, asks, runs and writes. Untrusted input enters here."""
 
-from batchllm_operator.spec.addresses import TableAddress
+from batchllm_operator.spec.addresses import TableAddress, check_folder
 from batchllm_operator.spec.loading import load_spec, parse_spec, parse_spec_json
 from batchllm_operator.spec.masking import MaskedStream, Masker
 from batchllm_operator.spec.model import (
@@ -38,6 +38,7 @@ __all__ = [
     "PromptSpec",
     "SamplingSpec",
     "TableAddress",
+    "check_folder",
     "holds_credentials",
     "load_spec",
     "parse_spec",

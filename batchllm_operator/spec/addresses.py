@@ -1,13 +1,19 @@
-"""Addresses of tables: which format, and where."""
+"""Addresses of tables and folders: which format, and where."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
 _ICEBERG: Final = "iceberg://"
 _DELTA: Final = "delta+"
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):(?:[/\\]|[^/]*://)")
+_FOLDER: Final = "a local path or s3://BUCKET/FOLDER (s3a:// is the same)"
+_TABLE: Final = (
+    "a local path, s3://BUCKET/TABLE (s3a:// is the same) or iceberg://CATALOG/NAMESPACE.TABLE"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,9 @@ class TableAddress:
             folder = uri.removeprefix(_DELTA)
             if not folder or folder.startswith((_ICEBERG, _DELTA)):
                 raise ValueError("write delta+ and a path or s3://BUCKET/TABLE")
+            check_folder(folder, forms=f"delta+ and {_FOLDER}")
             return cls("delta", folder)
+        check_folder(uri, forms=_TABLE)
         return cls("parquet", uri)
 
     @property
@@ -75,3 +83,30 @@ class TableAddress:
         # Two names of one scheme.
         ours, theirs = (f"{each.location.replace('s3a://', 's3://', 1)}/" for each in (self, other))
         return ours.startswith(theirs) or theirs.startswith(ours)
+
+
+def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
+    """Refuse what is neither a local path nor a folder on S3; `forms` is what to write instead.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    scheme = scheme_of(uri)
+    if scheme is None or uri.startswith("file:///"):
+        return
+    if scheme == "file":
+        raise ValueError("names another machine, or lacks a slash; write file:///FOLDER")
+    if scheme == "iceberg":
+        raise ValueError(f"isn't an address of a folder; write {forms}")
+    if scheme not in ("s3", "s3a"):
+        if scheme.lower() in ("s3", "s3a", "file", "iceberg"):
+            raise ValueError(f"write {scheme.lower()}:// in small letters")
+        raise ValueError(f"{scheme}:// isn't a storage that works here; write {forms}")
+    if not re.match("s3a?://[^/]", uri):
+        raise ValueError(f"names no bucket; write {forms}")
+
+
+def scheme_of(uri: str) -> str | None:
+    """A URI's scheme, also of one that lacks a slash; None for a path."""
+    match = _SCHEME.match(uri)
+    return match[1] if match else None

@@ -11,12 +11,11 @@ import yaml
 from pydantic import ValidationError
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.spec.addresses import TableAddress
+from batchllm_operator.spec.addresses import TableAddress, scheme_of
+from batchllm_operator.spec.faults import describe
 from batchllm_operator.spec.limits import MAX_FILE_BYTES, LimitError, check_tree, shown
 from batchllm_operator.spec.model import SPEC_VERSION, JobSpec
 
-_MAX_FAULTS: Final = 20
-_MAX_REASON_LEN: Final = 1000
 _MAX_VERSION: Final = 1_000_000
 
 
@@ -56,7 +55,11 @@ def load_spec(path: str | Path) -> JobSpec:
         raise SpecError(f"job spec {path}: {fault}")
     if not isinstance(data, dict):
         raise SpecError(f"job spec {path}: must be a mapping of fields, such as 'name: my_job'")
-    return _resolve_paths(parse_spec(data, source=f"job spec {path}"), path.resolve().parent)
+    spec = parse_spec(data, source=f"job spec {path}")
+    try:
+        return _resolve_paths(spec, path.resolve().parent)
+    except ValueError as error:
+        raise SpecError(f"job spec {path}: {error}") from error
 
 
 def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
@@ -73,7 +76,7 @@ def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        faults = _describe(error)
+        faults = describe(error, JobSpec)
     raise SpecError(f"{source}: {faults}")  # without its cause, which may show a value
 
 
@@ -104,6 +107,11 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SpecError(
+            f"job spec {path}: isn't text in UTF-8, from line {line} on; save it as UTF-8"
+        ) from None
     except (OSError, ValueError) as error:
         raise SpecError(f"job spec {path}: can't be read: {error}") from error
     if len(data) > MAX_FILE_BYTES:
@@ -121,7 +129,10 @@ def _parse_yaml(text: str) -> tuple[object, str | None]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not valid YAML"
+        said = (getattr(error, name, None) for name in ("context", "problem"))
+        problem = ", ".join(filter(None, said)) or "not valid YAML"
+        if mark and text[mark.index : mark.index + 1] == "\t":
+            problem += "; indent with spaces"
         return None, f"not YAML{where}: {shown(problem)}"
     except LimitError as error:
         return None, str(error)
@@ -148,51 +159,39 @@ def _unique_fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _describe(error: ValidationError) -> str:
-    """All faults on one line: field names and reasons, without input values."""
-    faults = []
-    found = error.errors(include_input=False, include_url=False, include_context=False)
-    for fault in found[:_MAX_FAULTS]:
-        where = shown(".".join(str(part) for part in fault["loc"]))
-        reason = shown(fault["msg"].removeprefix("Value error, "), _MAX_REASON_LEN)
-        if fault["type"] == "extra_forbidden":
-            reason = "unknown field"
-        elif fault["type"].startswith("byte_size"):  # whose own message repeats the value
-            reason = "must be a number of bytes, or text like 4GiB"
-        faults.append(f"{where}: {reason}" if where else reason)
-    if len(found) > _MAX_FAULTS:
-        faults.append(f"and {len(found) - _MAX_FAULTS} more")
-    return "; ".join(faults)
-
-
 def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
     """Make local paths absolute, so that a plan means the same wherever it is read."""
 
-    def resolve(uri: str) -> str:
+    def resolve(uri: str, field: str) -> str:
         if uri.startswith("file://"):
             uri = uri.removeprefix("file://")
-        if "://" in uri:
+        if scheme_of(uri) is not None:
             return uri.rstrip("/")
         try:
             return str((folder / Path(uri).expanduser()).resolve())
         except RuntimeError as error:  # ~somebody
-            raise SpecError(f"{uri}: there is no such home folder") from error
+            user = uri.partition("/")[0]
+            raise ValueError(f"{field}: there is no home folder {user}") from error
 
-    def resolve_table(uri: str) -> str:
-        return TableAddress.parse(uri).resolved(resolve).uri
+    def resolve_table(uri: str, field: str) -> str:
+        return TableAddress.parse(uri).resolved(lambda folder: resolve(folder, field)).uri
 
     model = spec.model
     if model.path.startswith(("/", "./", "../", "~/")):
-        model = model.model_copy(update={"path": resolve(model.path)})
+        model = model.model_copy(update={"path": resolve(model.path, "model.path")})
     planner = spec.planner
     if planner.gpu_table is not None:
-        planner = planner.model_copy(update={"gpu_table": resolve(planner.gpu_table)})
-    output = {"uri": resolve_table(spec.output.uri)}
+        planner = planner.model_copy(
+            update={"gpu_table": resolve(planner.gpu_table, "planner.gpu_table")}
+        )
+    output = {"uri": resolve_table(spec.output.uri, "output.uri")}
     if spec.output.staging_uri is not None:
-        output["staging_uri"] = resolve(spec.output.staging_uri)
+        output["staging_uri"] = resolve(spec.output.staging_uri, "output.staging_uri")
     return spec.model_copy(
         update={
-            "input": spec.input.model_copy(update={"uri": resolve_table(spec.input.uri)}),
+            "input": spec.input.model_copy(
+                update={"uri": resolve_table(spec.input.uri, "input.uri")}
+            ),
             "output": spec.output.model_copy(update=output),
             "model": model,
             "planner": planner,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from string import Formatter
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -18,11 +18,12 @@ from pydantic import (
     Field,
     JsonValue,
     Tag,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from batchllm_operator.spec.addresses import TableAddress
+from batchllm_operator.spec.addresses import TableAddress, check_folder, scheme_of
 from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.secrets import find_secrets
 
@@ -59,6 +60,8 @@ ROUNDING_ENGINE_FIELDS: Final = frozenset(
 
 
 def _as_list(value: object) -> object:
+    if not isinstance(value, str | list | tuple):
+        raise ValueError("must be text or a list of texts")
     return [value] if isinstance(value, str) else value
 
 
@@ -84,7 +87,13 @@ def template_columns(template: str) -> tuple[str, ...]:
         ValueError: the template isn't well formed.
     """
     columns: dict[str, None] = {}
-    for _, name, format_spec, conversion in Formatter().parse(template):
+    try:
+        places = list(Formatter().parse(template))
+    except ValueError:  # in Python's own words
+        raise ValueError(
+            "has a { or } without its other half; write {{ or }} for a brace that is text"
+        ) from None
+    for _, name, format_spec, conversion in places:
         if name is None:
             continue
         if format_spec or conversion:
@@ -96,8 +105,32 @@ def template_columns(template: str) -> tuple[str, ...]:
 
 
 def _check_address(uri: str) -> str:
+    if uri != uri.strip() or not uri.isprintable():
+        raise ValueError("begins or ends with a space, or holds a character that can't be seen")
     TableAddress.parse(uri)
     return uri
+
+
+def _check_staging_address(uri: str) -> str:
+    if uri.startswith(("iceberg:", "delta+")):
+        raise ValueError("is a folder: a path or s3://BUCKET/FOLDER, not a table")
+    check_folder(uri)
+    return _check_address(uri)
+
+
+def _check_model(path: str) -> str:
+    if (scheme := scheme_of(path)) is not None:
+        raise ValueError(
+            f"{scheme}:// isn't a place of models that works here; write a local folder (beginning"
+            " with /, ./, ../ or ~/) or the model's name on the Hugging Face hub"
+        )
+    return path
+
+
+def _check_file(path: str) -> str:
+    if scheme_of(path) not in (None, "file"):
+        raise ValueError("must be the path of a local file")
+    return path
 
 
 def _check_distinct(columns: tuple[str, ...]) -> tuple[str, ...]:
@@ -122,6 +155,15 @@ TableUri = Annotated[str, Field(min_length=1), AfterValidator(_check_address)]
 Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
 
 
+def _kinds(annotation: object) -> Iterator[object]:
+    """The types that an annotation is made of, and those of its literals."""
+    arguments = get_args(annotation)
+    if not arguments:
+        yield annotation if isinstance(annotation, type) else type(annotation)
+    for each in arguments:
+        yield from _kinds(each)
+
+
 class _Section(BaseModel):
     """A part of the spec: immutable, no unknown fields, no values in error messages."""
 
@@ -132,6 +174,16 @@ class _Section(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_number(cls, value: object, info: ValidationInfo) -> object:
+        """Python counts with true and false, and YAML's `yes` and `on` are true."""
+        if isinstance(value, bool):
+            kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
+            if bool not in kinds and kinds & {int, float, ByteSize}:
+                raise ValueError("must be a number, not true or false (YAML's yes and no)")
+        return value
 
 
 class FilterTerm(_Section):
@@ -164,8 +216,9 @@ class InputSpec(_Section):
     """The table that the job reads."""
 
     uri: TableUri
-    """The table's address. A local path (relative to the spec file) or `s3://bucket/table` is a
-    Parquet dataset, or the Delta table that lies there; `delta+` before it insists on Delta.
+    """The table's address. A local path (relative to the spec file) or `s3://bucket/table`
+    (`s3a://` is the same; no other storage works) is a Parquet dataset, or the Delta table that
+    lies there; `delta+` before it insists on Delta.
     `iceberg://CATALOG/NAMESPACE.TABLE` is an Iceberg table of a catalog that pyiceberg's own
     configuration (`PYICEBERG_CATALOG__*`, `.pyiceberg.yaml`) says how to reach."""
     partition_column: str = Field(default="ds", min_length=1)
@@ -201,7 +254,7 @@ class PromptSpec(_Section):
 class ModelSpec(_Section):
     """The model that generates."""
 
-    path: str = Field(min_length=1)
+    path: Annotated[NonEmpty, AfterValidator(_check_model)]
     """Folder with the model (starting with `/`, `./`, `../` or `~/`; relative to the
     spec file) or the model's name on the Hugging Face hub."""
     revision: str | None = None
@@ -253,7 +306,7 @@ class OutputSpec(_Section):
     uri: TableUri
     """The table's address, in any of the input's forms; the first commit creates the table, which
     is partitioned by the same column as the input."""
-    staging_uri: NonEmpty | None = None
+    staging_uri: Annotated[NonEmpty, AfterValidator(_check_staging_address)] | None = None
     """Folder under whose `_batchllm/` the job keeps plans, parts and reports: a local path
     (relative to the spec file) or `s3://bucket/folder`. Unset: the output table's own folder, where
     readers skip that name. An Iceberg table has no folder of ours, so there it is required."""
@@ -270,8 +323,6 @@ class OutputSpec(_Section):
                 "an Iceberg table's folder belongs to its catalog: name a folder for the job's"
                 " plans and parts, as staging_uri"
             )
-        if self.staging_uri and TableAddress.parse(self.staging_uri).format != "parquet":
-            raise ValueError("staging_uri is a folder: a path or s3://BUCKET/FOLDER, not a table")
         return self
 
     @property
@@ -391,7 +442,7 @@ class PlannerSpec(_Section):
     target_gpu: NonEmpty | None = "H100"
     """GPU whose time and price `plan` predicts, and by whose time it balances shards; null
     for no prediction. Built in: A100, H100, H200, MI300X."""
-    gpu_table: NonEmpty | None = None
+    gpu_table: Annotated[NonEmpty, AfterValidator(_check_file)] | None = None
     """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
     built-in `planner/gpus.toml`: rates, achievable shares, prices."""
     part_rows: int = Field(default=500, ge=1, le=_MAX_COUNT)
@@ -478,14 +529,18 @@ class JobSpec(_Section):
 
     @model_validator(mode="after")
     def _check_columns(self) -> JobSpec:
-        for column in self.kept_columns:
+        fields = {"input.key": self.input.key, "output.carry": self.output.carry}
+        for field, column in ((name, each) for name in fields for each in fields[name]):
             if column in OUTPUT_COLUMNS:
                 raise ValueError(
-                    f"column {column!r} can't be a key or carried over: the job writes a column of"
-                    " that name; rename it in a view of the input"
+                    f"{field}: column {column!r} can't be a key or carried over: the job writes a"
+                    " column of that name; rename it in a view of the input"
                 )
             if column == self.input.partition_column:
-                raise ValueError(f"column {column!r} is the partition column; it is always kept")
+                raise ValueError(
+                    f"{field}: column {column!r} is the partition column, which is always kept;"
+                    " leave it out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,152 @@
+"""What is wrong with a spec's fields, in plain words that repeat no value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from datetime import date
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from batchllm_operator.spec.limits import shown
+from batchllm_operator.spec.secrets import names_secret
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_MAX_FAULTS: Final = 20
+_MAX_REASON_LEN: Final = 1000
+_WHOLE: Final = "must be a whole number"
+_LIST: Final = "must be a list"
+_BYTES: Final = "must be a number of bytes, or text like 4GiB"
+_REASONS: Final[Mapping[str, str]] = {
+    "missing": "is missing, and required",
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_parsing_size": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": (
+        "must be letters, digits, _ and -, at most 100 of them, a letter or digit first"
+    ),
+    "literal_error": "must be {expected}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "tuple_type": _LIST,
+    "too_short": "must not be empty",
+    "dict_type": "must be a mapping of names to values",
+    "mapping_type": "must be a mapping of names to values",
+    "byte_size": _BYTES,
+    "byte_size_unit": _BYTES,
+    "invalid_key": "names of fields must be text",
+    "invalid-json-value": "must be text, a number, true, false, a list or a mapping (quote a date)",
+}
+_KINDS: Final = frozenset(
+    {"number", "source", "dict", "list", "str", "int", "float", "bool", "[key]"}
+)
+"""Besides names and indexes, pydantic puts what it tries into a fault's place."""
+_WITHOUT_INPUT: Final = ("value_error", "extra_forbidden", "invalid_key")
+_OF_ANY_KIND: Final = "must be text, a finite number, true or false, or a list of these"
+_CLOSENESS: Final = 0.6
+_CLOSENESS_ELSEWHERE: Final = 0.8
+
+
+def describe(error: ValidationError, spec: type[BaseModel]) -> str:
+    """All faults on one line: field names and reasons, and the nearest name for an unknown one."""
+    faults: dict[str, None] = {}
+    for fault in error.errors(include_url=False):
+        where, section = _place(spec, fault["loc"])
+        reason = _reason(fault, section, spec)
+        if fault["input"] is None and fault["type"] not in _WITHOUT_INPUT:
+            reason = f"has no value; it {reason}"
+        reason = shown(reason, _MAX_REASON_LEN)
+        faults[f"{shown(where)}: {reason}" if where else reason] = None
+    found = list(faults)
+    more = [f"and {len(found) - _MAX_FAULTS} more"] if len(found) > _MAX_FAULTS else []
+    return "; ".join(found[:_MAX_FAULTS] + more)
+
+
+def _reason(fault: ErrorDetails, section: type[BaseModel] | None, spec: type[BaseModel]) -> str:
+    kind = fault["type"]
+    if section is None:
+        return _OF_ANY_KIND
+    if kind == "extra_forbidden":
+        return _unknown(str(fault["loc"][-1]), fault["input"], section, spec)
+    if kind == "model_type":
+        return f"must be a section of fields: {', '.join(section.model_fields)}"
+    if kind == "value_error":
+        return fault["msg"].removeprefix("Value error, ")
+    limits = {name: _plain(value) for name, value in fault.get("ctx", {}).items()}
+    reason = _REASONS.get(kind, "isn't valid").format(**limits)
+    if "number" in fault["loc"] and reason == _WHOLE:
+        return f"{reason}, {{column: NAME}} or {{learned: true}}"
+    if kind == "string_type" and isinstance(fault["input"], int | float | date):
+        return f"{reason}; put it in quotes"
+    return reason
+
+
+def _plain(limit: object) -> str:
+    """A limit as YAML has it: 1 for 1.0, true for True."""
+    return f"{limit:.15g}" if isinstance(limit, int | float) else str(limit).replace("True", "true")
+
+
+def _unknown(name: str, value: object, section: type[BaseModel], spec: type[BaseModel]) -> str:
+    """What to write in place of an unknown name: the nearest here, or elsewhere in the spec."""
+    wanted = name.replace("-", "_").lower()
+    near = difflib.get_close_matches(wanted, section.model_fields, n=1, cutoff=_CLOSENESS)
+    if near:
+        return f"unknown field; did you mean {near[0]}?"
+    if names_secret(name) and isinstance(value, str):
+        return "unknown field; credentials come from the environment or an Airflow connection"
+    paths = [path for path in _paths(spec) if "." in path]
+    names = [path.rpartition(".")[2] for path in paths]
+    cutoff = _CLOSENESS_ELSEWHERE if section is spec else 1.0
+    near = difflib.get_close_matches(wanted, names, n=1, cutoff=cutoff)
+    if near:
+        places = [path for path, each in zip(paths, names, strict=True) if each == near[0]]
+        return f"unknown field; did you mean {' or '.join(places)}?"
+    return f"unknown field; known are {', '.join(section.model_fields)}"
+
+
+def _paths(section: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Dotted names of all fields of a section and of those in it."""
+    for name, field in section.model_fields.items():
+        inner = _section_in(field.annotation)
+        yield f"{path}{name}"
+        if inner is not None:
+            yield from _paths(inner, f"{path}{name}.")
+
+
+def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
+    """The dotted name of a place, and the section that it is, or is in.
+
+    No section if a value of one of several kinds stands there.
+    """
+    where, owner = "", spec
+    inner: type[BaseModel] | None = spec
+    for part in loc:
+        if isinstance(part, int) and where:
+            where += f"[{part}]"
+        elif inner is not None and part in inner.model_fields:
+            owner, where = inner, f"{where}.{part}".lstrip(".")
+            inner = _section_in(inner.model_fields[str(part)].annotation)
+        elif inner is not None or where.startswith("engine.extra_args"):
+            where = where if part in _KINDS else f"{where}.{part}".lstrip(".")
+        else:
+            return where, None
+    return where, inner or owner
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field is, may be, or is a list of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
