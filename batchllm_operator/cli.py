@@ -17,8 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator import __version__
-from batchllm_operator.errors import ERROR_MARK, BatchLLMError, ExitCode, Interrupted
+from batchllm_operator import __version__, standard_streams
+from batchllm_operator.errors import (
+    ERROR_MARK,
+    BatchLLMError,
+    ExitCode,
+    Interrupted,
+    MissingLibraryError,
+)
 from batchllm_operator.named_file import parse_file, write_file
 from batchllm_operator.pipeline import (
     gc_command,
@@ -28,6 +34,7 @@ from batchllm_operator.pipeline import (
     status_command,
 )
 from batchllm_operator.pipeline.plan_argument import add_plan, check_plan, plan_uri
+from batchllm_operator.standard_streams import say
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -48,18 +55,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     Libraries repeat in their messages what they were given; credentials are taken out of all that
     this process prints itself, tracebacks included.
     """
-    from batchllm_operator.spec.masking import MaskedStream, Masker
-
+    standard_streams.open_streams()
+    try:
+        from batchllm_operator.spec.masking import MaskedStream, Masker
+    except ModuleNotFoundError as error:  # installed without what it depends on
+        say(f"{ERROR_MARK}{MissingLibraryError.of(error, 'batchllm')}")
+        return ExitCode.INVALID
     masker = Masker.of(os.environ)
     with (
         redirect_stdout(MaskedStream(sys.stdout, masker)),
         redirect_stderr(MaskedStream(sys.stderr, masker)),
     ):
         try:
-            return _main(argv)
-        except Exception as error:  # Python itself would print it past the masks
-            traceback.print_exc()
-            raise SystemExit(ExitCode.FAILURE) from error
+            code = _main(argv)
+        except SystemExit as stop:  # argparse has said why
+            code = stop.code if isinstance(stop.code, int) else ExitCode.FAILURE
+        except Exception:  # noqa: BLE001  Python itself would print it past the masks
+            say(traceback.format_exc())
+            code = ExitCode.FAILURE
+        return standard_streams.finish(code)
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -85,7 +99,7 @@ def _main(argv: Sequence[str] | None) -> int:
         try:
             die_with_parent(args.die_with_parent)
         except ProcessLookupError as error:
-            print(f"{ERROR_MARK}{error}", file=sys.stderr)
+            say(f"{ERROR_MARK}{error}")
             return ExitCode.FAILURE
     _stop_on_signals()
     try:
@@ -94,16 +108,15 @@ def _main(argv: Sequence[str] | None) -> int:
             _write_result(args.result, args.name, result)
         return ExitCode.OK
     except BatchLLMError as error:
-        print(f"{ERROR_MARK}{error}", file=sys.stderr)
+        say(f"{ERROR_MARK}{error}")
         return error.exit_code
+    except ModuleNotFoundError as error:
+        say(f"{ERROR_MARK}{MissingLibraryError.of(error, f'batchllm {args.name}')}")
+        return ExitCode.INVALID
     except OSError as error:  # the machine's or the storage's, met where no stage expects it
-        print(f"{ERROR_MARK}{error}", file=sys.stderr)
-        return ExitCode.FAILURE
+        return standard_streams.code_of(error)
     except Interrupted as stop:
-        print(
-            f"batchllm: {stop}; what was finished is kept: give the same command again to go on",
-            file=sys.stderr,
-        )
+        say(f"batchllm: {stop}; what was finished is kept: give the same command again to go on")
         return 128 + stop.signal_number
 
 

@@ -13,6 +13,16 @@ ERROR_MARK: Final = "batchllm: error: "
 """What the command puts before the message of an error that ends it, on stderr."""
 
 
+_EXTRAS: Final = {
+    "airflow": ("airflow",),
+    "deltalake": ("delta",),
+    "pyiceberg": ("iceberg",),
+    "torch": ("cpu", "gpu"),
+    "vllm": ("gpu", "cpu"),
+}
+"""Libraries that aren't dependencies, and the extras that bring them."""
+
+
 class ExitCode(IntEnum):
     """Exit codes of the `batchllm` command. Schedulers may rely on them."""
 
@@ -50,6 +60,26 @@ class TableError(BatchLLMError):
     """A lake table is absent, unreadable, or lacks a column."""
 
     exit_code = ExitCode.INVALID
+
+
+class MissingLibraryError(BatchLLMError):
+    """A library isn't installed that is needed for what was asked for."""
+
+    exit_code = ExitCode.INVALID
+
+    @classmethod
+    def of(cls, error: ModuleNotFoundError, what: str) -> MissingLibraryError:
+        """Say which one, and how to install it, if `what` was to import it."""
+        library = (error.name or "").partition(".")[0]
+        message = f"{what}: needs the library {library or error}, which isn't installed"
+        if extras := _EXTRAS.get(library):
+            names = " or ".join(f"`{extra}`" for extra in extras)
+            message += (
+                f"; it comes with this package's extra {names}: pip install '.[{extras[0]}]' in a"
+                f" checkout, pip install 'batchllm_operator-VERSION-py3-none-any.whl[{extras[0]}]'"
+                " of a wheel"
+            )
+        return cls(message)
 
 
 class KeyColumnError(TableError):

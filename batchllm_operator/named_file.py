@@ -85,10 +85,12 @@ def _open_already(path: Path) -> int | None:
     Opened a second time, a file would be written from its beginning.
     """
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
-        with suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                stream.flush()
-                return descriptor
+        is_same = False
+        with suppress(OSError):
+            is_same = os.path.samestat(path.stat(), os.fstat(descriptor))
+        if is_same:
+            stream.flush()
+            return descriptor
     return None
 
 

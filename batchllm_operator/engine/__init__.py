@@ -15,7 +15,7 @@ from batchllm_operator.engine.protocol import (
     EngineOutput,
     EngineRequest,
 )
-from batchllm_operator.errors import EngineError, SpecError
+from batchllm_operator.errors import EngineError, MissingLibraryError, SpecError
 from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
 
     Raises:
         SpecError: the engine doesn't know an argument of `engine.extra_args`, or refuses one.
-        EngineError: vLLM isn't installed, or can't start.
+        MissingLibraryError: vLLM isn't installed.
+        EngineError: vLLM can't start.
     """
     check_arguments(spec)  # the plan may have been made where vLLM isn't installed
     if spec.engine.backend == "fake":
@@ -54,10 +55,10 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
     _log.info("starting vLLM with model %s", spec.model.path)
     try:
         from batchllm_operator.engine.vllm_engine import VLLMEngine  # imports vLLM: seconds
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, "vLLM") from error
     except ImportError as error:
-        raise EngineError(
-            f"vLLM can't be imported ({error}); install the extra 'gpu' or 'cpu' of this package"
-        ) from error
+        raise EngineError(f"vLLM can't be imported ({error})") from error
     num_started = count()
 
     def start() -> Engine:

@@ -31,7 +31,7 @@ from batchllm_operator.engine.replica_messages import (
     group_from_json,
     job_from_json,
 )
-from batchllm_operator.errors import BatchLLMError, EngineError, RunaheadError
+from batchllm_operator.errors import BatchLLMError, EngineError, MissingLibraryError, RunaheadError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.masking import MaskedStream, Masker
 from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
@@ -130,6 +130,8 @@ class _Replica:
             os.sched_setaffinity(0, start["cores"])
         try:
             from batchllm_operator.engine.vllm_engine import VLLMEngine  # seconds, on those cores
+        except ModuleNotFoundError as error:
+            raise MissingLibraryError.of(error, "vLLM") from error
         except ImportError as error:
             raise EngineError(f"vLLM can't be imported ({error})") from error
 

@@ -20,7 +20,7 @@ from batchllm_operator.engine.device_profile import DeviceProfile, ProfileStore
 from batchllm_operator.engine.gpus import replica_cores, replica_environment, runs_on_cpu
 from batchllm_operator.engine.protocol import EngineJob, EngineRequest
 from batchllm_operator.engine.replica_messages import Channel, Started, job_to_json
-from batchllm_operator.errors import EngineError, ModelError, SpecError
+from batchllm_operator.errors import EngineError, MissingLibraryError, ModelError, SpecError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
 
@@ -30,7 +30,9 @@ _END_S: Final = 60.0
 """That replicas may take, side by side, to end by themselves."""
 _END_STARTING_S: Final = 10.0
 """That they may if not all have started: they may wait for each other, and have nothing to lose."""
-_ERRORS: Final = {error.__name__: error for error in (SpecError, ModelError, EngineError)}
+_ERRORS: Final = {
+    error.__name__: error for error in (SpecError, ModelError, EngineError, MissingLibraryError)
+}
 
 
 class ReplicaGoneError(Exception):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from batchllm_operator.errors import SpecError, StorageError, TableError
+from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError, TableError
 from batchllm_operator.lake.delta_version import TableVersion
 from batchllm_operator.lake.folder import Folder, fsync
 from batchllm_operator.spec import Masker
@@ -63,11 +63,8 @@ class DeltaLog:
             )
         try:
             import deltalake  # noqa: F401
-        except ImportError as error:
-            raise SpecError(
-                f"{self.uri}: Delta tables need the extra `delta`:"
-                " pip install 'batchllm-operator[delta]'"
-            ) from error
+        except ModuleNotFoundError as error:
+            raise MissingLibraryError.of(error, f"table {self.uri}") from error
 
     def latest(self) -> TableVersion | None:
         """The table as it is now; None if there is none.

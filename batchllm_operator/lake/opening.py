@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from batchllm_operator.errors import SpecError, TableError
+from batchllm_operator.errors import MissingLibraryError, SpecError, TableError
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet import ParquetTable
 from batchllm_operator.lake.table import LakeTable
@@ -20,8 +20,8 @@ def open_table(uri: str, partition_column: str) -> LakeTable:
     """The table at an address of the spec; a folder is opened as the format that lies in it.
 
     Raises:
-        SpecError: the address isn't one, no catalog or storage of its kind is set up, or the
-            format's library isn't installed.
+        SpecError: the address isn't one, or no catalog or storage of its kind is set up.
+        MissingLibraryError: the format's library isn't installed.
         TableError: an Iceberg table's folder is addressed without its catalog.
         StorageError: the storage or the catalog fails.
     """
@@ -30,13 +30,13 @@ def open_table(uri: str, partition_column: str) -> LakeTable:
     except ValueError as error:
         raise SpecError(f"{uri}: {error}") from error
     if address.format == "iceberg":
-        with _library("pyiceberg", extra="iceberg", uri=uri):
+        with _library(uri):
             from batchllm_operator.lake.iceberg import IcebergTable
 
             return IcebergTable(address, partition_column)
     folder = Folder.open(address.location)
     if address.format == "delta" or folder.exists(_DELTA_LOG):
-        with _library("deltalake", extra="delta", uri=uri):
+        with _library(uri):
             from batchllm_operator.lake.delta import DeltaTable
 
             return DeltaTable(folder.uri, partition_column)
@@ -49,14 +49,9 @@ def open_table(uri: str, partition_column: str) -> LakeTable:
 
 
 @contextmanager
-def _library(name: str, *, extra: str, uri: str) -> Iterator[None]:
+def _library(uri: str) -> Iterator[None]:
     """Say how to install a library that is missing: the formats' are extras."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != name:
-            raise
-        raise SpecError(
-            f"table {uri}: needs the library {name}, which isn't installed:"
-            f" pip install 'batchllm-operator[{extra}]'"
-        ) from error
+        raise MissingLibraryError.of(error, f"table {uri}") from error

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from batchllm_operator.errors import SpecError
+from batchllm_operator.errors import MissingLibraryError, SpecError
 from batchllm_operator.lake import open_table
 from batchllm_operator.pipeline.shard_report import ShardReport
 from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher
@@ -70,7 +70,8 @@ def find_committed(plan: StoredPlan) -> Committed | None:
     spec = manifest.spec
     try:
         table = open_table(spec.output.uri, spec.input.partition_column)
-    except SpecError as error:  # a GPU's image needs no libraries of tables: a worker has looked
+    except (MissingLibraryError, SpecError) as error:
+        # A GPU's image needs no libraries of tables: a worker has looked.
         _log.info("Whether the plan is committed can't be seen from here: %s", error)
         return None
     is_there = check_publisher(table, spec, manifest.ds) == plan.publication

@@ -15,7 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.errors import EngineError, ModelError, PlanError, SpecError, StorageError
+from batchllm_operator.errors import (
+    EngineError,
+    MissingLibraryError,
+    ModelError,
+    PlanError,
+    SpecError,
+    StorageError,
+)
 from batchllm_operator.named_file import write_file
 from batchllm_operator.pipeline.estimate import engine_limits, read_shape, shape_of
 from batchllm_operator.pipeline.stored_plan import StoredPlan
@@ -151,14 +158,15 @@ def simulate_policies(
     Raises:
         PlanError: a request doesn't fit into the KV cache.
         SpecError: vLLM's scheduler refuses a setting.
-        EngineError: vLLM isn't installed, or doesn't end.
+        MissingLibraryError: vLLM isn't installed.
+        EngineError: vLLM can't be imported, or doesn't end.
     """
     try:
         from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, "vLLM's scheduler") from error
     except ImportError as error:
-        raise EngineError(
-            f"vLLM can't be imported ({error}); install the extra 'gpu' or 'cpu' of this package"
-        ) from error
+        raise EngineError(f"vLLM can't be imported ({error})") from error
     for name in options.policy_names:
         yield simulate(
             workload,

@@ -8,7 +8,7 @@ import pytest
 from support.fake_job import fake_spec
 
 from batchllm_operator.engine import EngineJob, EngineOutput, EngineRequest, start_engine
-from batchllm_operator.errors import EngineError, ExitCode, SpecError
+from batchllm_operator.errors import ExitCode, MissingLibraryError, SpecError
 
 
 def test_the_spec_chooses_the_engine() -> None:
@@ -24,8 +24,9 @@ def test_an_unknown_engine_argument_is_a_fault_of_the_spec() -> None:
 
 
 def test_without_vllm_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "batchllm_operator.engine.vllm_engine", None)
-    with pytest.raises(EngineError, match="extra 'gpu' or 'cpu'"):
+    monkeypatch.delitem(sys.modules, "batchllm_operator.engine.vllm_engine", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingLibraryError, match=r"library vllm, .* extra `gpu` or `cpu`: pip "):
         start_engine(fake_spec("/lake", engine={"backend": "vllm"}), EngineJob(100))
 
 

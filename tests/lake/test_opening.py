@@ -40,18 +40,18 @@ class Missing(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
-from batchllm_operator.errors import SpecError
+from batchllm_operator.errors import MissingLibraryError
 from batchllm_operator.lake import open_table
 try:
     open_table(sys.argv[2], "ds")
-except SpecError as error:
+except MissingLibraryError as error:
     print(error)
 """
 
 
 @pytest.mark.parametrize(
     ("library", "uri", "extra"),
-    [("pyiceberg", "iceberg://c/ns.t", "iceberg")],
+    [("pyiceberg", "iceberg://c/ns.t", "iceberg"), ("deltalake", "delta+/none", "delta")],
 )
 def test_a_library_that_is_missing(library: str, uri: str, extra: str) -> None:
     found = subprocess.run(
@@ -60,7 +60,8 @@ def test_a_library_that_is_missing(library: str, uri: str, extra: str) -> None:
         text=True,
         check=True,
     )
-    assert f"pip install 'batchllm-operator[{extra}]'" in found.stdout
+    assert f"table {uri}: needs the library {library}, which isn't installed" in found.stdout
+    assert f"extra `{extra}`: pip install '.[{extra}]' in a checkout" in found.stdout
 
 
 def test_formats_that_are_not_used_are_not_imported(tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
-from batchllm_operator.errors import EngineError, ExitCode, ModelError, PlanError, SpecError
+from batchllm_operator.errors import (
+    ExitCode,
+    MissingLibraryError,
+    ModelError,
+    PlanError,
+    SpecError,
+)
 from batchllm_operator.pipeline import simulate as simulate_stage
 from batchllm_operator.pipeline import simulate_command
 from batchllm_operator.pipeline.estimate import Target
@@ -151,9 +157,10 @@ def test_models_and_gpus_that_are_not_known_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "batchllm_operator.simulate.vllm_scheduling", None)
+    monkeypatch.delitem(sys.modules, "batchllm_operator.simulate.vllm_scheduling", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
     options = SimulationOptions()
-    with pytest.raises(EngineError, match="install the extra 'gpu' or 'cpu'"):
+    with pytest.raises(MissingLibraryError, match="extra `gpu` or `cpu`: pip install"):
         next(simulate_policies(*shape_to_simulate(SHAPE, options), options))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,30 @@ def test_the_shown_spec_is_valid() -> None:
     [example] = blocks("yaml")
     spec = parse_spec(yaml.safe_load(example), source="README.md")
     assert spec.prompt.columns == ("body", "query")
+
+
+def test_no_instruction_takes_it_for_granted_that_an_index_has_the_package() -> None:
+    by_name = re.compile(r"""(pip3?|uv|pipx|poetry) (install|add) ["']?batchllm[-_]operator(?!-)""")
+    listed = subprocess.run(
+        [
+            "git",
+            "ls-files",
+            "-z",
+            "*.md",
+            "*.py",
+            "*.sh",
+            "*.yaml",
+            "*.toml",
+            "*Dockerfile",
+            "*.txt",
+        ],
+        cwd=README.parent,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    for name in filter(None, listed.stdout.split("\0")):
+        path = README.parent / name
+        found = by_name.search(path.read_text(encoding="utf-8")) if path.is_file() else None
+        assert found is None, f"{name}: {found}"

@@ -1,0 +1,80 @@
+"""stdout and stderr of a command, which may be closed, a pipe that nobody reads, or a full disk."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+from typing import Final
+
+from batchllm_operator.errors import ERROR_MARK, ExitCode
+
+_UNREAD: Final = 128 + signal.SIGPIPE
+"""Exit code where nobody reads what is printed: what a shell says of any other program then."""
+
+
+def open_streams() -> None:
+    """Let what is printed to a stream that the caller has closed go nowhere.
+
+    Comes before any file is opened, which would get the stream's descriptor, and all that
+    libraries print.
+    """
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            _discard(descriptor)
+            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
+
+
+def say(text: str) -> None:
+    """Print a line to stderr, if that can be."""
+    with suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+def code_of(error: OSError) -> int:
+    """The exit code for an error that no stage expects, which it prints, but not closed pipes."""
+    if isinstance(error, BrokenPipeError) and any(map(_is_unread, (1, 2))):
+        return _UNREAD
+    if _flush() is None:
+        say(f"{ERROR_MARK}{error}")
+    return ExitCode.FAILURE
+
+
+def finish(code: int) -> int:
+    """Write what is left to be written; the exit code, which is `code` if that goes well."""
+    error = _flush()
+    if error is None or code != ExitCode.OK:
+        return code
+    return _UNREAD if isinstance(error, BrokenPipeError) else ExitCode.FAILURE
+
+
+def _flush() -> OSError | None:
+    """Flush both; why that fails, which is said too, but not of a closed pipe."""
+    found = None
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        try:
+            getattr(sys, name).flush()
+        except OSError as error:
+            found = error
+            _discard(descriptor)  # Python would try again when it ends, and complain
+            if not isinstance(error, BrokenPipeError):
+                say(f"{ERROR_MARK}{name} can't be written: {error.strerror}")
+    return found
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether it is a pipe, and its reader has gone."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _discard(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)
+    else:
+        os.set_inheritable(descriptor, True)
