@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.lake import Folder
 
 DS = "2026-01-31"
@@ -359,16 +360,69 @@ def test_a_column_of_numbers(job: Job) -> None:
     plan = job.planned()
     job.run_all(plan)
     assert job.commit(plan).code == 0
-    first, second = (row["error"] for row in job.published())
-    assert first == "not_a_string: column 'q' holds int, not a string"
-    assert second == "null_value: column 'q' is null"
+    first, second = job.published()
+    assert (first["error"], first["generated_text"]) == (None, fake_text(list(b"x|1")))
+    assert second["error"] == "null_value: column 'q' is null"
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (pa.array([{"a": 1}]), "struct<a: int64>"),
+        (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), "map<string, int64"),
+        (pa.array([[["x"]]]), "list<"),
+        (pa.array([b"x"]), "binary"),
+        (pa.array([1], pa.duration("s")), "duration[s]"),
+    ],
+)
+def test_a_column_that_has_no_text(job: Job, values: pa.Array, kind: str) -> None:
+    """Refused by its type, before a row is read."""
+    job.write_table(pa.table({"id": ["a"], "doc": ["x"], "q": values}))
+    assert_refused(job.plan(), 2, "prompt.template", "'q'", str(job.folder / "in"), kind, "cast")
+    assert not job.out.exists()
+
+
+BROKEN = pa.StringArray.from_buffers(
+    2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pa.py_buffer(b"x\xff\xfe")
+)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        BROKEN,
+        BROKEN.cast(pa.large_string()),
+        BROKEN.cast(pa.string_view()),
+        BROKEN.dictionary_encode(),
+        pa.ListArray.from_arrays([0, 1, 2], BROKEN),
+        pa.StructArray.from_arrays([BROKEN], ["part"]),
+        pa.MapArray.from_arrays([0, 1, 2], pa.array(["k", "k"]), BROKEN),
+    ],
+    ids=lambda column: str(column.type.id),
+)
+def test_a_carried_column_that_is_not_utf8(job: Job, column: pa.Array) -> None:
+    """Some readers of the output would refuse all of it."""
+    for name, size in (("a", 3), ("b", 2)):
+        rows = {"id": [f"{name}{n}" for n in range(size)], "doc": ["x"] * size, "q": ["?"] * size}
+        good = pa.array([column[0].as_py()] * size, column.type)
+        job.write_table(
+            pa.table({**rows, "note": column if name == "b" else good}), f"ds={DS}/{name}.parquet"
+        )
+    job.write_spec(output={"carry": ["note"]})
+    outcome = job.plan()
+    assert_refused(outcome, 2, str(job.folder / "in"), DS, "'note'", "row 4 ", "id='b1'", "carry")
+    assert not job.out.exists()
+
+
+@pytest.mark.parametrize("column", [BROKEN, BROKEN.dictionary_encode()], ids=["plain", "dict"])
+def test_a_key_that_is_not_utf8(job: Job, column: pa.Array) -> None:
+    job.write_table(pa.table({"id": column, "doc": ["x", "y"], "q": ["?", "?"]}))
+    assert_refused(job.plan(), 2, str(job.folder / "in"), DS, "'id'", "row 1 ", "b'\\xff\\xfe'")
+    assert not job.out.exists()
 
 
 def test_text_that_is_not_utf8(job: Job) -> None:
-    broken = pa.StringArray.from_buffers(
-        2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pa.py_buffer(b"x\xff\xfe")
-    )
-    job.write_table(pa.table({"id": ["a", "b"], "doc": broken, "q": ["?", "?"]}))
+    job.write_table(pa.table({"id": ["a", "b"], "doc": BROKEN, "q": ["?", "?"]}))
     plan = job.planned()
     job.run_all(plan)
     assert job.commit(plan).code == 0

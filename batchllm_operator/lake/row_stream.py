@@ -14,6 +14,7 @@ from operator import and_
 from typing import IO, Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 
@@ -156,7 +157,9 @@ def _align(
             value = pa.scalar(folder_values[field.name], field.type)
             columns.append(pa.repeat(value, batch.num_rows))
         elif field.name in batch.schema.names:
-            columns.append(batch.column(field.name).cast(field.type))
+            # Broken text isn't this module's to judge: not all columns mind it.
+            options = pc.CastOptions(field.type, allow_invalid_utf8=True)
+            columns.append(pc.cast(batch.column(field.name), options=options))
         else:
             columns.append(pa.nulls(batch.num_rows, field.type))
     if not columns:

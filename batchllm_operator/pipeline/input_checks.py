@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
 from batchllm_operator.lake import LakeTable, Snapshot
+from batchllm_operator.prompts import has_text
 from batchllm_operator.spec import JobSpec
 
 _MAX_NAMED: Final = 3  # partitions
@@ -48,6 +49,14 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                     f"{place}: table {table.uri} has no column {column!r}; it has"
                     f" {', '.join(snapshot.schema.names)}"
                 )
+    for column in spec.prompt.columns:
+        kind = snapshot.schema.field(column).type
+        if not has_text(kind):
+            raise SpecError(
+                f"prompt.template: column {column!r} of table {table.uri} holds {kind}; only text,"
+                " numbers, booleans, dates, times and lists of these can be placed: cast it to one"
+                " of them in the table"
+            )
     for column in spec.planner.estimate_columns:
         kind = snapshot.schema.field(column).type
         if not pa.types.is_integer(kind):

@@ -30,6 +30,7 @@ from batchllm_operator.planner import (
 _KEYS_FILE: Final = "keys.bin"
 _ENCODED_BYTES: Final = 4 << 20  # of keys at a time; the search takes four times as much for them
 _MAX_NAMED: Final = 10
+_MAX_SHOWN: Final = 100  # characters of a value
 _BYTES: Final = (
     pa.types.is_string,
     pa.types.is_large_string,
@@ -171,15 +172,20 @@ def _names(rows_file: Path, key: tuple[str, ...], row_idxs: list[int]) -> list[s
     for batch in _read(rows_file, key):
         for idx in row_idxs:
             if start <= idx < start + batch.num_rows:
-                names.append(" / ".join(_name(column[idx - start]) for column in batch.columns))
+                names.append(" / ".join(shown_key(column[idx - start]) for column in batch.columns))
         start += batch.num_rows
     return names
 
 
-def _name(value: pa.Scalar) -> str:
+def shown_key(value: pa.Scalar) -> str:
+    """One column's value of a key, for an error's message."""
     try:
-        return repr(value.as_py())
-    except ValueError:  # nanoseconds, and text that isn't UTF-8: named by what is stored
-        if isinstance(value, pa.TimestampScalar | pa.DurationScalar):
-            return repr(value.value)
-        return repr(value.cast(pa.binary()).as_py())
+        shown = repr(value.as_py())
+    except (ValueError, OverflowError):  # named by what is stored
+        if isinstance(value, pa.TimestampScalar | pa.DurationScalar):  # nanoseconds
+            shown = repr(value.value)
+        elif pa.types.is_date(value.type):  # beyond the year 9999
+            shown = str(value)
+        else:  # text that isn't UTF-8
+            shown = repr(value.cast(pa.binary()).as_py())
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.lake import LakeTable, Snapshot
+from batchllm_operator.pipeline.broken_text import check_text
 from batchllm_operator.pipeline.reuse import Reuse
 from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.planner.plan import ERROR_COLUMN
@@ -78,7 +79,7 @@ def read_rows(
         path: a file to create.
 
     Raises:
-        TableError, StorageError: see `LakeTable.scan`.
+        TableError, StorageError: see `LakeTable.scan`; or a key or carried column isn't UTF-8.
         ModelError: the chat template refuses a prompt.
         OSError: the disk is full.
     """
@@ -89,6 +90,7 @@ def read_rows(
         ]
     )
     renderer = PromptRenderer(spec.prompt)
+    where = f"table {table.uri}, partition {snapshot.partition!r}"
     num_at_once = _FIRST_ROWS
     with (
         pq.ParquetWriter(path, schema, compression="zstd") as writer,
@@ -97,6 +99,7 @@ def read_rows(
         for batch in table.scan(snapshot, spec.input_columns, spec.input.filter):
             if batch.num_rows == 0:
                 continue
+            check_text(spec, batch, rows.num_rows, where)
             errors: list[str | None] = []
             while (start := len(errors)) < batch.num_rows:
                 piece = batch.slice(start, num_at_once)

@@ -5,6 +5,7 @@ from batchllm_operator.prompts.orders import TemplatePieces, column_orders, take
 from batchllm_operator.prompts.prompt_encoder import TokenIdsDifferError
 from batchllm_operator.prompts.template import PromptRenderer, RenderedPrompts
 from batchllm_operator.prompts.tokenizer import Tokenizer, length_fault, load_tokenizer
+from batchllm_operator.prompts.values import has_text
 
 __all__ = [
     "PromptRenderer",
@@ -14,6 +15,7 @@ __all__ = [
     "Tokenizer",
     "column_orders",
     "first_occurrences",
+    "has_text",
     "length_fault",
     "load_tokenizer",
     "take_apart",

@@ -238,8 +238,11 @@ class PromptSpec(_Section):
     message when `chat_template` is on, else put before the template as it is."""
     template: Template
     """Text with `{column}` places; `{{` and `}}` are literal braces. Put the columns
-    that many rows share first: what comes first can be shared. Values are placed as they are
-    and mean nothing here, but text that spells a special token of the model (`<|im_start|>`)
+    that many rows share first: what comes first can be shared. Text is placed as it is; integers
+    and decimals as plain digits, floats by the fewest digits (0.1, 3.0, 1e+20), booleans as `true`
+    and `false`, dates and times as in ISO 8601 (in UTC if they have a time zone), lists of these as
+    JSON. A null, NaN or infinity fails its row; a column of anything else is refused.
+    Values mean nothing here, but text that spells a special token of the model (`<|im_start|>`)
     becomes that token, as in vLLM itself. Rows of people whom you don't trust can end a chat's
     turn and begin another that way: take such text out of them before."""
     chat_template: bool = False

@@ -78,24 +78,6 @@ def test_a_null_is_an_error_of_its_row_only() -> None:
     assert rendered.errors[2] == "null_value: column 'b' is null"
 
 
-@pytest.mark.parametrize(
-    ("column", "kind"),
-    [
-        (pa.array([1]), "int"),
-        (pa.array([1.5]), "float"),
-        (pa.array([True]), "bool"),
-        (pa.array([b"x"]), "bytes"),
-        (pa.array([["x"]]), "list"),
-        (pa.array([{"x": "y"}]), "dict"),
-        (pa.array([1], pa.date32()), "date"),
-    ],
-)
-def test_a_non_string_is_an_error_that_names_column_and_type(column: pa.Array, kind: str) -> None:
-    rendered = render({"doc": column}, "{doc}")
-    assert rendered.texts == [None]
-    assert rendered.errors == [f"not_a_string: column 'doc' holds {kind}, not a string"]
-
-
 def test_a_column_of_nulls() -> None:
     rendered = render({"doc": pa.nulls(2)}, "{doc}")
     assert rendered.errors == ["null_value: column 'doc' is null"] * 2
