@@ -77,7 +77,11 @@ class Job:
                 },
                 "engine": {
                     "backend": "fake",
-                    "extra_args": {"num_characters": self._num_characters, "max_in_flight": 256},
+                    "extra_args": {
+                        "byte_tokens": True,
+                        "num_characters": self._num_characters,
+                        "max_in_flight": 256,
+                    },
                 },
             }
         )

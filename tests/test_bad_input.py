@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support.fake_job import without_model
 
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.lake import Folder
@@ -60,6 +61,7 @@ class Job:
         for section, value in changes.items():
             old = spec.get(section)
             spec[section] = {**old, **value} if isinstance(old, dict) else value
+        spec = without_model(spec)
         path = self.folder / "job.yaml"
         path.write_text(yaml.safe_dump(spec), encoding="utf-8")
         return path
@@ -172,8 +174,17 @@ def test_a_missing_column_is_named_with_its_field_and_table(
 
 def test_a_filter_that_cannot_be_compared(job: Job) -> None:
     job.write_spec(input={"filter": [{"column": "doc", "op": ">", "value": 3}]})
-    assert_refused(job.plan(), 2, str(job.folder / "in"))
+    assert_refused(
+        job.plan(), 2, "input.filter", str(job.folder / "in"), "'doc'", "string", "with > 3"
+    )
     assert not job.out.exists()
+
+
+def test_of_very_many_columns_some_are_named(job: Job) -> None:
+    columns = {f"c{idx}": [1] for idx in range(5000)}
+    job.write_table(pa.table({"id": ["a"], "doc": ["x"], "a\nb": ["x"], **columns}))
+    outcome = job.plan()
+    assert_refused(outcome, 2, "'q'", "id, doc, 'a\\nb', c0", "and 4974 more")
 
 
 def test_a_table_that_is_not_there(job: Job) -> None:

@@ -1,8 +1,10 @@
-"""An engine without a model, for trying out and testing everything around it.
+"""An engine that runs no model, for trying out and testing everything around it.
 
 It answers a prompt with a digest of its token ids, so that outputs are deterministic and
-tell any two prompts apart. Faults and slowness can be asked for in `engine.extra_args`:
+tell any two prompts apart. Faults and slowness can be asked for in `engine.extra_args`, and plans
+that need no model's tokenizer:
 
+    byte_tokens        the tokens of a prompt are its bytes (default false: the model's)
     delay_s            seconds for each request
     error_token_id     a request whose prompt has this token gets an error
     fatal_token_id     ... kills the engine
@@ -26,6 +28,7 @@ from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, Eng
 from batchllm_operator.spec import JobSpec
 
 ARGUMENTS: Final[dict[str, Any]] = {
+    "byte_tokens": bool,
     "delay_s": Annotated[float, Field(ge=0)],
     "error_token_id": int,
     "fatal_token_id": int,

@@ -12,6 +12,7 @@ from batchllm_operator.lake.many_files import (
 from batchllm_operator.lake.opening import open_table
 from batchllm_operator.lake.parquet import ParquetTable
 from batchllm_operator.lake.parquet_footer import published_schema
+from batchllm_operator.lake.scanning import listed_columns, row_condition
 from batchllm_operator.lake.table import InputFile, LakeTable, Publication, Snapshot
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "ahead",
     "hash_files",
     "list_files",
+    "listed_columns",
     "open_table",
     "published_schema",
     "read_files",
     "remove_files",
+    "row_condition",
 ]

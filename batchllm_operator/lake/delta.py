@@ -204,7 +204,7 @@ class DeltaTable:
         wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
         schema = pa.schema([snapshot.schema.field(name) for name in wanted])
         with reading(self.uri, snapshot.partition):
-            condition = row_condition(conditions, schema) if files else None
+            condition = row_condition(self.uri, conditions, schema) if files else None
         for file in files:
             if not all(may_hold(term, file, schema) for term in conditions):
                 continue

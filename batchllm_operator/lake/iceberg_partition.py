@@ -128,8 +128,9 @@ class PartitionView:
         schema = pa.schema([self.arrow_schema.field(name) for name in wanted])
         # `reading` first: what it lets through is pyiceberg's.
         with iceberg_errors(self.uri), reading(self.uri, self.partition):
-            condition = row_condition(conditions, schema)
+            condition = row_condition(self.uri, conditions, schema)
             files = IcebergFiles(
+                self.uri,
                 self._table.metadata,
                 self._table.io,
                 self._schema,

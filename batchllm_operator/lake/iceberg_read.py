@@ -34,6 +34,7 @@ class IcebergFiles:
     """Reads data files as some of the table's columns.
 
     Args:
+        uri: the table's, for errors.
         metadata: the table's.
         file_io: reaches the files.
         schema: the snapshot's, all columns.
@@ -43,12 +44,14 @@ class IcebergFiles:
 
     def __init__(
         self,
+        uri: str,
         metadata: TableMetadata,
         file_io: FileIO,
         schema: Schema,
         columns: Sequence[str],
         conditions: Sequence[FilterTerm],
     ) -> None:
+        self._uri = uri
         self._metadata = metadata
         self._io = file_io
         fields = {field.name: field for field in schema.fields}
@@ -136,7 +139,7 @@ class IcebergFiles:
             for term in self._conditions
             if ids[term.column] in fields
         ]
-        return row_condition(terms, pa.schema([kind for kind, _ in held]))
+        return row_condition(self._uri, terms, pa.schema([kind for kind, _ in held]))
 
     def _deleted(self, task: FileScanTask) -> npt.NDArray[np.int64] | None:
         """Places of the file's rows that delete files name; None if there are no delete files."""

@@ -74,7 +74,8 @@ class ParquetTable:
         pinned: list[InputFile] = []
         for name, details in schema_of.items():
             footer, file = self._pin(name, details)
-            schemas[name] = file_schema(footer)
+            with reading(self.uri, partition, name):
+                schemas[name] = file_schema(footer)
             pinned.append(file)
         pinned = [file for file in pinned if file.name in chosen]
         return Snapshot(
@@ -96,7 +97,7 @@ class ParquetTable:
         wanted = dict.fromkeys([*columns, *(c.column for c in conditions)])
         schema = pa.schema([snapshot.schema.field(name) for name in wanted])
         with reading(self.uri, snapshot.partition):
-            condition = row_condition(conditions, schema) if snapshot.files else None
+            condition = row_condition(self.uri, conditions, schema) if snapshot.files else None
         for file in snapshot.files:
             values = _folder_values(snapshot, file.name)
             with (
@@ -267,7 +268,29 @@ class ParquetTable:
             for name in self._folders_of(partition)
             for below, details in self._folder.child(name).find().items()
         }
-        return visible(found) or visible(self._folder.find())
+        if not visible(found):
+            found = self._folder.find()
+        self._check_files(found, partition)
+        return visible(found)
+
+    def _check_files(self, found: Mapping[str, dict[str, Any]], partition: str) -> None:
+        """Refuse what can't be read of the partition, before it is left out or taken for a file."""
+        for name, details in found.items():
+            if not is_visible(name):
+                continue
+            if hive_values(f"{name}/").get(self._partition_column) != partition:
+                continue
+            if details["type"] == "other" and not Path(self._folder.full_path(name)).is_file():
+                raise TableError(
+                    f"table {self.uri}: {name} is a link to a folder or to nothing, or no file at"
+                    " all; put the files themselves there"
+                )
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                raise TableError(
+                    f"table {self.uri}: the name of {name!r} isn't UTF-8; rename it"
+                ) from error
 
     def _chosen(
         self, files: Mapping[str, dict[str, Any]], partition: str

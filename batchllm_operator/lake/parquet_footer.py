@@ -14,6 +14,7 @@ from batchllm_operator.lake.table import Publication
 
 _PREFIX: Final = b"batchllm."
 _MAGIC: Final = b"PAR1"
+_ENCRYPTED: Final = b"PARE"  # in place of the magic
 _TAIL_BYTES: Final = 8  # the footer's length (4 bytes, little endian) and the magic
 _GUESS_BYTES: Final = 1 << 16  # read first: most footers are smaller
 
@@ -31,6 +32,8 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
         raise TableError(f"{where}: {name} is empty; write it again or move it away")
     try:
         end = folder.read_bytes(name, max(0, size_bytes - _GUESS_BYTES))
+        if end.endswith(_ENCRYPTED):
+            raise TableError(f"{where}: {name} is encrypted, and there is no key for it here")
         if len(end) < _TAIL_BYTES or not end.endswith(_MAGIC):
             raise TableError(broken)
         footer_bytes = int.from_bytes(end[-_TAIL_BYTES:][:4], "little") + _TAIL_BYTES
@@ -43,13 +46,21 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
     footer = end[-footer_bytes:]
     try:
         metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+    except UnicodeDecodeError as error:
+        raise TableError(
+            f"{where}: {name} has a column whose name isn't UTF-8, {error.object!r}; rename it"
+        ) from error
     except (pa.ArrowException, OSError) as error:
         raise TableError(f"{broken}: {error}") from error
     return metadata, hashlib.sha256(footer).hexdigest()
 
 
 def file_schema(footer: pq.FileMetaData) -> pa.Schema:
-    """A file's columns as `read_batches` has them: timestamps of 96 bits as microseconds."""
+    """A file's columns as `read_batches` has them: timestamps of 96 bits as microseconds.
+
+    Raises:
+        pa.ArrowException: a column's type can't be read.
+    """
     nothing = pa.BufferReader(b"")  # the footer tells all
     file = pq.ParquetFile(nothing, metadata=footer, coerce_int96_timestamp_unit="us")
     return file.schema_arrow

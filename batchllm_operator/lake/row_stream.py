@@ -159,7 +159,11 @@ def _align(
         elif field.name in batch.schema.names:
             # Broken text isn't this module's to judge: not all columns mind it.
             options = pc.CastOptions(field.type, allow_invalid_utf8=True)
-            columns.append(pc.cast(batch.column(field.name), options=options))
+            try:
+                columns.append(pc.cast(batch.column(field.name), options=options))
+            except pa.ArrowException as error:
+                text = f"column {field.name!r} doesn't fit {field.type}: {error}"
+                raise type(error)(text) from error
         else:
             columns.append(pa.nulls(batch.num_rows, field.type))
     if not columns:

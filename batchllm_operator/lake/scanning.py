@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import and_
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.dataset as pds
 
 from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.spec import FilterTerm
+
+_MAX_NAMED: Final = 30  # columns
 
 
 def check_columns(
@@ -27,21 +30,36 @@ def check_columns(
             if name not in schema.names:
                 raise TableError(
                     f"table {uri}: there is no {what} {name!r}; the table has"
-                    f" {', '.join(schema.names)}"
+                    f" {listed_columns(schema)}"
                 )
 
 
-def row_condition(conditions: Sequence[FilterTerm], schema: pa.Schema) -> pds.Expression | None:
+def listed_columns(schema: pa.Schema) -> str:
+    """Names of the columns that there are, as an error's message has room for."""
+    shown = [name if name.isprintable() else repr(name) for name in schema.names[:_MAX_NAMED]]
+    more = len(schema.names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def row_condition(
+    uri: str, conditions: Sequence[FilterTerm], schema: pa.Schema
+) -> pds.Expression | None:
     """All conditions as one on rows of `schema`; None if there are none.
 
     Raises:
-        pa.ArrowException, OverflowError: a column can't be compared as a condition asks.
+        TableError: a column can't be compared as a condition asks.
     """
-    if not conditions:
-        return None
-    condition = reduce(and_, map(_expression, conditions))
-    schema.empty_table().filter(condition)  # a file without rows wouldn't refuse it
-    return condition
+    nothing = schema.empty_table()
+    for term in conditions:
+        try:
+            nothing.filter(_expression(term))  # a file without rows wouldn't refuse it
+        except (pa.ArrowException, OverflowError) as error:
+            raise TableError(
+                f"input.filter: column {term.column!r} of table {uri} holds"
+                f" {schema.field(term.column).type}, which can't be compared with {term.op}"
+                f" {term.value!r}: {' '.join(str(error).split())}"
+            ) from error
+    return reduce(and_, map(_expression, conditions)) if conditions else None
 
 
 @contextmanager
@@ -66,7 +84,10 @@ def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]
         raise TableError(
             f"table {uri}: a file of partition {partition!r} vanished while it was read: {error}"
         ) from error
-    except (pa.ArrowException, OverflowError, OSError, BotoCoreError) as error:
+    except (
+        *(pa.ArrowException, OverflowError, OSError, BotoCoreError),
+        UnicodeDecodeError,  # of a column's name
+    ) as error:
         # Arrow says OSError for damaged data too, without the errno of a real one.
         is_storage = isinstance(error, BotoCoreError) or getattr(error, "errno", None)
         kind = StorageError if is_storage else TableError

@@ -62,7 +62,7 @@ def find_target(spec: JobSpec) -> Target | None:
     """The GPU that the spec names, with the shape of its model.
 
     Returns:
-        None if the spec names no GPU or has no model (the fake engine), or, with a note in
+        None if the spec names no GPU or runs no model (the fake engine), or, with a note in
         the log, if the model's `config.json` can't be read or has no known shape.
 
     Raises:

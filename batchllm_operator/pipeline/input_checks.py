@@ -9,7 +9,8 @@ from typing import Final
 import pyarrow as pa
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
-from batchllm_operator.lake import LakeTable, Snapshot
+from batchllm_operator.lake import LakeTable, Snapshot, listed_columns, row_condition
+from batchllm_operator.pipeline.keys import check_key_types
 from batchllm_operator.prompts import has_text
 from batchllm_operator.spec import JobSpec
 
@@ -22,7 +23,7 @@ def check_input(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
 
     Raises:
         EmptyPartitionError: the table has no such partition.
-        SpecError: a column is missing or holds what it can't; names the field.
+        SpecError, KeyColumnError, TableError: see `check_columns`.
     """
     if not snapshot.files and spec.on_empty == "fail":
         raise EmptyPartitionError(f"{describe_empty(table, snapshot)} (on_empty: fail)")
@@ -33,7 +34,8 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     """Every column that the spec names must be there; say which field names it.
 
     Raises:
-        SpecError: one isn't, or holds what it can't.
+        SpecError: one isn't, or can't be placed in a prompt or taken for a length.
+        KeyColumnError, TableError: a key or filter column can't be compared.
     """
     places = {
         "prompt.template": spec.prompt.columns,
@@ -47,8 +49,10 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
             if column not in snapshot.schema.names:
                 raise SpecError(
                     f"{place}: table {table.uri} has no column {column!r}; it has"
-                    f" {', '.join(snapshot.schema.names)}"
+                    f" {listed_columns(snapshot.schema)}"
                 )
+    check_key_types(snapshot.schema, spec.input.key, f"input.key: table {table.uri}")
+    row_condition(table.uri, spec.input.filter, snapshot.schema)
     for column in spec.prompt.columns:
         kind = snapshot.schema.field(column).type
         if not has_text(kind):

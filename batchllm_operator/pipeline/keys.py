@@ -79,6 +79,23 @@ def check_keys(
         _check_repeats(rows_file, key, where, search.finish(keys, phase))
 
 
+def check_key_types(schema: pa.Schema, key: tuple[str, ...], where: str) -> None:
+    """Refuse key columns whose values can't be compared, before any is read.
+
+    Raises:
+        KeyColumnError: names the first.
+    """
+    for name in key:
+        kind = schema.field(name).type
+        try:
+            _as_bytes(pa.array([], kind))
+        except pa.ArrowException as error:
+            raise KeyColumnError(
+                f"{where}: column {name!r} holds {kind}, which can't be compared; choose a key of"
+                " text, numbers, dates or times"
+            ) from error
+
+
 def _read(rows_file: Path, key: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     """The key columns, in the order of `key`, in small batches."""
     stored = pq.read_schema(rows_file)
@@ -96,15 +113,10 @@ def encode_keys(batch: pa.RecordBatch, where: str) -> TokenTable:
     Raises:
         KeyColumnError: a column is of a type that can't be compared.
     """
+    check_key_types(batch.schema, tuple(batch.schema.names), where)
     parts = []
-    for field, values in zip(batch.schema, batch.columns, strict=True):
-        try:
-            column = _as_bytes(values)
-        except pa.ArrowException as error:
-            raise KeyColumnError(
-                f"{where}: key {', '.join(batch.schema.names)} can't be compared: {field.name!r} is"
-                f" of type {field.type}"
-            ) from error
+    for values in batch.columns:
+        column = _as_bytes(values)
         if batch.num_columns > 1:  # lengths, so that ("a", "bc") isn't ("ab", "c")
             parts.append(pc.cast(pc.cast(pc.binary_length(column), pa.string()), pa.large_binary()))
         parts.append(column)
@@ -146,7 +158,8 @@ def _check_nulls(rows_file: Path, key: tuple[str, ...], where: str) -> None:
         if num_nulls:
             raise KeyColumnError(
                 f"{where}: key column {name!r} is null in {num_nulls} rows, such as row"
-                f" {', '.join(map(str, first))} (counted from 0)"
+                f" {', '.join(map(str, first))} (counted from 0); fill it in the table, or choose"
+                " another key"
             )
 
 
@@ -161,7 +174,8 @@ def _check_repeats(
     num_more = len(repeated) - _MAX_NAMED
     more = f" and {num_more} more" if num_more > 0 else ""
     raise KeyColumnError(
-        f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once"
+        f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once; add"
+        " columns to input.key that tell the rows apart, or remove the copies"
     )
 
 
@@ -185,7 +199,7 @@ def shown_key(value: pa.Scalar) -> str:
         if isinstance(value, pa.TimestampScalar | pa.DurationScalar):  # nanoseconds
             shown = repr(value.value)
         elif pa.types.is_date(value.type):  # beyond the year 9999
-            shown = str(value)
+            shown = str(value.cast(pa.string()))
         else:  # text that isn't UTF-8
             shown = repr(value.cast(pa.binary()).as_py())
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."

@@ -167,7 +167,7 @@ class ModelTokenizer:
 
 
 class Utf8Tokenizer:
-    """One token per UTF-8 byte: the tokenizer of the `fake` engine, which has no model."""
+    """One token per UTF-8 byte: for the `fake` engine where there is no model."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
@@ -193,12 +193,22 @@ class Utf8Tokenizer:
 
 
 def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
-    """The tokenizer that fits the spec's engine, for prompts of partition `ds`.
+    """The tokenizer of the spec's model or fake engine, for prompts of partition `ds`.
 
     Raises:
         ModelError: see `ModelTokenizer`.
     """
-    return Utf8Tokenizer(spec) if spec.engine.backend == "fake" else ModelTokenizer(spec, ds)
+    is_fake = spec.engine.backend == "fake"
+    if is_fake and spec.engine.extra_args.get("byte_tokens"):
+        return Utf8Tokenizer(spec)
+    try:
+        return ModelTokenizer(spec, ds)
+    except ModelError as error:
+        if not is_fake:
+            raise
+        raise ModelError(
+            f"{error}; for the fake engine, engine.extra_args: {{byte_tokens: true}} needs no model"
+        ) from error
 
 
 def _is_folder(path: Path) -> bool:

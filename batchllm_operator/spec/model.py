@@ -340,7 +340,9 @@ class EngineSpec(_Section):
     """Settings of the inference engine. Unset ones are chosen for the device."""
 
     backend: Literal["vllm", "fake"] = "vllm"
-    """`fake` makes up outputs without a model: for trying out the pipeline only."""
+    """`fake` makes up outputs, and needs of the model its configuration and tokenizer only: for
+    trying out the pipeline. With no model at all, `extra_args: {byte_tokens: true}` takes the bytes
+    of a prompt for its tokens."""
     max_model_len: int | None = Field(default=None, ge=2, le=_MAX_COUNT)
     """Most tokens of a prompt and its output together; unset: what the model allows."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -532,6 +534,8 @@ class JobSpec(_Section):
 
     @model_validator(mode="after")
     def _check_columns(self) -> JobSpec:
+        others = {name.casefold(): name for name in OUTPUT_COLUMNS}
+        others[self.input.partition_column.casefold()] = self.input.partition_column
         fields = {"input.key": self.input.key, "output.carry": self.output.carry}
         for field, column in ((name, each) for name in fields for each in fields[name]):
             if column in OUTPUT_COLUMNS:
@@ -543,6 +547,12 @@ class JobSpec(_Section):
                 raise ValueError(
                     f"{field}: column {column!r} is the partition column, which is always kept;"
                     " leave it out"
+                )
+            other = others.setdefault(column.casefold(), column)
+            if other != column:
+                raise ValueError(
+                    f"{field}: column {column!r} can't be in the output beside {other!r}: few"
+                    " readers tell them apart; rename it in a view of the input"
                 )
         return self
 

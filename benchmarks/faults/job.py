@@ -54,7 +54,11 @@ def job_json(tables: Any, staging: str) -> str:
             },
             "engine": {
                 "backend": "fake",
-                "extra_args": {"delay_s": DELAY_S, "max_in_flight": MAX_IN_FLIGHT},
+                "extra_args": {
+                    "byte_tokens": True,
+                    "delay_s": DELAY_S,
+                    "max_in_flight": MAX_IN_FLIGHT,
+                },
             },
             "planner": {"num_shards": NUM_SHARDS, "part_rows": PART_ROWS},
         }

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from support.fake_job import without_model
 from support.kubernetes.fixtures import kubernetes_backend
 
 __all__ = ["airflow", "job", "kubernetes_backend", "make_job"]
@@ -139,6 +140,7 @@ class Job:
             old = spec.get(section)
             merge = isinstance(old, Mapping) and isinstance(value, Mapping)
             spec[section] = {**old, **value} if merge else value
+        spec = without_model(spec)
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(spec))
         return path

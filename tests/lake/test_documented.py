@@ -36,7 +36,7 @@ def documents() -> pa.Table:
 def run_spec(begins: str, lake: Path, tmp_path: Path) -> None:
     """Take the shown job through all stages, with the fake engine."""
     spec = yaml.safe_load(shown(begins).replace("/data/lake", str(lake)))
-    spec["engine"] = {"backend": "fake"}
+    spec["engine"] = {"backend": "fake", "extra_args": {"byte_tokens": True}}
     result = tmp_path / "plan.json"
     plan = ["plan", "--job-json", json.dumps(spec), "--ds", DS, "--result", str(result)]
     assert main(plan) == 0

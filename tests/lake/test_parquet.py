@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -191,6 +192,62 @@ def test_a_broken_file_is_named(folder: Folder, table: LakeTable, data: bytes) -
         rows(table, ["n"])
 
 
+def test_an_encrypted_file(folder: Folder, table: LakeTable) -> None:
+    folder.write_bytes(f"ds={DS}/b.parquet", b"PARE" + WHOLE[4:-4] + b"PARE")
+    with pytest.raises(TableError, match=f"ds={DS}/b.parquet is encrypted"):
+        table.snapshot(DS)
+
+
+def test_a_column_whose_name_is_not_utf8(folder: Folder, table: LakeTable) -> None:
+    whole = parquet_bytes(pa.table({"ZZZZ": [1]}))
+    folder.write_bytes(f"ds={DS}/b.parquet", whole.replace(b"ZZZZ", b"\xff\xfeZZ"))
+    with pytest.raises(TableError, match=rf"ds={DS}/b.parquet has a column whose name isn't UTF-8"):
+        table.snapshot(DS)
+
+
+@pytest.mark.parametrize("kind", ["folder", "folder of a column", "partition", "nothing", "pipe"])
+def test_what_is_no_file_is_not_left_out(tmp_path: Path, kind: str) -> None:
+    """Its rows would be missing, and nobody would know."""
+    source, other = Folder.open(str(tmp_path / "in")), tmp_path / "other"
+    put(source, f"ds={DS}/a.parquet", numbers(1))
+    put(Folder.open(str(other)), "b.parquet", numbers(2))
+    partition = tmp_path / "in" / f"ds={DS}"
+    match kind:
+        case "folder":
+            (partition / "b.parquet").symlink_to(other)
+        case "folder of a column":
+            (partition / "region=eu").symlink_to(other)
+        case "partition":
+            partition.rename(tmp_path / "moved")
+            partition.symlink_to(tmp_path / "moved")
+        case "nothing":
+            (partition / "b.parquet").symlink_to(tmp_path / "nowhere")
+        case "pipe":
+            os.mkfifo(partition / "b.parquet")
+    with pytest.raises(TableError, match=rf"ds={DS}.* is a link to a folder or to nothing, or no"):
+        open_table(source.uri, "ds").snapshot(DS)
+
+
+def test_links_to_files_are_followed(tmp_path: Path) -> None:
+    other = Folder.open(str(tmp_path))
+    put(other, "real.parquet", numbers(1))
+    partition = tmp_path / "in" / f"ds={DS}"
+    partition.mkdir(parents=True)
+    (partition / "a.parquet").symlink_to(tmp_path / "real.parquet")
+    assert rows(open_table(str(tmp_path / "in"), "ds"), ["n"]) == [{"n": 1}]
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    source = Folder.open(str(tmp_path))
+    for name in (f"ds={DS}/a.parquet", os.fsdecode(b"ds=\xff/a.parquet")):
+        put(source, name, numbers(1))
+    table = open_table(str(tmp_path), "ds")
+    assert rows(table, ["n"]) == [{"n": 1}]  # another partition's name is none of its business
+    put(source, os.fsdecode(f"ds={DS}/".encode() + b"\xff.parquet"), numbers(2))
+    with pytest.raises(TableError, match=r"udcff.parquet' isn't UTF-8; rename it"):
+        table.snapshot(DS)
+
+
 def test_a_file_with_damaged_data(folder: Folder, table: LakeTable) -> None:
     """Its footer is whole, so only reading tells."""
     damaged = b"PAR1" + bytes(len(WHOLE) // 2 - 4) + WHOLE[len(WHOLE) // 2 :]
@@ -207,6 +264,13 @@ def test_files_that_disagree_on_a_column(folder: Folder, table: LakeTable) -> No
         table.snapshot(DS)
     assert "column 'n' holds int64 in" in str(refused.value)
     assert f"ds={DS}/a.parquet, but string in ds={DS}/b.parquet" in str(refused.value)
+
+
+def test_a_number_that_the_wider_type_cannot_hold(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(2**62 + 1))
+    put(folder, f"ds={DS}/b.parquet", pa.table({"n": [1.5]}))
+    with pytest.raises(TableError, match=f"ds={DS}/a.parquet can't .* 'n' doesn't fit double"):
+        rows(table, ["n"])
 
 
 def test_two_columns_of_one_name(folder: Folder, table: LakeTable) -> None:

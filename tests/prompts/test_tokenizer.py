@@ -101,7 +101,12 @@ def own_model(model: Path, tmp_path: Path) -> Path:
 
 
 def job(
-    path: Path | str, *, backend: str = "vllm", max_model_len: int | None = None, **prompt: Any
+    path: Path | str,
+    *,
+    backend: str = "vllm",
+    max_model_len: int | None = None,
+    extra_args: dict[str, Any] | None = None,
+    **prompt: Any,
 ) -> JobSpec:
     return JobSpec.model_validate(
         {
@@ -111,7 +116,11 @@ def job(
             "prompt": {"template": "{doc}", **prompt},
             "model": {"path": str(path)},
             "output": {"uri": "out"},
-            "engine": {"backend": backend, "max_model_len": max_model_len},
+            "engine": {
+                "backend": backend,
+                "max_model_len": max_model_len,
+                "extra_args": extra_args or {},
+            },
         }
     )
 
@@ -305,12 +314,24 @@ def test_a_hub_name_without_a_network() -> None:
 # The fake engine's tokenizer
 
 
-def test_the_fake_engine_needs_no_model(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(job(tmp_path / "absent", backend="fake"))
+def test_the_fake_engine_counts_the_models_tokens(model: Path) -> None:
+    """A row that the model takes isn't too long, and the other way round."""
+    fake, real = load_tokenizer(job(model, backend="fake")), load_tokenizer(job(model))
+    assert fake.encode(TEXTS).to_lists() == real.encode(TEXTS).to_lists()
+    assert (fake.max_model_len, fake.fingerprint) == (real.max_model_len, real.fingerprint)
+
+
+def test_the_fake_engine_takes_bytes_where_there_is_no_model(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    assert "byte_tokens" in refused(job(absent, backend="fake"))
+    assert "byte_tokens" not in refused(job(absent))
+    spec = job(absent, backend="fake", extra_args={"byte_tokens": True})
+    tokenizer = load_tokenizer(spec)
     assert isinstance(tokenizer, Utf8Tokenizer)
     assert tokenizer.encode(["aé"]).to_lists() == [[97, 195, 169]]
     assert tokenizer.max_model_len == 4096
-    assert load_tokenizer(job("x", backend="fake", max_model_len=9)).max_model_len == 9
+    engine = spec.engine.model_copy(update={"max_model_len": 9})
+    assert load_tokenizer(spec.model_copy(update={"engine": engine})).max_model_len == 9
 
 
 def test_vllm_gets_the_models_tokenizer(model: Path) -> None:

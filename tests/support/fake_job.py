@@ -51,6 +51,15 @@ def job_fields(lake: str, **changes: Any) -> dict[str, Any]:
         old = fields.get(section)
         merge = isinstance(old, Mapping) and isinstance(value, Mapping)
         fields[section] = {**old, **value} if merge else value
+    return without_model(fields)
+
+
+def without_model(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with bytes for tokens if the engine is the fake one: tokenizers take seconds."""
+    engine = fields.get("engine")
+    if isinstance(engine, Mapping) and engine.get("backend") == "fake":
+        extra_args = {"byte_tokens": True, **engine.get("extra_args", {})}
+        fields["engine"] = {**engine, "extra_args": extra_args}
     return fields
 
 
