@@ -15,6 +15,8 @@ from batchllm_operator.spec import Masker
 
 _KEY_PAIR: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _TOKEN: Final = "AWS_SESSION_TOKEN"
+_SESSION_TOKENS: Final = ("SESSION_TOKEN", "AWS_SECURITY_TOKEN")
+"""How names of variables with one end, also those of other clients."""
 
 # What would contradict a variable of the connection's if the worker has it, and so is left out.
 _CONTRADICTED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -111,6 +113,21 @@ class Credentials:
         """Airflow masks what it is told wherever that stands, so it isn't told ordinary words."""
         mask_secret(list(self.masker.anywhere))
         return self
+
+    def check_lasting(self) -> None:
+        """Refuse what would be a pod's for as long as it runs, and mostly lives an hour.
+
+        Raises:
+            AirflowFailException: there is a session token among the variables.
+        """
+        for name in self.variables:
+            if name.endswith(_SESSION_TOKENS):
+                raise AirflowFailException(
+                    f"{name} from an Airflow connection is a session token: the pod would keep it"
+                    " as it is, and fail when it expires. Give the pods' service account a role of"
+                    " its own instead (docs/kubernetes.md, Airflow), use keys that need no"
+                    " token, or say session_token_outlives_task=True if it does"
+                )
 
     def added_to(self, env: Mapping[str, str]) -> dict[str, str]:
         """A copy of `env` with these variables, and without those that contradict them."""

@@ -14,6 +14,7 @@ from airflow.sdk import Context
 from kubernetes.client import ApiClient, CoreV1Api
 from kubernetes.client import models as k8s
 
+from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.pods.settings import GpuVendor, PodSettings
 from batchllm_operator.operators.pods.spec import (
     check_gpus,
@@ -83,6 +84,9 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             its child process, or to a Secret that belongs to the pod.
         connection_env: environment variables that are fields of Airflow connections, in the
             same way; see `credentials.Credentials.of` (templated).
+        session_token_outlives_task: whether a session token among those is valid for longer than
+            a pod may run. Otherwise a pod isn't given one: it would keep it when it expires.
+            A command in the worker gets one in any case, read anew by each try.
         secret_names: Secrets of the namespace whose keys become variables in the pod.
         max_disruptions: pods that one try may lose to the cluster and replace.
         queue_timeout: how long a pod may wait for a node, or for room in a quota.
@@ -130,6 +134,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         env: Mapping[str, str] | None = None,
         aws_conn_id: str | None = None,
         connection_env: Mapping[str, str] | None = None,
+        session_token_outlives_task: bool = False,
         secret_names: Sequence[str] = (),
         max_disruptions: int = 3,
         queue_timeout: timedelta = timedelta(hours=6),
@@ -168,6 +173,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         self.model_claim, self.cache_claim = model_claim, cache_claim
         self.env, self.secret_names = env, secret_names
         self.aws_conn_id, self.connection_env = aws_conn_id, connection_env
+        self.session_token_outlives_task = session_token_outlives_task
         self.max_disruptions = max_disruptions
         self.queue_timeout, self.start_timeout = queue_timeout, start_timeout
         self.stuck_timeout, self.api_timeout = stuck_timeout, api_timeout
@@ -251,6 +257,17 @@ class BatchLLMPodOperator(KubernetesPodOperator):
     def has_secrets(self) -> bool:
         """Whether pods get a Secret of their own, filled from Airflow connections."""
         return self.aws_conn_id is not None or bool(self.connection_env)
+
+    def _secret_variables(self) -> Mapping[str, str]:
+        """What a pod's own Secret holds.
+
+        Raises:
+            AirflowFailException: a connection is wrong, or what it gives doesn't last.
+        """
+        credentials = Credentials.of(self.aws_conn_id, self.connection_env)
+        if not self.session_token_outlives_task:
+            credentials.check_lasting()
+        return credentials.variables
 
     def _connect(self) -> CoreV1Api:
         """A client that has read its configuration anew."""

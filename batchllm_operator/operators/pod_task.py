@@ -84,7 +84,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
     def _take_pod(self, context: Context, num_disruptions: int) -> k8s.V1Pod:
         """The live pod of this attempt, or a new one."""
         attempt = self._attempt(context)
-        variables = Credentials.of(self.aws_conn_id, self.connection_env).variables
+        variables = self._secret_variables()
         ordinal = num_disruptions
         request = self._request(context, attempt, ordinal, variables)
         pods = self._pods(attempt, request.metadata.namespace, self.api_timeout.total_seconds())

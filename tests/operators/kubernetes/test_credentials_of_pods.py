@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from airflow.providers.common.compat.sdk import AirflowFailException
 from helm_chart.rendering import render
 from kubernetes.client import ApiClient
 from support.pod_shards import Shards, in_triggerer
@@ -63,6 +64,28 @@ def test_no_credential_is_seen(shards: Shards, capfd: pytest.CaptureFixture[str]
         assert canary not in json.dumps([result, ti.pushed])
         assert canary.encode() not in lake
     shards.check_whole()  # and the Secret went with the pod
+
+
+@in_triggerer
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"aws_conn_id": "role"},
+        {"connection_env": {"PYICEBERG_CATALOG__LAKE__S3__SESSION_TOKEN": "catalog.password"}},
+    ],
+)
+def test_a_session_token_goes_to_a_pod_only_if_it_is_said_to_last(
+    shards: Shards, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"aws_session_token": TOKEN}
+    role = {"conn_type": "aws", "login": KEY_ID, "password": KEY, "extra": extra}
+    monkeypatch.setenv("AIRFLOW_CONN_ROLE", json.dumps(role))
+    shards.plan()
+    failure = shards.start(**arguments).failure()
+    assert isinstance(failure, AirflowFailException)
+    assert "service account" in str(failure) and TOKEN not in str(failure)
+    assert shards.cluster.pods() == []
+    assert shards.start(session_token_outlives_task=True, **arguments).wait()
 
 
 @in_triggerer
