@@ -40,8 +40,7 @@ class ExitCode(IntEnum):
 
 FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS, ExitCode.CONFLICT)
 """Failures that a retry can't mend. An empty partition isn't one: data may come late. To have been
-fenced isn't, either: a try looks first whether the results are whole, and goes on from what the
-others left."""
+fenced isn't, either: a task waits for the other's results, and retries if they don't come."""
 
 
 class BatchLLMError(Exception):

@@ -1,11 +1,11 @@
-"""Partitions that arrive: which one an asset-triggered run is for, and runs for the others."""
+"""Partitions that arrive: one run for each, however Airflow gives their events to runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from airflow.providers.common.compat.sdk import AirflowFailException
+from airflow.providers.common.compat.sdk import AirflowFailException, AirflowSkipException
 from airflow.sdk import Asset, BaseOperator, Context, TaskGroup, XComArg
 
 DS_KEY: Final = "ds"
@@ -14,16 +14,20 @@ DS_KEY: Final = "ds"
 def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     """Give each partition that arrives a run of its own; call it inside a DAG.
 
-    For a DAG whose schedule is one of `assets` or several. An event names its partition in
+    From Airflow 3.2 on a DAG can have the schedule `PartitionedAssetTimetable(assets=...)`: Airflow
+    itself makes a run for each `partition_key`, which is the partition.
+
+    For a DAG whose schedule is one of `assets` or several, an event names its partition in
     `extra["ds"]`, as the events of `BatchLLMCommitOperator` do. Airflow gives one run the
-    events that came close together, and leaves some of them for whenever the next one comes; here
-    the run takes one partition and starts runs of the same DAG for the others.
+    events that came close together, and leaves some of them for whenever the next one comes. So
+    a run that has events does no work: it starts a run of the same DAG for each of them, whose id
+    is made of partition and event, and skips what comes after. Who comes second finds it there.
 
     By hand: trigger the DAG with the conf `{"ds": "2026-01-31"}`, or with a logical date.
 
     Args:
         assets: input tables whose events say what has arrived.
-        group_id: prefix of the two tasks' ids.
+        group_id: prefix of the three tasks' ids.
 
     Returns:
         The partition of the run, as `batchllm_task_group(..., ds=...)` takes it.
@@ -32,21 +36,25 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
 
     with TaskGroup(group_id=group_id):
-        partition = BatchLLMArrivalOperator(task_id="partition", assets=assets)
+        events = BatchLLMArrivalOperator(task_id="events", assets=assets)
         TriggerDagRunOperator.partial(
-            task_id="other_partitions",
+            task_id="runs",
             trigger_dag_id="{{ dag.dag_id }}",
-            skip_when_already_exists=True,  # a second try finds what the first has started
-        ).expand_kwargs(partition.output)
-    return XComArg(partition, key=DS_KEY)
+            skip_when_already_exists=True,  # a second try, or another run, has started it
+        ).expand_kwargs(events.output)
+        partition = _PartitionOperator(task_id="partition", ds=XComArg(events, key=DS_KEY))
+    return partition.output
 
 
 class BatchLLMArrivalOperator(BaseOperator):
-    """Finds the partition that a run is for: its conf's, its newest event's, its logical date's.
+    """Finds what a run is for: one partition, or to start the runs of those that have arrived.
 
-    XComs: `ds` is the partition; the return value has one `{"trigger_run_id": ..., "conf":
-    {"ds": ...}}` for each further partition among the run's events and those that came
-    after them, for `TriggerDagRunOperator.partial(...).expand_kwargs(...)`.
+    The partition is that of its conf, its partition key or, without events, its logical date.
+
+    XComs: `ds` is the partition, empty for a run that starts others; the return value has one
+    `{"trigger_run_id": ..., "conf": {"ds": ...}}` for each partition among the run's events and
+    those that came after them, for `TriggerDagRunOperator.partial(...).expand_kwargs(...)`. Run ids
+    are made of the partition and the time of its latest event.
 
     Args:
         assets: input tables whose events say what has arrived.
@@ -60,60 +68,83 @@ class BatchLLMArrivalOperator(BaseOperator):
         self.assets = tuple(assets)
 
     def execute(self, context: Context) -> list[dict[str, Any]]:
-        """Name the run's partition and the others.
+        """Name the run's partition, or the runs to start.
 
         Raises:
             AirflowFailException: an event has no `ds`, or nothing says which partition.
         """
         given = _given_ds(context)
         arrived = {} if given else self._arrived(context)
-        ds = given or next(iter(arrived), None) or context.get("ds")
-        if not ds:
+        ds = given or (None if arrived else context.get("ds"))
+        if not ds and not arrived:
             raise AirflowFailException(
                 "nothing says which partition this run is for: trigger the DAG with the conf"
                 ' {"ds": "2026-01-31"}, or with a logical date'
             )
-        self.log.info("This run is for partition %s", ds)
-        context["ti"].xcom_push(key=DS_KEY, value=ds)
+        if ds:
+            self.log.info("This run is for partition %s", ds)
+        else:
+            self.log.info("Partitions %s have runs of their own", ", ".join(arrived))
+        context["ti"].xcom_push(key=DS_KEY, value=ds or "")
         return [
-            {"trigger_run_id": f"arrival__{other}__{timestamp}", "conf": {"ds": other}}
-            for other, timestamp in arrived.items()
-            if other != ds
+            {"trigger_run_id": f"arrival__{each}__{timestamp}", "conf": {"ds": each}}
+            for each, timestamp in arrived.items()
         ]
 
     def _arrived(self, context: Context) -> dict[str, str]:
-        """Each partition with the time of its latest event: the run's newest partition first.
+        """Each partition with the time of its latest event.
 
         An event that comes between another one and the run which that one triggers may be
         given to no run (apache/airflow#54659, #56050). So all later events are read too.
         """
         triggering = context["triggering_asset_events"]
         arrived: dict[str, str] = {}
-        later: dict[str, str] = {}
         for asset in self.assets:
             if asset not in triggering or not triggering[asset]:
                 continue
-            arrived |= _partitions(asset, triggering[asset])
+            _keep_latest(arrived, _partitions(asset, triggering[asset]))
             since = min(event.timestamp for event in triggering[asset])
             events = context["inlet_events"][asset]
             if hasattr(events, "after"):  # Airflow 3.2 and later; before, there is no filter
                 events = events.after(since.isoformat())
-            later |= _partitions(asset, [e for e in events if e.timestamp > since])
-        newest_first = sorted(arrived, key=lambda ds: arrived[ds], reverse=True)
-        return {ds: (arrived | later)[ds] for ds in (*newest_first, *later)}
+            _keep_latest(arrived, _partitions(asset, [e for e in events if e.timestamp > since]))
+        return arrived
+
+
+class _PartitionOperator(BaseOperator):
+    """The run's partition; skipped, with what comes after, in a run that starts others."""
+
+    template_fields: Sequence[str] = ("ds",)
+    ui_color = BatchLLMArrivalOperator.ui_color
+
+    def __init__(self, *, ds: XComArg, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.ds: Any = ds
+
+    def execute(self, context: Context) -> str:
+        if not self.ds:
+            raise AirflowSkipException("each partition that has arrived has a run of its own")
+        return str(self.ds)
 
 
 def _given_ds(context: Context) -> str | None:
-    """The partition that somebody, or another run, named when triggering this run."""
-    conf: Mapping[str, Any] = context["dag_run"].conf or {}
-    return conf.get(DS_KEY) or context["params"].get(DS_KEY)
+    """The partition that somebody, another run or Airflow named when making this run."""
+    run = context["dag_run"]
+    conf: Mapping[str, Any] = run.conf or {}
+    key = getattr(run, "partition_key", None)  # from Airflow 3.2 on
+    return conf.get(DS_KEY) or context["params"].get(DS_KEY) or key
+
+
+def _keep_latest(arrived: dict[str, str], more: Mapping[str, str]) -> None:
+    for ds, time in more.items():
+        arrived[ds] = max(time, arrived.get(ds, time))
 
 
 def _partitions(asset: Asset, events: Iterable[Any]) -> dict[str, str]:
     """Partition -> time of its latest event."""
     partitions = {}
     for event in sorted(events, key=lambda event: event.timestamp):
-        ds = event.extra.get(DS_KEY)
+        ds = event.extra.get(DS_KEY) or getattr(event, "partition_key", None)
         if not isinstance(ds, str) or not ds:
             raise AirflowFailException(
                 f"asset {asset.name!r}: the event of {event.timestamp} doesn't say which partition"

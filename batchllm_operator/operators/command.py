@@ -25,6 +25,10 @@ RESULT_VERSION: Final = 1
 _COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator.cli")
 
 
+class TakenOverError(AirflowException):
+    """A later attempt at the shard, of another run or by hand, has fenced the command out."""
+
+
 class CommandRunner:
     """Runs `batchllm` commands, one at a time, as child processes of the task.
 
@@ -54,6 +58,7 @@ class CommandRunner:
         Raises:
             AirflowFailException: the spec, the table or the plan is wrong, too many rows
                 failed, or the command speaks another result version; a retry won't help.
+            TakenOverError: a later attempt at the shard works on it.
             AirflowException: the command failed in any other way, or was stopped.
         """
         self._log.info("Running batchllm %s", _shown(command, arguments))
@@ -64,15 +69,26 @@ class CommandRunner:
 
     def verify(self, *arguments: str) -> dict[str, Any] | str:
         """Run `batchllm verify`: the result, or what it says is missing. Logs only trouble."""
+        return self._look("verify", arguments)
+
+    def status(self, *arguments: str) -> dict[str, Any]:
+        """Run `batchllm status`, and return its result. Logs only trouble."""
+        found = self._look("status", arguments)
+        if isinstance(found, str):
+            raise AirflowException(f"batchllm status: {found}")
+        return found
+
+    def _look(self, command: str, arguments: Sequence[str]) -> dict[str, Any] | str:
+        """The result of a command that only reads, or what it says is missing."""
         lines: list[str] = []
-        result, outcome = self._run("verify", arguments, lines.append)
+        result, outcome = self._run(command, arguments, lines.append)
         if result is not None:
             return result
         if outcome.exit_code == ExitCode.INCOMPLETE and outcome.stop_reason is None:
             return outcome.error
         for line in lines:
             self._log.info(line)
-        _raise_failure("verify", outcome)
+        _raise_failure(command, outcome)
 
     def stop(self, reason: str) -> None:
         """Ask the command that runs to stop; whoever waits for it sees to its end."""
@@ -207,6 +223,8 @@ def _raise_failure(command: str, outcome: ChildOutcome) -> NoReturn:
             f"batchllm {command} was stopped: {outcome.stop_reason}; finished parts are kept"
         )
     message = f"batchllm {command}: {outcome.error or 'no message'} (exit code {outcome.exit_code})"
+    if outcome.exit_code == ExitCode.FENCED:
+        raise TakenOverError(message)
     if outcome.exit_code in FINAL_EXIT_CODES:
         raise AirflowFailException(message)
     raise AirflowException(message)

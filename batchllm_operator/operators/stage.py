@@ -14,7 +14,8 @@ from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
 from airflow.sdk import Context
 from kubernetes.client import models as k8s
 
-from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.errors import ExitCode
+from batchllm_operator.operators.command import CommandRunner, TakenOverError
 from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.metrics import PODS_REPLACED, QUOTA_WAITS, count_pod_event
 from batchllm_operator.operators.pod_task import BatchLLMPodTask
@@ -25,6 +26,8 @@ from batchllm_operator.operators.triggerer import defers_by_default
 _QUOTA_PAUSE: Final = timedelta(seconds=60)
 _LONGEST_QUOTA_PAUSE: Final = timedelta(minutes=5)
 _VERIFY_PAUSES_S: Final = (2.0, 10.0)
+_SUCCESSOR_PAUSE_S: Final = 60.0
+"""Between two looks at another attempt."""
 _DEFERRAL_MARGIN: Final = timedelta(minutes=2)
 """After a task's deadline, when Airflow ends a deferral that the triggerer didn't."""
 _DEFERRAL_FAILED: Final = "__fail__"
@@ -73,6 +76,10 @@ class BatchLLMStageOperator(BatchLLMPodTask):
     def finish(self, context: Context, result: Mapping[str, Any]) -> Any:
         """The task's return value, from the result of `command` or `verify_command`."""
 
+    def is_worked_on(self) -> bool:
+        """Whether a process gives signs that it does this work, this task's or another one."""
+        return False
+
     # A try
 
     def execute(self, context: Context) -> Any:
@@ -86,7 +93,11 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         self.check()
         if self.runner == "local":
             command, *arguments = self.command()
-            return self.finish(context, self._commands().run(command, *arguments))
+            try:
+                result = self._commands().run(command, *arguments)
+            except TakenOverError as error:
+                result = self._await_successor(str(error))
+            return self.finish(context, result)
         with self._released_when_killed(context):
             found = self._verify(None)
             if not isinstance(found, str):
@@ -201,6 +212,8 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             self._count(PODS_REPLACED, context)
             return None
         message = f"{end.explanation()}. In the lake: {found}"
+        if end.exit_code == ExitCode.FENCED:
+            return self._await_successor(message)
         if end.is_final:
             raise AirflowFailException(message)
         raise AirflowException(message)
@@ -284,6 +297,24 @@ class BatchLLMStageOperator(BatchLLMPodTask):
                 self.log.warning("%s; looking again in %d s", error, round(pause_s))
                 self._sleep(pause_s)
         return self._commands().verify(*arguments)
+
+    def _await_successor(self, said: str) -> dict[str, Any]:
+        """The results of the attempt that has taken over, once they are whole.
+
+        A retry would begin another attempt, and fence that one out in turn.
+
+        Raises:
+            AirflowException: it gives no sign any more, so that a retry may begin one.
+        """
+        self.log.warning("%s. Waiting for its results", said)
+        while True:
+            self._sleep(_SUCCESSOR_PAUSE_S * random.uniform(0.5, 1.0))
+            is_worked_on = self.is_worked_on()
+            found = self._verify(None)
+            if not isinstance(found, str):
+                return found
+            if not is_worked_on:
+                raise AirflowException(f"{said}. It gives no sign any more: {found}")
 
     def _sleep(self, seconds: float) -> None:
         """Let time pass.

@@ -110,8 +110,9 @@ def test_dag_files_import_without_errors_and_without_heavy_modules(
         assert dag["outlets"] == {f"{group}.commit": [group]}
     arrival = dags["snippets_on_arrival"]
     assert arrival["tasks"] == {
-        "arrival.partition": ["arrival.other_partitions", "snippets.plan"],
-        "arrival.other_partitions": [],
+        "arrival.events": ["arrival.partition", "arrival.runs"],
+        "arrival.partition": ["snippets.plan"],
+        "arrival.runs": [],
         **group_tasks("snippets"),
     }
     assert arrival["spec_path"] == [str(specs / "daily_snippets.yaml")]

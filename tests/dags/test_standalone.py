@@ -133,6 +133,10 @@ def test_each_partition_that_arrives_is_run(standalone: Examples) -> None:
     wait_until(are_committed, "all partitions are committed", poll_s=POLL_S)
     for ds in ARRIVING_DAYS:
         assert standalone.keys(ds) == standalone.job.keys()
+    tasks = standalone.tasks("snippets_on_arrival")
+    plans = [task for task in tasks if task["task_id"] == "snippets.plan"]
+    at_work = [plan["dag_run_id"] for plan in plans if plan["state"] != "skipped"]
+    assert len(at_work) == len(ARRIVING_DAYS), "a partition was run twice"
 
 
 def test_a_run_commits_its_date_and_doing_it_again_replaces_the_partition(

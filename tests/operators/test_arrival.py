@@ -1,4 +1,4 @@
-"""Which partition a run is for, and which others get a run."""
+"""Which partition a run is for, and which runs it starts."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -53,13 +53,14 @@ class Run:
     triggering: dict[str, list[Event]] = field(default_factory=dict)
     all_events: dict[str, list[Event]] = field(default_factory=dict)
     conf: dict[str, Any] | None = None
+    partition_key: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
     logical_ds: str | None = None
     pushed: dict[str, Any] = field(default_factory=dict)
 
     def execute(self, *assets: Asset) -> list[dict[str, Any]]:
         context: dict[str, Any] = {
-            "dag_run": SimpleNamespace(conf=self.conf),
+            "dag_run": SimpleNamespace(conf=self.conf, partition_key=self.partition_key),
             "params": self.params,
             "triggering_asset_events": Events(self.triggering),
             "inlet_events": Events({**self.triggering, **self.all_events}),
@@ -72,26 +73,30 @@ class Run:
         return list(execute.__wrapped__(task, context))
 
 
-def test_one_event_names_the_partition() -> None:
-    run = Run(triggering={"documents": [arrived(0, "2026-01-31")]})
-    assert run.execute() == []
-    assert run.pushed == {"ds": "2026-01-31"}
+NONE = {"ds": ""}
+"""What a run pushes that starts others."""
 
 
-def test_the_newest_of_several_is_the_runs_and_the_others_get_runs() -> None:
+def test_each_event_gets_a_run_whose_id_says_which() -> None:
     events = [arrived(0, "2026-01-29"), arrived(2, "2026-01-31"), arrived(1, "2026-01-30")]
     run = Run(triggering={"documents": events})
     assert run.execute() == [
-        {
-            "trigger_run_id": "arrival__2026-01-30__20260201T000001.000000",
-            "conf": {"ds": "2026-01-30"},
-        },
-        {
-            "trigger_run_id": "arrival__2026-01-29__20260201T000000.000000",
-            "conf": {"ds": "2026-01-29"},
-        },
+        {"trigger_run_id": f"arrival__{ds}__20260201T{time}", "conf": {"ds": ds}}
+        for ds, time in (
+            ("2026-01-29", "000000.000000"),
+            ("2026-01-30", "000001.000000"),
+            ("2026-01-31", "000002.000000"),
+        )
     ]
-    assert run.pushed == {"ds": "2026-01-31"}
+    assert run.pushed == NONE
+
+
+def test_two_runs_that_meet_one_event_start_one_run() -> None:
+    """One has read ahead to it, the other was made for it; two runs of one id are one."""
+    first, second = arrived(0, "2026-01-30"), arrived(1, "2026-01-31")
+    ahead = Run({"documents": [first]}, all_events={"documents": Inlets([first, second])})
+    own = Run({"documents": [second]})
+    assert own.execute() == ahead.execute()[1:]
 
 
 @pytest.mark.parametrize("container", [list, Inlets])  # Airflow 3.1, and later
@@ -100,30 +105,37 @@ def test_events_that_airflow_left_for_the_next_run_get_runs_now(container: Any) 
     run = Run(
         triggering={"documents": [first]}, all_events={"documents": container([old, first, left])}
     )
-    assert [other["conf"]["ds"] for other in run.execute()] == ["2026-01-31"]
-    assert run.pushed == {"ds": "2026-01-30"}
+    assert [each["conf"]["ds"] for each in run.execute()] == ["2026-01-30", "2026-01-31"]
+    assert run.pushed == NONE
 
 
 def test_a_partition_that_came_twice_gets_one_run() -> None:
     events = [arrived(0, "2026-01-30"), arrived(1, "2026-01-31"), arrived(2, "2026-01-30")]
     again = [*events, arrived(3, "2026-01-30"), arrived(4, "2026-01-31")]
     run = Run(triggering={"documents": events}, all_events={"documents": Inlets(again)})
-    (other,) = run.execute()
-    assert (run.pushed["ds"], other["conf"]["ds"]) == ("2026-01-30", "2026-01-31")
-    assert other["trigger_run_id"].endswith("T000004.000000")  # a newer event, a newer run
+    ids = [each["trigger_run_id"] for each in run.execute()]
+    assert ids == [  # a newer event, a newer run
+        "arrival__2026-01-30__20260201T000003.000000",
+        "arrival__2026-01-31__20260201T000004.000000",
+    ]
 
 
 def test_two_tables_of_one_partition_are_one_arrival() -> None:
-    triggering = {"documents": [arrived(0, "2026-01-31")], "users": [arrived(1, "2026-01-31")]}
-    run = Run(triggering=triggering)
-    assert run.execute(DOCUMENTS, USERS) == []
-    assert run.pushed == {"ds": "2026-01-31"}
+    triggering = {"documents": [arrived(1, "2026-01-31")], "users": [arrived(0, "2026-01-31")]}
+    (one,) = Run(triggering=triggering).execute(DOCUMENTS, USERS)
+    assert one["trigger_run_id"] == "arrival__2026-01-31__20260201T000001.000000"
 
 
 @pytest.mark.parametrize(
-    "given", [{"conf": {"ds": "2026-01-31"}}, {"params": {"ds": "2026-01-31"}}]
+    "given",
+    [
+        {"conf": {"ds": "2026-01-31"}},
+        {"params": {"ds": "2026-01-31"}},
+        {"conf": {"ds": "2026-01-31"}, "partition_key": "2026-01-01"},
+        {"params": {"ds": None}, "partition_key": "2026-01-31"},
+    ],
 )
-def test_what_is_given_by_hand_comes_first(given: dict[str, Any]) -> None:
+def test_what_is_given_by_hand_or_by_airflow_comes_first(given: dict[str, Any]) -> None:
     run = Run(triggering={"documents": [arrived(0, "x")]}, logical_ds="2026-02-01", **given)
     assert run.execute() == []
     assert run.pushed == {"ds": "2026-01-31"}

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from airflow.providers.common.compat.sdk import AirflowFailException
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
 from airflow.sdk.execution_time.context import OutletEventAccessors
 from jsonschema import Draft7Validator
@@ -23,8 +23,9 @@ from batchllm_operator.operators import (
     BatchLLMReportOperator,
     batchllm_task_group,
     one_run_per_partition,
+    stage,
 )
-from batchllm_operator.operators.command import CommandRunner
+from batchllm_operator.operators.command import CommandRunner, TakenOverError
 from batchllm_operator.operators.pods.settings import CPU_IMAGE, PRESETS
 from batchllm_operator.provider import get_provider_info
 
@@ -112,6 +113,39 @@ def test_generate_commit_and_report_name_their_plan(ran: list[tuple[str, ...]]) 
         ("commit", "--plan", "s3://b/plan-1"),
         ("report", "--plan", "s3://b/plan-1"),
     ]
+
+
+@pytest.mark.parametrize("is_made_whole", [True, False])
+def test_a_worker_whose_shard_another_run_has_taken_over_waits_for_it(
+    is_made_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as that gives signs; it starts no engine meanwhile, and none after it."""
+    signs = iter([True, True, False])
+    calls: list[str] = []
+
+    def run(self: CommandRunner, *arguments: str) -> dict[str, Any]:
+        calls.append(arguments[0])
+        raise TakenOverError("batchllm run: attempt 2 has taken over (exit code 7)")
+
+    def status(self: CommandRunner, *arguments: str) -> dict[str, Any]:
+        calls.append("status")
+        return {"shards": [{"is_live": False}, {"is_live": next(signs)}]}
+
+    def verify(self: CommandRunner, *arguments: str) -> dict[str, Any] | str:
+        calls.append("verify")
+        whole = is_made_whole and calls.count("verify") == 3
+        return {"num_rows": 6, "plan_uri": "s3://b/plan-1"} if whole else "2 parts are missing"
+
+    monkeypatch.setattr(stage, "_SUCCESSOR_PAUSE_S", 0.0)
+    for name, stand_in in (("run", run), ("status", status), ("verify", verify)):
+        monkeypatch.setattr(CommandRunner, name, stand_in)
+    task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", shard_idx=1)
+    if is_made_whole:
+        assert execute(task, {})["num_rows"] == 6
+    else:
+        with pytest.raises(AirflowException, match=r"attempt 2 .* no sign any more: 2 parts"):
+            execute(task, {})
+    assert calls == ["run", *["status", "verify"] * 3]
 
 
 def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +247,7 @@ def test_task_group_takes_an_asset_and_a_partition_that_a_task_names() -> None:
     plan = dag.get_task("batchllm.plan")
     assert plan.upstream_task_ids == {"arrival.partition"}
     assert "task_ids='arrival.partition'" in plan.ds
-    assert "key='ds'" in plan.ds
+    assert "key='return_value'" in plan.ds
     assert dag.get_task("batchllm.commit").outlets == [output]
 
 

@@ -15,8 +15,10 @@ from airflow.sdk.execution_time.timeout import timeout
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
+from batchllm_operator.operators import stage
 from batchllm_operator.operators.pods.attempt import LABEL
 from batchllm_operator.pipeline.attempts import claim_attempt
+from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 
 
@@ -46,8 +48,26 @@ def test_a_task_that_the_user_marks_or_clears_leaves_no_pod(
 
 
 @in_triggerer
-def test_a_pod_whose_shard_somebody_else_took_over(shards: Shards) -> None:
-    """By hand, or by a task that writes to the same table from another Airflow."""
+def test_a_shard_that_another_run_has_taken_over_is_left_to_it(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_SUCCESSOR_PAUSE_S", 0.5)
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    shards.wait_for_parts(1)
+    run_shard(shards.plan_uri, 0)
+    assert run.wait()["num_rows"] == NUM_ROWS
+    folders = StoredPlan.open(shards.plan_uri).run_folder(0).subfolder_names()
+    assert sorted(folders) == ["attempt-00001", "attempt-00002"]  # it wasn't fenced back
+    shards.check_whole()
+
+
+@in_triggerer
+def test_a_pod_whose_shard_somebody_else_took_over(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And gives no sign any more: by hand, or by a task of another Airflow."""
+    monkeypatch.setattr(stage, "_SUCCESSOR_PAUSE_S", 0.5)
     shards.plan(delay_s=0.1)
     run = shards.start()
     before = shards.wait_for_parts(1)
