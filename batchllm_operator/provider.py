@@ -30,4 +30,22 @@ def get_provider_info() -> dict[str, Any]:
                 ],
             }
         ],
+        "config": {
+            "batchllm": {
+                "description": "The pages of BatchLLM, which the API server serves.",
+                "options": {
+                    "report_roots": {
+                        "description": (
+                            "Folders and URIs below which plans are read, as a JSON object: lists"
+                            " of them by pattern of DAG ids, or by `team:` and a team's name. For"
+                            " DAGs without an entry: where their own job specs put plans.\n"
+                        ),
+                        "version_added": None,
+                        "type": "string",
+                        "example": '{"rank_*": ["s3://lake/rank"], "team:ads": ["/lake/ads"]}',
+                        "default": None,
+                    }
+                },
+            }
+        },
     }

@@ -42,7 +42,13 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         kwargs: see `BatchLLMPodOperator`.
     """
 
-    template_fields: Sequence[str] = ("spec_path", "ds", *BatchLLMStageOperator.template_fields)
+    # Fields of this kind are what Airflow keeps of an operator beside the parsed DAG.
+    template_fields: Sequence[str] = (
+        "spec_path",
+        "ds",
+        "report_root",
+        *BatchLLMStageOperator.template_fields,
+    )
     ui_color = "#cde6d0"
     component: ClassVar[str] = "plan"
 
@@ -50,6 +56,7 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         super().__init__(**kwargs)
         self.spec_path = spec_path
         self.ds = ds
+        self.report_root = _report_root(spec_path)
 
     def check(self) -> None:
         """Refuse more shards than Airflow makes tasks: it says so only after the planning."""
@@ -111,3 +118,17 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
     @property
     def _job(self) -> list[str]:
         return ["--job-json", self._spec.model_dump_json(), "--ds", self.ds]
+
+
+def _report_root(spec_path: str) -> str | None:
+    """Where the job's plans lie, for the pages in Airflow, which read nothing elsewhere.
+
+    None where the spec can't be read: the DAG is parsed by another machine than the one that runs
+    the task, or its path is a template.
+    """
+    try:
+        spec = load_spec(spec_path)
+    except (SpecError, TypeError):
+        return None
+    root = f"{spec.output.staging_folder.rstrip('/')}/_batchllm/{spec.name}"
+    return None if "{" in root else root  # which Airflow would take for a template

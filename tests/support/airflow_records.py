@@ -115,6 +115,22 @@ class Records:
         outcome = {"plan_uri": plan_uri, **outcome}
         return self.task(f"{group}.commit", return_value=outcome, **where)
 
+    def dag(self, dag: Any) -> Records:
+        """A DAG as the DAG processor leaves it: serialized."""
+        from airflow.models.dag import DagModel
+        from airflow.models.dagbundle import DagBundleModel
+        from airflow.models.serialized_dag import SerializedDagModel
+        from airflow.serialization.serialized_objects import LazyDeserializedDAG
+
+        with self._session() as session:
+            session.merge(DagBundleModel(name="tests"))
+            session.flush()
+            session.merge(DagModel(dag_id=dag.dag_id, bundle_name="tests", fileloc="x"))
+            session.flush()
+            lazy = LazyDeserializedDAG.from_dag(dag)
+            SerializedDagModel.write_dag(lazy, bundle_name="tests", session=session)
+        return self
+
     def _run(self, which: dict[str, Any]) -> int:
         from airflow.models.dagrun import DagRun
 
@@ -137,9 +153,12 @@ class Records:
         return create_session(scoped=False)
 
     def _tables(self) -> list[Any]:
+        from airflow.models.dag_version import DagVersion
         from airflow.models.dagrun import DagRun
         from airflow.models.renderedtifields import RenderedTaskInstanceFields
+        from airflow.models.serialized_dag import SerializedDagModel
         from airflow.models.taskinstance import TaskInstance
         from airflow.models.xcom import XComModel
 
-        return [XComModel, RenderedTaskInstanceFields, TaskInstance, DagRun]
+        of_runs = [XComModel, RenderedTaskInstanceFields, TaskInstance, DagRun]
+        return [*of_runs, SerializedDagModel, DagVersion]

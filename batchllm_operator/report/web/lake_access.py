@@ -87,7 +87,6 @@ class LakeReader:
         return plan
 
     def _open_plan(self) -> tuple[StoredPlan, frozenset[str]]:
-        self._uri.check_place(os.environ)
         folder = Folder.open(self._uri.uri, **self._options())
         try:
             data = _bounded(folder, MANIFEST_FILE)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.spec import holds_credentials
-
-ROOTS_SETTING: Final = "BATCHLLM_REPORT_ROOTS"
-"""Environment variable: folders and URIs below which plans are read, separated by commas."""
 
 _MAX_CHARS: Final = 4096
 _START: Final = re.compile(r"(?:s3a?://[^/\s]+|(?:file://)?)/", re.ASCII)
@@ -61,12 +59,12 @@ class PlanURI:
         """The path, if it lies on a local disk."""
         return None if self.uri.startswith("s3") else self.uri.removeprefix("file://")
 
-    def check_place(self, environment: Mapping[str, str]) -> None:
+    def check_place(self, roots: Iterable[str]) -> None:
         """Make sure that it may be read, symbolic links on a local disk followed.
 
         Raises:
-            PlanError: it leads to what isn't a plan's folder, or lies below none of the roots in
-                `BATCHLLM_REPORT_ROOTS`, if that is set.
+            PlanError: it leads to what isn't a plan's folder, has links in it, or lies below none
+                of the roots.
         """
         path = self.local_path
         place = self.uri
@@ -74,17 +72,32 @@ class PlanURI:
             place = os.path.realpath(path)
             if _END.fullmatch(place[place.rfind("/_batchllm/") :]) is None:
                 raise PlanError("the plan's folder is a symbolic link to what isn't one")
-        roots = environment.get(ROOTS_SETTING)
-        if roots is not None and not any(
-            _is_below(place, root.strip()) for root in roots.split(",") if root.strip()
-        ):
+        if not any(_is_below(place, root) for root in roots):
             raise PlanError(
-                f"the plan lies in none of the places that {ROOTS_SETTING} of Airflow's API"
-                " server names"
+                "the plan lies in none of the places where this DAG's plans are read: those that"
+                " [batchllm] report_roots of Airflow's API server names for it, or else that of its"
+                " own job spec"
             )
+        if path is not None and _has_links(place):
+            raise PlanError("the plan's folder has symbolic links in it")
 
 
 def _is_below(place: str, root: str) -> bool:
-    if not root.startswith("s3"):
-        root = os.path.realpath(root.removeprefix("file://"))
-    return place.startswith(root.rstrip("/") + "/")
+    """Whether a place is in a root: the same bucket or disk, and all of the root's folders."""
+    if root.startswith(("s3://", "s3a://")):
+        bucket, _, path = root.partition("://")[2].rstrip("/").partition("/")
+        root = f"s3://{bucket}/{path}".rstrip("/")
+        return bool(bucket) and place.replace("s3a://", "s3://", 1).startswith(f"{root}/")
+    root = root.removeprefix("file://")
+    if not root.startswith("/") or place.startswith("s3"):
+        return False
+    return place.startswith(os.path.realpath(root).rstrip("/") + "/")
+
+
+def _has_links(folder: str) -> bool:
+    """Links out of a folder would lead to what lies below no root."""
+    return any(
+        (Path(where) / name).is_symlink()
+        for where, folders, files in os.walk(folder)
+        for name in (*folders, *files)
+    )

@@ -30,6 +30,7 @@ from batchllm_operator.report.web.jobs import list_jobs
 from batchllm_operator.report.web.lake_access import LakeReader
 from batchllm_operator.report.web.links import Links
 from batchllm_operator.report.web.problems import PageError
+from batchllm_operator.report.web.roots import report_roots
 from batchllm_operator.report.web.runs import (
     JobInRun,
     JobRef,
@@ -196,10 +197,14 @@ def _reader(job: JobInRun) -> LakeReader | None:
     """What reads about the job's plan; None before there is one.
 
     Raises:
-        PageError: what the plan task has noted isn't a plan's URI.
+        PageError: what the plan task has noted isn't the URI of a plan that is read for this DAG.
     """
     try:
         uri = job.plan_uri()
+        if uri is not None:  # each time: what is kept of a plan is for whoever may see it
+            with create_session(scoped=False) as session:
+                roots = report_roots(session, job.ref)
+            uri.check_place(roots)
     except PlanError as error:
         raise PageError(409, f"This run's plan can't be shown: {error}.") from error
     return None if uri is None else LakeReader(uri)

@@ -26,6 +26,12 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 ROOT_PATH = "/batchllm"
 
 
+@pytest.fixture(autouse=True)
+def all_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are read anywhere, but where a test is about that."""
+    monkeypatch.setenv("AIRFLOW__BATCHLLM__REPORT_ROOTS", '{"*": ["/", "s3://lake"]}')
+
+
 @pytest.fixture(scope="session")
 def database() -> None:
     """The tables of Airflow's database."""

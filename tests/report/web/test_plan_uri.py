@@ -10,7 +10,7 @@ import pytest
 from support.airflow_records import Records
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.report.web.plan_uri import ROOTS_SETTING, PlanURI
+from batchllm_operator.report.web.plan_uri import PlanURI
 
 Browser = Any  # the class in conftest.py
 END = "_batchllm/job/2026-01-31/plan-0123456789abcdef"
@@ -77,14 +77,28 @@ def test_roots_bound_what_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "lake" / END
     folder.mkdir(parents=True)
     local, remote = PlanURI.parse(str(folder)), PlanURI.parse(f"s3://lake/out/{END}")
-    local.check_place({})
-    roots = {ROOTS_SETTING: f"s3://lake/out , {tmp_path}/lake,"}
-    local.check_place(roots)
-    remote.check_place(roots)
-    for other in ("", f"{tmp_path}/la", "s3://lake/ou", "s3://other"):
-        for uri in (local, remote):
-            with pytest.raises(PlanError, match=ROOTS_SETTING):
-                uri.check_place({ROOTS_SETTING: other})
+    for root in (f"{tmp_path}/lake", f"file://{tmp_path}/lake/", f"{tmp_path}/x/../lake", "/"):
+        local.check_place([root])
+    for root in ("s3://lake", "s3://lake/", "s3a://lake/out", "s3://lake/out/_batchllm/job"):
+        remote.check_place(["s3://other", root])
+        PlanURI.parse(remote.uri.replace("s3://", "s3a://")).check_place([root])
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        *("", ".", "lake", "s3://", "s3:///", "s3", "file://", "*", "gs://lake", "//lake"),
+        *("{tmp}/la", "{tmp}/lake-secret", "{tmp}/LAKE", "{tmp}/lake/..x", "{tmp}/lake/%2e%2e"),
+        *("s3://lake/ou", "s3://lak", "s3://LAKE", "s3://lake/OUT", "s3://other/lake/out"),
+        *("s3://lake/out/..", "s3://lake//out", "s3://lake/other", "s3://lake/out/_batchllm/jo"),
+    ],
+)
+def test_what_lies_in_no_root_is_not_read(root: str, tmp_path: Path) -> None:
+    folder = tmp_path / "lake" / END
+    folder.mkdir(parents=True)
+    for uri in (str(folder), f"file://{folder}", f"s3://lake/out/{END}", f"s3a://lake/out/{END}"):
+        with pytest.raises(PlanError, match="report_roots"):
+            PlanURI.parse(uri).check_place([root.format(tmp=tmp_path)])
 
 
 def test_links_out_of_the_roots_are_followed_before_they_are_judged(tmp_path: Path) -> None:
@@ -92,13 +106,21 @@ def test_links_out_of_the_roots_are_followed_before_they_are_judged(tmp_path: Pa
     outside.mkdir(parents=True)
     inside.parent.mkdir(parents=True)
     inside.symlink_to(outside)
-    PlanURI.parse(str(inside)).check_place({})
-    with pytest.raises(PlanError, match=ROOTS_SETTING):
-        PlanURI.parse(str(inside)).check_place({ROOTS_SETTING: str(tmp_path / "lake")})
+    PlanURI.parse(str(inside)).check_place([str(tmp_path)])
+    with pytest.raises(PlanError, match="report_roots"):
+        PlanURI.parse(str(inside)).check_place([str(tmp_path / "lake")])
     inside.unlink()
     inside.symlink_to("/etc")
     with pytest.raises(PlanError, match="symbolic link"):
-        PlanURI.parse(str(inside)).check_place({})
+        PlanURI.parse(str(inside)).check_place(["/"])
+
+
+def test_links_inside_of_a_plan_are_not_followed(tmp_path: Path) -> None:
+    folder = tmp_path / "lake" / END
+    (folder / "runs").mkdir(parents=True)
+    (folder / "runs" / "shard-00000").symlink_to(tmp_path)
+    with pytest.raises(PlanError, match="symbolic links"):
+        PlanURI.parse(str(folder)).check_place([str(tmp_path)])
 
 
 @pytest.mark.parametrize("noted", ["/etc", "/etc/passwd", 5, {"a": 1}, f"https://host/{END}"])
@@ -120,7 +142,7 @@ def test_links_to_other_files_show_nothing_of_them(
         (folder / name).symlink_to(secret)
         for path in ("", "/jobs/batchllm.plan/-1/report.html"):
             answer = anna.get("/dags/job/runs/a" + path)
-            assert answer.status_code == 409
+            assert answer.status_code == 409 and "symbolic links" in answer.text
             assert "hunter22" not in answer.text and "password" not in answer.text
 
 
