@@ -24,7 +24,7 @@ from batchllm_operator.lake.delta_log import CommitRefusedError, DeltaLog
 from batchllm_operator.lake.delta_version import DataFile, TableVersion, may_hold
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import read_footer
-from batchllm_operator.lake.publishing import check_name, is_published
+from batchllm_operator.lake.publishing import check_name, is_published, values_of
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
@@ -255,7 +255,7 @@ class DeltaTable:
         snapshot = self._snapshot_of(version, partition)
         run_ids: set[Any] = set()
         for batch in self._rows(snapshot, files, [_RUN_ID], ()):
-            run_ids.update(batch.column(0).unique().to_pylist())
+            run_ids |= values_of(batch.column(0))
             if len(run_ids) > 1:
                 raise TableError(f"{foreign} (there are several values of {_RUN_ID!r})")
         if not run_ids:

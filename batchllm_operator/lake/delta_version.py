@@ -95,8 +95,8 @@ class TableVersion:
                 value = date.fromisoformat(partition)
             else:
                 raise TableError(
-                    f"partition column {column!r} holds {kind}; only strings, integers and dates"
-                    " can name a partition"
+                    f"table {self.raw.table_uri}: partition column {column!r} holds {kind}; only"
+                    " strings, integers and dates can name a partition"
                 )
         except ValueError:
             return None

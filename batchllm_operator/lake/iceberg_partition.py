@@ -36,6 +36,7 @@ from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg_catalog import iceberg_errors
 from batchllm_operator.lake.iceberg_read import IcebergFiles
 from batchllm_operator.lake.iceberg_schema import arrow_schema, partition_name, partition_value
+from batchllm_operator.lake.publishing import values_of
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.table import Publication
 from batchllm_operator.spec import FilterTerm
@@ -154,7 +155,7 @@ class PartitionView:
         column = [_RUN_ID] if _RUN_ID in names else []
         run_ids: set[Any] = set()
         for batch in self.scan(column):
-            run_ids |= set(batch.column(0).unique().to_pylist()) if column else {None}
+            run_ids |= values_of(batch.column(0)) if column else {None}
             if len(run_ids) > 1:
                 break
         if not run_ids:

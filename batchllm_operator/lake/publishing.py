@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pyarrow as pa
+
 from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
 from batchllm_operator.lake.table import LakeTable, Publication
 
@@ -14,6 +18,15 @@ def check_name(uri: str, partition: str) -> None:
     """
     if not partition:
         raise TableError(f"output {uri}: a partition needs a name, such as 2026-01-31")
+
+
+def values_of(column: pa.Array) -> set[Any]:
+    """The values of a column `run_id`; bytes if one, written by another program, isn't UTF-8."""
+    distinct = column.unique()
+    try:
+        return set(distinct.to_pylist())
+    except UnicodeDecodeError:
+        return set(distinct.cast(pa.binary()).to_pylist())
 
 
 def is_published(

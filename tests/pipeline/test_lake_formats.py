@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import io
 import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec
 from support.lake_tables import LAKES, Lake, open_lake
@@ -231,6 +233,42 @@ def test_a_missing_partition_is_not_an_empty_one(lakes: tuple[Lake, Lake]) -> No
         f"table {lakes[0].address}: there is no partition '11'; the newest are: '100', '10', '9'"
         " (on_empty: fail)"
     )
+
+
+def break_text(lake: Lake, column: str) -> None:
+    """Make the second of two texts in the only file with the column no UTF-8."""
+    files = {name: lake.folder.read_bytes(name) for name in lake.data_files()}
+    tables = {name: pq.read_table(pa.BufferReader(file)) for name, file in files.items()}
+    [(name, table)] = ((n, each) for n, each in tables.items() if column in each.column_names)
+    broken = pa.StringArray.from_buffers(
+        2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pa.py_buffer(b"x\xff\xfe")
+    )
+    place = table.schema.get_field_index(column)
+    kind = table.schema.field(column).with_type(pa.string())
+    sink = io.BytesIO()
+    pq.write_table(table.set_column(place, kind, broken), sink)
+    lake.folder.write_bytes(name, sink.getvalue())
+
+
+@pytest.mark.parametrize("column", ["row_key", "query", "document"])
+def test_text_that_is_not_utf8(lakes: tuple[Lake, Lake], column: str) -> None:
+    """It costs its row in a prompt, and is refused where readers of the output would meet it."""
+    append(lakes[0], [{**row, "number": n} for n, row in enumerate(input_rows(2, 1))])
+    break_text(lakes[0], column)
+    spec = spec_of(lakes, carry=["query"] if column == "query" else [])
+    if column == "document":
+        assert plan_job(spec, DS).manifest.counts.num_rejected_rows == 1
+        return
+    with pytest.raises(TableError, match=rf"{DS}.*'{column}' isn't valid UTF-8 in row 1 "):
+        plan_job(spec, DS)
+
+
+def test_an_output_whose_run_id_is_not_utf8_is_somebody_elses(lakes: tuple[Lake, Lake]) -> None:
+    append(lakes[0], input_rows(2, 1))
+    append(lakes[1], [{"row_key": name, "run_id": name} for name in ("a", "b")])
+    break_text(lakes[1], "run_id")
+    with pytest.raises(TableError, match=r"no job of this package"):
+        plan_job(spec_of(lakes), DS)
 
 
 def test_input_and_output_must_be_apart(lakes: tuple[Lake, Lake]) -> None:
