@@ -93,6 +93,8 @@ def _main(argv: Sequence[str] | None) -> int:
     _log.setLevel(logging.INFO)
     if not sys.warnoptions:  # libraries warn their developers; -W and PYTHONWARNINGS bring it back
         warnings.simplefilter("ignore")
+    # And torch's C++, such as to which node vLLM binds memory; read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if getattr(args, "die_with_parent", None) is not None:
         from batchllm_operator.engine.lifeline import die_with_parent
 

@@ -41,9 +41,6 @@ show_progress() {
       *' [airflow.task.operators.batchllm_operator.'*)
         message="${line%% \[airflow.task.operators.batchllm_operator.*}"
         message="${message#*\] }"
-        case "$message" in
-          '(MainProcess pid='* | '[W'[0-9]* | 'WARNING: Triton '*) continue ;; # vLLM on a CPU
-        esac
         printf '  %s\n' "${message%"${message##*[![:space:]]}"}"
         ;;
       *'Task instance state updated'*' new_state='*)

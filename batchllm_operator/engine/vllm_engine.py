@@ -24,22 +24,23 @@ from batchllm_operator.engine.protocol import (
     EngineOutput,
     EngineRequest,
 )
+from batchllm_operator.engine.vllm_logs import configure_logs, drop_broken_preloads
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
 from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
 
 # Read by vLLM when it is imported. The first is what this module is about; the others keep a
-# batch job from phoning home and from filling the task log. A user's own setting wins.
+# batch job from phoning home. A user's own setting wins.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
     # Pinning threads to cores slows an engine that shares its process's cores down manyfold.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }.items():
     os.environ.setdefault(_name, _value)
+configure_logs()
 
 from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
@@ -135,6 +136,7 @@ class VLLMEngine:
         try:
             self._params = sampling_params(spec.sampling)
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
+            drop_broken_preloads(os.environ)
             SchedulerSettings.from_additional_config(config.additional_config)
         # pydantic's errors are ValueErrors; others come of values that vLLM doesn't check.
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:

@@ -186,6 +186,7 @@ def test_the_dags_specs_are_valid(name: str) -> None:
     assert spec.name == name
     assert spec.input.uri == str(ROOT / ".demo" / "lake" / "documents")
     assert spec.model.path == str(ROOT / ".demo" / "model")
+    assert spec.output.staging_uri == str(ROOT / ".demo" / "staging"), "not between partitions"
     assert spec.sampling.is_greedy
 
 

@@ -70,6 +70,18 @@ def test_rows_come_out_in_input_order(
     assert report.num_rows_duplicate == 1
 
 
+def test_with_a_staging_folder_the_output_folder_holds_partitions_only(
+    tmp_path: Path, no_pictures: None
+) -> None:
+    write_table(tmp_path / "documents", document_rows())
+    spec = fake_spec(tmp_path, output={"staging_uri": str(tmp_path / "staging")})
+    commit_run(run_job(spec).folder.uri)
+    files = [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
+    assert files == [tmp_path / "out" / f"ds={DS}" / "data.parquet"], (
+        "for readers that skip nothing"
+    )
+
+
 def test_a_whole_dataset_reader_sees_the_partition_only(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(2, 2))
     commit_run(run_job(fake_spec(tmp_path)).folder.uri)

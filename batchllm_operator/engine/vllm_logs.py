@@ -1,0 +1,71 @@
+"""What vLLM logs of a batch job: all but lines that come with every run.
+
+Loaded before vLLM, which reads the environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Final
+
+LEVEL: Final = "VLLM_LOGGING_LEVEL"
+_SETTINGS: Final = {
+    LEVEL: "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for what the command gives
+}
+_EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
+    # We choose the seed, the scheduler and how prompts are given.
+    "engine.arg_utils": ("The global random seed is set to",),
+    "v1.core.sched.scheduler": ("Using custom scheduler class",),
+    "config.scheduler": ("Using custom scheduler class",),
+    "v1.engine.input_processor": ("Passing raw prompts to InputProcessor is deprecated",),
+    # On a CPU, which is for trying things out: what it can't do, and what would be faster.
+    "config.vllm": (
+        "Enforce eager set, disabling torch.compile",
+        "Inductor compilation was disabled by user settings",
+        "Model Runner V2 requires Triton",
+    ),
+    "triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
+    "platforms.cpu": ("Triton is not installed. triton-cpu is expected",),
+    "v1.worker.cpu_worker": (
+        "%s is not found in LD_PRELOAD",
+        "CPU backend doesn't allow to use `torch.set_num_threads`",
+    ),
+}
+"""Warnings that come with every run, and that no user of ours can do anything about: loggers below
+`vllm`, and how their messages begin. A line that vLLM words otherwise one day is merely seen."""
+
+
+def configure_logs() -> None:
+    """Leave out what comes with every run; all is logged where the user has chosen a level."""
+    is_chosen = LEVEL in os.environ
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if not is_chosen:
+        for name, beginnings in _EVERY_RUN.items():
+            logging.getLogger(f"vllm.{name}").addFilter(_Without(beginnings))
+
+
+class _Without(logging.Filter):
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        is_known = record.levelno <= logging.WARNING and isinstance(record.msg, str)
+        return not (is_known and record.msg.startswith(self._beginnings))
+
+
+def drop_broken_preloads(environment: MutableMapping[str, str]) -> None:
+    """Take libraries out of LD_PRELOAD that lie below a folder with a space in its name.
+
+    vLLM's CPU platform puts the environment's own there, for processes that it starts; ld.so splits
+    the list at spaces, and each of these processes would print errors.
+    """
+    paths = environment.get("LD_PRELOAD", "").split(":")
+    kept = [path for path in paths if " " not in path or not Path(path).exists()]
+    if kept != paths:
+        environment["LD_PRELOAD"] = ":".join(kept)

@@ -1,0 +1,52 @@
+"""What of vLLM's log a user sees."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from batchllm_operator.engine import vllm_logs
+
+SEED = "The global random seed is set to %d. Since VLLM_ENABLE_V1_MULTIPROCESSING is set to False"
+
+
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """One that vLLM warns by in every run, without filters; the environment chooses nothing."""
+    for name in vllm_logs._SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name in vllm_logs._EVERY_RUN:
+        monkeypatch.setattr(logging.getLogger(f"vllm.{name}"), "filters", [])
+    return logging.getLogger("vllm.engine.arg_utils")
+
+
+def passes(logger: logging.Logger, level: int, text: str) -> bool:
+    return bool(logger.filter(logger.makeRecord(logger.name, level, "", 0, text, (), None)))
+
+
+def test_lines_of_every_run_are_left_out_and_no_others(logger: logging.Logger) -> None:
+    vllm_logs.configure_logs()
+    assert not passes(logger, logging.WARNING, SEED)
+    assert passes(logger, logging.ERROR, SEED)
+    assert passes(logger, logging.WARNING, "This model does not officially support it")
+
+
+def test_a_level_that_is_chosen_shows_all(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    vllm_logs.configure_logs()
+    assert passes(logger, logging.WARNING, SEED)
+
+
+def test_what_ld_so_cannot_read_is_not_preloaded(tmp_path: Path) -> None:
+    broken = tmp_path / "with a space" / "libgomp.so"
+    broken.parent.mkdir()
+    broken.touch()
+    environment = {"LD_PRELOAD": f"{broken}:/lib/libfirst.so /lib/libsecond.so"}
+    vllm_logs.drop_broken_preloads(environment)
+    assert environment == {"LD_PRELOAD": "/lib/libfirst.so /lib/libsecond.so"}
+    vllm_logs.drop_broken_preloads(environment := {})
+    assert environment == {}
