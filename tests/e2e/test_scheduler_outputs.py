@@ -15,6 +15,11 @@ from safetensors.numpy import save_file
 from support.demo_job import OFFLINE, Demo, demo_prompts
 
 TESTS = Path(__file__).parent.parent
+NEAR_TIE = 1e-4
+"""In log-probability. On two threads a token's margin over the next differs by up to 1.5e-5 between
+stock with much memory and stock with little, and by 2.1e-5 between stock and ours; on one thread
+not at all (AVX2). Prompts are made of what is installed, so each environment has other margins: the
+smallest of three were 2e-3, 2e-4 and 6e-5."""
 
 
 def write_lora(model: Path, folder: Path, seed: int, rank: int = 8) -> None:
@@ -55,13 +60,48 @@ def generated(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         arguments = [scheduler, demo.model, folder / "lora", folder / "prompts.json", outputs]
         subprocess.run(
             [sys.executable, "-m", "support.offline_generate", *map(str, arguments)],
-            env={**os.environ, **OFFLINE, "PYTHONPATH": str(TESTS)},
+            env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
             cwd=folder,
             check=True,
             timeout=600,
         )
         found[scheduler] = json.loads(outputs.read_text())
     return found
+
+
+def differences(ours: list[Any], stock: list[Any]) -> list[str]:
+    """Where ours first parts from stock, other than at a near-tie of stock's own."""
+    found = []
+    for idx, ([mine], [its]) in enumerate(zip(ours, stock, strict=True)):
+        pairs = list(zip(mine["token_ids"], its["token_ids"], strict=False))
+        place = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+        if place is None:
+            names = ("token_ids", "text", "finish_reason", "stop_reason")
+            found += [f"prompt {idx}: {name}" for name in names if mine[name] != its[name]]
+            continue
+        likely, (our_token, its_token) = its["logprobs"][place], pairs[place]
+        margin = likely[str(its_token)] - likely.get(str(our_token), float("-inf"))
+        if margin > NEAR_TIE:
+            found.append(f"prompt {idx}, token {place}: stock prefers its own by {margin:.2g}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "second", "expected"),
+    [
+        ([5, 6], -1.0, []),
+        ([5, 7], -0.50005, []),
+        ([5, 7], -0.51, ["prompt 0, token 1: stock prefers its own by 0.01"]),
+        ([5, 8], -0.50005, ["prompt 0, token 1: stock prefers its own by inf"]),
+        ([5], -1.0, ["prompt 0: token_ids"]),
+    ],
+)
+def test_only_near_ties_are_no_differences(
+    tokens: list[int], second: float, expected: list[str]
+) -> None:
+    same = {"text": "", "finish_reason": "length", "stop_reason": None}
+    stock = {**same, "token_ids": [5, 6], "logprobs": [{"5": -0.1}, {"6": -0.5, "7": second}]}
+    assert differences([[{**same, "token_ids": tokens}]], [[stock]]) == expected
 
 
 def test_greedy_outputs_are_equal_where_stock_has_to_preempt(
@@ -71,7 +111,7 @@ def test_greedy_outputs_are_equal_where_stock_has_to_preempt(
     assert stock > 0
     assert ours <= stock / 20  # outputs end where they will, not where they were estimated to
     assert len(generated["ours"]["tight_memory"]) >= 200
-    assert generated["ours"]["tight_memory"] == generated["stock"]["tight_memory"]
+    assert differences(generated["ours"]["tight_memory"], generated["stock"]["tight_memory"]) == []
 
 
 def test_structured_output(generated: dict[str, dict[str, Any]]) -> None:

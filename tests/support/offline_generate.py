@@ -110,7 +110,7 @@ def main(scheduler: str, model: str, lora: str, prompts_path: str, outputs_path:
     llm = start(scheduler, model, num_gpu_blocks_override=NUM_BLOCKS)
     preempted = count_preemptions(llm)
     generate = Generator(llm, prompts)
-    found["tight_memory"] = generate(max_tokens=64)
+    found["tight_memory"] = generate(max_tokens=64, logprobs=2)
     found["num_preemptions"] = len(preempted)
     del llm, generate
     llm = start(scheduler, model, enable_lora=True, max_loras=1, max_lora_rank=8)
