@@ -38,7 +38,7 @@ class ActingEngine(FakeEngine):
     """One request at a time; calls `act` before it answers request number `at`."""
 
     def __init__(self, spec: JobSpec, at: int, act: Callable[[], object]) -> None:
-        super().__init__(spec)
+        super().__init__(spec, max_model_len=1 << 20)
         self._max_in_flight, self._at, self._act = 1, at, act
         self.num_answers = 0
 
