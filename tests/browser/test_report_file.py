@@ -80,6 +80,23 @@ def test_the_numbers_behind_a_picture_are_reached_by_the_keyboard(tab: Tab, tmp_
     assert "planned, one level" in table.inner_text()
 
 
+def test_tables_scroll_in_boxes_that_show_it(tab: Tab, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(PAGES["report-file"]())
+    tab.page.goto(file.as_uri())
+    box = tab.page.get_by_role("region", name="Slowest shards")
+    box.scroll_into_view_if_needed()
+    more_px = box.evaluate("box => box.scrollWidth - box.clientWidth")
+    assert (more_px > 0) == (tab.page.viewport_size["width"] < 500)
+    before = box.screenshot()
+    box.evaluate("box => { box.style.background = 'none'; }")
+    assert (box.screenshot() != before) == (more_px > 0), "a shadow where there is more"
+    box.focus()
+    assert tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == (
+        "Slowest shards"
+    )
+
+
 def test_on_paper_pictures_are_dark_on_white(tab: Tab, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(PAGES["report-file"]())

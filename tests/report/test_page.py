@@ -14,7 +14,7 @@ from batchllm_operator.planner.sharing import Histogram, LargeGroup, PlanSharing
 from batchllm_operator.report import page
 from batchllm_operator.report.drawing import Table, draw
 from batchllm_operator.report.page import render_report
-from batchllm_operator.report.run_report import ErrorKind, RunReport, TokenKinds
+from batchllm_operator.report.run_report import Bill, ErrorKind, RunReport, TokenKinds
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
 SVG = re.compile(r"<svg.*?</svg>", re.DOTALL)
@@ -67,6 +67,15 @@ def test_everything_that_the_issue_of_a_run_is_about_is_there() -> None:
         *("/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef/report.json",),
     ):
         assert shown in text, shown
+
+
+def test_what_no_gpu_ran_is_marked_as_predicted() -> None:
+    bill = Bill(gpu_s=None, usd_per_hour=3.6, gpu="H100", predicted_gpu_s=40.0)
+    text = Page(render_report(make_full_report(bill=bill))).text.replace("\xa0", " ")
+    assert "GPU time, predicted 40 s for H100; none was measured" in text
+    assert "Cost, predicted $0.04 for H100; none was measured" in text
+    unknown = Bill(gpu_s=None, usd_per_hour=None)
+    assert "predicted" not in Page(render_report(make_full_report(bill=unknown, shards=()))).text
 
 
 def test_it_needs_no_script_and_nothing_from_elsewhere() -> None:

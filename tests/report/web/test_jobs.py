@@ -142,6 +142,21 @@ def test_days_that_are_run_again_dont_push_the_newest_out(anna: Browser, records
     assert found[:2] == ["newest", "again-39"]
 
 
+def test_what_no_gpu_ran_is_marked_as_predicted(anna: Browser, records: Records) -> None:
+    predicted = {"predicted_gpu_s": 7200.0, "predicted_cost_usd": 5.5, "predicted_gpu": "H100"}
+    records.run(state="success").job(uri(0), outcome=outcome(gpu_s=None, **predicted))
+    html = anna.page("/")
+    assert "<dt>GPU time, predicted</dt>" in html
+    assert "$5.50, for H100; none was measured" in html
+    assert html.count('<small class="muted">predicted</small>') == 2
+    records.run(run_id="b", day=1).job(
+        uri(1), run_id="b", outcome=outcome(gpu_s=60.0, cost_usd=1.25, **predicted)
+    )
+    html = anna.page("/")
+    assert "<dt>GPU time</dt>" in html and "<dt>GPU time, predicted</dt>" not in html
+    assert "1 min 00 s" in html and "$1.25" in html
+
+
 @pytest.mark.parametrize(
     ("plan", "generate", "commit", "shown"),
     [
