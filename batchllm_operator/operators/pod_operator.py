@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -13,6 +13,7 @@ from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
 from airflow.sdk import Context
 from kubernetes.client import ApiClient, CoreV1Api
 from kubernetes.client import models as k8s
+from kubernetes.client.rest import RESTClientObject
 
 from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.pods.settings import GpuVendor, PodSettings
@@ -24,6 +25,7 @@ from batchllm_operator.operators.pods.spec import (
     with_arguments,
     without_repetitions,
 )
+from batchllm_operator.operators.pods.watch import WatchLimits
 
 Runner = Literal["local", "kubernetes"]
 
@@ -253,6 +255,22 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             grace_s=self.termination_grace_period,
         )
 
+    def _deadline(self, context: Context) -> datetime | None:
+        """When the task's `execution_timeout` is over, all deferrals of a try together."""
+        if self.execution_timeout is None:
+            return None
+        started_at: datetime = context["ti"].start_date
+        return started_at + self.execution_timeout
+
+    def _limits(self) -> WatchLimits:
+        return WatchLimits(
+            queue_s=self.queue_timeout.total_seconds(),
+            start_s=self.start_timeout.total_seconds(),
+            stuck_s=self.stuck_timeout.total_seconds(),
+            api_s=self.api_timeout.total_seconds(),
+            poll_s=self.poll_interval,
+        )
+
     @property
     def has_secrets(self) -> bool:
         """Whether pods get a Secret of their own, filled from Airflow connections."""
@@ -270,9 +288,12 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         return credentials.variables
 
     def _connect(self) -> CoreV1Api:
-        """A client that has read its configuration anew."""
+        """A new client, with what its configuration says now, that tries each request once."""
         for name in ("hook", "client"):
             vars(self).pop(name, None)
+        connection = self.client.api_client
+        connection.configuration.retries = 0  # else urllib3 makes four of each
+        connection.rest_client = RESTClientObject(connection.configuration)
         return self.client
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -25,17 +26,23 @@ from kubernetes.client.exceptions import ApiException
 from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.pod_operator import BatchLLMPodOperator
 from batchllm_operator.operators.pods.api_errors import message_of
-from batchllm_operator.operators.pods.attempt import Attempt, AttemptPods, QuotaExceededError
+from batchllm_operator.operators.pods.attempt import (
+    Attempt,
+    AttemptPods,
+    QuotaExceededError,
+    SupersededError,
+)
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.pods.spec import UID_VARIABLE, num_gpus, with_secret
-from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
+from batchllm_operator.operators.pods.watch import PodName, PodWatch
+from batchllm_operator.operators.tries import is_anothers, task_state, will_be_retried
 from batchllm_operator.operators.triggerer import told_of_triggerer
 from batchllm_operator.operators.triggers import PodWatchTrigger, make_hook
 
 UID_PLACE: Final = f"$({UID_VARIABLE})"
 """Among a pod's arguments: where Kubernetes puts the pod's UID."""
 
-_LAST_CALL_S: Final = 4.0
+_LAST_CALL_S, _SHORTEST_LAST_CALL_S = 4.0, 1.0
 """For removing a pod: Airflow gives a task that it kills five seconds."""
 _REFUSED: Final = (400, 403, 404, 422)
 """What the API answers to a pod, or a namespace, that is wrong and will stay so."""
@@ -54,7 +61,9 @@ class BatchLLMPodTask(BatchLLMPodOperator):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._watch: PodWatch | None = None
-        self._is_killed = False
+        self._pods_asked: AttemptPods | None = None
+        self._pod: PodName | None = None
+        self._killed_at: float | None = None
         self._supervisor_pid: int | None = None
 
     # What the pod is for
@@ -81,26 +90,36 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     # The cluster
 
-    def _take_pod(self, context: Context, num_disruptions: int) -> k8s.V1Pod:
+    def _take_pod(self, context: Context) -> k8s.V1Pod:
         """The live pod of this attempt, or a new one."""
         attempt = self._attempt(context)
         variables = self._secret_variables()
-        ordinal = num_disruptions
-        request = self._request(context, attempt, ordinal, variables)
-        pods = self._pods(attempt, request.metadata.namespace, self.api_timeout.total_seconds())
+        first = self._request(context, attempt, 0, variables)
+        namespace = first.metadata.namespace
+
+        def make(ordinal: int) -> k8s.V1Pod:
+            request = self._request(context, attempt, ordinal, variables) if ordinal else first
+            self._pod = PodName(request.metadata.name, namespace, self.base_container_name)
+            return request
+
+        pods = self._pods(attempt, namespace, self.api_timeout.total_seconds())
+        self._pods_asked = pods
         try:
-            pod = pods.find(keep_dead=self._keeps_dead)
-            taken_up = pod is not None
-            while pod is None and (pod := pods.create(request)) is None:
-                ordinal += 1  # one that has ended was kept under that name
-                request = self._request(context, attempt, ordinal, variables)
+            pod, is_new = pods.take(make, keep_dead=self._keeps_dead)
+            self._pod = self._name_of(pod)
             if self.has_secrets:
                 self._put_secret(pods, pod, variables)
         except ApiException as error:
             raise _refusal("the pod", error) from error
+        except SupersededError as error:
+            raise AirflowException(
+                f"a later try of this task has begun, and has pod {error}: this one ends"
+            ) from None
+        finally:
+            self._pods_asked = None
         self.log.info(
             "%s pod %s in namespace %s",
-            "Taking up" if taken_up else "Made",
+            "Made" if is_new else "Taking up",
             pod.metadata.name,
             pod.metadata.namespace,
         )
@@ -111,11 +130,17 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         try:
             pods.put_secret(pod, variables)
         except QuotaExceededError:
-            pods.delete(pod.metadata.name)
+            pods.delete(pod.metadata.name, pod.metadata.uid)
             raise
         except ApiException as error:
-            pods.delete(pod.metadata.name)
+            pods.delete(pod.metadata.name, pod.metadata.uid)
             raise _refusal("the pod's Secret", error) from error
+
+    def _name_of(self, pod: k8s.V1Pod) -> PodName:
+        metadata = pod.metadata
+        return PodName(
+            metadata.name, metadata.namespace, self.base_container_name, metadata.uid or ""
+        )
 
     def _attempt(self, context: Context) -> Attempt:
         return Attempt.of(context["ti"], self.table_uri(), self.work())
@@ -160,6 +185,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             self.log,
             has_secrets=self.has_secrets,
             patience_s=patience_s,
+            limit_s=patience_s if is_cleaning_up else None,
             is_stopped=lambda: self._is_over and not is_cleaning_up,
             poll_s=min(2.0, self.poll_interval),
         )
@@ -169,8 +195,13 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         keeps = self._keeps_dead and not (
             is_success and self.on_finish_action == OnFinishAction.DELETE_SUCCEEDED_POD
         )
-        patience_s = _LAST_CALL_S if self._is_killed else self.api_timeout.total_seconds()
+        patience_s = self.api_timeout.total_seconds()
+        if self._killed_at is not None:
+            patience_s = self._last_call_s
         with self._telling_of_leftovers():
+            if is_anothers(task_state(context["ti"], self.log)):
+                self.log.warning("Pod %s is left to another try of this task", end.pod_name)
+                return
             pods = self._pods(
                 self._attempt(context), end.namespace, patience_s, is_cleaning_up=True
             )
@@ -178,13 +209,14 @@ class BatchLLMPodTask(BatchLLMPodOperator):
                 self.log.info("Keeping pod %s (on_finish_action)", end.pod_name)
                 pods.delete_secret(end.pod_name)
             else:
-                pods.delete(end.pod_name, at_once=end.is_unreachable)
+                pods.delete(end.pod_name, end.pod_uid, at_once=end.is_unreachable)
 
     @contextmanager
     def _released_when_killed(self, context: Context) -> Iterator[None]:
         """Remove this attempt's pods if the task is killed or times out meanwhile.
 
-        They are left to the next try if there will be one and only this worker is going.
+        They are left to the next try if there will be one and only this worker is going, and to
+        another try that lives.
         """
         self._supervisor_pid = os.getppid()
         try:
@@ -194,18 +226,37 @@ class BatchLLMPodTask(BatchLLMPodOperator):
                 self.log.warning("The task's execution_timeout is over")
             elif not self._is_killed and not self._is_orphan():
                 raise
-            elif self._next_try_looks_for_it(context):
-                self.log.warning("The worker is going; the next try takes the pod up")
-                raise
-            self._release(context)
+            if not self._another_try_has_the_pod(context, error):
+                self._release(context)
             raise
 
     def _release(self, context: Context) -> None:
-        """Ask all pods of this attempt to stop."""
+        """Ask all pods of this attempt to stop: first that which was waited for, by its name.
+
+        The first call may be the last that there is time for.
+        """
         with self._telling_of_leftovers():
-            namespace = self.build_pod_request_obj(context).metadata.namespace
-            pods = self._pods(self._attempt(context), namespace, _LAST_CALL_S, is_cleaning_up=True)
+            pod = self._pod
+            if pod is not None:
+                namespace = pod.namespace
+            else:
+                namespace = self.build_pod_request_obj(context).metadata.namespace
+            attempt = self._attempt(context)
+            pods = self._pods(attempt, namespace, self._last_call_s, is_cleaning_up=True)
+            if pod is not None:
+                self.log.info("Removing pod %s", pod.name)
+                pods.delete(pod.name, pod.uid)
             pods.delete_all(keep_dead=self._keeps_dead)
+
+    @property
+    def _last_call_s(self) -> float:
+        """What is left of the time that Airflow gives a task that it kills."""
+        since = time.monotonic() - self._killed_at if self._killed_at is not None else 0.0
+        return max(_SHORTEST_LAST_CALL_S, _LAST_CALL_S - since)
+
+    @property
+    def _is_killed(self) -> bool:
+        return self._killed_at is not None
 
     @property
     def _keeps_dead(self) -> bool:
@@ -234,62 +285,36 @@ class BatchLLMPodTask(BatchLLMPodOperator):
                 message_of(error),
             )
 
-    def _next_try_looks_for_it(self, context: Context) -> bool:
-        """Whether this task ends only because its worker does, and Airflow will try it again.
+    def _another_try_has_the_pod(self, context: Context, error: BaseException) -> bool:
+        """Whether a try that lives has the pod of this one, which ends, or the next will.
 
-        A user who marks or clears a task changes its state first.
+        The next one looks for it if only this worker is going. A user who marks or clears a task
+        changes its state first.
         """
-        if not self._will_be_retried(context):
-            return False
+        is_retried = will_be_retried(context["ti"]) and not isinstance(error, AirflowTaskTimeout)
         if self._is_orphan():  # Airflow will find out by the heartbeats that it misses
+            if is_retried:
+                self.log.warning("The worker is going; the next try takes the pod up")
+            return is_retried
+        state = task_state(context["ti"], self.log)
+        if is_anothers(state):
+            self.log.warning("Another try of this task lives (%s); the pod is left to it", state)
             return True
-        try:
-            return self._task_state(context) == "running"
-        # Whatever it is: a pod that nobody looks for costs money.
-        except Exception as error:  # noqa: BLE001
-            self.log.warning("Can't tell why this task was stopped: %s", error)
-            return False
-
-    def _is_still_wanted(self, context: Context) -> bool:
-        """Whether nobody has marked or cleared the task meanwhile, as far as Airflow can tell."""
-        try:
-            return self._task_state(context) in ("running", None)
-        # Whatever it is, the task goes on as it would have.
-        except Exception as error:  # noqa: BLE001
-            self.log.warning("Can't tell whether this task is still wanted: %s", error)
+        if state == "running" and is_retried:
+            self.log.warning("The worker is going; the next try takes the pod up")
             return True
-
-    @staticmethod
-    def _task_state(context: Context) -> str | None:
-        """The task's state in Airflow's database, None if it isn't there any more."""
-        ti = context["ti"]
-        states = ti.get_task_states(
-            dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], map_index=ti.map_index
-        )
-        return next(iter(states.get(ti.run_id, {}).values()), None)
-
-    @staticmethod
-    def _will_be_retried(context: Context) -> bool:
-        """Whether Airflow makes another try when this one fails."""
-        ti = context["ti"]
-        return bool(ti.try_number <= ti.max_tries)
+        return False
 
     # Watching
 
     def _watch_here(self, context: Context, pod: k8s.V1Pod) -> PodEnd | None:
         """Watch a pod from this process; None if a triggerer, that runs by now, is to go on."""
-        name = PodName(
-            pod.metadata.name,
-            pod.metadata.namespace,
-            self.base_container_name,
-            pod.metadata.uid,
-        )
         credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         watch = self._watch = PodWatch(
             lambda: make_hook(
                 self.kubernetes_conn_id, self.in_cluster, self.cluster_context, self.config_file
             ),
-            name,
+            self._name_of(pod),
             self._limits(),
             lambda line: self.log.info("%s", line),
             deadline=self._deadline(context),
@@ -321,22 +346,6 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             aws_conn_id=self.aws_conn_id,
             connection_env=dict(self.connection_env or {}),
             removes=self.on_finish_action == OnFinishAction.DELETE_POD,
-        )
-
-    def _deadline(self, context: Context) -> datetime | None:
-        """When the task's `execution_timeout` is over, all deferrals of a try together."""
-        if self.execution_timeout is None:
-            return None
-        started_at: datetime = context["ti"].start_date
-        return started_at + self.execution_timeout
-
-    def _limits(self) -> WatchLimits:
-        return WatchLimits(
-            queue_s=self.queue_timeout.total_seconds(),
-            start_s=self.start_timeout.total_seconds(),
-            stuck_s=self.stuck_timeout.total_seconds(),
-            api_s=self.api_timeout.total_seconds(),
-            poll_s=self.poll_interval,
         )
 
 

@@ -19,8 +19,11 @@ from batchllm_operator.operators.command import CommandRunner, TakenOverError
 from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.metrics import PODS_REPLACED, QUOTA_WAITS, count_pod_event
 from batchllm_operator.operators.pod_task import BatchLLMPodTask
-from batchllm_operator.operators.pods.attempt import LABEL, QuotaExceededError, StoppedError
+from batchllm_operator.operators.pods.attempt import LABEL, QuotaExceededError
+from batchllm_operator.operators.pods.calls import StoppedError
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
+from batchllm_operator.operators.pods.watch import PodName
+from batchllm_operator.operators.tries import UNKNOWN, is_anothers, task_state, will_be_retried
 from batchllm_operator.operators.triggerer import defers_by_default
 
 _QUOTA_PAUSE: Final = timedelta(seconds=60)
@@ -137,12 +140,18 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         """Have whatever `execute` waits for come to an end; `execute` sees to the pods.
 
         Nothing is asked of the cluster here: Airflow calls this from a signal handler.
+
+        Raises:
+            StoppedError: from a signal handler, into a call of the cluster's API.
         """
-        self._is_killed = True
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
         if self._command_runner is not None:
             self._command_runner.stop("the task was killed")
         if self._watch is not None:
             self._watch.stop()
+        if self._pods_asked is not None:
+            self._pods_asked.calls.interrupt()
 
     def _work(
         self, context: Context, num_disruptions: int, waiting_since: datetime | None = None
@@ -153,7 +162,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             if defers is None:
                 defers = defers_by_default(self.log.info)
             try:
-                pod = self._take_pod(context, num_disruptions)
+                pod = self._take_pod(context)
             except QuotaExceededError as full:
                 if waiting_since is None:
                     self._count(QUOTA_WAITS, context)
@@ -186,9 +195,12 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         if end.kind is EndKind.STOPPED:
             raise AirflowException(_KILLED)
         if end.is_unseen:
-            if not self._will_be_retried(context):
-                self._release(context)  # perhaps this worker is let in
-            raise AirflowException(end.explanation())
+            return self._conclude_unseen(context, end)
+        self._pod = (
+            None
+            if end.may_stay
+            else PodName(end.pod_name, end.namespace, self.base_container_name, end.pod_uid)
+        )
         found: dict[str, Any] | str = ""
         try:
             found = self._verify(end.pod_uid)
@@ -196,12 +208,12 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             raise type(error)(f"{end.explanation()}. In the lake: {error}") from error
         finally:
             self._remove_pod(context, end, is_success=not isinstance(found, str))
-        if self._is_killed:
-            raise AirflowException(_KILLED)
         if not isinstance(found, str):
             if end.kind is not EndKind.EXITED or end.exit_code != 0:
                 self.log.warning("%s; but its results are whole", end.explanation())
             return found
+        if self._is_killed:
+            raise AirflowException(_KILLED)
         if end.is_disruption and num_disruptions < self.max_disruptions:
             self.log.warning(
                 "%s; making pod %d of at most %d",
@@ -218,6 +230,22 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             raise AirflowFailException(message)
         raise AirflowException(message)
 
+    def _conclude_unseen(self, context: Context, end: PodEnd) -> dict[str, Any]:
+        """The results, if they are whole all the same; else the pod is left to the next try."""
+        found: dict[str, Any] | str = ""
+        try:
+            found = self._verify(end.pod_uid)
+        except AirflowException as error:
+            self.log.warning("In the lake: %s", error)
+        if not isinstance(found, str):
+            self.log.warning("%s; but its results are whole", end.explanation())
+            self._pod = None  # it has ended, and may be kept
+            self._release(context)
+            return found
+        if not will_be_retried(context["ti"]):
+            self._release(context)  # perhaps this worker is let in
+        raise AirflowException(end.explanation())
+
     def _count(self, name: str, context: Context) -> None:
         job = self.stage_labels().get(f"{LABEL}/job", "job")
         count_pod_event(name, self.component, context, job)
@@ -229,8 +257,10 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             AirflowException: the user has marked or cleared the task meanwhile: Airflow would
                 refuse the deferral, and nobody would have the pod.
         """
-        if not self._is_still_wanted(context):
-            self._release(context)
+        state = task_state(context["ti"], self.log)
+        if state not in ("running", None, UNKNOWN):
+            if not is_anothers(state):
+                self._release(context)
             raise AirflowException(_KILLED)
         deadline = self._deadline(context)
         self.defer(

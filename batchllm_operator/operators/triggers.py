@@ -12,14 +12,23 @@ from typing import Any, Final
 import yaml
 from airflow.providers.cncf.kubernetes.hooks.kubernetes import AsyncKubernetesHook
 from airflow.providers.cncf.kubernetes.triggers.pod import KubernetesPodTrigger
+from airflow.providers.cncf.kubernetes.version_compat import AIRFLOW_V_3_3_PLUS
 from airflow.triggers.base import TriggerEvent
 from asgiref.sync import sync_to_async
+from kubernetes_asyncio.client import CoreV1Api, V1DeleteOptions, V1Preconditions
+from kubernetes_asyncio.client.exceptions import ApiException
+from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from batchllm_operator.operators.credentials import Credentials
+from batchllm_operator.operators.pods.api_errors import CONFLICT, NOT_FOUND, is_passing
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
+from batchllm_operator.operators.tries import LIVE_STATES
 
 _STATE_LIMIT_S: Final = 10.0
 """For asking Airflow for the task's state; it gives a cancelled trigger thirty seconds."""
+_REQUEST_S: Final = 10.0
+_REMOVAL_S: Final = 30.0
+"""For removing a pod before the event is fired; the worker tries once more."""
 
 
 _unfinished: Final[set[asyncio.Task[None]]] = set()
@@ -59,9 +68,8 @@ def make_hook(
 class PodWatchTrigger(KubernetesPodTrigger):
     """Runs a `PodWatch` and fires one event, a `PodEnd`.
 
-    When the user kills the task, the pod is deleted, by what Airflow's own trigger does: in
-    `on_kill` from Airflow 3.3 on, before that in `cleanup` once the task isn't deferred any more.
-    A restart of the triggerer leaves the pod alone.
+    When the user kills the task, the pod is deleted: in `on_kill` from Airflow 3.3 on, before that
+    in `cleanup` once no try of the task lives. A restart of the triggerer leaves the pod alone.
 
     Args:
         pod_name: the pod.
@@ -137,32 +145,66 @@ class PodWatchTrigger(KubernetesPodTrigger):
             self.kubernetes_conn_id, self.in_cluster, self.cluster_context, self._config_file
         )
 
-    @property
-    def hook(self) -> AsyncKubernetesHook:
-        """A new one, for `on_kill` and `cleanup`."""
-        return self._make_hook()
-
     async def on_kill(self) -> None:
         """Delete the pod when a user has killed the task (Airflow 3.3 and later).
 
         A triggerer that was cut off for a while has lost its triggers to another one, and takes
-        that for a user's doing; then the task is still deferred, and the pod is left alone.
+        that for a user's doing; then a try of the task lives, and has the pod.
         """
-        await _to_its_end(self._delete_if_killed())
+        await _to_its_end(self._delete_if_killed(if_unknown=True))
 
     async def cleanup(self) -> None:
-        """Delete the pod before Airflow 3.3, if the task isn't deferred any more."""
-        await _to_its_end(super().cleanup())
+        """Delete the pod before Airflow 3.3, if no try of the task lives any more."""
+        if not AIRFLOW_V_3_3_PLUS:
+            await _to_its_end(self._delete_if_killed(if_unknown=False))
 
-    async def _delete_if_killed(self) -> None:
+    async def _delete_if_killed(self, *, if_unknown: bool) -> None:
+        if self._fired_event:
+            return
         try:
-            is_killed = await asyncio.wait_for(self.safe_to_cancel(), _STATE_LIMIT_S)
+            state = await asyncio.wait_for(self.get_task_state(), _STATE_LIMIT_S)  # type: ignore[no-untyped-call]
+            is_killed = state not in LIVE_STATES
         # Whatever it is: a pod that nobody watches costs more than one that is made again.
         except Exception as error:  # noqa: BLE001
             self.log.warning("Can't tell why the trigger was cancelled: %r", error)
-            is_killed = True
-        if is_killed:
-            await super().on_kill()
+            is_killed = if_unknown
+        if not is_killed:
+            return
+        self.log.info("Removing pod %s in namespace %s", self.pod_name, self.pod_namespace)
+        try:
+            await self._delete(self._limits.api_s)
+        # Whatever it is: nobody waits for this.
+        except Exception as error:  # noqa: BLE001
+            self.log.error("Pod %s couldn't be removed: %r", self.pod_name, error)
+
+    async def _delete(self, patience_s: float, *, at_once: bool = False) -> None:
+        """Ask the pod to stop, if it is there; try again for a while."""
+        tries = AsyncRetrying(
+            wait=wait_random_exponential(max=15),
+            retry=retry_if_exception(is_passing),
+            reraise=True,
+        )
+        async with asyncio.timeout(patience_s):
+            await tries(self._delete_once, 0 if at_once else None)
+
+    async def _delete_once(self, grace_s: int | None) -> None:
+        """Delete the pod, but not another that has its name by now."""
+        where = (self.pod_name, self.pod_namespace)
+        options = V1DeleteOptions(
+            grace_period_seconds=grace_s, preconditions=V1Preconditions(uid=self._pod_uid)
+        )
+        async with self._make_hook().get_conn() as connection:
+            api = CoreV1Api(connection)
+            try:
+                await api.delete_namespaced_pod(*where, body=options, _request_timeout=_REQUEST_S)
+            except ApiException as error:
+                if error.status == NOT_FOUND:
+                    return
+                if error.status != CONFLICT:
+                    raise
+                found = await api.read_namespaced_pod(*where, _request_timeout=_REQUEST_S)
+                if found.metadata.uid == self._pod_uid:
+                    raise
 
     async def _mask(self) -> Callable[[str], str]:
         """Takes the connections' secrets out of a text: this process doesn't know them yet."""
@@ -179,11 +221,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
     async def _remove(self, *, at_once: bool) -> None:
         """Remove the pod; if that fails, the worker will when it goes on."""
         try:
-            await self.hook.delete_pod(
-                name=self.pod_name,
-                namespace=self.pod_namespace,
-                grace_period_seconds=0 if at_once else None,
-            )
+            await self._delete(_REMOVAL_S, at_once=at_once)
         # Whatever it is, the event has to be fired.
         except Exception as error:  # noqa: BLE001
             self.log.warning("Pod %s is left to the worker to remove: %s", self.pod_name, error)

@@ -15,7 +15,7 @@ TRIGGERER = {
     "pods": {"get", "delete"},
     "pods/log": {"get"},
 }
-SECRETS = {"secrets": {"create", "patch", "delete"}}
+SECRETS = {"secrets": {"create", "delete"}}
 EXAMPLES = sorted(examples())
 
 

@@ -10,8 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
+from uuid import UUID
 
 from airflow.providers.common.compat.sdk import TaskDeferred
+from uuid6 import uuid7
 
 Mode = Literal["sync", "deferred"]
 
@@ -29,6 +31,7 @@ class TaskInstance:
     start_date: datetime = field(default_factory=lambda: datetime.now(UTC))
     state: str | None = "running"
     pushed: dict[str, Any] = field(default_factory=dict)
+    id: UUID = field(default_factory=uuid7)
 
     def xcom_push(self, key: str, value: Any) -> None:
         self.pushed[key] = value

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kubernetes.client.exceptions import ApiException
+from kubernetes_asyncio.client.exceptions import ApiException as AsyncApiException
 
 CONFLICT: Final = 409
 FORBIDDEN: Final = 403
@@ -15,10 +16,10 @@ TOO_MANY: Final = 429
 UNAUTHORIZED: Final = 401
 
 
-def is_passing(error: Exception) -> bool:
+def is_passing(error: BaseException) -> bool:
     """Whether the same call may be answered later."""
-    if not isinstance(error, ApiException):
-        return True
+    if not isinstance(error, ApiException | AsyncApiException):
+        return isinstance(error, Exception)
     if error.status == CONFLICT:  # over a quota that many change at a time
         return reason_of(error) == "Conflict"
     return error.status in (0, UNAUTHORIZED, TOO_MANY) or (error.status or 0) >= 500
@@ -33,7 +34,7 @@ def status_of(error: Any) -> Mapping[str, Any]:
     return body if isinstance(body, dict) and body.get("kind") == "Status" else {}
 
 
-def reason_of(error: ApiException) -> str:
+def reason_of(error: ApiException | AsyncApiException) -> str:
     """The API's word for an error, such as `AlreadyExists`."""
     return str(status_of(error).get("reason", ""))
 

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
-import random
 import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kubernetes.client import CoreV1Api, V1Secret
 from kubernetes.client import models as k8s
 from kubernetes.client.exceptions import ApiException
-from urllib3.exceptions import HTTPError
 
 from batchllm_operator.operators.pods.api_errors import (
+    CONFLICT,
     NOT_FOUND,
     is_over_quota,
-    is_passing,
     message_of,
     reason_of,
 )
+from batchllm_operator.operators.pods.calls import ClusterCalls
 from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, Stage
 
 LABEL: Final = "batchllm.io"
 _MAX_NAME: Final = 63  # a pod's name is its host name too
-_REQUEST_S: Final = 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
-_Answer = TypeVar("_Answer")
 
 
 class QuotaExceededError(Exception):
     """A ResourceQuota of the namespace has no room for another pod."""
 
 
-class StoppedError(Exception):
-    """The task was killed while this waited for the cluster."""
+class SupersededError(Exception):
+    """A later try of the task has a pod: this one is not the task's any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +46,8 @@ class Attempt:
     work: str
     """Digest of what the pod is to do; an owner that is cleared may get other work."""
     try_number: int
+    try_id: str
+    """Airflow's id of the try, a UUID of version 7: the later the try, the greater."""
 
     @classmethod
     def of(cls, ti: Any, table_uri: str, work: str) -> Attempt:
@@ -57,7 +56,7 @@ class Attempt:
         The table tells Airflows apart that share a namespace, and names of DAGs and runs.
         """
         owner = (table_uri, ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index))
-        return cls(_digest("\0".join(owner)), _digest(work), int(ti.try_number))
+        return cls(_digest("\0".join(owner)), _digest(work), int(ti.try_number), str(ti.id))
 
     @property
     def labels(self) -> dict[str, str]:
@@ -66,6 +65,7 @@ class Attempt:
             f"{LABEL}/attempt": self.owner,
             f"{LABEL}/work": self.work,
             f"{LABEL}/try": str(self.try_number),
+            f"{LABEL}/try-id": self.try_id,
         }
 
     @property
@@ -74,26 +74,31 @@ class Attempt:
         return f"{LABEL}/attempt={self.owner}"
 
     def pod_name(self, stem: str, ordinal: int) -> str:
-        """The same for the same try and ordinal, so that a pod can't be made twice."""
-        suffix = f"-{self.owner[:8]}-{self.try_number}-{ordinal}"
+        """The same for all tries: of two that make a pod at once, the API refuses one.
+
+        Only pods that have ended, and that the user wants to keep, make a higher ordinal needed.
+        """
+        suffix = f"-{self.owner}-{ordinal}"
         stem = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
         return stem[: _MAX_NAME - len(suffix)].rstrip("-") + suffix
 
+    def is_before(self, labels: Mapping[str, str]) -> bool:
+        """Whether a pod with these labels was made by a later try."""
+        return labels.get(f"{LABEL}/try-id", "") > self.try_id
+
 
 class AttemptPods:
-    """Talks to the cluster about the pods of one attempt.
-
-    Calls that fail for a passing reason (no connection, 429, 5xx, an expired token, a conflict
-    over a quota) are made again for `patience_s`; a restart of the API server goes unnoticed.
+    """The pods of one attempt, and what may be done with them.
 
     Args:
-        connect: makes a client; called again when it isn't let in.
+        connect: see `ClusterCalls`, and so for the last three.
         namespace: where the pods are.
         attempt: whose.
         container_name: of the main container.
         log: tells the user what happens.
         has_secrets: whether its pods have Secrets of their own, named as they are.
-        patience_s: see above.
+        patience_s: how long each call is made again.
+        limit_s: for all calls together.
         is_stopped: whether the task was killed meanwhile.
         poll_s: between two looks at a pod that is waited for.
     """
@@ -108,26 +113,52 @@ class AttemptPods:
         *,
         has_secrets: bool,
         patience_s: float,
+        limit_s: float | None = None,
         is_stopped: Callable[[], bool],
         poll_s: float = 2.0,
     ) -> None:
-        self._connect, self._api = connect, connect()
+        self.calls = ClusterCalls(
+            connect, log, patience_s=patience_s, limit_s=limit_s, is_stopped=is_stopped
+        )
         self._namespace, self._attempt = namespace, attempt
         self._container_name, self._log = container_name, log
-        self._has_secrets, self._patience_s = has_secrets, patience_s
-        self._is_stopped, self._poll_s = is_stopped, poll_s
+        self._has_secrets, self._is_stopped, self._poll_s = has_secrets, is_stopped, poll_s
         self._ending_since: dict[str, float] = {}
 
-    def find(self, *, keep_dead: bool) -> k8s.V1Pod | None:
+    def take(self, make: Callable[[int], k8s.V1Pod], *, keep_dead: bool) -> tuple[k8s.V1Pod, bool]:
+        """The live pod that does this work, or else a new one; and whether it is new.
+
+        The new one is what `make` gives for an ordinal of `Attempt.pod_name`: the first that no
+        pod has, so that all tries choose the same.
+
+        Raises:
+            QuotaExceededError: a quota has no room for it.
+            SupersededError: a later try has begun.
+            ApiException: the cluster refuses.
+            StoppedError: the task was killed, or its supervisor has died.
+        """
+        while True:
+            found, names = self._find(keep_dead=keep_dead)
+            if found is not None:
+                return found, False
+            for ordinal in itertools.count():
+                request = make(ordinal)
+                if request.metadata.name not in names:
+                    break
+            made = self._create(request)
+            if made is not None:
+                return made, True
+            self.calls.pause(self._poll_s)  # somebody has just made it, or it is on its way out
+
+    def _find(self, *, keep_dead: bool) -> tuple[k8s.V1Pod | None, set[str]]:
         """The live pod that does this work, once every other pod of the owner is out of the way.
 
         Waits for pods that are on their way out, so that two never work side by side; removes
         those that have ended (unless `keep_dead`), those that do other work, and all but the
         oldest of several.
 
-        Raises:
-            ApiException: the cluster refuses.
-            StoppedError: the task was killed, or its supervisor has died.
+        Returns:
+            The pod, if there is one, and the names of all that stay.
         """
         told = ""
         while True:
@@ -135,45 +166,48 @@ class AttemptPods:
             ending = [pod for pod in pods if self._is_ending(pod)]
             live = [pod for pod in pods if self._state(pod).is_live]
             ours = [pod for pod in live if self._does_our_work(pod)]
+            for pod in [*live, *ending]:
+                if self._attempt.is_before(pod.metadata.labels or {}):
+                    raise SupersededError(pod.metadata.name)
+            names = {pod.metadata.name for pod in pods}
             for pod in pods:
                 dead = pod not in live and pod.metadata.deletion_timestamp is None
                 if (dead and not keep_dead) or (pod in live and pod not in ours[:1]):
                     self._log.info("Removing pod %s (%s)", pod.metadata.name, self._state(pod))
-                    self.delete(pod.metadata.name)
+                    self.delete(pod.metadata.name, pod.metadata.uid)
+                    names.discard(pod.metadata.name)
             if len(ours) == len(live) <= 1 and not ending:
-                return ours[0] if ours else None
-            names = ", ".join(pod.metadata.name for pod in ending)
-            if names and names != told:
-                told = names
-                self._log.info("Waiting until pod %s, which was told to stop, has gone", names)
-            self._pause(self._poll_s)
+                return ours[0] if ours else None, names
+            waits_for = ", ".join(pod.metadata.name for pod in ending)
+            if waits_for and waits_for != told:
+                told = waits_for
+                self._log.info("Waiting until pod %s, which was told to stop, has gone", told)
+            self.calls.pause(self._poll_s)
 
-    def create(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
-        """Make a pod; a live one of that name is what a lost answer has left, and is taken.
+    def _create(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
+        """Make a pod; one of this try is what a lost answer has left, and is taken.
 
         Returns:
-            None if a pod of that name is there that has ended: choose another name.
-
-        Raises:
-            QuotaExceededError: a quota has no room for it.
-            ApiException: the cluster refuses the pod for another reason.
-            StoppedError: the task was killed.
+            None if another pod of the owner has that name: look again.
         """
-        if self._is_stopped():
-            raise StoppedError
         try:
-            made = self._call(self._create_or_read, pod)
+            made, is_new = self.calls.retried(
+                lambda api, **limits: self._create_or_read(api, pod, limits)
+            )
         except ApiException as error:
             if is_over_quota(error):
                 raise QuotaExceededError(message_of(error)) from error
             raise
-        return made if self._state(made).is_live else None
+        labels = made.metadata.labels or {}
+        is_ours = is_new or labels.items() >= self._attempt.labels.items()
+        return made if is_ours and self._state(made).is_live else None
 
     def put_secret(self, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
         """Make or renew the Secret that a pod of ours refers to, which has the pod's name.
 
         It belongs to the pod from the beginning, so that the cluster removes it with the pod
-        whatever happens here; until it is there, the pod's container waits for it.
+        whatever happens here; until it is there, the pod's container waits for it. One that is
+        there may belong to a pod that had the same name, and go with that one.
 
         Raises:
             QuotaExceededError: a quota has no room for it.
@@ -194,49 +228,71 @@ class AttemptPods:
             string_data=dict(variables),
             type="Opaque",
         )
-        try:
-            self._call(self._unlogged("create_namespaced_secret"), self._namespace, secret)
-        except ApiException as error:
-            if is_over_quota(error):
-                raise QuotaExceededError(message_of(error)) from error
-            if reason_of(error) != "AlreadyExists":
-                raise
-            self._call(self._unlogged("patch_namespaced_secret"), name, self._namespace, secret)
+        while True:
+            try:
+                self.calls.call_unlogged("create_namespaced_secret", self._namespace, secret)
+                return
+            except ApiException as error:
+                if is_over_quota(error):
+                    raise QuotaExceededError(message_of(error)) from error
+                if reason_of(error) != "AlreadyExists":
+                    raise
+            self.delete_secret(name)
+            self.calls.pause(self._poll_s)
 
-    def delete(self, name: str, *, at_once: bool = False) -> None:
-        """Ask a pod to stop, within its grace period or at once; its Secret goes too."""
-        options = {"grace_period_seconds": 0} if at_once else {}
+    def delete(self, name: str, uid: str, *, at_once: bool = False) -> None:
+        """Ask a pod to stop, within its grace period or at once; its Secret goes with it.
+
+        Another pod that has its name by now is left alone. Without a `uid` it is any pod's.
+        """
+        options = k8s.V1DeleteOptions(
+            grace_period_seconds=0 if at_once else None,
+            preconditions=k8s.V1Preconditions(uid=uid) if uid else None,
+        )
+
+        def delete(api: CoreV1Api, **limits: Any) -> None:
+            try:
+                api.delete_namespaced_pod(name, self._namespace, body=options, **limits)
+            except ApiException as error:
+                if error.status != CONFLICT or not uid:
+                    raise
+                found = api.read_namespaced_pod(name, self._namespace, **limits)
+                if found.metadata.uid == uid:
+                    raise
+
         try:
-            self._call(self._api_call("delete_namespaced_pod"), name, self._namespace, **options)
+            self.calls.retried(delete)
         except ApiException as error:
             if error.status != NOT_FOUND:
                 raise
-        self.delete_secret(name)
 
     def delete_all(self, *, keep_dead: bool) -> None:
-        """Ask every pod of the owner to stop, and remove those that have (unless `keep_dead`)."""
+        """Ask the owner's pods to stop, and remove those that have (unless `keep_dead`).
+
+        Those of a later try are left alone.
+        """
         for pod in self._list():
+            if self._attempt.is_before(pod.metadata.labels or {}):
+                continue
             if keep_dead and self._state(pod).is_over:
                 self.delete_secret(pod.metadata.name)
             elif pod.metadata.deletion_timestamp is None:
                 self._log.info("Removing pod %s", pod.metadata.name)
-                self.delete(pod.metadata.name)
+                self.delete(pod.metadata.name, pod.metadata.uid)
 
     def delete_secret(self, name: str) -> None:
         """Remove the Secret of a pod, if it has one."""
         if not self._has_secrets:
             return
         try:
-            self._call(self._unlogged("delete_namespaced_secret"), name, self._namespace)
+            self.calls.call_unlogged("delete_namespaced_secret", name, self._namespace)
         except ApiException as error:
             if error.status != NOT_FOUND:
                 raise
 
     def _list(self) -> list[k8s.V1Pod]:
-        listed = self._call(
-            self._api_call("list_namespaced_pod"),
-            self._namespace,
-            label_selector=self._attempt.selector,
+        listed = self.calls.call(
+            "list_namespaced_pod", self._namespace, label_selector=self._attempt.selector
         )
         return sorted(listed.items, key=lambda pod: pod.metadata.creation_timestamp)
 
@@ -244,72 +300,46 @@ class AttemptPods:
         return PodState.of(pod, self._container_name)
 
     def _does_our_work(self, pod: k8s.V1Pod) -> bool:
-        return bool(pod.metadata.labels.get(f"{LABEL}/work") == self._attempt.work)
+        labels = pod.metadata.labels or {}
+        return bool(labels.get(f"{LABEL}/work") == self._attempt.work)
 
     def _is_ending(self, pod: k8s.V1Pod) -> bool:
         """Told to stop and still at work; one whose node doesn't answer is removed by force.
 
         Its time is taken from when it was first seen so: the cluster's clock may be another.
         """
-        name, metadata = pod.metadata.name, pod.metadata
+        uid, metadata = pod.metadata.uid, pod.metadata
         if metadata.deletion_timestamp is None or self._state(pod).stage is Stage.ENDED:
             return False
-        since = self._ending_since.setdefault(name, time.monotonic())
+        since = self._ending_since.setdefault(uid, time.monotonic())
         allowed_s = (metadata.deletion_grace_period_seconds or 0) + ENDING_MARGIN_S
-        if time.monotonic() - since > allowed_s:
-            self._ending_since[name] = time.monotonic()
-            self._log.warning("Pod %s doesn't stop; removing it by force", name)
-            self.delete(name, at_once=True)
+        if time.monotonic() - since > allowed_s and not self._attempt.is_before(metadata.labels):
+            self._ending_since[uid] = time.monotonic()
+            self._log.warning("Pod %s doesn't stop; removing it by force", metadata.name)
+            self.delete(metadata.name, uid, at_once=True)
         return True
 
-    def _create_or_read(self, pod: k8s.V1Pod, **options: Any) -> k8s.V1Pod:
+    def _create_or_read(
+        self, api: CoreV1Api, pod: k8s.V1Pod, limits: Mapping[str, Any]
+    ) -> tuple[k8s.V1Pod, bool]:
+        """The new pod, or the owner's that has its name already; and whether it is new."""
         while True:
             try:
-                return self._api.create_namespaced_pod(self._namespace, pod, **options)
+                return api.create_namespaced_pod(self._namespace, pod, **limits), True
             except ApiException as error:
                 if reason_of(error) != "AlreadyExists":
                     raise
+                taken = error
             try:
-                return self._api.read_namespaced_pod(pod.metadata.name, self._namespace, **options)
+                found = api.read_namespaced_pod(pod.metadata.name, self._namespace, **limits)
             except ApiException as error:
                 if error.status != NOT_FOUND:
                     raise
-            self._pause(self._poll_s)  # its namesake has just gone
-
-    # Calls
-
-    def _api_call(self, name: str) -> Callable[..., Any]:
-        """A method of whatever client is current when it is called."""
-        return lambda *args, **options: getattr(self._api, name)(*args, **options)
-
-    def _unlogged(self, name: str) -> Callable[..., Any]:
-        """The same without a body in the answer, which the client would log when debugging."""
-
-        def call(*args: Any, **options: Any) -> None:
-            answer = getattr(self._api, name)(*args, _preload_content=False, **options)
-            answer.release_conn()
-
-        return call
-
-    def _call(self, function: Callable[..., _Answer], *args: Any, **options: Any) -> _Answer:
-        give_up_at, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
-        while True:
-            try:
-                return function(*args, _request_timeout=_REQUEST_S, **options)
-            except (ApiException, HTTPError) as error:
-                if not is_passing(error) or time.monotonic() > give_up_at:
-                    raise
-                self._log.warning("The cluster's API: %s; trying again", message_of(error))
-                self._pause(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                self._api = self._connect()
-
-    def _pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while (left_s := until - time.monotonic()) > 0:
-            if self._is_stopped():
-                raise StoppedError
-            time.sleep(min(left_s, 0.5))
+                self.calls.pause(self._poll_s)  # its namesake has just gone
+                continue
+            if (found.metadata.labels or {}).get(f"{LABEL}/attempt") != self._attempt.owner:
+                raise taken  # a stranger's
+            return found, False
 
 
 def _digest(text: str) -> str:

@@ -105,22 +105,29 @@ class PodWatch:
         self._answered_at = time.monotonic()
         self._num_failures = self._num_last_reads = 0
         self._deleting_since: float | None = None
-        self._stopping: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[PodEnd] | None = None
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Make `until_end` return soon; a signal handler or another thread may call it."""
+        """Make `until_end` return soon, even if the API doesn't answer.
+
+        A signal handler or another thread may call it.
+        """
         self._is_stopped = True
-        if self._loop is not None and self._stopping is not None:
+        if self._watching is not None:
             with suppress(RuntimeError):  # the loop has just been closed
-                self._loop.call_soon_threadsafe(self._stopping.set)
+                self._watching.get_loop().call_soon_threadsafe(self._watching.cancel)
 
     async def until_end(self) -> PodEnd:
         """Watch until the pod has ended, can't start, or can't be seen any more."""
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         async with aclosing(self):
-            return await self._until_end(self._stopping)
+            self._watching = asyncio.create_task(self._until_end())
+            try:
+                return await self._watching
+            except asyncio.CancelledError:
+                if not self._is_stopped:
+                    raise
+                return self._end(EndKind.STOPPED)
 
     async def aclose(self) -> None:
         """Give up the connection; it is made again where it is needed."""
@@ -128,14 +135,13 @@ class PodWatch:
         with suppress(ClientError, OSError):
             await self._connection.aclose()
 
-    async def _until_end(self, stopping: asyncio.Event) -> PodEnd:
+    async def _until_end(self) -> PodEnd:
         while not self._is_stopped and not self._is_abandoned():
             if self._deadline is not None and self._now() >= self._deadline:
                 return self._end(EndKind.TIMEOUT)
             if (end := await self._look()) is not None:
                 return end
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), self._pause_s())
+            await asyncio.sleep(self._pause_s())
         return self._end(EndKind.STOPPED)
 
     def _pause_s(self) -> float:
@@ -158,6 +164,8 @@ class PodWatch:
                 await self.aclose()  # the next look reads the configuration anew
             return self._without_answer(error)
         self._answered_at, self._num_failures = time.monotonic(), 0
+        if self._pod.uid and pod.metadata.uid != self._pod.uid:
+            return self._end(EndKind.GONE)  # the one that has its name now is another
         state = PodState.of(pod, self._pod.container)
         if state.has_started:
             is_read = await self._reader.pass_on(api, self._request_s)

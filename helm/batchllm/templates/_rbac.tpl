@@ -10,7 +10,7 @@
 {{- if .Values.connections.createSecrets }}
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [create, patch, delete]
+  verbs: [create, delete]
 {{- end }}
 {{- end -}}
 

@@ -222,15 +222,16 @@ def test_a_pod_on_a_lost_node_does_not_keep_the_next_try_waiting(
 
 
 def test_a_watcher_that_may_not_read_pods_says_so(shards: Shards) -> None:
+    double = shards.cluster.double
     shards.plan(delay_s=0.05)
     run = shards.start(api_timeout=timedelta(seconds=0.5))
     name = shards.pod()
     if shards.mode == "deferred":
         shards.wait(lambda: run.is_deferred, "the trigger")
     shards.cluster.agent.freeze(name)
-    shards.cluster.double.deny("get", "pods")
+    double.deny("get", "pods")
     assert "may not read pods" in str(run.failure())
-    shards.cluster.double.allow_all()
+    double.allow_all()
     shards.cluster.agent.thaw(name)
     shards.start(TaskInstance(try_number=2)).wait()
     assert shards.report()["num_resumed_parts"] == 0  # the same pod did it all
@@ -427,10 +428,11 @@ def test_a_create_whose_answer_was_lost_makes_one_pod(shards: Shards) -> None:
 
 @in_triggerer
 def test_a_token_that_expired_is_read_again(shards: Shards) -> None:
+    double = shards.cluster.double
     shards.plan(delay_s=0.1)
     run = shards.start()
     shards.pod()
-    token = shards.cluster.double.access.user_token = "a-new-token"
+    token = double.access.user_token = "a-new-token"
     before = len(shards.parts())
     shards.wait_for_parts(before + 1)
     path = shards.cluster.kubeconfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
 from batchllm_operator.operators import stage
-from batchllm_operator.operators.pods.attempt import LABEL
+from batchllm_operator.operators.pods.attempt import LABEL, AttemptPods
 from batchllm_operator.pipeline.attempts import claim_attempt
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan
@@ -303,3 +304,63 @@ def test_a_task_that_is_marked_before_it_is_deferred_leaves_no_pod(shards: Shard
     error = shards.start(TaskInstance(state="failed")).failure()
     assert "was killed" in str(error)
     shards.check_nothing_left()
+
+
+@in_worker
+def test_a_task_that_is_marked_while_no_answer_comes_leaves_no_pod(shards: Shards) -> None:
+    """Airflow kills the process five seconds later: the first request has to be the right one."""
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    started(shards, run)
+    shards.cluster.proxy.slow(3600)  # requests arrive
+    run.kill("failed")
+    assert "was killed" in str(run.failure())
+    shards.check_nothing_left()
+
+
+@in_triggerer
+def test_a_try_that_goes_on_after_the_next_has_begun_makes_no_second_pod(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine stood still between its look for a pod and its asking for one."""
+    shards.plan(delay_s=0.1)
+    has_looked, goes_on = threading.Event(), threading.Event()
+    create = AttemptPods._create
+
+    def late(self: AttemptPods, pod: Any) -> Any:
+        if self._attempt.try_number == 1:
+            has_looked.set()
+            assert goes_on.wait(180)
+        return create(self, pod)
+
+    monkeypatch.setattr(AttemptPods, "_create", late)
+    earlier = shards.start()
+    assert has_looked.wait(180)
+    later = shards.start(TaskInstance(try_number=2))
+    name = started(shards, later)
+    goes_on.set()
+    assert "a later try of this task has begun" in str(earlier.failure())
+    assert shards.pod() == name
+    later.wait()
+    assert shards.report()["num_resumed_parts"] == 0  # nobody took the shard over
+    shards.check_whole()
+
+
+@in_worker
+def test_a_try_that_is_told_to_stop_leaves_the_pod_to_a_later_one_that_is_deferred(
+    shards: Shards,
+) -> None:
+    shards.plan(delay_s=0.1)
+    earlier = shards.start(TaskInstance(max_tries=0))
+    name = started(shards, earlier)
+    shards.cluster.agent.freeze(name)
+    later = TaskRun(shards.task, TaskInstance(try_number=2), "deferred")
+    shards.runs.append(later)
+    shards.wait(lambda: later.is_deferred, "the trigger")
+    earlier.kill("deferred")  # the state of the later one
+    earlier.failure()
+    assert shards.pod() == name
+    shards.cluster.agent.thaw(name)
+    later.wait()
+    assert shards.report()["num_resumed_parts"] == 0
+    shards.check_whole()

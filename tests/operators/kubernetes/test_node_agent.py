@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kubernetes.client import ApiException
+from support.kubernetes.api_client import RequestFailedError
 from support.kubernetes.cluster import Cluster
 from support.kubernetes.images import Image
 
@@ -25,6 +28,30 @@ def test_a_pod_runs_to_its_end(cluster: Cluster) -> None:
         f"Successfully assigned {cluster.namespace}/job to {pod.spec.node_name}"
     ]
     assert cluster.events("job", "Started") == ["Container started: base"]
+
+
+def test_what_the_api_fails_to_do_is_asked_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request about the pod is answered with 503 at first: node, status and removal."""
+    api = cluster.agent._core.api
+    request, failed = api.request, set()
+
+    async def flaky(method: str, path: str, body: Any = None, *rest: str) -> Any:
+        sent = (method, path, json.dumps(body, sort_keys=True))
+        if "/pods/job" in path and sent not in failed:
+            failed.add(sent)
+            raise RequestFailedError(503, "away")
+        return await request(method, path, body, *rest)
+
+    monkeypatch.setattr(api, "request", flaky)
+    cluster.run_pod("job", ["true"])
+    cluster.wait_for_phase("job", "Succeeded")
+    cluster.run_pod("job-2", ["sleep", "600"])
+    cluster.wait_for_phase("job-2", "Running")
+    cluster.api.delete_namespaced_pod("job-2", cluster.namespace, grace_period_seconds=1)
+    cluster.wait_for_phase("job-2", "Gone")
+    assert {method for method, *_ in failed} >= {"POST", "PATCH", "DELETE"}
 
 
 def test_a_failure_says_why(cluster: Cluster) -> None:

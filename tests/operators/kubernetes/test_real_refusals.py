@@ -171,9 +171,10 @@ def user_without_rights(cluster: Cluster) -> tuple[str, str]:
     if cluster.backend.double:
         cluster.double.deny("*", "*")
         return cluster.double.access.user_token, cluster.double.access.user
-    wanted = {"spec": {"expirationSeconds": 3600}}
-    made = cluster.api.create_namespaced_service_account_token("default", cluster.namespace, wanted)
-    return made.status.token, f"system:serviceaccount:{cluster.namespace}:default"
+    return (
+        cluster.service_account_token(),
+        f"system:serviceaccount:{cluster.namespace}:default",
+    )
 
 
 def client_with(cluster: Cluster, token: str) -> kube.ApiClient:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,97 +16,237 @@ from kubernetes.client import models as k8s
 from kubernetes.client.exceptions import ApiException
 from support.task_runs import TaskInstance
 
-from batchllm_operator.operators.pods.attempt import Attempt, AttemptPods, StoppedError
+from batchllm_operator.operators.pods.attempt import (
+    LABEL,
+    Attempt,
+    AttemptPods,
+    SupersededError,
+)
+from batchllm_operator.operators.pods.calls import StoppedError
+
+EARLIER, LATER = Attempt("a", "b", 1, "01"), Attempt("a", "b", 2, "02")
 
 
-def pods_with(api: Any, limit_s: float = 3.0, patience_s: float = 2.0) -> AttemptPods:
+def pods_with(
+    api: Any, attempt: Attempt = EARLIER, limit_s: float = 3.0, *, has_secrets: bool = False
+) -> AttemptPods:
     give_up = time.monotonic() + limit_s
     return AttemptPods(
         api,
         "n",
-        Attempt("a", "b", 1),
+        attempt,
         "base",
         logging.getLogger("x"),
-        has_secrets=False,
-        patience_s=patience_s,
+        has_secrets=has_secrets,
+        patience_s=2.0,
         is_stopped=lambda: time.monotonic() > give_up,
         poll_s=0.01,
     )
 
 
-def refusal(status: int, reason: str, message: str) -> ApiException:
+def maker(attempt: Attempt) -> Callable[[int], k8s.V1Pod]:
+    """What makes the pods to ask for."""
+
+    def make(ordinal: int) -> k8s.V1Pod:
+        name = attempt.pod_name("job", ordinal)
+        return k8s.V1Pod(metadata=k8s.V1ObjectMeta(name=name, labels=attempt.labels))
+
+    return make
+
+
+def taken(api: Any, attempt: Attempt = EARLIER, *, keep_dead: bool = False) -> tuple[str, bool]:
+    """The UID of the pod that a try takes, and whether it is new."""
+    pod, is_new = pods_with(api, attempt).take(maker(attempt), keep_dead=keep_dead)
+    return pod.metadata.uid, is_new
+
+
+def refusal(status: int, reason: str, message: str = "") -> ApiException:
     error = ApiException(status=status, reason=reason)
     error.body = json.dumps({"kind": "Status", "reason": reason, "message": message})
     return error
 
 
 class FakeApi:
-    """Lists one pod, and counts deletions."""
+    """Pods and Secrets by name, as the API keeps them; counts deletions.
 
-    def __init__(self, **metadata: Any) -> None:
-        long_ago = datetime.now(UTC) - timedelta(hours=1)
-        fields = {"name": "held", "labels": {}, "creation_timestamp": long_ago, **metadata}
-        status = k8s.V1PodStatus(phase=fields.pop("phase"))
-        self._pod = k8s.V1Pod(metadata=k8s.V1ObjectMeta(**fields), status=status)
-        self.deletions: list[dict[str, Any]] = []
+    `after` are things that happen once, after the next call of a method.
+    """
+
+    def __init__(self) -> None:
+        self.pods: dict[str, k8s.V1Pod] = {}
+        self.secrets: dict[str, Any] = {}
+        self.deletions: list[str] = []
+        self.after: dict[str, Callable[[], Any]] = {}
+        self._uids = map(str, count(1))
 
     def __call__(self) -> Any:
         return self
 
-    def list_namespaced_pod(self, *names: str, **options: Any) -> Any:
-        return SimpleNamespace(items=[self._pod])
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.endswith(("_pod", "_secret")) or name not in self.after:
+            return found
+        happens = self.after.pop(name)
 
-    def delete_namespaced_pod(self, *names: str, **options: Any) -> None:
-        self.deletions.append(options)
+        def call(*args: Any, **options: Any) -> Any:
+            answer = found(*args, **options)
+            happens()
+            return answer
+
+        return call
+
+    def add(self, phase: str = "Running", **metadata: Any) -> k8s.V1Pod:
+        long_ago = datetime.now(UTC) - timedelta(hours=1)
+        fields = {"name": "held", "labels": {}, "uid": next(self._uids), **metadata}
+        meta = k8s.V1ObjectMeta(**{"creation_timestamp": long_ago, **fields})
+        pod = k8s.V1Pod(metadata=meta, status=k8s.V1PodStatus(phase=phase))
+        self.pods[meta.name] = pod
+        return pod
+
+    def list_namespaced_pod(self, *names: str, **options: Any) -> Any:
+        return SimpleNamespace(items=list(self.pods.values()))
+
+    def create_namespaced_pod(self, namespace: str, pod: k8s.V1Pod, **options: Any) -> Any:
+        if pod.metadata.name in self.pods:
+            raise refusal(409, "AlreadyExists")
+        return self.add(name=pod.metadata.name, labels=pod.metadata.labels)
+
+    def read_namespaced_pod(self, name: str, *names: str, **options: Any) -> Any:
+        if name not in self.pods:
+            raise refusal(404, "NotFound")
+        return self.pods[name]
+
+    def delete_namespaced_pod(self, name: str, *names: str, body: Any, **options: Any) -> None:
+        pod = self.read_namespaced_pod(name)
+        if body.preconditions and body.preconditions.uid != pod.metadata.uid:
+            raise refusal(409, "Conflict")
+        self.deletions.append(pod.metadata.uid)
+        del self.pods[name]
+
+    def create_namespaced_secret(self, namespace: str, secret: Any, **options: Any) -> Any:
+        if secret.metadata.name in self.secrets:
+            raise refusal(409, "AlreadyExists")
+        self.secrets[secret.metadata.name] = secret
+        return SimpleNamespace(release_conn=lambda: None)
+
+    def delete_namespaced_secret(self, name: str, *names: str, **options: Any) -> Any:
+        del self.secrets[name]
+        return SimpleNamespace(release_conn=lambda: None)
 
 
 def test_a_pod_that_a_finalizer_holds_is_not_waited_for() -> None:
     """As Kueue's: deleted and ended, but there until somebody takes the finalizer away."""
-    deleted = datetime.now(UTC) - timedelta(hours=1)
-    api = FakeApi(phase="Failed", deletion_timestamp=deleted, finalizers=["kueue.x-k8s.io/managed"])
-    assert pods_with(api).find(keep_dead=False) is None  # an ended pod works no more
+    api, deleted = FakeApi(), datetime.now(UTC) - timedelta(hours=1)
+    api.add("Failed", deletion_timestamp=deleted, finalizers=["kueue.x-k8s.io/managed"])
+    assert taken(api) == ("2", True)  # an ended pod works no more
     assert api.deletions == []
 
 
 def test_a_clock_that_is_ahead_forces_nobody_out() -> None:
     """By this machine's clock the pod's grace has been over for an hour."""
-    deleted = datetime.now(UTC) - timedelta(hours=1)
-    api = FakeApi(phase="Running", deletion_timestamp=deleted, deletion_grace_period_seconds=330)
+    api, deleted = FakeApi(), datetime.now(UTC) - timedelta(hours=1)
+    api.add(deletion_timestamp=deleted, deletion_grace_period_seconds=330)
     with pytest.raises(StoppedError):
-        pods_with(api, limit_s=0.3).find(keep_dead=False)
+        pods_with(api, limit_s=0.3).take(maker(EARLIER), keep_dead=False)
     assert api.deletions == []
 
 
-def test_a_conflict_over_a_quota_is_tried_again() -> None:
+def test_a_conflict_over_a_quota_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pods made at once under a ResourceQuota: 409 Conflict, not 409 AlreadyExists."""
+    api = FakeApi()
+    create, tries = api.create_namespaced_pod, []
 
-    class Api(FakeApi):
-        tries = 0
+    def crowded(*args: Any, **options: Any) -> Any:
+        tries.append(1)
+        if len(tries) == 1:
+            raise refusal(409, "Conflict", 'cannot be fulfilled on resourcequotas "gpus"')
+        return create(*args, **options)
 
-        def create_namespaced_pod(self, namespace: str, pod: Any, **options: Any) -> Any:
-            self.tries += 1
-            if self.tries > 1:
-                return pod
-            message = 'Operation cannot be fulfilled on resourcequotas "gpus": the object has been'
-            raise refusal(409, "Conflict", message)
-
-    pod = k8s.V1Pod(metadata=k8s.V1ObjectMeta(name="p"), status=k8s.V1PodStatus())
-    api = Api(phase="Running")
-    assert pods_with(api).create(pod) is pod
-    assert api.tries == 2
+    monkeypatch.setattr(api, "create_namespaced_pod", crowded)
+    assert taken(api) == ("1", True)
 
 
-def test_a_name_that_a_dead_pod_has_is_not_taken() -> None:
-    class Api(FakeApi):
-        def create_namespaced_pod(self, *names: Any, **options: Any) -> Any:
-            raise refusal(409, "AlreadyExists", 'pods "p" already exists')
+@pytest.mark.parametrize("goes_on", [EARLIER, LATER])
+def test_a_try_that_went_on_between_a_look_and_its_pod_makes_no_second_one(
+    goes_on: Attempt,
+) -> None:
+    """Stopped there, as with its machine, while another try made a pod; then it goes on."""
+    other = LATER if goes_on is EARLIER else EARLIER
+    api = FakeApi()
+    api.after["list_namespaced_pod"] = lambda: taken(api, other)
+    if goes_on is LATER:
+        assert taken(api, goes_on) == ("1", False)
+    else:
+        with pytest.raises(SupersededError):
+            taken(api, goes_on)
+    assert len(api.pods) == 1 and api.deletions == []
 
-        def read_namespaced_pod(self, *names: Any, **options: Any) -> Any:
-            return self._pod
 
-    pod = k8s.V1Pod(metadata=k8s.V1ObjectMeta(name="p"))
-    assert pods_with(Api(phase="Failed")).create(pod) is None
-    assert pods_with(Api(phase="Running")).create(pod) is not None
+def test_a_try_takes_no_pod_of_a_later_one_and_removes_none() -> None:
+    """Not even one that does other work, as after a plan that was made again."""
+    api = FakeApi()
+    api.add(labels=LATER.labels | {f"{LABEL}/work": "other"})
+    with pytest.raises(SupersededError):
+        taken(api, EARLIER)
+    pods_with(api, EARLIER).delete_all(keep_dead=False)
+    assert api.deletions == []
+    assert taken(api, Attempt("a", "b", 3, "03")) == ("2", True)
+    assert api.deletions == ["1"]
+
+
+def test_a_pod_whose_create_was_answered_by_nobody_is_taken() -> None:
+    api = FakeApi()
+
+    def lose() -> None:
+        raise refusal(500, "InternalError")
+
+    api.after["create_namespaced_pod"] = lose
+    assert taken(api) == ("1", True) and len(api.pods) == 1
+
+
+def test_the_next_pod_has_the_name_of_the_last_unless_that_is_kept() -> None:
+    api = FakeApi()
+    (_, _), (first,) = taken(api), api.pods
+    api.pods[first].status.phase = "Failed"
+    assert taken(api, LATER, keep_dead=True) == ("2", True)
+    assert api.deletions == [] and sorted(api.pods) == [first, first.removesuffix("0") + "1"]
+    for pod in api.pods.values():
+        pod.status.phase = "Failed"
+    assert taken(api, LATER) == ("3", True)
+    assert api.deletions == ["1", "2"] and list(api.pods) == [first]
+
+
+def test_a_name_that_a_strangers_pod_has_is_refused() -> None:
+    api = FakeApi()
+    api.add(name=EARLIER.pod_name("job", 0))
+    found = api.list_namespaced_pod
+
+    def ours(*names: str, **options: Any) -> Any:
+        return SimpleNamespace(items=[p for p in found().items if p.metadata.labels])
+
+    api.list_namespaced_pod = ours  # type: ignore[method-assign]
+    with pytest.raises(ApiException) as refused:
+        taken(api)
+    assert refused.value.status == 409
+
+
+def test_a_pod_that_has_the_name_of_another_by_now_is_left_alone() -> None:
+    api = FakeApi()
+    api.add(name="p")
+    pods_with(api).delete("p", "of-the-one-before")
+    assert api.deletions == []
+    pods_with(api).delete("p", "1")
+    assert api.deletions == ["1"]
+
+
+def test_a_secret_of_a_pod_that_had_the_name_is_replaced() -> None:
+    """The cluster removes it with that pod, also if it is changed."""
+    api = FakeApi()
+    before, after = api.add(name="p"), api.add(name="p")
+    for pod in (before, after):
+        pods_with(api, has_secrets=True).put_secret(pod, {"KEY": "k"})
+    (owner,) = api.secrets["p"].metadata.owner_references
+    assert owner.uid == after.metadata.uid
 
 
 def test_attempts_are_told_apart_by_table_run_and_task_but_not_by_try() -> None:
@@ -122,6 +264,6 @@ def test_attempts_are_told_apart_by_table_run_and_task_but_not_by_try() -> None:
 
 @pytest.mark.parametrize("stem", ["batchllm-job-0", "B_" * 80, "Umlaut ä snippets"])
 def test_names_are_what_a_host_may_be_called(stem: str) -> None:
-    name = Attempt("0123456789abcdef", "b", 12).pod_name(stem, 3)
-    assert len(name) <= 63 and name.endswith("-01234567-12-3")
+    name = Attempt("0123456789abcdef", "b", 12, "12").pod_name(stem, 3)
+    assert len(name) <= 63 and name.endswith("-0123456789abcdef-3")
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") and name[0] != "-"

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from airflow.providers.common.compat.sdk import AirflowException
+from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
 
+from batchllm_operator.operators.pods import watch as watch_module
 from batchllm_operator.operators.pods.end import EndKind
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
 from batchllm_operator.operators.triggers import make_hook
 
 
-def watch_with(hook: Any, lines: list[str], api_s: float = 0.2) -> PodWatch:
+def watch_with(hook: Any, lines: list[str], api_s: float = 0.2, uid: str = "") -> PodWatch:
     limits = WatchLimits(queue_s=9, start_s=9, stuck_s=9, api_s=api_s, poll_s=0.05)
-    return PodWatch(hook, PodName("p", "n", "base"), limits, lines.append)
+    return PodWatch(hook, PodName("p", "n", "base", uid), limits, lines.append)
 
 
 def raises(error: Exception) -> Any:
@@ -67,3 +75,42 @@ def test_it_can_be_stopped_before_it_begins() -> None:
     watch = watch_with(raises(OSError()), [], api_s=900)
     watch.stop()
     assert asyncio.run(watch.until_end()).kind is EndKind.STOPPED
+
+
+class _Hook:
+    """Connects to nothing."""
+
+    @asynccontextmanager
+    async def get_conn(self) -> AsyncIterator[Any]:
+        yield None
+
+
+def test_it_stops_at_once_though_the_api_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Airflow gives a task that it kills five seconds, and the pod is to be deleted in them."""
+    asked = threading.Event()
+
+    async def read(*_: object, **__: object) -> None:
+        asked.set()
+        await asyncio.sleep(3600)
+
+    api = SimpleNamespace(read_namespaced_pod=read)
+    monkeypatch.setattr(watch_module.async_client, "CoreV1Api", lambda _: api)
+    watch = watch_with(_Hook, [], api_s=900)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(lambda: asyncio.run(watch.until_end()))
+        assert asked.wait(60)
+        watch.stop()
+        assert ended.result(60).kind is EndKind.STOPPED
+
+
+def test_a_pod_that_has_the_name_of_the_watched_one_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def read(*_: object, **__: object) -> Any:
+        metadata = client.V1ObjectMeta(name="p", uid="another")
+        return client.V1Pod(metadata=metadata, status=client.V1PodStatus(phase="Failed"))
+
+    api = SimpleNamespace(read_namespaced_pod=read)
+    monkeypatch.setattr(watch_module.async_client, "CoreV1Api", lambda _: api)
+    watch = watch_with(_Hook, [], uid="u")
+    assert asyncio.run(watch.until_end()).kind is EndKind.GONE

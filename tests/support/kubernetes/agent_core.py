@@ -133,11 +133,7 @@ class AgentCore:
             self.changed.clear()
             if self.holds_scheduling:
                 continue
-            try:
-                await self._schedule_once()
-            except (aiohttp.ClientError, OSError):  # the API server is away: once more
-                await asyncio.sleep(POLL_S)
-                self.changed.set()
+            await self._until_answered(self._schedule_once)
 
     async def _schedule_once(self) -> None:
         waiting = [each for each in self.pods.values() if _wants_node(each)]
@@ -184,8 +180,11 @@ class AgentCore:
         """Merge into a pod's status, if it still is this pod."""
         metadata = pod["metadata"]
         body = {"metadata": {"uid": metadata["uid"]}, "status": status}
-        with contextlib.suppress(RequestFailedError):  # 409: another pod of that name
+        try:
             await self.api.patch(f"{self.pod_path(metadata['name'])}/status", body)
+        except RequestFailedError as error:
+            if error.code not in (404, 409, 422):  # gone, or another pod of that name
+                raise
 
     async def record_event(
         self,
@@ -268,7 +267,11 @@ class AgentCore:
             try:
                 return await send()
             except (aiohttp.ClientError, OSError):
-                await asyncio.sleep(POLL_S)
+                pass
+            except RequestFailedError as error:
+                if error.code < 500 and error.code != 429:
+                    raise
+            await asyncio.sleep(POLL_S)
 
     def worker(self, name: str) -> PodWorker:
         """What runs a pod.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import yaml
 from kubernetes import client as kube
 from kubernetes import config as kube_config
 from support.kubernetes.api_server import ApiServer
@@ -27,6 +28,8 @@ from support.kubernetes.node import NodeSettings
 from support.kubernetes.node_agent import NodeAgent
 
 T = TypeVar("T")
+_VERBS = ("create", "get", "list", "watch", "patch", "update", "delete", "deletecollection")
+_RESOURCES = ("pods", "pods/log", "pods/status", "pods/exec", "secrets", "events", "configmaps")
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,45 @@ class Cluster:
         if self.backend.double is None:
             pytest.skip("needs the test double of the API server")
         return self.backend.double
+
+    def allow_only(self, rules: list[dict[str, Any]]) -> None:
+        """Give `kubeconfig` these rights, as a Role has them, and no others in the namespace.
+
+        With a real API server it then leads past the proxy, whose own rights are too many.
+        """
+        if self.backend.double is not None:
+            granted = {
+                (verb, each)
+                for rule in rules
+                for each in rule["resources"]
+                for verb in rule["verbs"]
+            }
+            for verb, each in {(v, r) for v in _VERBS for r in _RESOURCES} - granted:
+                self.backend.double.deny(verb, each)
+            return
+        roles = kube.RbacAuthorizationV1Api(self.client)
+        name = {"metadata": {"name": "only"}}
+        group = "rbac.authorization.k8s.io"
+        roles.create_namespaced_role(self.namespace, {**name, "rules": rules})
+        account = {"kind": "ServiceAccount", "name": "default", "namespace": self.namespace}
+        role = {"apiGroup": group, "kind": "Role", "name": "only"}
+        binding = {**name, "roleRef": role, "subjects": [account]}
+        roles.create_namespaced_role_binding(self.namespace, binding)
+        config = yaml.safe_load(self.kubeconfig.read_text("utf-8"))
+        server = self.client.configuration
+        for each in config["clusters"]:
+            where = {"server": server.host, "certificate-authority": server.ssl_ca_cert}
+            each["cluster"] = {key: value for key, value in where.items() if value}
+            each["cluster"]["insecure-skip-tls-verify"] = not server.verify_ssl
+        for each in config["users"]:
+            each["user"] = {"token": self.service_account_token()}
+        self.kubeconfig.write_text(yaml.safe_dump(config), encoding="utf-8")
+
+    def service_account_token(self) -> str:
+        """A token of the namespace's service account, which a real API server gives."""
+        wanted = {"spec": {"expirationSeconds": 3600}}
+        made = self.api.create_namespaced_service_account_token("default", self.namespace, wanted)
+        return str(made.status.token)
 
     def _create_namespace(self) -> None:
         self.api.create_namespace({"metadata": {"name": self.namespace}})

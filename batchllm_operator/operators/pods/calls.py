@@ -1,0 +1,119 @@
+"""Calls of the cluster's API that are made again for a while, and never longer than allowed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from kubernetes.client import CoreV1Api
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from batchllm_operator.operators.pods.api_errors import is_passing, message_of
+
+_REQUEST_S: Final = 30.0
+_SHORTEST_REQUEST_S: Final = 0.5
+"""So that a request is sent even if nobody can wait for its answer any more."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
+_Answer = TypeVar("_Answer")
+
+
+class StoppedError(Exception):
+    """The task was killed while this waited for the cluster."""
+
+
+class ClusterCalls:
+    """Makes calls that fail for a passing reason again, for `patience_s`.
+
+    Passing reasons are no connection, 429, 5xx, an expired token, or a conflict over a quota: a
+    restart of the API server goes unnoticed.
+
+    Args:
+        connect: makes a client that doesn't retry by itself; called again after each failure.
+        log: tells the user what happens.
+        patience_s: see above, for each call.
+        limit_s: for all calls together, from now on; None for no such limit.
+        is_stopped: whether the task was killed meanwhile.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], CoreV1Api],
+        log: logging.Logger | Any,
+        *,
+        patience_s: float,
+        limit_s: float | None = None,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._over_at = time.monotonic() + (math.inf if limit_s is None else limit_s)
+        self._connect, self._api = connect, connect()
+        self._log, self._patience_s, self._is_stopped = log, patience_s, is_stopped
+        self._caller: int | None = None
+
+    def interrupt(self) -> None:
+        """End a call that is under way, when called from a signal handler in its thread.
+
+        Raises:
+            StoppedError: there is one; whether the cluster does what it asks for is unknown.
+        """
+        if self._caller == threading.get_ident():
+            raise StoppedError
+
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call a method of whatever client is current then.
+
+        Raises:
+            ApiException: the cluster refuses.
+            HTTPError: it doesn't answer in time.
+            StoppedError: the task was killed.
+        """
+        return self.retried(
+            lambda api, **limits: getattr(api, name)(*args, **options, **limits),
+        )
+
+    def call_unlogged(self, name: str, *args: Any) -> None:
+        """The same without a body in the answer, which the client would log when debugging."""
+        self.call(name, *args, _preload_content=False).release_conn()
+
+    def retried(self, function: Callable[..., _Answer]) -> _Answer:
+        """Call `function(api, _request_timeout=...)`, which may make several requests."""
+        give_up_at = min(time.monotonic() + self._patience_s, self._over_at)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            if self._is_stopped():
+                raise StoppedError
+            left_s = give_up_at - time.monotonic()
+            try:
+                self._caller = threading.get_ident()
+                try:
+                    return function(
+                        self._api,
+                        _request_timeout=max(_SHORTEST_REQUEST_S, min(_REQUEST_S, left_s)),
+                    )
+                finally:
+                    self._caller = None
+            except (ApiException, HTTPError) as error:
+                left_s = give_up_at - time.monotonic()
+                if not is_passing(error) or left_s <= 0:
+                    raise
+                self._log.warning("The cluster's API: %s; trying again", message_of(error))
+                self.pause(min(left_s, pause_s * random.uniform(0.5, 1.0)))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                self._api = self._connect()
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass.
+
+        Raises:
+            StoppedError: the task was killed.
+        """
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            if self._is_stopped():
+                raise StoppedError
+            time.sleep(min(left_s, 0.5))

@@ -1,0 +1,40 @@
+"""What Airflow says of a task while a try of it runs here, and what that means for its pod."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+LIVE_STATES: Final = frozenset({"awaiting_input", "deferred", "running", "up_for_reschedule"})
+"""A try has begun and goes on. In all other states none has the task's pod: it has ended, was
+cleared (`restarting`, none at all), or is yet to begin (`scheduled`, `queued`)."""
+
+
+UNKNOWN: Final = "unknown"
+
+
+def task_state(ti: Any, log: logging.Logger | Any) -> str | None:
+    """The task's state in Airflow's database, None if it has none or isn't there any more.
+
+    `UNKNOWN` if Airflow doesn't say.
+    """
+    try:
+        states = ti.get_task_states(
+            dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], map_index=ti.map_index
+        )
+    # Whatever it is: the pods are seen to all the same.
+    except Exception as error:  # noqa: BLE001
+        log.warning("Can't tell the state of this task: %s", error)
+        return UNKNOWN
+    state = next(iter(states.get(ti.run_id, {}).values()), None)
+    return None if state is None else str(state)
+
+
+def will_be_retried(ti: Any) -> bool:
+    """Whether Airflow makes another try when this one fails."""
+    return bool(ti.try_number <= ti.max_tries)
+
+
+def is_anothers(state: str | None) -> bool:
+    """Whether the task is another try's, in this state: this one is at work, and doesn't wait."""
+    return state in LIVE_STATES and state != "running"
