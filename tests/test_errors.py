@@ -17,6 +17,7 @@ CODES = {
     "RunaheadMismatchError": 2,
     "SpecError": 2,
     "TableError": 2,
+    "MissingLibraryError": 2,
     "KeyColumnError": 2,
     "ModelError": 2,
     "PlanError": 2,
