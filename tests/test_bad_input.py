@@ -268,7 +268,10 @@ def test_a_refused_command_writes_no_result(job: Job) -> None:
 def test_a_result_that_cannot_be_written(job: Job) -> None:
     result = job.folder / "no-such-folder" / "result.json"
     outcome = job.batchllm("plan", "--job", job.folder / "job.yaml", "--ds", DS, "--result", result)
-    assert_refused(outcome, 2, str(result.parent))
+    assert outcome.code == 2
+    last_line = outcome.err.splitlines()[-1]
+    assert last_line.endswith(f"error: argument --result: there is no folder {result.parent}")
+    assert not job.out.exists()  # nothing was begun
 
 
 def test_folder_columns_can_be_keys_carried_and_placed(job: Job) -> None:
