@@ -277,6 +277,7 @@ def test_all_faults_are_named_at_once() -> None:
         ("engine__dtype", "int3"),
         ("engine__gpu_memory_utilization", 1.5),
         ("planner__part_rows", 0),
+        ("output__target_file_bytes", 1000),
         ("on_empty", "ignore"),
         ("max_failed_fraction", 1.01),
         ("max_failed_fraction", float("nan")),
@@ -692,6 +693,7 @@ def test_a_hub_name_is_not_a_path(tmp_path: Path) -> None:
         ("on_empty", "commit"),
         ("max_failed_fraction", 0.1),
         ("output__add_columns", True),
+        ("output__target_file_bytes", "64MiB"),
         ("output__staging_uri", "s3://lake/jobs"),
     ],
 )

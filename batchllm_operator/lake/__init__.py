@@ -1,5 +1,6 @@
 """The data lake: tables to read and publish, folders to keep plans and parts in."""
 
+from batchllm_operator.lake.data_files import gather, write_files
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.many_files import (
     StoredFile,
@@ -24,6 +25,7 @@ __all__ = [
     "Snapshot",
     "StoredFile",
     "ahead",
+    "gather",
     "hash_files",
     "list_files",
     "listed_columns",
@@ -32,4 +34,5 @@ __all__ = [
     "read_files",
     "remove_files",
     "row_condition",
+    "write_files",
 ]

@@ -1,15 +1,14 @@
 """Delta tables on local disk or S3, partitioned by one column (ADR 18).
 
-A partition is replaced by one Parquet file and one commit: the file is put beside the others as it
-is, and the commit adds it and removes the partition's files. Files that no commit came to refer to
-are left to the table's vacuum.
+A partition is replaced by Parquet files and one commit: the files are put beside the others as they
+are, and the commit adds them and removes the partition's. Files that a commit may have come to
+refer to are never removed: those of a refused commit are left to the table's vacuum.
 """
 
 from __future__ import annotations
 
 import random
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,8 @@ import pyarrow as pa
 from pyarrow import types
 
 from batchllm_operator.errors import BatchLLMError, CommitUnknownError, StorageError, TableError
-from batchllm_operator.lake.delta_data import OutputFile, check_takes, delta_schema
+from batchllm_operator.lake.data_files import files_of
+from batchllm_operator.lake.delta_data import FILE_PREFIX, OutputFiles, check_takes, delta_schema
 from batchllm_operator.lake.delta_log import CommitRefusedError, DeltaLog
 from batchllm_operator.lake.delta_version import DataFile, TableVersion, may_hold
 from batchllm_operator.lake.folder import Folder
@@ -28,9 +28,8 @@ from batchllm_operator.lake.publishing import check_name, is_published, values_o
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
-from batchllm_operator.spec import FilterTerm
+from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm
 
-_FILE_PREFIX: Final = "batchllm-"
 _RUN_ID: Final = "run_id"
 _VERSION_PREFIX: Final = "delta:"
 _ATTEMPTS: Final = 20  # while others commit to other partitions
@@ -41,8 +40,10 @@ _LONGEST_PAUSE_S: Final = 2.0
 class DeltaTable:
     """A Delta table; its partition column holds strings, integers or dates."""
 
-    def __init__(self, uri: str, partition_column: str) -> None:
-        """`uri` is a local path or an `s3://` URI.
+    def __init__(
+        self, uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
+    ) -> None:
+        """`uri` is a local path or an `s3://` URI; `most_file_bytes` is of new data files.
 
         Raises:
             SpecError: Delta tables can't lie there, or deltalake isn't installed.
@@ -50,10 +51,15 @@ class DeltaTable:
         self._folder = Folder.open(uri)
         self._log = DeltaLog(self._folder)
         self._partition_column = partition_column
+        self._most_file_bytes = most_file_bytes
 
     @property
     def uri(self) -> str:
         return self._log.uri
+
+    @property
+    def most_file_bytes(self) -> int:
+        return self._most_file_bytes
 
     def partitions(self) -> list[str]:
         """Those that hold files. Rows without a value of the column are in none."""
@@ -95,7 +101,21 @@ class DeltaTable:
     ) -> None:
         partition = publication.partition
         check_name(self.uri, partition)
-        rows = OutputFile(self._folder, self._new_file_name(partition), data)
+        subfolder = f"{quote(self._partition_column, safe='')}={quote(partition, safe='')}"
+        rows = OutputFiles(self._folder, subfolder, files_of(data), self.most_file_bytes)
+        try:
+            self._publish(publication, rows, replaces, add_columns)
+        finally:
+            rows.remove()
+
+    def _publish(
+        self,
+        publication: Publication,
+        rows: OutputFiles,
+        replaces: Publication | None,
+        add_columns: bool,
+    ) -> None:
+        partition = publication.partition
         pauses_s = iter(_pauses_s())
         seen, found = self._look(partition)
         while True:
@@ -148,7 +168,7 @@ class DeltaTable:
         self,
         seen: TableVersion | None,
         publication: Publication,
-        rows: OutputFile,
+        rows: OutputFiles,
         add_columns: bool,
     ) -> None:
         """Write the version after `seen`.
@@ -156,7 +176,7 @@ class DeltaTable:
         Raises:
             CommitRefusedError: it was not, as far as is known.
             TableError: the table doesn't take the rows.
-            StorageError: the file can't be put there.
+            StorageError: the files can't be put there.
         """
         where = f"output {self.uri}"
         column, partition = self._partition_column, publication.partition
@@ -169,8 +189,11 @@ class DeltaTable:
         }
         known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
         files = rows.put(where, pa.schema([known[name] for name in columns.names]), values)
-        if seen is None or files or new or self._files_of(seen, partition):
-            self._log.commit(seen, (column, partition), files, new, metadata)
+        if not (seen is None or files or new or self._files_of(seen, partition)):
+            return
+        # Whatever the answer: delta-rs tries again by itself, and is refused by its own first try.
+        rows.may_be_committed = True
+        self._log.commit(seen, (column, partition), files, new, metadata)
 
     def _columns(
         self, seen: TableVersion | None, partition: str, rows: pa.Schema, add_columns: bool
@@ -225,15 +248,11 @@ class DeltaTable:
         """Refuse to make a table where other files lie: they would not be part of it."""
         for name in self._folder.find():
             hidden = any(segment.startswith(("_", ".")) for segment in name.split("/"))
-            if not hidden and not name.rpartition("/")[2].startswith(_FILE_PREFIX):
+            if not hidden and not name.rpartition("/")[2].startswith(FILE_PREFIX):
                 raise TableError(
                     f"output {self.uri}: holds {name!r}, but is no Delta table; move it away or"
                     " choose another output table"
                 )
-
-    def _new_file_name(self, partition: str) -> str:
-        folder = f"{quote(self._partition_column, safe='')}={quote(partition, safe='')}"
-        return f"{folder}/{_FILE_PREFIX}{uuid.uuid4().hex}.parquet"
 
     def _published_in(self, version: TableVersion, partition: str) -> Publication | None:
         """Whose outputs the partition holds in this version.

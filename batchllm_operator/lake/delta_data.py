@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,16 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from batchllm_operator.errors import TableError
+from batchllm_operator.errors import StorageError, TableError
+from batchllm_operator.lake.data_files import fit, row_groups, write_files
 from batchllm_operator.lake.delta_version import TableVersion
 from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.schema import check_fit, plain_type
 
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction
 
-_ROW_GROUP_BYTES: Final = 64 << 20  # in memory at a time
+FILE_PREFIX: Final = "batchllm-"
 _MOST_STATISTIC_CHARS: Final = 64
 _WIDER: Final = {pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64()}
 _AS_THEY_ARE: Final = (
@@ -110,58 +112,86 @@ def check_takes(
     return added
 
 
-class OutputFile:
-    """Rows to publish, as a data file that lies in the table's folder but in no version yet.
+class OutputFiles:
+    """Rows to publish, as data files that lie in the table's folder but in no version yet.
 
-    Put there once for all tries to commit it, unless the table's types change meanwhile.
+    Put there once for all tries to commit them, unless the table's types change meanwhile.
     """
 
-    def __init__(self, folder: Folder, name: str, data: Path) -> None:
-        """`name` is where to put the rows of the local Parquet file `data` in `folder`."""
-        self.schema = pq.read_schema(data)
+    def __init__(
+        self, folder: Folder, subfolder: str, data: Sequence[Path], most_file_bytes: int
+    ) -> None:
+        """Take note of what to put where.
+
+        Args:
+            folder: the table's.
+            subfolder: the partition's in it.
+            data: local Parquet files, in the order of the rows, at least one.
+            most_file_bytes: that a file may have, unless one row has more.
+        """
+        self.schema = pq.read_schema(data[0])
+        self.may_be_committed = False
+        """Whether a version may refer to the files: they stay then, whatever happens."""
         self._folder = folder
-        self._name = name
+        self._subfolder = subfolder
         self._data = data
+        self._most_file_bytes = most_file_bytes
         self._put_as: pa.Schema | None = None
-        self._action: AddAction | None = None
+        self._names: list[str] = []
+        self._actions: list[AddAction] = []
 
     def put(
         self, where: str, columns: pa.Schema, partition_values: Mapping[str, str]
     ) -> list[AddAction]:
-        """Put the file there, and say what a commit that adds it says; nothing if it has no rows.
+        """Put the files there, and say what a commit that adds them says; nothing without rows.
 
-        A file whose values are stored as those of `columns` are is copied as it is.
+        Files whose values are stored as those of `columns` are copied as they are.
 
         Raises:
             TableError: a value can't be kept, or is null and must not be.
             StorageError: the storage fails.
         """
         if self._put_as == columns:
-            return [self._action] if self._action else []
+            return self._actions
+        self.remove()
         with tempfile.TemporaryDirectory(prefix="batchllm-delta-") as spool:
             data = self._data
             if any(
                 plain_type(f.type) != plain_type(columns.field(f.name).type) for f in self.schema
             ):
-                data = Path(spool, "data.parquet")
-                _rewrite(where, self._data, columns, data)
-            footer = pq.read_metadata(data)
-            _check_nulls(where, columns, footer)
-            if footer.num_rows:
-                self._folder.publish_file(data, self._name)
-                self._action = _add_action(self._name, data, footer, partition_values)
+                data = self._rewrite(where, columns, Path(spool, "data"))
+            footers = [(file, pq.read_metadata(file)) for file in data]
+            for _, footer in footers:
+                _check_nulls(where, columns, footer)
+            stem = f"{self._subfolder}/{FILE_PREFIX}{uuid.uuid4().hex}"
+            self._actions = []
+            for file, footer in footers:
+                if footer.num_rows:
+                    name = f"{stem}-{len(self._names):05d}.parquet"  # sorts as the rows do
+                    self._names.append(name)
+                    self._folder.publish_file(file, name)
+                    self._actions.append(_add_action(name, file, footer, partition_values))
         self._put_as = columns
-        return [self._action] if self._action else []
+        return self._actions
 
+    def remove(self) -> None:
+        """Remove the files, unless a version may refer to them."""
+        while self._names and not self.may_be_committed:
+            # What is left over does no harm, and the fault that led here is what matters.
+            with suppress(StorageError):
+                self._folder.remove(self._names.pop())
+        self._names, self._put_as = [], None
 
-def _rewrite(where: str, data: Path, columns: pa.Schema, target: Path) -> None:
-    """Write the rows of `data` to `target`, of types as in `columns`, a few rows at a time."""
-    try:
-        with data.open("rb") as file, pq.ParquetWriter(target, columns, compression="zstd") as out:
-            for table in _row_groups(read_batches(file, columns, {})):
-                out.write_table(table)
-    except pa.ArrowException as error:
-        raise TableError(f"{where}: the rows don't fit the table's types: {error}") from error
+    def _rewrite(self, where: str, columns: pa.Schema, target: Path) -> list[Path]:
+        """Write the rows to files in the folder `target`, of types as in `columns`."""
+        most = self._most_file_bytes
+        try:
+            groups = (
+                group for rows in row_groups(self._data, columns) for group in fit(rows, most)
+            )
+            return write_files(groups, target, columns, most)
+        except pa.ArrowException as error:
+            raise TableError(f"{where}: the rows don't fit the table's types: {error}") from error
 
 
 def _check_nulls(where: str, columns: pa.Schema, footer: pq.FileMetaData) -> None:
@@ -234,17 +264,6 @@ def _delta_type(where: str, column: pa.Field, kind: pa.DataType) -> pa.DataType:
         f"{where}: column {column.name!r} holds {column.type}, which Delta has no type for; cast it"
         " in a view of the input"
     )
-
-
-def _row_groups(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    kept: list[pa.RecordBatch] = []
-    for batch in batches:
-        kept.append(batch)
-        if sum(each.nbytes for each in kept) >= _ROW_GROUP_BYTES:
-            yield pa.Table.from_batches(kept)
-            kept = []
-    if kept:
-        yield pa.Table.from_batches(kept)
 
 
 def _flat_columns(

@@ -11,6 +11,7 @@ import pyarrow as pa
 from pyiceberg.table import Table
 
 from batchllm_operator.errors import TableError
+from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.iceberg_catalog import CatalogTable
 from batchllm_operator.lake.iceberg_partition import PartitionView, partition_names
 from batchllm_operator.lake.iceberg_publish import Publisher, check_takes
@@ -25,8 +26,8 @@ _VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapsh
 class IcebergTable:
     """A table in a catalog, with one snapshot after the other."""
 
-    def __init__(self, address: TableAddress, partition_column: str) -> None:
-        """The table at an address; it need not exist yet.
+    def __init__(self, address: TableAddress, partition_column: str, most_file_bytes: int) -> None:
+        """The table at an address; it need not exist yet. `most_file_bytes` is of new data files.
 
         Raises:
             SpecError: pyiceberg's configuration has no such catalog.
@@ -34,10 +35,15 @@ class IcebergTable:
         """
         self._catalog_table = CatalogTable(address)
         self._partition_column = partition_column
+        self._most_file_bytes = most_file_bytes
 
     @property
     def uri(self) -> str:
         return self._catalog_table.uri
+
+    @property
+    def most_file_bytes(self) -> int:
+        return self._most_file_bytes
 
     def partitions(self) -> list[str]:
         """From the table's metadata, so the table must be partitioned by the column's values."""
@@ -113,7 +119,13 @@ class IcebergTable:
         replaces: Publication | None,
         add_columns: bool = False,
     ) -> None:
-        publisher = Publisher(self._catalog_table, self._partition_column, publication, data)
+        publisher = Publisher(
+            self._catalog_table,
+            self._partition_column,
+            publication,
+            files_of(data),
+            self.most_file_bytes,
+        )
         publisher.publish(replaces, add_columns=add_columns)
 
     def _load(self) -> Table:

@@ -45,16 +45,23 @@ class Publisher:
     """
 
     def __init__(
-        self, catalog_table: CatalogTable, column: str, publication: Publication, data: Path
+        self,
+        catalog_table: CatalogTable,
+        column: str,
+        publication: Publication,
+        data: Sequence[Path],
+        most_file_bytes: int,
     ) -> None:
+        """`data` are local files of the rows, at least one; `most_file_bytes` is of the table's."""
         self._catalog_table = catalog_table
         self._uri = catalog_table.uri
         self._column = column
         self._publication = publication
         self._data = data
-        footer = pq.read_metadata(data)
-        self._num_rows = footer.num_rows
-        rows = footer.schema.to_arrow_schema()
+        self._most_file_bytes = most_file_bytes
+        footers = [pq.read_metadata(file) for file in data]
+        self._num_rows = sum(footer.num_rows for footer in footers)
+        rows = footers[0].schema.to_arrow_schema()
         self._rows = storable_schema(f"table {self._uri}", rows)
         self._staged: StagedFiles | None = None
         self._overwrites: list[Overwrite] = []
@@ -152,7 +159,7 @@ class Publisher:
             if self._staged is not None and not self._is_open:
                 self._staged.remove()
             self._staged = StagedFiles(table, overwrite.metadata, self._column, view.value)
-            self._staged.write(self._data, self._rows)
+            self._staged.write(self._data, self._rows, self._most_file_bytes)
         if not old and not self._staged.files:
             return None
         self._overwrites.append(overwrite)

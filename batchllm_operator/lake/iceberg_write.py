@@ -1,25 +1,52 @@
-"""Data files of an Iceberg table: written one at a time, a few rows at a time."""
+"""Data files of an Iceberg table: written one at a time, a row group at a time."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.parquet as pq
-from pyiceberg.io.fileformat import DataFileStatistics, FileFormatFactory, FileFormatWriter
+from pyiceberg.io import InputFile, OutputFile, OutputStream
+from pyiceberg.io.fileformat import DataFileStatistics, FileFormatFactory
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionFieldValue, PartitionKey
-from pyiceberg.table import Table
+from pyiceberg.table import Table, TableProperties
 from pyiceberg.table.metadata import TableMetadata
 
-FILE_BYTES: Final = 128 << 20  # of rows in memory; compressed, a file is smaller
-_GROUP_BYTES: Final = 32 << 20
-_BATCH_ROWS: Final = 1 << 10
+from batchllm_operator.lake.data_files import Room, fit, row_groups
+
+_NO_LIMIT: Final = {TableProperties.PARQUET_ROW_GROUP_LIMIT: str(1 << 26)}
+"""Of rows in a row group, unless the table has one: groups are cut by their bytes."""
+
+
+class _CountedFile(OutputFile):
+    """A file that knows how much was written to it so far."""
+
+    def __init__(self, file: OutputFile) -> None:
+        super().__init__(file.location)
+        self._file = file
+        self._stream: OutputStream | None = None
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    @property
+    def position(self) -> int:
+        return 0 if self._stream is None else int(self._stream.tell())
+
+    def exists(self) -> bool:
+        return self._file.exists()
+
+    def to_input_file(self) -> InputFile:
+        return self._file.to_input_file()
+
+    def create(self, overwrite: bool = False) -> OutputStream:
+        self._stream = self._file.create(overwrite)
+        return self._stream
 
 
 class StagedFiles:
@@ -44,26 +71,35 @@ class StagedFiles:
         self._paths: list[str] = []
         self._write_id = uuid.uuid4()
 
-    def write(self, data: Path, rows: pa.Schema) -> None:
-        """Write the rows of a local Parquet file, as columns of `rows`' types.
+    def write(self, data: Sequence[Path], rows: pa.Schema, most_file_bytes: int) -> None:
+        """Write the rows of local Parquet files, as columns of `rows`' types.
 
         Columns that only the table has are null.
+
+        Args:
+            data: the files, in the order of the rows.
+            rows: as `storable_schema` gives them.
+            most_file_bytes: that a file may have, unless one row has more.
 
         Raises:
             pa.ArrowException: a value doesn't fit its column's type.
             OSError: the storage fails.
         """
-        with pq.ParquetFile(data) as source:
-            tables = ((size, self._conform(table)) for size, table in _groups(source, rows))
-            found = next(tables, None)
-            while found is not None:
-                num_bytes = 0
-                with self._open() as writer:
-                    while found and (num_bytes == 0 or num_bytes + found[0] <= FILE_BYTES):
-                        writer.write(found[1])
-                        num_bytes += found[0]
-                        found = next(tables, None)
-                self._add(writer.result())
+        groups = (
+            group
+            for table in row_groups(data, rows)
+            for group in fit(self._conform(table), most_file_bytes)
+        )
+        group = next(groups, None)
+        while group is not None:
+            file, room = self._open(), Room(most_file_bytes)
+            properties = {**_NO_LIMIT, **self._metadata.properties}
+            model = FileFormatFactory.get(FileFormat.PARQUET)
+            with model.create_writer(file, self.schema, properties) as writer:
+                while group is not None and room.takes(group, file.position):
+                    writer.write(group.rows)
+                    group = next(groups, None)
+            self._add(writer.result())
 
     def remove(self) -> None:
         """Remove the files. Only when it is certain that no snapshot refers to them."""
@@ -74,14 +110,12 @@ class StagedFiles:
             with suppress(OSError, BotoCoreError):
                 self._table.io.delete(self._paths.pop())
 
-    def _open(self) -> FileFormatWriter:
+    def _open(self) -> _CountedFile:
         # Their names sort as the rows do.
         name = f"00000-{len(self._paths):05d}-{self._write_id}.parquet"
         path = self._table.location_provider().new_data_location(name, self._key)
         self._paths.append(path)
-        return FileFormatFactory.get(FileFormat.PARQUET).create_writer(
-            self._table.io.new_output(path), self.schema, self._metadata.properties
-        )
+        return _CountedFile(self._table.io.new_output(path))
 
     def _add(self, statistics: DataFileStatistics) -> None:
         path = self._paths[-1]
@@ -112,18 +146,3 @@ class StagedFiles:
             else:
                 columns.append(pa.nulls(table.num_rows, field.type))
         return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _groups(source: pq.ParquetFile, rows: pa.Schema) -> Iterator[tuple[int, pa.Table]]:
-    """Neighbouring rows as one row group each, as columns of `rows`' types; and its bytes."""
-    pieces: list[pa.RecordBatch] = []
-    num_bytes = 0
-    for batch in source.iter_batches(_BATCH_ROWS, use_threads=False):
-        size = batch.nbytes
-        if pieces and num_bytes + size > _GROUP_BYTES:
-            yield num_bytes, pa.Table.from_batches(pieces).cast(rows)
-            pieces, num_bytes = [], 0
-        pieces.append(batch)
-        num_bytes += size
-    if pieces:
-        yield num_bytes, pa.Table.from_batches(pieces).cast(rows)

@@ -10,14 +10,21 @@ from batchllm_operator.errors import MissingLibraryError, SpecError, TableError
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet import ParquetTable
 from batchllm_operator.lake.table import LakeTable
-from batchllm_operator.spec import TableAddress
+from batchllm_operator.spec import TARGET_FILE_BYTES, TableAddress
 
 _DELTA_LOG: Final = "_delta_log"
 _ICEBERG_METADATA: Final = "metadata"
 
 
-def open_table(uri: str, partition_column: str) -> LakeTable:
+def open_table(
+    uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
+) -> LakeTable:
     """The table at an address of the spec; a folder is opened as the format that lies in it.
+
+    Args:
+        uri: the address.
+        partition_column: the column that it is partitioned by.
+        most_file_bytes: of the data files that are published, where a partition may have several.
 
     Raises:
         SpecError: the address isn't one, or no catalog or storage of its kind is set up.
@@ -33,13 +40,13 @@ def open_table(uri: str, partition_column: str) -> LakeTable:
         with _library(uri):
             from batchllm_operator.lake.iceberg import IcebergTable
 
-            return IcebergTable(address, partition_column)
+            return IcebergTable(address, partition_column, most_file_bytes)
     folder = Folder.open(address.location)
     if address.format == "delta" or folder.exists(_DELTA_LOG):
         with _library(uri):
             from batchllm_operator.lake.delta import DeltaTable
 
-            return DeltaTable(folder.uri, partition_column)
+            return DeltaTable(folder.uri, partition_column, most_file_bytes)
     if any(name.endswith(".metadata.json") for name in folder.child(_ICEBERG_METADATA).find()):
         raise TableError(
             f"table {uri}: an Iceberg table lies there; write iceberg://CATALOG/NAMESPACE.TABLE, as"

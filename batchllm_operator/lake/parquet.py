@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
+from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.hive_names import (
     HIVE_NULL,
@@ -52,6 +53,10 @@ class ParquetTable:
     @property
     def uri(self) -> str:
         return self._folder.uri
+
+    @property
+    def most_file_bytes(self) -> None:
+        return None
 
     def partitions(self) -> list[str]:
         """From the folders; a published partition is always at their first level."""
@@ -138,11 +143,12 @@ class ParquetTable:
         add_columns: bool = False,
     ) -> None:
         """See the protocol; the footer of `data` must name the publication (`published_schema`)."""
-        footer = pq.read_metadata(data)
+        (file,) = files_of(data)
+        footer = pq.read_metadata(file)
         rows = footer.schema.to_arrow_schema()
         self.check_outputs(publication.partition, rows, add_columns=add_columns)
         if publication_of(footer) != publication:
-            raise ValueError(f"{data}: its footer doesn't name {publication.run_id}")
+            raise ValueError(f"{file}: its footer doesn't name {publication.run_id}")
         folder, _ = self._partition_folder(publication.partition)
         with exclusive(self._folder, self._folder_name(publication.partition)):
             for longest_s in _LONGEST_PAUSES_S:
@@ -151,7 +157,7 @@ class ParquetTable:
                 if is_published(self.uri, found, publication, replaces):
                     return
                 try:
-                    replace_file(folder, data, DATA_FILE, etag=etag)
+                    replace_file(folder, file, DATA_FILE, etag=etag)
                     return
                 except FileChangedError as error:
                     failure: Exception = error

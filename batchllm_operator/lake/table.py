@@ -76,6 +76,11 @@ class LakeTable(Protocol):
         """Where the table lies, as a spec names it."""
         ...
 
+    @property
+    def most_file_bytes(self) -> int | None:
+        """The most that a data file may have; None if a partition is one file of any size."""
+        ...
+
     def partitions(self) -> list[str]:
         """Names of the partitions that there are, ascending; none if there is no table."""
         ...
@@ -137,14 +142,15 @@ class LakeTable(Protocol):
         replaces: Publication | None,
         add_columns: bool = False,
     ) -> None:
-        """Replace the partition by the rows of the local Parquet file `data`, in one step.
+        """Replace the partition by the rows of local Parquet files, in one step.
 
         Readers see the old or the new rows, never a mixture. Publishing what is published
         already changes nothing.
 
         Args:
             publication: whose rows they are; their column `run_id` says the same.
-            data: all columns but the partition's own, in the table's order when it is new.
+            data: a file, or a folder of files whose names sort as the rows do; all columns but the
+                partition's own, in the table's order when it is new.
             replaces: what `published` said when the caller decided to publish.
             add_columns: whether columns that the table lacks may be added to it.
 

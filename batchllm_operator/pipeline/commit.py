@@ -15,6 +15,7 @@ from batchllm_operator.errors import (
     TableError,
 )
 from batchllm_operator.lake import LakeTable, Publication, open_table
+from batchllm_operator.pipeline.buckets import Outputs
 from batchllm_operator.pipeline.committed import find_committed, mark_committed
 from batchllm_operator.pipeline.partition import FinishedShard, write_partition
 from batchllm_operator.pipeline.parts import read_ledger
@@ -61,7 +62,7 @@ def commit_run(plan_uri: str) -> RunReport:
     plan = StoredPlan.open(plan_uri)
     manifest = plan.manifest
     spec = manifest.spec
-    table = open_table(spec.output.uri, spec.input.partition_column)
+    table = open_table(spec.output.uri, spec.input.partition_column, spec.output.target_file_bytes)
     if find_committed(plan) is not None and plan.folder.exists(REPORT_FILE):
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
         return load_report(plan_uri)
@@ -75,7 +76,8 @@ def commit_run(plan_uri: str) -> RunReport:
     plan.check_current()
     _check_failed_fraction(plan, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
-        data = write_partition(plan, [*shards, ReusedOutputs(plan)], Path(spool))
+        sources: list[Outputs] = [*shards, ReusedOutputs(plan)]
+        data = write_partition(plan, sources, Path(spool), table.most_file_bytes)
         plan.mark_committing()  # again: that may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.lake import Folder, ahead, published_schema
+from batchllm_operator.lake import Folder, ahead, gather, published_schema, write_files
 from batchllm_operator.pipeline.buckets import Buckets, Outputs, spread
 from batchllm_operator.pipeline.parts import PART_SCHEMA, PartEntry
 from batchllm_operator.pipeline.stored_plan import StoredPlan
@@ -58,10 +58,19 @@ class FinishedShard:
             yield chosen
 
 
-def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -> Path:
-    """Write the partition's rows, in input order, to a file in the local folder `spool`.
+def write_partition(
+    plan: StoredPlan, sources: Sequence[Outputs], spool: Path, most_file_bytes: int | None = None
+) -> Path:
+    """Write the partition's rows, in input order, to files in a folder; return the folder.
 
-    Memory holds one bucket of rows, whatever their number; see `spread`.
+    Memory holds one bucket of rows and two row groups, whatever their number; see `spread` and
+    `write_files`.
+
+    Args:
+        plan: whose rows they are.
+        sources: their outputs.
+        spool: a local folder.
+        most_file_bytes: of a file; None for one file.
 
     Raises:
         PlanError: a row has no output, or more than one.
@@ -69,17 +78,15 @@ def write_partition(plan: StoredPlan, sources: Sequence[Outputs], spool: Path) -
     spec, manifest = plan.manifest.spec, plan.manifest
     num_rows = manifest.counts.num_rows
     buckets = spread(sources, num_rows, spool)
-    constants = {"model": model_name(spec), "run_id": plan.publication.run_id}
-    data = spool / "data.parquet"
+    values = {"model": model_name(spec), "run_id": plan.publication.run_id}
+    constants = {name: pa.repeat(value, _SLICE_ROWS) for name, value in values.items()}
     with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as rows_file:
         _check_kept(plan, rows_file.schema_arrow)
         schema = published_schema(output_schema(spec, rows_file.schema_arrow), plan.publication)
         all_rows = _rebatch(rows_file, buckets.num_rows_each)
         tables = _join_all(all_rows, buckets, constants, schema)
-        with pq.ParquetWriter(data, schema, compression="zstd") as writer:
-            for _ in ahead(tables, writer.write_table, num_threads=1):
-                pass  # one is encoded while the next is joined
-    return data
+        write_files(gather(tables, most_file_bytes), spool / "data", schema, most_file_bytes)
+    return spool / "data"
 
 
 def _check_kept(plan: StoredPlan, rows_schema: pa.Schema) -> None:
@@ -109,7 +116,10 @@ def _rebatch(rows_file: pq.ParquetFile, bucket_rows: int) -> Iterator[pa.Table]:
 
 
 def _join_all(
-    all_rows: Iterable[pa.Table], buckets: Buckets, constants: dict[str, str], schema: pa.Schema
+    all_rows: Iterable[pa.Table],
+    buckets: Buckets,
+    constants: Mapping[str, pa.Array],
+    schema: pa.Schema,
 ) -> Iterator[pa.Table]:
     """The rows of each bucket with their outputs, see `_join`."""
     start = 0
@@ -119,7 +129,11 @@ def _join_all(
 
 
 def _join(
-    rows: pa.Table, outputs: pa.Table, start: int, constants: dict[str, str], schema: pa.Schema
+    rows: pa.Table,
+    outputs: pa.Table,
+    start: int,
+    constants: Mapping[str, pa.Array],
+    schema: pa.Schema,
 ) -> Iterator[pa.Table]:
     """Put each row's output beside it; rows that couldn't be prompted have none.
 
@@ -150,8 +164,8 @@ def _join(
         columns[ERROR_COLUMN] = pc.coalesce(
             some[ERROR_COLUMN].cast(pa.large_string()), joined[ERROR_COLUMN]
         )
-        for name, value in constants.items():
-            columns[name] = pa.repeat(value, some.num_rows)
+        for name, value in constants.items():  # all rows share its memory
+            columns[name] = value.slice(0, some.num_rows)
         for name in some.column_names:
             columns.setdefault(name, some[name])
         yield pa.table([columns[field.name].cast(field.type) for field in schema], schema=schema)

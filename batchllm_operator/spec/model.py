@@ -29,6 +29,7 @@ from batchllm_operator.spec.secrets import find_secrets
 
 SPEC_VERSION: Final = 1
 
+TARGET_FILE_BYTES: Final = 512 << 20
 OUTPUT_COLUMNS: Final = (
     "generated_text",
     "finish_reason",
@@ -318,6 +319,12 @@ class OutputSpec(_Section):
     add_columns: bool = False
     """Whether columns that the output table lacks are added to it; else they are an error. A
     column that the job no longer writes is null from then on."""
+    target_file_bytes: ByteSize = Field(
+        default=ByteSize(TARGET_FILE_BYTES), ge=1 << 20, le=_MAX_BYTES
+    )
+    """The most that a data file of an Iceberg or Delta table may have, as a number of bytes or text
+    like `256MiB`; larger partitions are several files. A plain Parquet partition is one file,
+    whatever its size."""
 
     @model_validator(mode="after")
     def _check_staging(self) -> OutputSpec:
@@ -585,7 +592,7 @@ class JobSpec(_Section):
                 *("target_gpu", "gpu_table", "memory_budget_bytes"),
                 *("runahead", "link_bytes_per_s"),
             },
-            "output": {"add_columns", "staging_uri"},
+            "output": {"add_columns", "staging_uri", "target_file_bytes"},
             "on_empty": True,
             "max_failed_fraction": True,
         }

@@ -24,8 +24,10 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable as RawTable
 from deltalake import write_deltalake
+from support.lake_tables import wrapped
 
 from batchllm_operator.errors import (
+    BatchLLMError,
     CommitUnknownError,
     ConflictError,
     SpecError,
@@ -571,6 +573,87 @@ def test_outputs_go_to_tables_partitioned_by_one_column(
 def test_rows_that_hold_the_partition_column(table: DeltaTable, tmp_path: Path) -> None:
     with pytest.raises(TableError, match="partition column 'ds' themselves"):
         table.publish(by("a"), outputs(tmp_path, by("a"), 1, ds=pa.array([DS])), replaces=None)
+
+
+def many_files(tmp_path: Path, publication: Publication) -> Path:
+    """A folder of three files of rows."""
+    folder = tmp_path / f"files-{publication.plan_id}"
+    folder.mkdir()
+    for number in range(3):
+        outputs(tmp_path, publication, number).rename(folder / f"{number:05d}.parquet")
+    return folder
+
+
+def data_files(folder: Folder) -> list[str]:
+    return [name for name in folder.find() if name.endswith(".parquet")]
+
+
+def test_many_files_are_one_version(folder: Folder, table: DeltaTable, tmp_path: Path) -> None:
+    for version, (plan_id, before) in enumerate((("a", None), ("b", by("a")))):
+        table.publish(by(plan_id), many_files(tmp_path, by(plan_id)), replaces=before)
+        assert raw(folder).version() == version
+        assert len(raw(folder).file_uris()) == 3
+        assert raw(folder).to_pyarrow_table().num_rows == 3  # by another reader
+        assert values(table) == [0, 1, 2]
+        assert table.published(DS) == by(plan_id)
+
+
+@pytest.mark.parametrize("types_differ", [False, True])
+def test_files_go_if_not_all_could_be_put(
+    folder: Folder,
+    table: DeltaTable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    types_differ: bool,
+) -> None:
+    data = many_files(tmp_path, by("a"))
+    if types_differ:
+        monkeypatch.setattr("batchllm_operator.lake.data_files.MAX_GROUP_BYTES", 1)
+        monkeypatch.setattr(table, "_most_file_bytes", 1)
+        for file in data.iterdir():
+            found = pq.read_table(file)
+            pq.write_table(found.set_column(0, "n", found["n"].cast(pa.uint32())), file)
+    put: list[str] = []
+
+    def fail_at_last(real: Any, self: Folder, source: Path, name: str) -> None:
+        if len(put) == 2:
+            raise StorageError("no room")
+        put.append(name)
+        real(self, source, name)
+
+    with wrapped((Folder, "publish_file"), fail_at_last), pytest.raises(StorageError):
+        table.publish(by("a"), data, replaces=None)
+    assert len(put) == 2 and data_files(folder) == []
+    table.publish(by("a"), data, replaces=None)
+    assert values(table) == [0, 1, 2] and len(data_files(folder)) == 3
+
+
+def test_files_that_a_commit_was_tried_with_stay(
+    folder: Folder, table: DeltaTable, tmp_path: Path
+) -> None:
+    table.publish(by("a"), many_files(tmp_path, by("a")), replaces=None)
+    first = set(data_files(folder))
+    data = many_files(tmp_path, by("b"))
+    is_first = True
+
+    def come_first(real: Any, *args: Any) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            table.publish(by("c"), outputs(tmp_path, by("c"), 7), replaces=by("a"))
+            assert len(data_files(folder)) == 7
+        real(*args)
+
+    with wrapped((DeltaLog, "_write"), come_first), pytest.raises(ConflictError):
+        table.publish(by("b"), data, replaces=by("a"))
+    assert len(data_files(folder)) == 7 and first < set(data_files(folder))
+
+    def lose_the_answer(real: Any, *args: Any) -> None:
+        raise OSError("connection lost")
+
+    with wrapped((DeltaLog, "_write"), lose_the_answer), pytest.raises(BatchLLMError):
+        table.publish(by("b"), data, replaces=by("c"))
+    assert len(data_files(folder)) == 10, "a version may yet come to refer to them"
 
 
 def test_other_files_in_the_way_of_a_new_table(

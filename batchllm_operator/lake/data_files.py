@@ -1,0 +1,214 @@
+"""Data files to publish: row groups of a size that readers like, in files of a size that they like.
+
+Sizes of row groups are what Parquet calls `total_byte_size`: encoded, not compressed. Nothing tells
+it before the rows are encoded, for it depends on how often values repeat, so rows are encoded once
+to see. A file's size is known only as it is written; how much a row group adds is at most what it
+takes without compression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.lake.many_files import ahead
+
+MAX_GROUP_BYTES: Final = 128 << 20
+"""A group that isn't the last of its rows holds half as much at least, unless it would be too much
+in memory: see `_MOST_HELD_BYTES`."""
+_MOST_HELD_BYTES: Final = 192 << 20
+"""Of rows that wait for a row group, in memory: more than a group only if values repeat a lot."""
+_GROUPS_PER_FILE: Final = 2  # at least, so that files are more than half full
+_FILE_FRAME_BYTES: Final = 1 << 12  # magic bytes and the footer's own head
+_MOST_GROWTH: Final = 1.05  # if nothing can be compressed, and a table asks for larger dictionaries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroup:
+    """Rows that become one row group."""
+
+    rows: pa.Table
+    num_bytes: int
+    """Encoded, not compressed."""
+    footer_bytes: int
+    """Of a file that has no other group."""
+
+    @classmethod
+    def of(cls, rows: pa.Table) -> RowGroup:
+        """Encode the rows, to see how large they are."""
+        footers: list[pq.FileMetaData] = []
+        sink = pa.MockOutputStream()
+        with pq.ParquetWriter(
+            sink, rows.schema, compression="none", metadata_collector=footers
+        ) as writer:
+            writer.write_table(rows, row_group_size=max(1, rows.num_rows))
+        footer = footers[0]
+        num_bytes = sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
+        return cls(rows, num_bytes, sink.size() - num_bytes)
+
+    def write(self, writer: pq.ParquetWriter) -> None:
+        """Write it as one row group."""
+        writer.write_table(self.rows, row_group_size=max(1, self.rows.num_rows))
+
+
+def gather(tables: Iterable[pa.Table], most_file_bytes: int | None = None) -> Iterator[RowGroup]:
+    """Put neighbouring tables together, for row groups of half to all of `MAX_GROUP_BYTES`.
+
+    Args:
+        tables: of one schema; columns of one value may share their memory.
+        most_file_bytes: of the files to be written; groups of small files are smaller.
+    """
+    most = _most_group_bytes(most_file_bytes)
+    most_held = _MOST_HELD_BYTES * most // MAX_GROUP_BYTES
+    enough_held = most * 3 // 4
+    kept: list[pa.Table] = []
+    counted: set[tuple[int, int]] = set()
+    num_held = 0
+    for table in tables:
+        kept.append(table)
+        num_held += _held_bytes(table, counted)
+        if num_held < enough_held:
+            continue
+        found = RowGroup.of(pa.concat_tables(kept))
+        times = most * 3 / 4 / max(1, found.num_bytes)
+        enough_held = min(most_held, max(1, int(num_held * times)))
+        if found.num_bytes * 2 < most and num_held < enough_held:
+            continue
+        kept, counted, num_held = [], set(), 0
+        yield from _split(found, most)
+        del found
+    if kept:
+        yield from fit(pa.concat_tables(kept), most_file_bytes)
+
+
+def fit(rows: pa.Table, most_file_bytes: int | None) -> Iterator[RowGroup]:
+    """The rows as one row group, or as several if they are too many for one."""
+    if rows.num_rows:
+        yield from _split(RowGroup.of(rows), _most_group_bytes(most_file_bytes))
+
+
+class Room:
+    """What still fits into a file."""
+
+    def __init__(self, most_bytes: int | None) -> None:
+        """`most_bytes` is the most that the file may have; None for any size."""
+        self._most_bytes = most_bytes
+        self._footer_bytes = _FILE_FRAME_BYTES
+        self._is_empty = True
+
+    def takes(self, group: RowGroup, position: int) -> bool:
+        """Whether a group may be written at `position`. The first always may: one row can't be cut.
+
+        If it may, it has to be.
+        """
+        footer_bytes = self._footer_bytes + group.footer_bytes
+        end = position + int(group.num_bytes * _MOST_GROWTH) + footer_bytes
+        if not self._is_empty and self._most_bytes is not None and end > self._most_bytes:
+            return False
+        self._footer_bytes, self._is_empty = footer_bytes, False
+        return True
+
+
+class _Files:
+    """Local files, one after the other; used as a context manager."""
+
+    def __init__(self, folder: Path, schema: pa.Schema, most_bytes: int | None) -> None:
+        self.paths: list[Path] = []
+        self._folder, self._schema, self._most_bytes = folder, schema, most_bytes
+        self._open_ones = ExitStack()
+        self._begin()
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open_ones.close()
+
+    def write(self, group: RowGroup) -> None:
+        if not self._room.takes(group, self._file.tell()):
+            self._open_ones.close()
+            self._begin()
+            self._room.takes(group, 0)
+        group.write(self._writer)
+
+    def _begin(self) -> None:
+        self.paths.append(self._folder / f"{len(self.paths):05d}.parquet")
+        self._room = Room(self._most_bytes)
+        self._file = self._open_ones.enter_context(pa.OSFile(str(self.paths[-1]), "wb"))
+        self._writer = self._open_ones.enter_context(
+            pq.ParquetWriter(self._file, self._schema, compression="zstd")
+        )
+
+
+def write_files(
+    groups: Iterable[RowGroup], folder: Path, schema: pa.Schema, most_bytes: int | None
+) -> list[Path]:
+    """Write row groups to new files in the local `folder`, which is created; at least one file.
+
+    One group is written while the next is made: two are in memory.
+
+    Args:
+        groups: see `gather`.
+        folder: the files' names sort as the rows do.
+        schema: of all groups.
+        most_bytes: that a file may have, unless one row has more; None for one file of any size.
+    """
+    folder.mkdir()
+    with _Files(folder, schema, most_bytes) as files:
+        for _ in ahead(groups, files.write, num_threads=1):
+            pass
+    return files.paths
+
+
+def files_of(data: Path) -> list[Path]:
+    """The file `data`, or the Parquet files in the local folder `data`, in the rows' order."""
+    return sorted(data.glob("*.parquet")) if data.is_dir() else [data]
+
+
+def row_groups(data: Iterable[Path], columns: pa.Schema) -> Iterator[pa.Table]:
+    """Each row group of local Parquet files that hold `columns`, in these types.
+
+    Raises:
+        pa.ArrowException: a value doesn't fit its column's type.
+    """
+    for path in data:
+        with pq.ParquetFile(path) as file:
+            for idx in range(file.num_row_groups):
+                rows = file.read_row_group(idx, columns=columns.names, use_threads=False)
+                yield rows.select(columns.names).cast(columns)
+
+
+def _most_group_bytes(most_file_bytes: int | None) -> int:
+    if most_file_bytes is None:
+        return MAX_GROUP_BYTES
+    return min(MAX_GROUP_BYTES, max(1, most_file_bytes // _GROUPS_PER_FILE))
+
+
+def _held_bytes(table: pa.Table, counted: set[tuple[int, int]]) -> int:
+    """Memory of the table's values but for what was `counted` before, to which it is added."""
+    num_bytes = 0
+    for chunk in (chunk for column in table.columns for chunk in column.chunks):
+        values = chunk.buffers()[-1]
+        place = (values.address if values is not None else 0, chunk.offset)
+        if place not in counted or values is None:
+            num_bytes += chunk.nbytes
+            counted.add(place)
+    return num_bytes
+
+
+def _split(group: RowGroup, most_bytes: int) -> Iterator[RowGroup]:
+    num_rows = group.rows.num_rows
+    if group.num_bytes <= most_bytes or num_rows <= 1:
+        yield group
+        return
+    step = -(-num_rows // min(num_rows, -(-group.num_bytes // most_bytes)))
+    rows = group.rows
+    del group
+    for start in range(0, num_rows, step):
+        yield from _split(RowGroup.of(rows.slice(start, step)), most_bytes)

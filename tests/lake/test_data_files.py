@@ -1,0 +1,140 @@
+"""Row groups and files of published rows: as large as readers like them, and no larger."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchllm_operator.lake import data_files, gather, write_files
+
+MOST = 1 << 20  # of a row group, here
+SCHEMA = pa.schema([("n", pa.int64()), ("text", pa.string()), ("run_id", pa.string())])
+RUN_ID = pa.repeat("a run's identifier, which all rows share", 5000)
+UNLIKE = "".join(random.Random(0).choices(string.printable, k=1 << 20))
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "MAX_GROUP_BYTES", MOST)
+    monkeypatch.setattr(data_files, "_MOST_HELD_BYTES", 8 * MOST)
+
+
+def tables(num_rows: int, num_characters: int, *, unlike: bool, each: int) -> Iterator[pa.Table]:
+    """Rows with texts that are unlike each other, or all the same."""
+    for start in range(0, num_rows, each):
+        numbers = range(start, min(num_rows, start + each))
+        places = [(number * 7919 if unlike else 0) % (1 << 19) for number in numbers]
+        texts = [UNLIKE[place : place + num_characters] for place in places]
+        run_ids = RUN_ID.slice(0, len(texts))
+        yield pa.table([pa.array(numbers), pa.array(texts), run_ids], schema=SCHEMA)
+
+
+def check_rows(paths: list[Path], num_rows: int) -> list[pq.FileMetaData]:
+    found = pa.concat_tables(pq.ParquetFile(path).read() for path in paths)
+    assert found.schema == SCHEMA
+    assert found["n"].to_pylist() == list(range(num_rows))
+    return [pq.read_metadata(path) for path in paths]
+
+
+def group_bytes(footer: pq.FileMetaData) -> list[int]:
+    return [footer.row_group(idx).total_byte_size for idx in range(footer.num_row_groups)]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_characters", "unlike", "each"),
+    [
+        (12_000, 500, True, 100),
+        (12_000, 500, True, 5000),  # each table is more than a group
+        (60, 100_000, True, 7),
+        (1_000_000, 5, False, 5000),  # a few bytes of each row are left
+        (8, 1 << 19, True, 1),
+    ],
+)
+def test_row_groups_are_half_full_at_least_and_never_too_large(
+    tmp_path: Path, num_rows: int, num_characters: int, unlike: bool, each: int
+) -> None:
+    groups = gather(tables(num_rows, num_characters, unlike=unlike, each=each))
+    [footer] = check_rows(write_files(groups, tmp_path / "a", SCHEMA, None), num_rows)
+    *sizes, last = group_bytes(footer)
+    assert len(sizes) >= 2
+    assert all(MOST // 2 <= size <= MOST for size in sizes), sizes
+    assert last <= MOST
+
+
+def test_a_change_of_the_rows_changes_the_groups_rows(tmp_path: Path) -> None:
+    """What repeats takes next to nothing, so that many more rows go into a group."""
+
+    def rows() -> Iterator[pa.Table]:
+        yield from tables(60_000, 300, unlike=False, each=1000)
+        for table in tables(10_000, 300, unlike=True, each=1000):
+            numbers = pa.array(
+                range(60_000 + table["n"][0].as_py(), 61_000 + table["n"][0].as_py())
+            )
+            yield table.set_column(0, "n", numbers)
+
+    [footer] = check_rows(write_files(gather(rows()), tmp_path / "a", SCHEMA, None), 70_000)
+    assert all(size <= MOST for size in group_bytes(footer))
+    assert len(group_bytes(footer)) <= 8
+
+
+def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "_MOST_HELD_BYTES", 2 * MOST)
+    num_read = 0
+
+    def counted() -> Iterator[pa.Table]:
+        nonlocal num_read
+        for table in tables(100_000, 1000, unlike=False, each=100):
+            num_read += table.num_rows
+            yield table
+
+    groups = gather(counted())
+    first = next(groups)
+    assert first.rows.num_rows == num_read < 3000
+    assert first.num_bytes < MOST // 2
+
+
+@pytest.mark.parametrize("num_characters", [200, 20_000])
+def test_files_are_never_larger_than_asked_for(tmp_path: Path, num_characters: int) -> None:
+    most = 1 << 20
+    num_rows = 6_000_000 // num_characters
+    given = tables(num_rows, num_characters, unlike=True, each=50)
+    paths = write_files(gather(given, most), tmp_path / "a", SCHEMA, most)
+    check_rows(paths, num_rows)
+    assert [path.name for path in paths] == [f"{idx:05d}.parquet" for idx in range(len(paths))]
+    sizes = [path.stat().st_size for path in paths]
+    assert len(sizes) > 3
+    assert max(sizes) <= most
+    assert min(sizes[:-1]) > most // 2
+
+
+def test_a_row_that_is_too_large_has_a_file_of_its_own(tmp_path: Path) -> None:
+    most = 100_000
+    given = tables(4, 300_000, unlike=True, each=3)
+    paths = write_files(gather(given, most), tmp_path / "a", SCHEMA, most)
+    footers = check_rows(paths, 4)
+    assert [footer.num_rows for footer in footers] == [1, 1, 1, 1]
+
+
+def test_no_rows_are_a_file_without_rows(tmp_path: Path) -> None:
+    for name, rows in (("nothing", []), ("empty", [SCHEMA.empty_table()])):
+        [path] = write_files(gather(rows, MOST), tmp_path / name, SCHEMA, MOST)
+        assert pq.read_table(path).num_rows == 0
+        assert pq.read_schema(path) == SCHEMA
+        assert data_files.files_of(tmp_path / name) == [path] == data_files.files_of(path)
+
+
+def test_a_failure_while_rows_are_made_ends_the_files(tmp_path: Path) -> None:
+    def broken() -> Iterator[pa.Table]:
+        yield from tables(10_000, 500, unlike=True, each=1000)
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        write_files(gather(broken(), MOST), tmp_path / "a", SCHEMA, MOST)
+    assert all(first < second for first, second in pairwise(data_files.files_of(tmp_path / "a")))
