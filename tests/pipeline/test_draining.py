@@ -29,8 +29,8 @@ from batchllm_operator.spec import JobSpec
 class CallingEngine(FakeEngine):
     """Calls `act` before it answers request number `at`; one request at a time."""
 
-    def __init__(self, spec: Any, at: int, act: Callable[[], None]) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: Any, job: Any, at: int, act: Callable[[], None]) -> None:
+        super().__init__(spec, job.max_model_len)
         self._max_in_flight, self._at, self._act = 1, at, act
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
@@ -58,7 +58,7 @@ def terminate() -> None:
 def run(plan_uri: str, at: int, act: Callable[[], None] = terminate, limit_s: float = 60.0) -> Any:
     with Drain().on_sigterm(limit_s) as drain:
         return run_shard(
-            plan_uri, 0, start=lambda spec, job: CallingEngine(spec, at, act), drain=drain
+            plan_uri, 0, start=lambda spec, job: CallingEngine(spec, job, at, act), drain=drain
         )
 
 
