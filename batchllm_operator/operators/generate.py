@@ -40,14 +40,14 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         self.plan_uri = plan_uri
         self.shard_idx = shard_idx
 
-    def command(self) -> list[str]:
+    def command(self, context: Context) -> list[str]:
         """`batchllm run`, for as many GPUs as were asked for."""
-        return self._run_command(self.gpu_count if self.gpu is not None else 0)
+        return self._run_command(context, self.gpu_count if self.gpu is not None else 0)
 
-    def pod_command(self, grace_s: int, num_gpus: int) -> list[str]:
+    def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
         """The same for the pod's GPUs; its grace period is for the parts that are open."""
         drain_s = max(0, grace_s - DRAIN_MARGIN_S)
-        return [*self._run_command(num_gpus), "--drain-s", str(drain_s)]
+        return [*self._run_command(context, num_gpus), "--drain-s", str(drain_s)]
 
     def verify_command(self, pod_uid: str | None) -> list[str]:
         """For the shard, whoever generated it."""
@@ -88,8 +88,10 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         """A plan lies at .../<job>/<ds>/plan-<id>."""
         return ("", "", *str(self.plan_uri).rstrip("/").split("/"))[-3] or "job"
 
-    def _run_command(self, num_gpus: int) -> list[str]:
-        return ["run", *self._shard(), *(["--num-gpus", str(num_gpus)] if num_gpus else [])]
+    def _run_command(self, context: Context, num_gpus: int) -> list[str]:
+        owner = ["--owner", self._attempt(context).owner]
+        gpus = ["--num-gpus", str(num_gpus)] if num_gpus else []
+        return ["run", *self._shard(), *owner, *gpus]
 
     def _shard(self) -> list[str]:
         return ["--plan", str(self.plan_uri), "--shard", str(self.shard_idx)]

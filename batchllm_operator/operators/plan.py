@@ -69,11 +69,11 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
                 " setting for the API server, which applies it, and for workers, which read it here"
             )
 
-    def command(self) -> list[str]:
+    def command(self, context: Context) -> list[str]:
         """`batchllm plan` over the spec's file."""
         return ["plan", "--job", self.spec_path, "--ds", self.ds]
 
-    def pod_command(self, grace_s: int, num_gpus: int) -> list[str]:
+    def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
         """The same, with the spec itself, and a record for `verify` that has the pod's UID."""
         return ["plan", *self._job, "--record", UID_PLACE]
 

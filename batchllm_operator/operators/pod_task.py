@@ -69,7 +69,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
     # What the pod is for
 
     @abstractmethod
-    def pod_command(self, grace_s: int, num_gpus: int) -> list[str]:
+    def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
         """The arguments of `batchllm` in a pod: its GPUs, and seconds that it has to stop in."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             gpus = num_gpus(pod)
         except ValueError as error:
             raise AirflowFailException(str(error)) from error
-        arguments = self.pod_command(pod.spec.termination_grace_period_seconds, gpus)
+        arguments = self.pod_command(context, pod.spec.termination_grace_period_seconds, gpus)
         pod.spec.containers[0].args = [_escaped(each) for each in arguments]
         return with_secret(pod, name, variables) if self.has_secrets else pod
 

@@ -65,7 +65,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         """
 
     @abstractmethod
-    def command(self) -> list[str]:
+    def command(self, context: Context) -> list[str]:
         """The arguments of `batchllm` that do the work, the same in worker and pod."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         """
         self.check()
         if self.runner == "local":
-            command, *arguments = self.command()
+            command, *arguments = self.command(context)
             try:
                 result = self._commands().run(command, *arguments)
             except TakenOverError as error:

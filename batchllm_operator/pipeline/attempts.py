@@ -13,12 +13,14 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from batchllm_operator.errors import FencedError
+from batchllm_operator.errors import FencedError, PlanError
 from batchllm_operator.lake import Folder
+from batchllm_operator.report.shard_progress import PROGRESS_FILE, ShardProgress
 
 CLAIM_FILE: Final = "claim.json"
 _NAME: Final = re.compile(r"attempt-([0-9]{5,})")
@@ -37,6 +39,8 @@ class Claim(BaseModel):
     process_id: int
     claimed_at: str
     """UTC, ISO 8601."""
+    owner: str | None = None
+    """What all tries of one task have in common; None of a run by hand or an older release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +65,10 @@ class Attempt:
         latest = max(_claimed(self.shard_folder, above=self.number), default=None)
         if latest is None:
             return
+        who = _who(_claim(self.shard_folder, latest))
         raise FencedError(
-            f"{self.shard_folder.uri}: attempt {latest} ({_who(self.shard_folder, latest)}) has"
-            f" taken over from attempt {self.number}, which stops; the parts that it has finished"
-            " are kept"
+            f"{self.shard_folder.uri}: attempt {latest} ({who}) has taken over from"
+            f" attempt {self.number}, which stops; the parts that it has finished are kept"
         )
 
 
@@ -73,8 +77,31 @@ def attempt_name(number: int) -> str:
     return f"attempt-{number:05d}"
 
 
-def claim_attempt(shard_folder: Folder) -> Attempt:
+def check_free(shard_folder: Folder, owner: str) -> None:
+    """Make sure that the newest attempt isn't another owner's that gives signs, or by hand.
+
+    Whoever begins one beside it would fence it, and be fenced by its next try.
+
+    Raises:
+        FencedError: it is; says which.
+    """
+    latest = max(_claimed(shard_folder, above=0), default=None)
+    if latest is None:
+        return
+    claim = _claim(shard_folder, latest)
+    if (claim is None or claim.owner != owner) and _gives_signs(shard_folder, latest):
+        raise FencedError(
+            f"{shard_folder.uri}: attempt {latest} ({_who(claim)}) is at work for another run; none"
+            " is begun beside it"
+        )
+
+
+def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
     """Begin an attempt: its number is above those of all before it, and nobody else's.
+
+    Args:
+        shard_folder: the shard's.
+        owner: see `Claim`.
 
     Raises:
         StorageError: the claim can't be written.
@@ -84,6 +111,7 @@ def claim_attempt(shard_folder: Folder) -> Attempt:
         host=socket.gethostname(),
         process_id=os.getpid(),
         claimed_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        owner=owner,
     )
     data = claim.model_dump_json(indent=1).encode()
     number = 0
@@ -108,11 +136,28 @@ def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
     ]
 
 
-def _who(shard_folder: Folder, number: int) -> str:
-    """Whose attempt it is, as far as its claim can be read."""
+def _claim(shard_folder: Folder, number: int) -> Claim | None:
+    """An attempt's claim; None if it can't be read."""
     try:
         data = shard_folder.read_bytes(f"{attempt_name(number)}/{CLAIM_FILE}")
-        claim = Claim.model_validate_json(data)
+        return Claim.model_validate_json(data)
     except (FileNotFoundError, ValidationError):
+        return None
+
+
+def _who(claim: Claim | None) -> str:
+    """Whose attempt it is, as far as its claim can be read."""
+    if claim is None:
         return "its claim can't be read"
     return f"process {claim.process_id} on {claim.host!r}, since {claim.claimed_at}"
+
+
+def _gives_signs(shard_folder: Folder, number: int) -> bool:
+    """Whether an attempt is live, as `batchllm status` has it."""
+    path = f"{attempt_name(number)}/{PROGRESS_FILE}"
+    try:
+        data = shard_folder.read_bytes(path)
+        progress = ShardProgress.from_bytes(data, source=f"{shard_folder.uri}/{path}")
+    except (FileNotFoundError, PlanError):
+        return False
+    return progress.is_live(datetime.now(UTC))

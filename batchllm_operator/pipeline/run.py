@@ -19,7 +19,7 @@ from batchllm_operator.engine import (
 )
 from batchllm_operator.engine.gpus import num_gpus_of, num_stages_of
 from batchllm_operator.errors import PlanError, SpecError
-from batchllm_operator.pipeline.attempts import Attempt, claim_attempt
+from batchllm_operator.pipeline.attempts import Attempt, check_free, claim_attempt
 from batchllm_operator.pipeline.committed import committed_shard
 from batchllm_operator.pipeline.draining import Drain
 from batchllm_operator.pipeline.live_progress import (
@@ -64,6 +64,7 @@ def run_shard(
     *,
     start: Callable[[JobSpec, EngineJob], Engine] = start_engine,
     num_gpus: int | None = None,
+    owner: str | None = None,
     drain: Drain | None = None,
     observe: Observe | None = None,
 ) -> ShardReport:
@@ -81,6 +82,8 @@ def run_shard(
         start: makes the engine.
         num_gpus: GPUs that this process has been given, for `engine.replicas` times
             `engine.tensor_parallel_size`; None for what the spec says.
+        owner: what all tries of one task have in common. While another's attempt gives signs, this
+            one isn't begun; None to begin it in any case.
         drain: when it has begun, no further part is opened and the open ones are finished.
         observe: looks on while an attempt works, see `live_progress.Observe`.
 
@@ -90,7 +93,7 @@ def run_shard(
         ModelError: the model's tokenizer can't be loaded.
         SpecError: the engine doesn't know a setting, or the spec wants another number of GPUs.
         EngineError: the engine can't start, or keeps dying.
-        FencedError: a later attempt at the shard has begun meanwhile.
+        FencedError: a later attempt at the shard has begun meanwhile, or another owner's is live.
         Interrupted: `drain` has begun, and parts are left to do.
     """
     plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
@@ -106,9 +109,11 @@ def run_shard(
     entries = read_ledger(folder, plan.manifest.plan_id)
     if not _missing(plan, shard_idx, entries):
         return _report(plan, shard_idx, entries, len(entries))
+    if owner is not None:
+        check_free(folder, owner)
     with plan.open_shard(shard_idx) as file:
         _check_model(plan)
-        attempt = claim_attempt(folder)
+        attempt = claim_attempt(folder, owner)
         plan.check_stays()
         # An earlier attempt may have gone on until it could see the claim.
         entries = read_ledger(folder, plan.manifest.plan_id, entries)

@@ -29,6 +29,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         " spec leaves that out",
     )
     command.add_argument(
+        "--owner",
+        metavar="ID",
+        help="what all tries of one task have in common: while an attempt of another owner, or by"
+        " hand, is at work on the shard, end with exit code 7 at once instead of taking over",
+    )
+    command.add_argument(
         "--drain-s",
         type=float,
         default=0.0,
@@ -63,6 +69,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
             uri,
             args.shard,
             num_gpus=args.num_gpus,
+            owner=args.owner,
             drain=drain,
             observe=lambda tally: _metrics_of(tally, args.metrics),
         )

@@ -26,7 +26,7 @@ _Speed = Annotated[float, Field(ge=0, le=1e18)]
 
 
 class ShardProgress(BaseModel):
-    """Version 1 of an attempt's progress.json. Only for people to look at: nothing relies on it.
+    """Version 1 of an attempt's progress.json. For people, and for waiting tasks.
 
     Rows, parts and tokens count what is finished, by this attempt and by those before it.
     """

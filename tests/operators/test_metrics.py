@@ -14,6 +14,7 @@ import pytest
 from airflow.sdk import BaseOperator
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from support.task_runs import TaskInstance
 
 from batchllm_operator.operators import (
     BatchLLMCommitOperator,
@@ -27,6 +28,7 @@ SPEC = str(Path(__file__).parents[2] / "dags/specs/daily_snippets.yaml")
 PLAN_URI = "s3://b/out/_batchllm/snippets/2026-01-31/plan-1"
 RESULT = {
     "plan_uri": PLAN_URI,
+    "report_uri": f"{PLAN_URI}/report.json",
     "num_shards": 2,
     "ds": "2026-01-31",
     "num_rows": 12,
@@ -82,13 +84,6 @@ SENT = {
 }
 
 
-class Ti:
-    dag_id = "nightly"
-
-    def xcom_push(self, key: str, value: Any) -> None:
-        """Take it."""
-
-
 class FakeStats:
     """Airflow's facade, taking notes."""
 
@@ -114,7 +109,7 @@ def result(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def execute(make_task: Callable[[], BaseOperator]) -> Any:
     task = make_task()
-    return type(task).execute.__wrapped__(task, {"ti": Ti()})  # type: ignore[attr-defined]
+    return type(task).execute.__wrapped__(task, {"ti": TaskInstance(dag_id="nightly")})  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -162,7 +157,9 @@ def test_no_metric_fails_a_task(
 def test_pod_events_say_stage_and_job(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = FakeStats()
     monkeypatch.setattr(metrics, "Stats", stats)
-    metrics.count_pod_event(metrics.PODS_REPLACED, "run", {"ti": Ti()}, "snippets")
+    metrics.count_pod_event(
+        metrics.PODS_REPLACED, "run", {"ti": TaskInstance(dag_id="nightly")}, "snippets"
+    )
     assert stats.sent == {"batchllm.pods.replaced": 1}
     assert stats.tags == [{"stage": "run", "job": "snippets", "dag_id": "nightly"}]
 

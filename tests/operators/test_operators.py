@@ -14,6 +14,7 @@ from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
 from airflow.sdk.execution_time.context import OutletEventAccessors
 from jsonschema import Draft7Validator
 from support.fake_job import job_fields
+from support.task_runs import TaskInstance
 
 from batchllm_operator import __version__
 from batchllm_operator.operators import (
@@ -28,14 +29,6 @@ from batchllm_operator.operators import (
 from batchllm_operator.operators.command import CommandRunner, TakenOverError
 from batchllm_operator.operators.pods.settings import CPU_IMAGE, PRESETS
 from batchllm_operator.provider import get_provider_info
-
-
-class TaskInstance:
-    def __init__(self) -> None:
-        self.pushed: dict[str, Any] = {}
-
-    def xcom_push(self, key: str, value: Any) -> None:
-        self.pushed[key] = value
 
 
 def execute(task: BaseOperator, context: dict[str, Any]) -> Any:
@@ -104,15 +97,32 @@ def test_generate_commit_and_report_name_their_plan(ran: list[tuple[str, ...]]) 
     counts = {"plan_uri": "s3://b/plan-1", "num_shards": 2}
     generate = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", shard_idx=1)
     commit = BatchLLMCommitOperator(task_id="c", plan_uri="s3://b/plan-1")
-    assert execute(generate, {}) == counts
+    assert execute(generate, {"ti": TaskInstance()}) == counts
     report = BatchLLMReportOperator(task_id="r", plan_uri="s3://b/plan-1")
     assert execute(commit, {}) == counts
     assert execute(report, {}) == counts
     assert ran == [
-        ("run", "--plan", "s3://b/plan-1", "--shard", "1"),
+        ("run", "--plan", "s3://b/plan-1", "--shard", "1", "--owner", mock.ANY),
         ("commit", "--plan", "s3://b/plan-1"),
         ("report", "--plan", "s3://b/plan-1"),
     ]
+
+
+def test_all_tries_of_a_task_are_one_owner_and_another_run_is_another(
+    ran: list[tuple[str, ...]],
+) -> None:
+    """By it `batchllm run` knows whether a live attempt is to be left alone."""
+    task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", shard_idx=1)
+    for ti in (
+        TaskInstance(),
+        TaskInstance(try_number=2),
+        TaskInstance(run_id="manual__2026-02-01"),
+        TaskInstance(dag_id="other"),
+    ):
+        execute(task, {"ti": ti})
+    first, again, *others = [call[call.index("--owner") + 1] for call in ran]
+    assert first == again
+    assert len({first, *others}) == 3
 
 
 @pytest.mark.parametrize("is_made_whole", [True, False])
@@ -141,10 +151,10 @@ def test_a_worker_whose_shard_another_run_has_taken_over_waits_for_it(
         monkeypatch.setattr(CommandRunner, name, stand_in)
     task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", shard_idx=1)
     if is_made_whole:
-        assert execute(task, {})["num_rows"] == 6
+        assert execute(task, {"ti": TaskInstance()})["num_rows"] == 6
     else:
         with pytest.raises(AirflowException, match=r"attempt 2 .* no sign any more: 2 parts"):
-            execute(task, {})
+            execute(task, {"ti": TaskInstance()})
     assert calls == ["run", *["status", "verify"] * 3]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.pipeline.verify import verify_shard
+from batchllm_operator.report.shard_progress import PROGRESS_FILE, ShardProgress
 
 RUN = [sys.executable, "-P", "-m", "batchllm_operator.cli", "run", "--shard", "0", "--plan"]
 
@@ -131,6 +134,73 @@ def test_a_zombie_stops_when_another_has_taken_over(plan: StoredPlan, at: int) -
     check_published(plan)
 
 
+@pytest.mark.parametrize(
+    ("owner", "successor", "takes_over"),
+    [
+        ("one", "other", False),
+        (None, "other", False),
+        ("one", "one", True),
+        ("one", None, True),
+        (None, None, True),
+    ],
+)
+def test_a_live_attempt_of_another_task_is_left_alone(
+    plan: StoredPlan, owner: str | None, successor: str | None, takes_over: bool
+) -> None:
+    """A next try of the same task, and a run by hand, take over at once."""
+    engines = Engines()
+    refused: list[FencedError] = []
+
+    def succeed() -> None:
+        try:
+            run_shard(plan.folder.uri, 0, start=engines, owner=successor)
+        except FencedError as error:
+            refused.append(error)
+
+    first = Engines(7, succeed)
+    if takes_over:
+        with pytest.raises(FencedError, match="has taken over from attempt 1"):
+            run_shard(plan.folder.uri, 0, start=first, owner=owner)
+        assert refused == [] and attempts_of_parts(plan) == [1] + [2] * (NUM_PARTS - 1)
+    else:
+        run_shard(plan.folder.uri, 0, start=first, owner=owner)
+        (error,) = refused
+        reason = rf"attempt 1 \(process {os.getpid()} on .* is at work for another run"
+        assert re.search(reason, str(error)) and engines.started == []
+        assert plan.run_folder(0).subfolder_names() == ["attempt-00001"]
+        assert attempts_of_parts(plan) == [1] * NUM_PARTS
+
+
+@pytest.mark.parametrize("progress", ["none", "rubbish", "old", "stopped"])
+def test_an_attempt_of_another_task_that_gives_no_sign_is_taken_over(
+    plan: StoredPlan, progress: str
+) -> None:
+    folder = plan.run_folder(0)
+    path = f"attempt-00001/{PROGRESS_FILE}"
+
+    def die() -> None:
+        raise KilledError(folder.read_bytes(path))
+
+    with pytest.raises(KilledError) as killed:
+        run_shard(plan.folder.uri, 0, start=Engines(7, die), owner="one")
+    live = ShardProgress.from_bytes(killed.value.args[0], source=path)
+    if progress == "none":
+        folder.remove(path)
+    elif progress == "rubbish":
+        folder.write_bytes(path, b"{")
+    else:
+        hour_ago = live.updated_at - timedelta(hours=1)
+        changes = {"updated_at": hour_ago} if progress == "old" else {"state": "stopped"}
+        folder.write_bytes(path, live.model_copy(update=changes).model_dump_json().encode())
+    report = run_shard(plan.folder.uri, 0, owner="other")
+    assert attempts_of_parts(plan) == [1] + [2] * (NUM_PARTS - 1)
+    assert report.num_resumed_parts == 1
+
+
+class KilledError(Exception):
+    """Has what the attempt's progress object was."""
+
+
 def test_an_entry_that_comes_late_is_a_part_like_any_other(
     plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,10 +229,10 @@ def test_what_was_finished_before_the_claim_is_not_generated_again(
     """The ledger is read again once the claim is made: attempt 1 went on until then."""
     original = run_module.claim_attempt
 
-    def claim(folder: Folder) -> Attempt:
+    def claim(folder: Folder, owner: str | None) -> Attempt:
         monkeypatch.setattr(run_module, "claim_attempt", original)
         run_shard(plan.folder.uri, 0)
-        return claim_attempt(folder)
+        return claim_attempt(folder, owner)
 
     monkeypatch.setattr(run_module, "claim_attempt", claim)
     engines = Engines()

@@ -345,9 +345,9 @@ def test_a_run_whose_plan_has_just_gone_pays_nothing(
 ) -> None:
     """It was collected after the run had looked at it, before the run made its claim."""
 
-    def claim(folder: Folder) -> Attempt:
+    def claim(folder: Folder, owner: str | None) -> Attempt:
         assert collect(local_plan.manifest.spec)[0]
-        return claim_attempt(folder)
+        return claim_attempt(folder, owner)
 
     monkeypatch.setattr(run_module, "claim_attempt", claim)
     engines = Engines()

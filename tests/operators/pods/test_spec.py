@@ -12,12 +12,17 @@ import yaml
 from airflow.sdk import DAG
 from kubernetes.client import ApiClient
 from kubernetes.client import models as k8s
+from support.task_runs import TaskInstance
 
 from batchllm_operator import __version__
 from batchllm_operator.operators import BatchLLMGenerateOperator, batchllm_task_group
+from batchllm_operator.operators.pods.attempt import Attempt
 from batchllm_operator.operators.pods.spec import num_gpus, with_secret
 
 PLAN_URI = "s3://lake/out/_batchllm/snippets/2026-01-31/plan-0123abcd"
+
+
+CONTEXT: Any = {"ti": TaskInstance()}
 
 
 def operator(**arguments: Any) -> BatchLLMGenerateOperator:
@@ -221,9 +226,10 @@ def test_a_gpu_means_a_pod_and_the_runner_can_be_named() -> None:
 
 def test_worker_and_pod_get_the_same_command() -> None:
     task = operator(gpu_count=2, termination_grace_period=330)
-    command = ["run", "--plan", PLAN_URI, "--shard", "3", "--num-gpus", "2"]
-    assert task.command() == command
-    assert task.pod_command(330, 2) == [*command, "--drain-s", "300"]
+    owner = Attempt.of(CONTEXT["ti"], task.table_uri(), task.work()).owner
+    command = ["run", "--plan", PLAN_URI, "--shard", "3", "--owner", owner, "--num-gpus", "2"]
+    assert task.command(CONTEXT) == command
+    assert task.pod_command(CONTEXT, 330, 2) == [*command, "--drain-s", "300"]
 
 
 @pytest.mark.parametrize("resource", ["nvidia.com/gpu", "amd.com/gpu"])
@@ -233,14 +239,15 @@ def test_the_gpus_of_a_template_are_counted(resource: str) -> None:
     task = operator(gpu=None, runner="kubernetes", pod_template_dict=given)
     pod = task.build_pod_request_obj(dry_run=True)
     assert num_gpus(pod) == 4
-    assert "--num-gpus 4 --drain-s" in " ".join(task.pod_command(60, num_gpus(pod)))
+    assert "--num-gpus 4 --drain-s" in " ".join(task.pod_command(CONTEXT, 60, num_gpus(pod)))
 
 
 def test_a_pod_without_gpus_has_none() -> None:
     assert (
         num_gpus(operator(gpu=None, runner="kubernetes").build_pod_request_obj(dry_run=True)) == 0
     )
-    assert "--num-gpus" not in operator(gpu=None, runner="kubernetes").pod_command(60, 0)
+    task = operator(gpu=None, runner="kubernetes")
+    assert "--num-gpus" not in task.pod_command(CONTEXT, 60, 0)
 
 
 def pod_of_task(**arguments: Any) -> dict[str, Any]:
