@@ -46,7 +46,8 @@ class DeltaTable:
         """`uri` is a local path or an `s3://` URI; `most_file_bytes` is of new data files.
 
         Raises:
-            SpecError: Delta tables can't lie there, or deltalake isn't installed.
+            SpecError: Delta tables can't lie there.
+            MissingLibraryError: deltalake isn't installed.
         """
         self._folder = Folder.open(uri)
         self._log = DeltaLog(self._folder)

@@ -48,7 +48,12 @@ class DeltaLog:
     """The log of the table in a folder, which need not exist yet."""
 
     def __init__(self, folder: Folder) -> None:
-        """Raises SpecError if deltalake isn't installed or can't handle the folder's place."""
+        """Take a folder for a Delta table's.
+
+        Raises:
+            SpecError: a Delta table can't lie there.
+            MissingLibraryError: deltalake isn't installed.
+        """
         self.uri = f"delta+{folder.uri}"
         self._location = folder.uri
         self._folder = folder

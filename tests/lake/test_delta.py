@@ -972,12 +972,6 @@ def test_places_that_delta_rs_takes_for_others(lake_uri: str) -> None:
         DeltaTable(f"{lake_uri}/a%20b", "ds")
 
 
-def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deltalake", None)
-    with pytest.raises(SpecError, match="extra `delta`"):
-        DeltaTable(str(tmp_path), "ds")
-
-
 def test_the_lake_is_imported_without_it() -> None:
     code = "import sys, batchllm_operator.lake.delta; print('deltalake' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
