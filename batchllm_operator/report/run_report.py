@@ -264,7 +264,6 @@ class RunReport(_Frozen):
             "rows_per_s": None if self.rows_per_s is None else round(self.rows_per_s, 3),
             "gpu_s": bill.gpu_s,
             "cost_usd": bill.cost_usd,
-            "predicted_gpu": bill.gpu,
             "predicted_gpu_s": bill.predicted_gpu_s,
             "predicted_cost_usd": bill.predicted_cost_usd,
         }

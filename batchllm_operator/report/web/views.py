@@ -41,8 +41,6 @@ class RunView:
     cost_usd: float | None
     predicted_gpu_s: float | None
     predicted_cost_usd: float | None
-    predicted_for: str
-    """The GPU that the prediction is for."""
     before: str = ""
     """The partition that it can be compared with: the newest before its own with an outcome."""
     compare_href: str = ""
@@ -66,7 +64,6 @@ class RunView:
             cost_usd=run.number("cost_usd"),
             predicted_gpu_s=run.number("predicted_gpu_s"),
             predicted_cost_usd=run.number("predicted_cost_usd"),
-            predicted_for=str(run.outcome.get("predicted_gpu") or "a GPU"),
             before="" if before is None else before.partition or "",
             compare_href=links.comparison(before.job.ref, run.job.ref)
             if before is not None and run.outcome
