@@ -5,6 +5,7 @@ that has only read so far. When another process has written before it does, SQLi
 at once ("database is locked"), whatever the time-out, and `airflow backfill create` fails.
 """
 
+import asyncio
 import sqlite3
 from typing import Any, Final
 
@@ -14,12 +15,21 @@ __all__: list[str] = []  # Airflow would put any other name into its own setting
 
 _BUSY_TIMEOUT_MS: Final = 30_000
 """Of waiting for another process's transaction; SQLite's default in Python is five seconds."""
+_LOOP_TIMEOUT_MS: Final = 3_000
+"""The same on the thread of an event loop: what it waits for may be a request of its own process,
+which can't end before the loop goes on (the API server's log of actions writes there)."""
 
 
-@event.listens_for(Engine, "connect")
-def _wait_for_writers(connection: Any, record: object) -> None:
-    if isinstance(connection, sqlite3.Connection):
-        connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
+@event.listens_for(Engine, "checkout")
+def _wait_for_writers(connection: Any, *_: object) -> None:
+    if not isinstance(connection, sqlite3.Connection):
+        return
+    try:
+        asyncio.get_running_loop()
+        timeout_ms = _LOOP_TIMEOUT_MS
+    except RuntimeError:
+        timeout_ms = _BUSY_TIMEOUT_MS
+    connection.execute(f"PRAGMA busy_timeout = {timeout_ms}")
 
 
 @event.listens_for(Engine, "savepoint")

@@ -15,7 +15,8 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     """Give each partition that arrives a run of its own; call it inside a DAG.
 
     From Airflow 3.2 on a DAG can have the schedule `PartitionedAssetTimetable(assets=...)`: Airflow
-    itself makes a run for each `partition_key`, which is the partition.
+    itself makes a run for each `partition_key`, which is the partition. It gives events with a key
+    only to DAGs with such a schedule, and events without only to others.
 
     For a DAG whose schedule is one of `assets` or several, an event names its partition in
     `extra["ds"]`, as the events of `BatchLLMCommitOperator` do. Airflow gives one run the

@@ -19,7 +19,14 @@ import httpx
 import pyarrow.parquet as pq
 import pytest
 from support.demo_job import live_processes, wait_until
-from support.standalone import POLL_S, Standalone, free_port, script_env, start_script
+from support.standalone import (
+    POLL_S,
+    RUNS_S,
+    Standalone,
+    free_port,
+    script_env,
+    start_script,
+)
 
 Job = Any  # the class in conftest.py
 
@@ -128,9 +135,10 @@ def test_each_partition_that_arrives_is_run(standalone: Examples) -> None:
         """Whether runs that the events led to have committed them."""
         events = standalone.events("snippets")
         runs = [event for event in events if event["source_dag_id"] == "snippets_on_arrival"]
+        standalone.check_no_failure(standalone.tasks("snippets_on_arrival"))
         return {run["extra"]["ds"] for run in runs} == set(ARRIVING_DAYS)
 
-    wait_until(are_committed, "all partitions are committed", poll_s=POLL_S)
+    wait_until(are_committed, "all partitions are committed", limit_s=RUNS_S, poll_s=POLL_S)
     for ds in ARRIVING_DAYS:
         assert standalone.keys(ds) == standalone.job.keys()
     tasks = standalone.tasks("snippets_on_arrival")
@@ -152,7 +160,9 @@ def test_a_run_commits_its_date_and_doing_it_again_replaces_the_partition(
 
     standalone.job.write_table(RUN_DAY, num_documents=6)
     new = standalone.job.keys(num_documents=6)
-    wait_until(standalone.has_no_backfill, "Airflow takes another backfill", poll_s=POLL_S)
+    wait_until(
+        standalone.has_no_backfill, "Airflow takes another backfill", limit_s=RUNS_S, poll_s=POLL_S
+    )
     with Reader(standalone.job.folder / "daily_snippets" / f"ds={RUN_DAY}") as reader:
         standalone.command(
             *("backfill", "create", "--dag-id", "daily_snippets", "--max-active-runs", "2"),
@@ -263,7 +273,9 @@ def test_ctrl_c_ends_everything_also_a_task_that_is_running(standalone: Examples
         "daily_snippets", engine={"extra_args": {"delay_s": 20.0}}, planner={"num_shards": 1}
     )
     standalone.command("dags", "trigger", "daily_snippets", "--logical-date", LAST_DAY)
-    wait_until(lambda: commands(standalone.session_id, "run"), "a shard is being generated")
+    wait_until(
+        lambda: commands(standalone.session_id, "run"), "a shard is being generated", limit_s=RUNS_S
+    )
     standalone.process.send_signal(signal.SIGINT)
     assert standalone.process.wait(timeout=60) == 130
     assert live_processes(standalone.session_id) == []

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,8 @@ from support.demo_job import live_processes, wait_until
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "airflow.sh"
 POLL_S = 0.5  # of the API, which works for it
+API_S = 180.0  # for an answer: longer than SQLite waits for another writer
+RUNS_S = 900.0  # for some runs; on two busy cores a task takes a minute to import what it needs
 RUNS = "/api/v2/dags/{}/dagRuns"
 
 
@@ -55,7 +57,7 @@ class Standalone:
             wait_until(
                 lambda: process.poll() is not None or "Ctrl-C" in output.read_text(),
                 "it is ready",
-                limit_s=240,
+                limit_s=RUNS_S,
             )
             assert process.poll() is None, output.read_text()
             url = f"http://127.0.0.1:{env['PORT']}"
@@ -85,7 +87,7 @@ class Standalone:
 
     def log_in(self, password: str) -> httpx.Response:
         login = {"username": self.printed("user"), "password": password}
-        return httpx.post(f"{self.url}/auth/token", json=login, timeout=60, trust_env=False)
+        return httpx.post(f"{self.url}/auth/token", json=login, timeout=API_S, trust_env=False)
 
     @cached_property
     def _headers(self) -> dict[str, str]:
@@ -93,16 +95,23 @@ class Standalone:
         return {"Authorization": f"Bearer {token}"}
 
     def api(self, method: str, path: str, **arguments: Any) -> Any:
-        arguments |= {"headers": self._headers, "timeout": 60, "trust_env": False}
-        answer = httpx.request(method, self.url + path, **arguments)
-        assert answer.is_success, answer.text
-        return answer.json()
+        """The answer to a request; asks again while SQLite has another writer for too long."""
+        arguments |= {"headers": self._headers, "timeout": API_S, "trust_env": False}
+        answers: list[httpx.Response] = []
+
+        def is_answered() -> bool:
+            answers[:] = [httpx.request(method, self.url + path, **arguments)]
+            return "Database error" not in answers[0].text
+
+        wait_until(is_answered, f"{path} is answered", limit_s=RUNS_S, poll_s=POLL_S)
+        assert answers[0].is_success, answers[0].text
+        return answers[0].json()
 
     def page(self, path: str) -> str:
         """A page that a browser gets, wherever that leads."""
         headers = {**self._headers, "accept": "text/html"}
         answer = httpx.get(
-            self.url + path, headers=headers, follow_redirects=True, timeout=60, trust_env=False
+            self.url + path, headers=headers, follow_redirects=True, timeout=API_S, trust_env=False
         )
         assert answer.is_success, answer.text
         return answer.text
@@ -115,12 +124,22 @@ class Standalone:
         path = RUNS.format(dag_id) + f"/{run_id}/taskInstances"
         return list(self.api("GET", path, params={"limit": 500})["task_instances"])
 
+    @staticmethod
+    def check_no_failure(tasks: Iterable[Mapping[str, Any]]) -> None:
+        """No task has failed, not even to be tried again: that needn't be waited for."""
+        failed = [
+            f"{task['dag_run_id']} {task['task_id']} {task['state']}"
+            for task in tasks
+            if task["state"] in ("failed", "up_for_retry", "upstream_failed")
+        ]
+        assert failed == []
+
     def wait_for_runs(
         self,
         dag_id: str,
         choose: Callable[[dict[str, Any]], bool],
         number: int,
-        limit_s: float = 120,
+        limit_s: float = RUNS_S,
     ) -> list[dict[str, Any]]:
         """Wait until `number` chosen runs have succeeded, and return them."""
         chosen: list[dict[str, Any]] = []
@@ -128,13 +147,8 @@ class Standalone:
         def succeeded() -> bool:
             chosen[:] = [run for run in self.runs(dag_id) if choose(run)]
             run_ids = {run["dag_run_id"] for run in chosen}
-            failed = [
-                f"{task['dag_run_id']} {task['task_id']} {task['state']}"
-                for task in self.tasks(dag_id)
-                if task["dag_run_id"] in run_ids
-                and task["state"] in ("failed", "up_for_retry", "upstream_failed")
-            ]
-            assert failed == []
+            tasks = self.tasks(dag_id)
+            self.check_no_failure(task for task in tasks if task["dag_run_id"] in run_ids)
             return len(chosen) == number and all(run["state"] == "success" for run in chosen)
 
         wait_until(
