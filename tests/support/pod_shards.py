@@ -68,6 +68,10 @@ class Shards:
         (name,) = [pod.metadata.name for pod in self.live()]
         return str(name)
 
+    def wait_until_watched(self, run: TaskRun) -> None:
+        """Wait until a task has its pod, and waits for its end."""
+        self.wait(lambda: run.is_deferred or getattr(run.task, "_watch", None), "a watched pod")
+
     def live(self) -> list[Any]:
         return [pod for pod in self.cluster.pods() if pod.metadata.deletion_timestamp is None]
 

@@ -154,9 +154,10 @@ def test_preemption_before_the_start(shards: Shards) -> None:
 def test_a_cluster_that_never_lets_it_finish_fails_the_try(shards: Shards) -> None:
     shards.plan(delay_s=0.1)
     run = shards.start(max_disruptions=1)
-    shards.cluster.agent.evict(shards.pod())
-    names = {pod.metadata.name for pod in shards.cluster.pods()}
-    shards.wait(lambda: {p.metadata.name for p in shards.live()} - names, "another pod")
+    name = shards.pod()
+    (uid,) = [pod.metadata.uid for pod in shards.live()]
+    shards.cluster.agent.evict(name)
+    shards.wait(lambda: {pod.metadata.uid for pod in shards.live()} - {uid}, "another pod")
     shards.cluster.agent.evict(shards.pod())
     error = run.failure()
     assert "ended by the cluster (Evicted)" in str(error)
@@ -232,8 +233,10 @@ def test_a_watcher_that_may_not_read_pods_says_so(shards: Shards) -> None:
     double.deny("get", "pods")
     assert "may not read pods" in str(run.failure())
     double.allow_all()
+    run = shards.start(TaskInstance(try_number=2))
+    shards.wait_until_watched(run)  # or the pod would have ended before it is found
     shards.cluster.agent.thaw(name)
-    shards.start(TaskInstance(try_number=2)).wait()
+    run.wait()
     assert shards.report()["num_resumed_parts"] == 0  # the same pod did it all
     shards.check_whole()
 
@@ -410,8 +413,10 @@ def test_an_api_server_that_stays_away_fails_the_try_and_the_next_takes_the_pod_
     assert "the next try looks for it" in str(error)
     shards.cluster.proxy.up()
     assert shards.pod() == name
+    run = shards.start(TaskInstance(try_number=2))
+    shards.wait_until_watched(run)  # or the pod would have ended before it is found
     shards.cluster.agent.thaw(name)
-    shards.start(TaskInstance(try_number=2)).wait()
+    run.wait()
     assert shards.report()["num_resumed_parts"] == 0
     shards.check_whole()
 

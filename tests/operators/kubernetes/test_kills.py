@@ -111,10 +111,14 @@ def test_the_end_of_a_worker_leaves_the_pod_to_the_next_try(shards: Shards) -> N
     run = shards.start()
     name = started(shards, run)
     if shards.mode == "sync":
+        shards.cluster.agent.freeze(name)
         run.kill("running")  # SIGTERM, but nobody has changed the task's state
         assert "the task was killed" in str(run.failure())
         assert shards.pod() == name
-        shards.start(TaskInstance(try_number=2)).wait()
+        run = shards.start(TaskInstance(try_number=2))
+        shards.wait_until_watched(run)  # or the pod would have ended before it is found
+        shards.cluster.agent.thaw(name)
+        run.wait()
     else:
         run.restart_triggerer()
         run.wait()
@@ -138,10 +142,14 @@ def test_a_triggerer_that_was_cut_off_leaves_the_pod_to_the_other(shards: Shards
     shards.plan(delay_s=0.1)
     run = shards.start()
     name = started(shards, run)
+    shards.cluster.agent.freeze(name)
     run.kill("running")
     run.join()
     assert shards.pod() == name
-    shards.start(TaskInstance(try_number=2)).wait()
+    run = shards.start(TaskInstance(try_number=2))
+    shards.wait_until_watched(run)
+    shards.cluster.agent.thaw(name)
+    run.wait()
     assert shards.report()["num_resumed_parts"] == 0
     shards.check_whole()
 
