@@ -42,13 +42,11 @@ class RowGroup:
     @classmethod
     def of(cls, rows: pa.Table) -> RowGroup:
         """Encode the rows, to see how large they are."""
-        footers: list[pq.FileMetaData] = []
         sink = pa.MockOutputStream()
-        with pq.ParquetWriter(
-            sink, rows.schema, compression="none", metadata_collector=footers
-        ) as writer:
+        with pq.ParquetWriter(sink, rows.schema, compression="none") as writer:
             writer.write_table(rows, row_group_size=max(1, rows.num_rows))
-        footer = footers[0]
+        # Not by a `metadata_collector`: after an error, that fails and hides it.
+        footer = writer.writer.metadata
         num_bytes = sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
         return cls(rows, num_bytes, sink.size() - num_bytes)
 
