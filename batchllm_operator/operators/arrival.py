@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -9,6 +11,9 @@ from airflow.providers.common.compat.sdk import AirflowFailException, AirflowSki
 from airflow.sdk import Asset, BaseOperator, Context, TaskGroup, XComArg
 
 DS_KEY: Final = "ds"
+_NOT_IN_RUN_IDS: Final = re.compile(r"[^A-Za-z0-9_.~:+-]")
+"""What Airflow's `allowed_run_id_pattern` refuses, unless it has been changed."""
+_MAX_IN_RUN_ID: Final = 150  # of the 250 characters that a run id may have
 
 
 def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
@@ -55,7 +60,8 @@ class BatchLLMArrivalOperator(BaseOperator):
     XComs: `ds` is the partition, empty for a run that starts others; the return value has one
     `{"trigger_run_id": ..., "conf": {"ds": ...}}` for each partition among the run's events and
     those that came after them, for `TriggerDagRunOperator.partial(...).expand_kwargs(...)`. Run ids
-    are made of the partition and the time of its latest event.
+    are made of the partition and the time of its latest event; where Airflow refuses a character of
+    the partition, a digest tells it apart.
 
     Args:
         assets: input tables whose events say what has arrived.
@@ -88,7 +94,7 @@ class BatchLLMArrivalOperator(BaseOperator):
             self.log.info("Partitions %s have runs of their own", ", ".join(arrived))
         context["ti"].xcom_push(key=DS_KEY, value=ds or "")
         return [
-            {"trigger_run_id": f"arrival__{each}__{timestamp}", "conf": {"ds": each}}
+            {"trigger_run_id": f"arrival__{_named(each)}__{timestamp}", "conf": {"ds": each}}
             for each, timestamp in arrived.items()
         ]
 
@@ -134,6 +140,14 @@ def _given_ds(context: Context) -> str | None:
     conf: Mapping[str, Any] = run.conf or {}
     key = getattr(run, "partition_key", None)  # from Airflow 3.2 on
     return conf.get(DS_KEY) or context["params"].get(DS_KEY) or key
+
+
+def _named(ds: str) -> str:
+    """The partition as a run id may have it: itself, or what is left of it with a digest."""
+    if len(ds) <= _MAX_IN_RUN_ID and not _NOT_IN_RUN_IDS.search(ds):
+        return ds
+    digest = hashlib.sha256(ds.encode(errors="surrogatepass")).hexdigest()[:12]
+    return f"{_NOT_IN_RUN_IDS.sub('-', ds)[:_MAX_IN_RUN_ID]}-{digest}"
 
 
 def _keep_latest(arrived: dict[str, str], more: Mapping[str, str]) -> None:

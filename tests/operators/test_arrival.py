@@ -1,11 +1,13 @@
 """Which partition a run is for, and which runs it starts."""
 
+import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from airflow.configuration import conf
 from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow.sdk import Asset
 
@@ -118,6 +120,22 @@ def test_a_partition_that_came_twice_gets_one_run() -> None:
         "arrival__2026-01-30__20260201T000003.000000",
         "arrival__2026-01-31__20260201T000004.000000",
     ]
+
+
+ODD = ["2026-01-31 00:00", "2026-01-31/00:00", "region=é", "região=日本", "a" * 300, "\ud800"]
+
+
+def test_a_partition_of_any_characters_has_a_run_id_that_airflow_takes() -> None:
+    """And one of its own, though what Airflow refuses is left out of it."""
+    events = [arrived(0, ds) for ds in ODD]
+    runs = Run(triggering={"documents": events}).execute()
+    assert [each["conf"]["ds"] for each in runs] == ODD
+    ids = [each["trigger_run_id"] for each in runs]
+    pattern = conf.get_mandatory_value("scheduler", "allowed_run_id_pattern")
+    assert all(re.fullmatch(pattern, each) and len(each) <= 250 for each in ids)
+    assert len(set(ids)) == len(ODD)
+    assert ids[0].startswith("arrival__2026-01-31-00:00-")
+    assert ids == [each["trigger_run_id"] for each in Run({"documents": events}).execute()]
 
 
 def test_two_tables_of_one_partition_are_one_arrival() -> None:
