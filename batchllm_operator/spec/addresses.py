@@ -89,8 +89,10 @@ def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
     """Refuse what is neither a local path nor a folder on S3; `forms` is what to write instead.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or holds `::`.
     """
+    if "::" in uri:  # fsspec would open what is before it
+        raise ValueError("holds ::, which would be read as two addresses; name a folder without it")
     scheme = scheme_of(uri)
     if scheme is None or uri.startswith("file:///"):
         return

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from support.demo_job import DS, Demo
+from support.fake_job import fake_spec
 
+from batchllm_operator.engine import EngineJob
+from batchllm_operator.errors import BatchLLMError, EngineError, SpecError
 from batchllm_operator.spec import load_spec
 
 SAMPLING = (
@@ -71,6 +75,28 @@ def test_defaults_suit_a_cpu(demo: Demo) -> None:
     engine = show(demo)["engine"]
     assert (engine["enforce_eager"], engine["block_size"]) == (True, 32)
     assert engine["kv_cache_memory_bytes"] == 1 << 30
+
+
+@pytest.mark.parametrize("kind", [AssertionError, AttributeError, KeyError])
+@pytest.mark.parametrize(
+    ("extra_args", "expected"), [({}, EngineError), ({"kv_cache_dtype": "fp8"}, SpecError)]
+)
+def test_a_fault_of_the_machine_is_not_the_specs(
+    extra_args: dict[str, Any],
+    expected: type[BatchLLMError],
+    kind: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from batchllm_operator.engine import vllm_engine
+
+    def fail(**_: object) -> None:
+        raise kind("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(vllm_engine, "EngineArgs", fail)
+    monkeypatch.setattr(vllm_engine, "engine_args", lambda *_: {})
+    spec = fake_spec("/lake", engine={"backend": "vllm", "extra_args": extra_args})
+    with pytest.raises(expected, match="Torch not compiled"):
+        vllm_engine.VLLMEngine(spec, EngineJob(100))
 
 
 def test_a_command_that_vllm_refuses_ends_in_one_line(demo: Demo) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +19,7 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     """One that vLLM warns by in every run, without filters; the environment chooses nothing."""
     for name in vllm_logs._SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    for name in vllm_logs._EVERY_RUN:
+    for name in (*vllm_logs._EVERY_RUN, *vllm_logs._ON_CPU):
         monkeypatch.setattr(logging.getLogger(f"vllm.{name}"), "filters", [])
     return logging.getLogger("vllm.engine.arg_utils")
 
@@ -31,6 +33,20 @@ def test_lines_of_every_run_are_left_out_and_no_others(logger: logging.Logger) -
     assert not passes(logger, logging.WARNING, SEED)
     assert passes(logger, logging.ERROR, SEED)
     assert passes(logger, logging.WARNING, "This model does not officially support it")
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_what_a_cpu_cannot_do_is_left_out_there_alone(
+    is_cpu: bool, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: is_cpu))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    vllm_logs.configure_logs()
+    config = logging.getLogger("vllm.config.vllm")
+    text = "Enforce eager set, disabling torch.compile and CUDAGraphs."
+    assert passes(config, logging.WARNING, text) is not is_cpu
+    assert passes(config, logging.WARNING, "another")
 
 
 def test_a_level_that_is_chosen_shows_all(

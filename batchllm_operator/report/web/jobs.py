@@ -8,7 +8,7 @@ between its neighbours.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
@@ -24,6 +24,7 @@ from batchllm_operator.report.web.job_state import JobState, job_state
 from batchllm_operator.report.web.runs import (
     ACTIVE,
     COMMIT,
+    ENDED,
     FAILED,
     PLAN,
     PLAN_URI_KEY,
@@ -63,6 +64,11 @@ class JobRun:
         """Whether its partition is that of a plan."""
         return readable_uri(self.job.noted) is not None
 
+    @property
+    def may_be_planned(self) -> bool:
+        """Whether there is a plan, or may be one yet."""
+        return self.is_planned or self.run_state not in ENDED
+
     def number(self, name: str) -> float | None:
         """A number of the outcome that is one; None for anything else."""
         value = self.outcome.get(name)
@@ -80,13 +86,11 @@ class Job:
     runs: tuple[JobRun, ...]
     """At least one. The earliest partition first, in each the earliest attempt; before them runs
     of which nobody knows the partition yet."""
+    latest: JobRun
+    """The latest attempt at the newest partition. One that has ended without a plan counts until a
+    later run: its partition may never come, such as a mistyped one."""
     state: JobState
     """Of the latest run."""
-
-    @property
-    def latest(self) -> JobRun:
-        """The latest attempt at the newest partition."""
-        return self.runs[-1]
 
     @property
     def by_partition(self) -> dict[str, JobRun]:
@@ -177,7 +181,19 @@ def _job(session: Session, dag_id: str, task_id: str) -> Job | None:
         else run
         for run in runs
     )
-    return Job(dag_id, task_id, done, job_state(session, runs[-1].job))
+    latest = _latest(done)
+    return Job(dag_id, task_id, done, latest, job_state(session, latest.job))
+
+
+def _latest(runs: Sequence[JobRun]) -> JobRun:
+    """See `Job.latest`; `runs` as in `Job.runs`."""
+    since = max((run.run_after for run in runs if run.may_be_planned), default=None)
+    counted = (
+        run
+        for run in reversed(runs)
+        if since is None or run.may_be_planned or run.run_after >= since
+    )
+    return next(counted)
 
 
 def _expected(session: Session, refs: Collection[JobRef]) -> dict[JobRef, str]:

@@ -50,8 +50,10 @@ class PlanURI:
                 "the plan task has noted a URI that isn't one of a plan, which would be"
                 " .../_batchllm/<job>/<ds>/plan-<id> on S3 or a local disk"
             )
-        if holds_credentials(value) or "?" in value or "#" in value:
-            raise PlanError("the plan task has noted a URI with credentials or parameters in it")
+        if holds_credentials(value) or any(mark in value for mark in ("?", "#", "::")):
+            raise PlanError(
+                "the plan task has noted a URI with credentials, parameters or :: in it"
+            )
         return cls(value, end["job"], unquote(end["ds"]), end["plan_id"])
 
     @property

@@ -32,6 +32,7 @@ from batchllm_operator.report.web.links import Links
 from batchllm_operator.report.web.problems import PageError
 from batchllm_operator.report.web.roots import report_roots
 from batchllm_operator.report.web.runs import (
+    ENDED,
     JobInRun,
     JobRef,
     jobs_of_run,
@@ -44,7 +45,6 @@ ShardIdx = Annotated[int, Path(ge=0, lt=1 << 31)]
 
 _RELOAD: Final = 205
 """Tells a live page's script to load the page anew: it is another one now."""
-_ENDED: Final = ("success", "failed")
 
 pages = APIRouter()
 dag_pages = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[Depends(readable_dag)])
@@ -224,7 +224,7 @@ def _live_job(job: JobInRun) -> RunReport | views.LiveJob:
     with create_session(scoped=False) as session:
         stage = job_state(session, job)
         state = run_state(session, job.ref.dag_id, job.ref.run_id)
-    return views.LiveJob(job, stage, status, is_final=state in _ENDED)
+    return views.LiveJob(job, stage, status, is_final=state in ENDED)
 
 
 def _live_shard(job: JobInRun, shard_idx: int) -> views.LiveShard | None:

@@ -35,6 +35,8 @@ _MAP_INDEX: Final = re.compile(r"-1|[0-9]{1,9}", re.ASCII)
 
 ACTIVE: Final = ("scheduled", "queued", "running", "restarting", "deferred", "up_for_retry")
 FAILED: Final = ("failed", "upstream_failed")
+ENDED: Final = ("success", "failed")
+"""States of a run of a DAG, after which nothing more comes of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class JobView:
         """Take what is shown of a job."""
         partitions = job.by_partition
         runs = [RunView.of(run, links, _before(run, partitions.values())) for run in job.runs]
-        latest, shown = runs[-1], RunView.of(job.latest_done, links)
+        latest, shown = RunView.of(job.latest, links), RunView.of(job.latest_done, links)
         plotted = [RunView.of(run, links) for run in partitions.values()]
         is_older = shown.saving is not None and shown.href != latest.href
         lines = (
