@@ -78,7 +78,9 @@ class ClusterCalls:
 
     def call_unlogged(self, name: str, *args: Any) -> None:
         """The same without a body in the answer, which the client would log when debugging."""
-        self.call(name, *args, _preload_content=False).release_conn()
+        answer = self.call(name, *args, _preload_content=False)
+        answer.drain_conn()  # else the next request on this connection fails
+        answer.release_conn()
 
     def retried(self, function: Callable[..., _Answer]) -> _Answer:
         """Call `function(api, _request_timeout=...)`, which may make several requests."""

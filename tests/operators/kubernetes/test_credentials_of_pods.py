@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 from helm_chart.rendering import render
 from kubernetes.client import ApiClient
+from support.kubernetes.cluster import Cluster
 from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance
+
+from batchllm_operator.operators import BatchLLMGenerateOperator
+from batchllm_operator.operators.pods.attempt import Attempt, AttemptPods
 
 KEY_ID, KEY = "AKIACANARY0KEYID", "canary/secret+key"
 TOKEN = "canary-catalog-token"
@@ -121,6 +126,38 @@ def test_a_pod_that_is_taken_up_gets_its_secret_if_it_lacks_it(shards: Shards) -
     shards.start(TaskInstance(try_number=2), **ARGUMENTS).wait()
     assert shards.report()["num_resumed_parts"] == 0
     shards.check_whole()
+
+
+def test_a_secret_is_renewed_by_requests_that_are_each_made_once(
+    cluster: Cluster,
+) -> None:
+    """One whose answer isn't read to its end spoils the next one on its connection."""
+    cluster.agent.hold_scheduling()
+    task = BatchLLMGenerateOperator(
+        task_id="generate",
+        plan_uri="s3://b/p",
+        shard_idx=0,
+        config_file=str(cluster.kubeconfig),
+        kubernetes_conn_id=None,
+    )
+    pods = AttemptPods(
+        task._connect,
+        cluster.namespace,
+        Attempt("a", "b", 1, "1"),
+        "base",
+        logging.getLogger("pods"),
+        has_secrets=True,
+        patience_s=0.0,  # nothing is tried again
+        is_stopped=lambda: False,
+        poll_s=0.0,
+    )
+    pod = cluster.run_pod("job", ["true"])
+    for key in ("first", "second", "third"):
+        pods.put_secret(pod, {"KEY": key})
+    (secret,) = cluster.api.list_namespaced_secret(
+        cluster.namespace, label_selector="batchllm.io/attempt=a"
+    ).items
+    assert base64.b64decode(secret.data["KEY"]) == b"third"
 
 
 @in_triggerer

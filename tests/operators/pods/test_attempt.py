@@ -127,11 +127,11 @@ class FakeApi:
         if secret.metadata.name in self.secrets:
             raise refusal(409, "AlreadyExists")
         self.secrets[secret.metadata.name] = secret
-        return SimpleNamespace(release_conn=lambda: None)
+        return SimpleNamespace(drain_conn=lambda: None, release_conn=lambda: None)
 
     def delete_namespaced_secret(self, name: str, *names: str, **options: Any) -> Any:
         del self.secrets[name]
-        return SimpleNamespace(release_conn=lambda: None)
+        return SimpleNamespace(drain_conn=lambda: None, release_conn=lambda: None)
 
 
 def test_a_pod_that_a_finalizer_holds_is_not_waited_for() -> None:
