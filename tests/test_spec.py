@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from batchllm_operator.errors import ExitCode, SpecError
+from batchllm_operator.lake import Folder
 from batchllm_operator.spec import (
     JobSpec,
     TableAddress,
@@ -626,6 +627,17 @@ def test_storages_that_do_not_work_are_said_to(uri: str, prefix: str) -> None:
 )
 def test_addresses_that_are_written_wrong(uri: str, reason: str) -> None:
     assert f"input.uri: {reason}" in refusal(changed(input__uri=uri))
+
+
+@pytest.mark.parametrize("uri", ["/lake/a::b", "in::out", "s3://b/a::b", "delta+/lake/a::b/t"])
+def test_an_address_is_one_address(uri: str) -> None:
+    """fsspec would open what is before `::`."""
+    for where in ("input__uri", "output__uri"):
+        assert "uri: holds ::," in refusal(changed(**{where: uri}))
+    uri = uri.removeprefix("delta+")
+    assert "staging_uri: holds ::," in refusal(changed(output__staging_uri=uri))
+    with pytest.raises(SpecError, match=f"{uri}: holds ::,"):
+        Folder.open(uri)
 
 
 def test_an_iceberg_output_needs_a_folder_for_the_job(tmp_path: Path) -> None:

@@ -138,8 +138,12 @@ class VLLMEngine:
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
             drop_broken_preloads(os.environ)
             SchedulerSettings.from_additional_config(config.additional_config)
-        # pydantic's errors are ValueErrors; others come of values that vLLM doesn't check.
-        except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+            raise SpecError(f"engine: vLLM refuses the settings: {_one_line(error)}") from error
+        # vLLM doesn't check all values. Where the user chose none, the machine is at fault.
+        except (LookupError, AttributeError, AssertionError) as error:
+            if not spec.engine.extra_args:
+                raise EngineError(f"vLLM can't start: {_one_line(error)}") from error
             raise SpecError(f"engine: vLLM refuses the settings: {_one_line(error)}") from error
         check_model(spec, config)
         if spec.model.trust_remote_code:

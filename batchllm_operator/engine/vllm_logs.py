@@ -23,11 +23,6 @@ _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
     "config.scheduler": ("Using custom scheduler class",),
     "v1.engine.input_processor": ("Passing raw prompts to InputProcessor is deprecated",),
     # On a CPU, which is for trying things out: what it can't do, and what would be faster.
-    "config.vllm": (
-        "Enforce eager set, disabling torch.compile",
-        "Inductor compilation was disabled by user settings",
-        "Model Runner V2 requires Triton",
-    ),
     "triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
     "platforms.cpu": ("Triton is not installed. triton-cpu is expected",),
     "v1.worker.cpu_worker": (
@@ -36,7 +31,15 @@ _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 """Warnings that come with every run, and that no user of ours can do anything about: loggers below
-`vllm`, and how their messages begin. A line that vLLM words otherwise one day is merely seen."""
+`vllm`, and how their messages begin. A message that vLLM rewords one day is merely seen again."""
+_ON_CPU: Final[Mapping[str, tuple[str, ...]]] = {
+    "config.vllm": (
+        "Enforce eager set, disabling torch.compile",
+        "Inductor compilation was disabled by user settings",
+        "Model Runner V2 requires Triton",
+    ),
+}
+"""The same where vLLM runs on a CPU. On a GPU these come of the user's settings."""
 
 
 def configure_logs() -> None:
@@ -47,6 +50,8 @@ def configure_logs() -> None:
     if not is_chosen:
         for name, beginnings in _EVERY_RUN.items():
             logging.getLogger(f"vllm.{name}").addFilter(_Without(beginnings))
+        for name, beginnings in _ON_CPU.items():
+            logging.getLogger(f"vllm.{name}").addFilter(_WithoutOnCPU(beginnings))
 
 
 class _Without(logging.Filter):
@@ -57,6 +62,13 @@ class _Without(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         is_known = record.levelno <= logging.WARNING and isinstance(record.msg, str)
         return not (is_known and record.msg.startswith(self._beginnings))
+
+
+class _WithoutOnCPU(_Without):
+    def filter(self, record: logging.LogRecord) -> bool:
+        from vllm.platforms import current_platform  # known only once vLLM is imported
+
+        return super().filter(record) or not current_platform.is_cpu()
 
 
 def drop_broken_preloads(environment: MutableMapping[str, str]) -> None:

@@ -133,6 +133,26 @@ def test_a_run_before_its_plan_stands_where_its_partition_will(
     assert "as of 2026-01-20" in html
 
 
+def test_a_mistyped_partition_is_the_latest_run_until_the_next(
+    anna: Browser, records: Records
+) -> None:
+    plan = {"task_id": "batchllm.plan", "state": "failed"}
+    records.run(run_id="r20", state="success", day=20)
+    records.job(uri(19), run_id="r20", outcome=outcome())
+    records.run(run_id="typo", state="failed", day=21, conf={"ds": "2062-01-31"})
+    records.task(**plan, run_id="typo")
+    html = anna.page("/")
+    assert "latest run\ntypo, partition 2062-01-31" in html and "planning failed" in html
+    records.run(run_id="r21", day=22).job(uri(20), run_id="r21")
+    html = anna.page("/")
+    assert listed(html) == ["typo", "r21", "r20"]
+    assert "latest run\nr21, partition 2026-01-21" in html
+    assert "generating (0 of 2 shards)" in html and "planning failed" not in html
+    records.run(run_id="again", state="failed", day=23, conf={"ds": "2026-01-19"})
+    records.task(**plan, run_id="again")
+    assert "latest run\nr21, partition 2026-01-21" in anna.page("/")
+
+
 def test_days_that_are_run_again_dont_push_the_newest_out(anna: Browser, records: Records) -> None:
     records.run(run_id="newest").job(uri(99), outcome=outcome(), run_id="newest")
     for idx in range(40):

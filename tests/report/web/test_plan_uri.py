@@ -64,6 +64,7 @@ def test_uris_of_plans(uri: str) -> None:
         f"github://a:b@/{END}",
         f"filecache::s3://lake/{END}",
         f"simplecache::file:///lake/{END}",
+        *(f"{root}/_batchllm/a/link::x/{END}" for root in ("/lake", "file:///lake", "s3://lake")),
         "/lake/" + 5000 * "x" + f"/{END}",
     ],
 )
