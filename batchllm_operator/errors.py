@@ -78,6 +78,8 @@ class MissingLibraryError(BatchLLMError):
                 f" checkout, pip install 'batchllm_operator-VERSION-py3-none-any.whl[{extras[0]}]'"
                 " of a wheel"
             )
+        elif library:
+            message += f"; install the package that brings it, often: pip install {library}"
         return cls(message)
 
 

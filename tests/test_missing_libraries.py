@@ -90,7 +90,10 @@ def test_every_command_works_or_names_the_extra(tmp_path: Path) -> None:
 def test_a_library_of_no_extra_is_named_too() -> None:
     error = ModuleNotFoundError("No module named 'zmq.asyncio'", name="zmq.asyncio")
     text = str(MissingLibraryError.of(error, "vLLM"))
-    assert text == "vLLM: needs the library zmq, which isn't installed"
+    assert text == (
+        "vLLM: needs the library zmq, which isn't installed; install the package that brings it,"
+        " often: pip install zmq"
+    )
 
 
 def test_extras_are_those_that_there_are() -> None:

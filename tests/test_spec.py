@@ -300,6 +300,10 @@ def test_a_bad_value_names_its_field(where: str, value: Any) -> None:
         ("sampling__max_tokens", 1.5, "sampling.max_tokens: must be a whole number"),
         ("sampling__temperature", -1, "sampling.temperature: must be at least 0"),
         ("sampling__temperature", float("inf"), "sampling.temperature: must be a finite number"),
+        ("sampling__seed", 2**63, "sampling.seed: must be at most 9223372036854775807"),
+        ("max_failed_fraction", "5%", "max_failed_fraction: must be a number, such as 0.05"),
+        ("engine__gpu_memory_utilization", "90 %", "must be a number, such as 0.05"),
+        ("planner__link_bytes_per_s", "1e9x", "planner.link_bytes_per_s: must be a number"),
         ("sampling__stop", 5, "sampling.stop: must be text or a list of texts"),
         (
             "sampling__stop_token_ids",
@@ -334,6 +338,24 @@ def test_a_bad_value_is_refused_in_plain_words(where: str, value: Any, reason: s
     assert reason in message
     assert "Input should" not in message and "constrained" not in message
     assert message.count(where.replace("__", ".")) == 1, "said once, whatever kinds were tried"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("null: x", "null"),
+        ("true: x", "true"),
+        ("2026-01-31: x", "2026-01-31"),
+        ("input: {~: x}", "input.null"),
+        ("input: {no: x}", "input.false"),
+        ("engine: {extra_args: {null: 1}}", "engine.extra_args.null"),
+        ("engine: {extra_args: {a: {on: 1}}}", "engine.extra_args.a.true"),
+    ],
+)
+def test_a_name_that_is_no_text_is_told_as_yaml_has_it(text: str, name: str) -> None:
+    message = refusal(yaml.safe_load(text))
+    assert f"; {name}: names of fields must be text; put it in quotes" in message
+    assert message.count("must be text") == 1
 
 
 @pytest.mark.parametrize("version", [0, 2, "1.5", "two", 1.5, [1]])
@@ -594,6 +616,7 @@ def test_addresses_that_are_none(uri: str) -> None:
 
 STORAGES = ["gs://b/t", "hdfs://n:8020/t", "abfss://c@a.dfs.core.windows.net/t", "az://c/t"]
 STORAGES += ["wasbs://c@a.blob.core.windows.net/t", "http://h/t", "https://h/t", "dbfs:/t"]
+STORAGES += ["gs:b/t", "GCS:b", "hdfs:n/t", "abfss:c@a/t", "wasb:c/t", "adl:c", "https:h/t"]
 STORAGES += ["s3n://b/t", "GS://b/t", "memory://t", "C:/t", "jdbc:postgresql://h/db"]
 
 
@@ -620,6 +643,9 @@ def test_storages_that_do_not_work_are_said_to(uri: str, prefix: str) -> None:
         ("ICEBERG://lake/ns.t", "write iceberg:// in small letters"),
         ("iceberg:/lake/ns.t", "isn't an address of a folder; write"),
         ("s3:/b/t", "names no bucket"),
+        ("s3a:b/t", "names no bucket"),
+        ("iceberg:lake/ns.t", "isn't an address of a folder; write"),
+        ("file:lake/t", "names another machine, or lacks a slash; write file:///FOLDER"),
         ("s3://", "names no bucket"),
         ("delta+s3:///t", "names no bucket"),
         ("file://host/t", "names another machine, or lacks a slash; write file:///FOLDER"),

@@ -9,7 +9,11 @@ from typing import Final, Literal
 
 _ICEBERG: Final = "iceberg://"
 _DELTA: Final = "delta+"
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):(?:[/\\]|[^/]*://)")
+_SCHEME: Final = re.compile(
+    r"([A-Za-z][A-Za-z0-9+.\-]*):(?:[/\\]|[^/]*://)"
+    # Without a slash, too, if no folder is likely to be called so.
+    r"|((?i:s3[an]?|file|iceberg|gs|gcs|hdfs|abfss?|wasbs?|az|adl|dbfs|https?)):"
+)
 _FOLDER: Final = "a local path or s3://BUCKET/FOLDER (s3a:// is the same)"
 _TABLE: Final = (
     "a local path, s3://BUCKET/TABLE (s3a:// is the same) or iceberg://CATALOG/NAMESPACE.TABLE"
@@ -109,6 +113,6 @@ def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
 
 
 def scheme_of(uri: str) -> str | None:
-    """A URI's scheme, also of one that lacks a slash; None for a path."""
+    """A URI's scheme, also of one that lacks slashes; None for a path."""
     match = _SCHEME.match(uri)
-    return match[1] if match else None
+    return match[1] or match[2] if match else None

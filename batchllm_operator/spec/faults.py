@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from datetime import date
 from typing import TYPE_CHECKING, Any, Final, get_args
@@ -46,7 +47,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "mapping_type": "must be a mapping of names to values",
     "byte_size": _BYTES,
     "byte_size_unit": _BYTES,
-    "invalid_key": "names of fields must be text",
+    "invalid_key": "names of fields must be text; put it in quotes",
     "invalid-json-value": "must be text, a number, true, false, a list or a mapping (quote a date)",
 }
 _KINDS: Final = frozenset(
@@ -62,7 +63,7 @@ _CLOSENESS_ELSEWHERE: Final = 0.8
 def describe(error: ValidationError, spec: type[BaseModel]) -> str:
     """All faults on one line: field names and reasons, and the nearest name for an unknown one."""
     faults: dict[str, None] = {}
-    for fault in error.errors(include_url=False):
+    for fault in map(_of_name, error.errors(include_url=False)):
         where, section = _place(spec, fault["loc"])
         reason = _reason(fault, section, spec)
         if fault["input"] is None and fault["type"] not in _WITHOUT_INPUT:
@@ -74,8 +75,20 @@ def describe(error: ValidationError, spec: type[BaseModel]) -> str:
     return "; ".join(found[:_MAX_FAULTS] + more)
 
 
+def _of_name(fault: ErrorDetails) -> ErrorDetails:
+    """The same fault; the place of a wrong name ends with it as YAML has it, as null for None."""
+    is_key = fault["loc"][-1:] == ("[key]",)
+    if not is_key and fault["type"] != "invalid_key":
+        return fault
+    name = json.dumps(fault["input"], default=str).strip('"')
+    place = fault["loc"][: -2 if is_key else -1]
+    return {**fault, "type": "invalid_key", "loc": (*place, name)}
+
+
 def _reason(fault: ErrorDetails, section: type[BaseModel] | None, spec: type[BaseModel]) -> str:
     kind = fault["type"]
+    if kind == "invalid_key":
+        return _REASONS[kind]
     if section is None:
         return _OF_ANY_KIND
     if kind == "extra_forbidden":
@@ -90,12 +103,20 @@ def _reason(fault: ErrorDetails, section: type[BaseModel] | None, spec: type[Bas
         return f"{reason}, {{column: NAME}} or {{learned: true}}"
     if kind == "string_type" and isinstance(fault["input"], int | float | date):
         return f"{reason}; put it in quotes"
+    if kind == "float_parsing" and _is_fraction(section, fault["loc"][-1]):
+        return f"{reason}, such as 0.05"
     return reason
+
+
+def _is_fraction(section: type[BaseModel], name: int | str) -> bool:
+    """Whether the field is at most 1, so that percents may be meant."""
+    field = section.model_fields.get(str(name))
+    return field is not None and any(getattr(each, "le", None) == 1 for each in field.metadata)
 
 
 def _plain(limit: object) -> str:
     """A limit as YAML has it: 1 for 1.0, true for True."""
-    return f"{limit:.15g}" if isinstance(limit, int | float) else str(limit).replace("True", "true")
+    return f"{limit:.15g}" if isinstance(limit, float) else str(limit).replace("True", "true")
 
 
 def _unknown(name: str, value: object, section: type[BaseModel], spec: type[BaseModel]) -> str:
