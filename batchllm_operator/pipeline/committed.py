@@ -67,15 +67,24 @@ def find_committed(plan: StoredPlan) -> Committed | None:
     if not is_its_own or len(committed.shards) != len(manifest.shards):
         _log.warning("%s/%s doesn't count: it belongs elsewhere", plan.folder.uri, COMMITTED_FILE)
         return None
-    spec = manifest.spec
+    return committed if holds_outputs(plan) else None
+
+
+def holds_outputs(plan: StoredPlan) -> bool:
+    """Whether the output table holds the plan's rows, as far as that can be seen from here.
+
+    Raises:
+        TableError: the output partition holds what another job or program wrote.
+        StorageError: the storage fails.
+    """
+    spec = plan.manifest.spec
     try:
         table = open_table(spec.output.uri, spec.input.partition_column)
     except (MissingLibraryError, SpecError) as error:
         # A GPU's image needs no libraries of tables: a worker has looked.
         _log.info("Whether the plan is committed can't be seen from here: %s", error)
-        return None
-    is_there = check_publisher(table, spec, manifest.ds) == plan.publication
-    return committed if is_there else None
+        return False
+    return check_publisher(table, spec, plan.manifest.ds) == plan.publication
 
 
 def committed_shard(plan: StoredPlan, shard_idx: int) -> ShardReport | None:

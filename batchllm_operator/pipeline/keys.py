@@ -193,13 +193,24 @@ def _names(rows_file: Path, key: tuple[str, ...], row_idxs: list[int]) -> list[s
 
 def shown_key(value: pa.Scalar) -> str:
     """One column's value of a key, for an error's message."""
-    try:
-        shown = repr(value.as_py())
-    except (ValueError, OverflowError):  # named by what is stored
-        if isinstance(value, pa.TimestampScalar | pa.DurationScalar):  # nanoseconds
-            shown = repr(value.value)
-        elif pa.types.is_date(value.type):  # beyond the year 9999
-            shown = str(value.cast(pa.string()))
-        else:  # text that isn't UTF-8
-            shown = repr(value.cast(pa.binary()).as_py())
+    shown = repr(_in_python(value))
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+
+
+def key_texts(batch: pa.RecordBatch, idx: int, key: tuple[str, ...]) -> dict[str, str]:
+    """One row's key, as a report has it."""
+    return {name: str(_in_python(batch.column(name)[idx])) for name in key}
+
+
+def _in_python(value: pa.Scalar) -> object:
+    """Of what Python can't hold, such as nanoseconds: what is stored."""
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError, KeyError):  # KeyError: an unknown time zone
+        if isinstance(value, pa.DictionaryScalar | pa.ExtensionScalar):
+            return _in_python(value.value)
+        if isinstance(value, pa.TimestampScalar | pa.DurationScalar | pa.Time64Scalar):
+            return value.value
+        if any(is_bytes(value.type) for is_bytes in _BYTES):  # text that isn't UTF-8
+            return value.cast(pa.binary()).as_py()
+        return value.cast(pa.string()).as_py()  # a date beyond the year 9999

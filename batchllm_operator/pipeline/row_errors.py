@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import pyarrow.compute as pc
 
+from batchllm_operator.pipeline.keys import key_texts
 from batchllm_operator.pipeline.partition import FinishedShard
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.planner.plan import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
@@ -91,15 +92,14 @@ def _read_keys(plan: StoredPlan, row_idxs: Sequence[int]) -> dict[int, dict[str,
     """Keys of a few rows, as text. `row_idxs` ascend."""
     if not row_idxs:
         return {}
-    names = list(plan.manifest.spec.input.key)
+    names = plan.manifest.spec.input.key
     found: dict[int, dict[str, str]] = {}
     start = 0
     with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, plan.manifest.counts.num_rows) as file:
-        for batch in file.iter_batches(columns=names):
+        for batch in file.iter_batches(columns=list(names)):
             here = [idx for idx in row_idxs if start <= idx < start + batch.num_rows]
             for row_idx in here:
-                row = batch.slice(row_idx - start, 1).to_pylist()[0]
-                found[row_idx] = {name: str(row[name]) for name in names}
+                found[row_idx] = key_texts(batch, row_idx - start, names)
             start += batch.num_rows
             if len(found) == len(row_idxs):
                 break

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from batchllm_operator.errors import PlanError, StorageError
+from batchllm_operator.errors import PlanError, StorageError, TableError
 from batchllm_operator.lake import Folder, LakeTable
-from batchllm_operator.pipeline.committed import COMMITTED_FILE
+from batchllm_operator.pipeline.committed import COMMITTED_FILE, holds_outputs
 from batchllm_operator.pipeline.job_status import ShardAttempts, read_attempts
+from batchllm_operator.pipeline.keys import key_texts
 from batchllm_operator.pipeline.partition import FinishedShard, model_name
 from batchllm_operator.pipeline.row_errors import RowErrors
 from batchllm_operator.pipeline.shard_report import ShardReport
@@ -133,16 +134,26 @@ def load_report(plan_uri: str) -> RunReport:
 
     Raises:
         PlanError: the plan isn't there, or wasn't committed, or this release can't read its report.
+        StorageError: the storage fails.
     """
-    folder = StoredPlan.open(plan_uri).folder
+    plan = StoredPlan.open(plan_uri)
     try:
-        data = folder.read_bytes(REPORT_FILE)
+        data = plan.folder.read_bytes(REPORT_FILE)
     except FileNotFoundError as error:
         why = "it wasn't committed yet"
-        if folder.exists(COMMITTED_FILE):
+        if plan.folder.exists(COMMITTED_FILE):
             why = "it was committed, and the file removed since; commit makes it again"
+        elif _is_published(plan):
+            why = "its rows are published, but a report wasn't written; commit again to write it"
         raise PlanError(f"plan {plan_uri}: has no {REPORT_FILE}: {why}") from error
     return RunReport.from_bytes(data, source=plan_uri)
+
+
+def _is_published(plan: StoredPlan) -> bool:
+    try:
+        return holds_outputs(plan)
+    except TableError:  # another's rows
+        return False
 
 
 def _first_committed(folder: Folder) -> datetime | None:
@@ -221,10 +232,9 @@ def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:
     key = manifest.spec.input.key
     samples: list[SampleRow] = []
     for batch in table.scan(table.snapshot(manifest.ds), [*key, "generated_text"]):
-        for row in batch.to_pylist():
-            if row["generated_text"] is not None and len(samples) < _NUM_SAMPLE_ROWS:
-                shown = {name: str(row[name]) for name in key}
-                samples.append(SampleRow(key=shown, generated_text=row["generated_text"]))
+        for idx, text in enumerate(batch.column("generated_text").to_pylist()):
+            if text is not None and len(samples) < _NUM_SAMPLE_ROWS:
+                samples.append(SampleRow(key=key_texts(batch, idx, key), generated_text=text))
         if len(samples) == _NUM_SAMPLE_ROWS:
             break
     return tuple(samples)

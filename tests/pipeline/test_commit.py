@@ -383,6 +383,30 @@ def test_types_of_keys_and_carried_columns_survive(tmp_path: Path) -> None:
         assert found.schema.field(name).type == table.schema.field(name).type, name
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([1, 2, 3], pa.timestamp("ns")),
+        pa.array([1, 2, 3], pa.time64("ns")),
+        pa.array([2_932_897, 2_932_898, 2_932_899], pa.date32()),  # after the year 9999
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_keys_that_python_cannot_hold_are_published_and_reported(
+    tmp_path: Path, values: pa.Array
+) -> None:
+    """A failed row's key is told as well."""
+    table = pa.table({"document": ["a", "b", None], "query": ["c", "d", "e"], "id": values})
+    folder = tmp_path / "documents" / f"ds={DS}"
+    folder.mkdir(parents=True)
+    pq.write_table(table, folder / "a.parquet")
+    spec = fake_spec(tmp_path, input={"key": "id"}, output={"carry": []}, max_failed_fraction=0.5)
+    report = commit_run(run_job(spec).folder.uri)
+    first = ["10000-01-01", "10000-01-03"] if pa.types.is_date(values.type) else ["1", "3"]
+    assert [report.sample_rows[0].key["id"], report.errors[0].example_keys[0]["id"]] == first
+    assert published(tmp_path)["id"].combine_chunks() == values
+
+
 def test_report_adds_up(tmp_path: Path) -> None:
     rows = document_rows(4, 5)
     write_table(tmp_path / "documents", rows)

@@ -14,6 +14,7 @@ from batchllm_operator.errors import EngineError, PlanError, StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline import row_errors, run_report
 from batchllm_operator.pipeline.commit import commit_run
+from batchllm_operator.pipeline.committed import COMMITTED_FILE
 from batchllm_operator.pipeline.job_status import read_attempts
 from batchllm_operator.pipeline.plan import plan_job
 from batchllm_operator.pipeline.row_errors import RowErrors
@@ -230,6 +231,9 @@ def test_a_report_that_was_removed_is_made_again(tmp_path: Path) -> None:
     report = commit_job(tmp_path, document_rows())
     Path(report.report_uri).unlink()
     with pytest.raises(PlanError, match="removed since; commit makes it again"):
+        load_report(report.plan_uri)
+    (Path(report.plan_uri) / COMMITTED_FILE).unlink()
+    with pytest.raises(PlanError, match="rows are published, but a report wasn't written; commit"):
         load_report(report.plan_uri)
     again = commit_run(report.plan_uri)
     assert again == report.model_copy(update={"committed_at": again.committed_at})
