@@ -9,7 +9,7 @@ from airflow.sdk import Context, XComArg
 
 from batchllm_operator.operators.command import uris_and_counts
 from batchllm_operator.operators.metrics import send_stage
-from batchllm_operator.operators.pods.attempt import LABEL
+from batchllm_operator.operators.pods.owner import LABEL
 from batchllm_operator.operators.pods.settings import DRAIN_MARGIN_S
 from batchllm_operator.operators.stage import BatchLLMStageOperator
 

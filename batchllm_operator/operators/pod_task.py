@@ -27,12 +27,12 @@ from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.pod_operator import BatchLLMPodOperator
 from batchllm_operator.operators.pods.api_errors import message_of
 from batchllm_operator.operators.pods.attempt import (
-    Attempt,
     AttemptPods,
     QuotaExceededError,
     SupersededError,
 )
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
+from batchllm_operator.operators.pods.owner import Attempt
 from batchllm_operator.operators.pods.spec import UID_VARIABLE, num_gpus, with_secret
 from batchllm_operator.operators.pods.watch import PodName, PodWatch
 from batchllm_operator.operators.tries import is_anothers, task_state, will_be_retried
@@ -109,6 +109,9 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             self._pod = self._name_of(pod)
             if self.has_secrets:
                 self._put_secret(pods, pod, variables)
+        except QuotaExceededError:
+            self._pod = None
+            raise
         except ApiException as error:
             raise _refusal("the pod", error) from error
         except SupersededError as error:

@@ -19,9 +19,10 @@ from batchllm_operator.operators.command import CommandRunner, TakenOverError
 from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.metrics import PODS_REPLACED, QUOTA_WAITS, count_pod_event
 from batchllm_operator.operators.pod_task import BatchLLMPodTask
-from batchllm_operator.operators.pods.attempt import LABEL, QuotaExceededError
+from batchllm_operator.operators.pods.attempt import QuotaExceededError
 from batchllm_operator.operators.pods.calls import StoppedError
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
+from batchllm_operator.operators.pods.owner import LABEL
 from batchllm_operator.operators.pods.watch import PodName
 from batchllm_operator.operators.tries import UNKNOWN, is_anothers, task_state, will_be_retried
 from batchllm_operator.operators.triggerer import defers_by_default

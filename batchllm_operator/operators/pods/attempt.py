@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from kubernetes.client import CoreV1Api, V1Secret
 from kubernetes.client import models as k8s
 from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
 
 from batchllm_operator.operators.pods.api_errors import (
-    CONFLICT,
     NOT_FOUND,
     is_over_quota,
     message_of,
     reason_of,
 )
 from batchllm_operator.operators.pods.calls import ClusterCalls
+from batchllm_operator.operators.pods.owner import LABEL, Attempt
 from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, Stage
 
-LABEL: Final = "batchllm.io"
-_MAX_NAME: Final = 63  # a pod's name is its host name too
+_LOOK: Final = 0.25
+"""Of the time for a deletion: to see whose the pod is."""
+_UNSEEN_POLL_S: Final = 0.5
+"""Between two looks for a pod that may be about to appear."""
 
 
 class QuotaExceededError(Exception):
@@ -35,56 +36,6 @@ class QuotaExceededError(Exception):
 
 class SupersededError(Exception):
     """A later try of the task has a pod: this one is not the task's any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """Whose a pod is: one mapped task of one DAG run, whatever its try, and its work."""
-
-    owner: str
-    """Digest of output table, DAG, run, task and map index."""
-    work: str
-    """Digest of what the pod is to do; an owner that is cleared may get other work."""
-    try_number: int
-    try_id: str
-    """Airflow's id of the try, a UUID of version 7: the later the try, the greater."""
-
-    @classmethod
-    def of(cls, ti: Any, table_uri: str, work: str) -> Attempt:
-        """The attempt that a task instance makes at `work`.
-
-        The table tells Airflows apart that share a namespace, and names of DAGs and runs.
-        """
-        owner = (table_uri, ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index))
-        return cls(_digest("\0".join(owner)), _digest(work), int(ti.try_number), str(ti.id))
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """That each pod and Secret of this attempt carries."""
-        return {
-            f"{LABEL}/attempt": self.owner,
-            f"{LABEL}/work": self.work,
-            f"{LABEL}/try": str(self.try_number),
-            f"{LABEL}/try-id": self.try_id,
-        }
-
-    @property
-    def selector(self) -> str:
-        """Of all pods of this owner."""
-        return f"{LABEL}/attempt={self.owner}"
-
-    def pod_name(self, stem: str, ordinal: int) -> str:
-        """The same for all tries: of two that make a pod at once, the API refuses one.
-
-        Only pods that have ended, and that the user wants to keep, make a higher ordinal needed.
-        """
-        suffix = f"-{self.owner}-{ordinal}"
-        stem = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
-        return stem[: _MAX_NAME - len(suffix)].rstrip("-") + suffix
-
-    def is_before(self, labels: Mapping[str, str]) -> bool:
-        """Whether a pod with these labels was made by a later try."""
-        return labels.get(f"{LABEL}/try-id", "") > self.try_id
 
 
 class AttemptPods:
@@ -129,7 +80,7 @@ class AttemptPods:
         """The live pod that does this work, or else a new one; and whether it is new.
 
         The new one is what `make` gives for an ordinal of `Attempt.pod_name`: the first that no
-        pod has, so that all tries choose the same.
+        pod has.
 
         Raises:
             QuotaExceededError: a quota has no room for it.
@@ -147,6 +98,7 @@ class AttemptPods:
                     break
             made = self._create(request)
             if made is not None:
+                self._clear_beside(made)
                 return made, True
             self.calls.pause(self._poll_s)  # somebody has just made it, or it is on its way out
 
@@ -183,6 +135,33 @@ class AttemptPods:
                 told = waits_for
                 self._log.info("Waiting until pod %s, which was told to stop, has gone", told)
             self.calls.pause(self._poll_s)
+
+    def _clear_beside(self, made: k8s.V1Pod) -> None:
+        """Look for another try's pod once more: with another ordinal, the API refuses neither.
+
+        Each try does so after it has made its pod, so that one of two sees the other's.
+
+        Raises:
+            SupersededError: it is a later one's; `made` is removed.
+        """
+        try:
+            pods = self._list()
+        except (ApiException, HTTPError) as error:  # the pod is there, and has to be watched
+            self._log.warning("Can't look for pods of other tries: %s", message_of(error))
+            return
+        others = [
+            pod
+            for pod in pods
+            if pod.metadata.uid != made.metadata.uid and self._state(pod).stage is not Stage.ENDED
+        ]
+        for pod in others:
+            if self._attempt.is_before(pod.metadata.labels or {}):
+                self._log.info("Removing pod %s", made.metadata.name)
+                self.delete(made.metadata.name, made.metadata.uid)
+                raise SupersededError(pod.metadata.name)
+        for pod in others:
+            self._log.info("Removing pod %s of an earlier try", pod.metadata.name)
+            self.delete(pod.metadata.name, pod.metadata.uid)
 
     def _create(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
         """Make a pod; one of this try is what a lost answer has left, and is taken.
@@ -243,28 +222,52 @@ class AttemptPods:
     def delete(self, name: str, uid: str, *, at_once: bool = False) -> None:
         """Ask a pod to stop, within its grace period or at once; its Secret goes with it.
 
-        Another pod that has its name by now is left alone. Without a `uid` it is any pod's.
+        Another that has its name by now is left alone, and so is one that a later try has. A pod
+        without a `uid` may still be on its way: a call that makes it was broken off. It is looked
+        for until the time for all calls is over.
         """
-        options = k8s.V1DeleteOptions(
-            grace_period_seconds=0 if at_once else None,
-            preconditions=k8s.V1Preconditions(uid=uid) if uid else None,
-        )
-
-        def delete(api: CoreV1Api, **limits: Any) -> None:
+        while True:
             try:
-                api.delete_namespaced_pod(name, self._namespace, body=options, **limits)
+                self.calls.retried(partial(self._delete_once, name, uid, at_once))
+                return
             except ApiException as error:
-                if error.status != CONFLICT or not uid:
+                if error.status != NOT_FOUND:
                     raise
-                found = api.read_namespaced_pod(name, self._namespace, **limits)
-                if found.metadata.uid == uid:
-                    raise
+            if uid or self.calls.is_over:
+                return
+            self.calls.pause(min(self._poll_s, _UNSEEN_POLL_S))
 
+    def _delete_once(
+        self, name: str, uid: str, at_once: bool, api: CoreV1Api, *, _request_timeout: float
+    ) -> None:
+        """Look at the pod, and delete it as it is then: a later try may just take it up.
+
+        A look that fails doesn't hold the deletion back: there may be no time for another one.
+        """
+        expected = k8s.V1Preconditions(uid=uid) if uid else None
         try:
-            self.calls.retried(delete)
-        except ApiException as error:
-            if error.status != NOT_FOUND:
+            found = api.read_namespaced_pod(
+                name, self._namespace, _request_timeout=_request_timeout * _LOOK
+            )
+        except (ApiException, HTTPError) as error:
+            if isinstance(error, ApiException) and error.status == NOT_FOUND:
                 raise
+        else:
+            metadata = found.metadata
+            if uid and metadata.uid != uid:
+                return
+            if self._attempt.is_before(metadata.labels or {}):
+                self._log.warning("Pod %s is left to a later try of this task", name)
+                return
+            expected = k8s.V1Preconditions(
+                uid=metadata.uid, resource_version=metadata.resource_version
+            )
+        options = k8s.V1DeleteOptions(
+            grace_period_seconds=0 if at_once else None, preconditions=expected
+        )
+        api.delete_namespaced_pod(
+            name, self._namespace, body=options, _request_timeout=_request_timeout * (1 - _LOOK)
+        )
 
     def delete_all(self, *, keep_dead: bool) -> None:
         """Ask the owner's pods to stop, and remove those that have (unless `keep_dead`).
@@ -340,7 +343,3 @@ class AttemptPods:
             if (found.metadata.labels or {}).get(f"{LABEL}/attempt") != self._attempt.owner:
                 raise taken  # a stranger's
             return found, False
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

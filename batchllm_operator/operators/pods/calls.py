@@ -55,6 +55,11 @@ class ClusterCalls:
         self._log, self._patience_s, self._is_stopped = log, patience_s, is_stopped
         self._caller: int | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the time for all calls is used up."""
+        return time.monotonic() >= self._over_at
+
     def interrupt(self) -> None:
         """End a call that is under way, when called from a signal handler in its thread.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import time
@@ -15,14 +16,11 @@ import pytest
 from kubernetes.client import models as k8s
 from kubernetes.client.exceptions import ApiException
 from support.task_runs import TaskInstance
+from urllib3.exceptions import ReadTimeoutError
 
-from batchllm_operator.operators.pods.attempt import (
-    LABEL,
-    Attempt,
-    AttemptPods,
-    SupersededError,
-)
+from batchllm_operator.operators.pods.attempt import AttemptPods, SupersededError
 from batchllm_operator.operators.pods.calls import StoppedError
+from batchllm_operator.operators.pods.owner import LABEL, Attempt
 
 EARLIER, LATER = Attempt("a", "b", 1, "01"), Attempt("a", "b", 2, "02")
 
@@ -98,7 +96,9 @@ class FakeApi:
     def add(self, phase: str = "Running", **metadata: Any) -> k8s.V1Pod:
         long_ago = datetime.now(UTC) - timedelta(hours=1)
         fields = {"name": "held", "labels": {}, "uid": next(self._uids), **metadata}
-        meta = k8s.V1ObjectMeta(**{"creation_timestamp": long_ago, **fields})
+        meta = k8s.V1ObjectMeta(
+            **{"creation_timestamp": long_ago, "resource_version": "1", **fields}
+        )
         pod = k8s.V1Pod(metadata=meta, status=k8s.V1PodStatus(phase=phase))
         self.pods[meta.name] = pod
         return pod
@@ -117,8 +117,14 @@ class FakeApi:
         return self.pods[name]
 
     def delete_namespaced_pod(self, name: str, *names: str, body: Any, **options: Any) -> None:
-        pod = self.read_namespaced_pod(name)
-        if body.preconditions and body.preconditions.uid != pod.metadata.uid:
+        if name not in self.pods:
+            raise refusal(404, "NotFound")
+        pod = self.pods[name]
+        wanted = body.preconditions or k8s.V1Preconditions()
+        if (wanted.uid or pod.metadata.uid) != pod.metadata.uid:
+            raise refusal(409, "Conflict")
+        version = pod.metadata.resource_version
+        if (wanted.resource_version or version) != version:
             raise refusal(409, "Conflict")
         self.deletions.append(pod.metadata.uid)
         del self.pods[name]
@@ -237,6 +243,113 @@ def test_a_pod_that_has_the_name_of_another_by_now_is_left_alone() -> None:
     assert api.deletions == []
     pods_with(api).delete("p", "1")
     assert api.deletions == ["1"]
+
+
+def killed_pods(api: Any, attempt: Attempt) -> AttemptPods:
+    """As they are for the last calls of a task that is killed."""
+    return AttemptPods(
+        api,
+        "n",
+        attempt,
+        "base",
+        logging.getLogger("x"),
+        has_secrets=False,
+        patience_s=1.0,
+        limit_s=1.0,
+        is_stopped=lambda: False,
+        poll_s=0.01,
+    )
+
+
+def test_a_try_that_does_not_know_its_pod_deletes_no_later_ones() -> None:
+    """It stood still just before it asked for one; all tries ask for the same name."""
+    api = FakeApi()
+    _, _ = taken(api, LATER)
+    (name,) = api.pods
+    killed_pods(api, EARLIER).delete(name, "")
+    assert api.deletions == []
+    killed_pods(api, LATER).delete(name, "")
+    assert api.deletions == ["1"]
+
+
+def test_a_pod_that_appears_after_its_create_was_broken_off_is_deleted() -> None:
+    """As when a webhook of the cluster takes its time."""
+    api, attempt = FakeApi(), EARLIER
+    name, looks = attempt.pod_name("job", 0), count(1)
+    read = api.read_namespaced_pod
+
+    def slow(*names: str, **options: Any) -> Any:
+        if next(looks) == 3:
+            api.add("Pending", name=name, labels=attempt.labels)
+        return read(*names, **options)
+
+    api.read_namespaced_pod = slow  # type: ignore[method-assign]
+    killed_pods(api, attempt).delete(name, "")
+    assert api.deletions == ["1"]
+
+
+def test_a_pod_that_never_appears_is_not_waited_for_for_ever() -> None:
+    killed_pods(FakeApi(), EARLIER).delete("p", "")
+
+
+def test_a_pod_that_cannot_be_looked_at_is_deleted_all_the_same() -> None:
+    """A killed task has seconds, and a look may be what the API has no answer for."""
+    api = FakeApi()
+    api.add(name="p")
+    limits: list[float] = []
+
+    def silent(*names: str, _request_timeout: float) -> Any:
+        limits.append(_request_timeout)
+        raise ReadTimeoutError(None, "/", "no answer")  # type: ignore[arg-type]
+
+    api.read_namespaced_pod = silent  # type: ignore[method-assign]
+    killed_pods(api, EARLIER).delete("p", "1")
+    assert api.deletions == ["1"] and len(limits) == 1 and limits[0] <= 0.25
+
+
+def test_a_pod_that_a_later_try_takes_up_after_the_look_is_left_to_it() -> None:
+    """The deletion is of the pod as it was seen."""
+    api = FakeApi()
+    _, _ = taken(api, EARLIER)
+    (name,) = api.pods
+
+    def take_up() -> None:
+        api.pods[name] = pod = copy.deepcopy(api.pods[name])
+        pod.metadata.labels, pod.metadata.resource_version = LATER.labels, "2"
+
+    api.after["read_namespaced_pod"] = take_up
+    pods_with(api, EARLIER).delete(name, "1")
+    assert api.deletions == []
+
+
+@pytest.mark.parametrize("wakes", [EARLIER, LATER])
+def test_of_two_tries_with_pods_of_different_ordinals_the_later_ones_stays(
+    wakes: Attempt,
+) -> None:
+    """The first name was taken by an ended pod when one try looked, and free for the other."""
+    other = LATER if wakes is EARLIER else EARLIER
+    api = FakeApi()
+    held = api.add(
+        "Failed",
+        name=EARLIER.pod_name("job", 0),
+        labels=EARLIER.labels,
+        deletion_timestamp=datetime.now(UTC),
+        finalizers=["held"],
+    )
+
+    def stand_still() -> None:
+        del api.pods[held.metadata.name]
+        api.create_namespaced_pod("n", maker(other)(0))  # which the other had looked for before
+
+    api.after["list_namespaced_pod"] = stand_still
+    if wakes is EARLIER:
+        with pytest.raises(SupersededError):
+            taken(api, wakes)
+        assert api.deletions == ["3"]
+    else:
+        assert taken(api, wakes) == ("3", True)
+        assert api.deletions == ["2"]
+    assert len(api.pods) == 1
 
 
 def test_a_secret_of_a_pod_that_had_the_name_is_replaced() -> None:

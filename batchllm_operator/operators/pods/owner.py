@@ -1,0 +1,67 @@
+"""Whose a pod is: its labels and its name."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+LABEL: Final = "batchllm.io"
+_MAX_NAME: Final = 63  # a pod's name is its host name too
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Whose a pod is: one mapped task of one DAG run, whatever its try, and its work."""
+
+    owner: str
+    """Digest of output table, DAG, run, task and map index."""
+    work: str
+    """Digest of what the pod is to do; an owner that is cleared may get other work."""
+    try_number: int
+    try_id: str
+    """Airflow's id of the try, a UUID of version 7: the later the try, the greater."""
+
+    @classmethod
+    def of(cls, ti: Any, table_uri: str, work: str) -> Attempt:
+        """The attempt that a task instance makes at `work`.
+
+        The table tells Airflows apart that share a namespace, and names of DAGs and runs.
+        """
+        owner = (table_uri, ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index))
+        return cls(_digest("\0".join(owner)), _digest(work), int(ti.try_number), str(ti.id))
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """That each pod and Secret of this attempt carries."""
+        return {
+            f"{LABEL}/attempt": self.owner,
+            f"{LABEL}/work": self.work,
+            f"{LABEL}/try": str(self.try_number),
+            f"{LABEL}/try-id": self.try_id,
+        }
+
+    @property
+    def selector(self) -> str:
+        """Of all pods of this owner."""
+        return f"{LABEL}/attempt={self.owner}"
+
+    def pod_name(self, stem: str, ordinal: int) -> str:
+        """The same for all tries: of two that make a pod at once, the API refuses one.
+
+        A pod that has ended keeps its name while it is there: because the user wants it kept, or
+        until a finalizer is taken away. The next one has a higher ordinal then.
+        """
+        suffix = f"-{self.owner}-{ordinal}"
+        stem = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+        return stem[: _MAX_NAME - len(suffix)].rstrip("-") + suffix
+
+    def is_before(self, labels: Mapping[str, str]) -> bool:
+        """Whether a pod with these labels was made or taken up by a later try."""
+        return labels.get(f"{LABEL}/try-id", "") > self.try_id
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
