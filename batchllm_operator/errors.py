@@ -39,8 +39,8 @@ class ExitCode(IntEnum):
 
 
 FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS, ExitCode.CONFLICT)
-"""Failures that a retry can't mend. An empty partition isn't one: data may come late. To have been
-fenced isn't, either: a task waits for the other's results, and retries if they don't come."""
+"""Failures that a retry can't mend. An empty partition isn't one: data may come late. Nor is
+a fenced attempt: its task waits for the other's results, and retries if they don't come."""
 
 
 class BatchLLMError(Exception):
@@ -62,13 +62,13 @@ class TableError(BatchLLMError):
 
 
 class MissingLibraryError(BatchLLMError):
-    """A library isn't installed that is needed for what was asked for."""
+    """A library that is needed isn't installed."""
 
     exit_code = ExitCode.INVALID
 
     @classmethod
     def of(cls, error: ModuleNotFoundError, what: str) -> MissingLibraryError:
-        """Say which one, and how to install it, if `what` was to import it."""
+        """Say which library `what` needs, and how to install it."""
         library = (error.name or "").partition(".")[0]
         message = f"{what}: needs the library {library or error}, which isn't installed"
         if extras := _EXTRAS.get(library):

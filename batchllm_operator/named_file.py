@@ -22,7 +22,7 @@ def parse_file(text: str) -> Path:
     """The file that an option names, for `write_file` to write when the work is done.
 
     Raises:
-        argparse.ArgumentTypeError: it can't be written, as far as that shows before hours of work.
+        argparse.ArgumentTypeError: it can't be written, as far as that shows before the work.
     """
     path = Path(text)
     try:
@@ -49,14 +49,14 @@ def _check(path: Path) -> None:
         is_replaced = stat.S_ISREG(mode) and not path.is_symlink()
         is_writable = os.access(path, os.W_OK) or (is_replaced and is_writable)
     if not is_writable:
-        raise ValueError(f"{path} can't be written: no permission, or a file system to read only")
+        raise ValueError(f"{path} can't be written: no permission, or a read-only file system")
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a regular file whole or not at all; a reader never sees half of it.
 
-    Everything else (a device, a pipe, a link) stays what it is, and is opened and written. What
-    stdout or stderr goes to already gets `data` after all that was printed there.
+    Everything else (a device, a pipe, a link) stays what it is and is written. Where stdout or
+    stderr goes to the same file, `data` follows what was printed there.
 
     Raises:
         StorageError: that fails.
@@ -80,9 +80,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _open_already(path: Path) -> int | None:
-    """The descriptor by which this process prints to `path`, if it does: /dev/stdout, say.
+    """The descriptor by which this process already prints to `path`, as to /dev/stdout.
 
-    Opened a second time, a file would be written from its beginning.
+    A file that is opened a second time would be written from its beginning.
     """
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         is_same = False

@@ -1,4 +1,4 @@
-"""stdout and stderr of a command, which may be closed, a pipe that nobody reads, or a full disk."""
+"""stdout and stderr of a command, which may be closed, a pipe without a reader, or a full disk."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Final
 from batchllm_operator.errors import ERROR_MARK, ExitCode
 
 _UNREAD: Final = 128 + signal.SIGPIPE
-"""Exit code where nobody reads what is printed: what a shell says of any other program then."""
+"""Exit code where the pipe has no reader: what a shell reports for any other program."""
 
 
 def open_streams() -> None:
-    """Let what is printed to a stream that the caller has closed go nowhere.
+    """Discard what is printed to a stream that the caller has closed.
 
-    Comes before any file is opened, which would get the stream's descriptor, and all that
+    This comes before any file is opened, which would get the stream's descriptor, and before
     libraries print.
     """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -28,13 +28,13 @@ def open_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr, if that can be."""
+    """Print a line to stderr, if possible."""
     with suppress(OSError):
         print(text, file=sys.stderr)
 
 
 def code_of(error: OSError) -> int:
-    """The exit code for an error that no stage expects, which it prints, but not closed pipes."""
+    """The exit code for an error that no stage expects; prints it unless a pipe was closed."""
     if isinstance(error, BrokenPipeError) and any(map(_is_unread, (1, 2))):
         return _UNREAD
     if _flush() is None:
@@ -51,7 +51,7 @@ def finish(code: int) -> int:
 
 
 def _flush() -> OSError | None:
-    """Flush both; why that fails, which is said too, but not of a closed pipe."""
+    """Flush both; the error if that fails, which is printed unless a pipe was closed."""
     found = None
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         try:

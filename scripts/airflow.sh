@@ -74,9 +74,9 @@ export AIRFLOW__CORE__DAGS_FOLDER="$dag_dir"
 export AIRFLOW__API__HOST=127.0.0.1 AIRFLOW__API__PORT="$port"
 export AIRFLOW__CORE__EXECUTION_API_SERVER_URL="http://127.0.0.1:$port/execution/"
 export AIRFLOW__CORE__EXECUTOR=LocalExecutor AIRFLOW__CORE__PARALLELISM=4
-# A DAG file that a busy machine takes over 30 s to import would have its task put off.
+# A busy machine may take more than 30 s to import a DAG file, which would put off its tasks.
 export AIRFLOW__CORE__DAGBAG_IMPORT_TIMEOUT=120 AIRFLOW__DAG_PROCESSOR__DAG_FILE_PROCESSOR_TIMEOUT=180
-# Tasks' logs are files on this machine: nobody asks these two servers for them.
+# Tasks' logs are files on this machine: these two servers aren't asked for them.
 export AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT=$((port < 65000 ? port + 1 : port - 1))
 export AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT=$((port < 65000 ? port + 2 : port - 2))
 for setting in $(compgen -e BATCHLLM_AIRFLOW__ || true); do

@@ -16,8 +16,8 @@ __all__: list[str] = []  # Airflow would put any other name into its own setting
 _BUSY_TIMEOUT_MS: Final = 30_000
 """Of waiting for another process's transaction; SQLite's default in Python is five seconds."""
 _LOOP_TIMEOUT_MS: Final = 3_000
-"""The same on the thread of an event loop: what it waits for may be a request of its own process,
-which can't end before the loop goes on (the API server's log of actions writes there)."""
+"""The same on the thread of an event loop, where the API server writes its log of actions: it may
+wait for a request of its own process, which can't end before the loop goes on."""
 
 
 @event.listens_for(Engine, "checkout")

@@ -40,14 +40,14 @@ is_current() {
   [[ -f $stamp && "$(<"$stamp")" == "$(fingerprint)" ]]
 }
 
-# vLLM names libraries of the environment in LD_PRELOAD, and torch hands folders of it to the compiler
-# without quotes: both are split at these. It would show late, and nothing would say why.
+# vLLM names libraries of the environment in LD_PRELOAD, and torch passes folders of it to the compiler
+# without quotes. Both lists are split at these characters; that would fail late, without a reason.
 check_path() {
   local path splits=$'[[:space:]:"\'\\\\]'
   for path in "$PWD" "$(pwd -P)"; do
     [[ ! $path =~ $splits ]] ||
-      die "the path of this checkout must have no spaces, colons, quotes and backslashes, which" \
-        "libraries of vLLM and torch can't take; move it elsewhere: $(printf %q "$path")"
+      die "the path of this checkout must not contain spaces, colons, quotes or backslashes:" \
+        "vLLM and torch split at them; move it elsewhere: $(printf %q "$path")"
   done
 }
 

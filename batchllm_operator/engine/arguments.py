@@ -25,7 +25,7 @@ _BUILTINS: Final = {each.__name__: each for each in (bool, dict, float, int, lis
 
 
 def check_arguments(spec: JobSpec) -> None:
-    """Refuse what the engine would refuse when it starts, as far as that can be known in no time.
+    """Refuse what the engine would refuse when it starts, as far as that shows without starting it.
 
     Which arguments vLLM has is known where it is installed, whether or not it can run there.
 
@@ -54,7 +54,7 @@ def vllm_arguments() -> dict[str, Any] | None:
         package = find_spec("vllm")
         folders = package.submodule_search_locations if package is not None else None
         tree = ast.parse(Path((folders or [""])[0], _SOURCE).read_bytes())
-    except (OSError, SyntaxError, ValueError):  # absent, or made in a way that isn't known
+    except (OSError, SyntaxError, ValueError):  # absent, or laid out otherwise
         return None
     return {
         field.target.id: _type(field.annotation)
@@ -93,7 +93,7 @@ def _faults(given: Mapping[str, Any], known: Mapping[str, Any], whose: str) -> I
 
 
 def _check_choices(spec: JobSpec) -> None:
-    """Arguments of vLLM that don't go with how it is run."""
+    """Refuse arguments that vLLM knows, but that don't fit how we run it."""
     given, config = spec.engine.extra_args, spec.engine.extra_args.get("additional_config")
     AttentionSettings.from_additional_config(config)
     SchedulerSettings.from_additional_config(config)

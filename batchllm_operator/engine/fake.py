@@ -1,8 +1,8 @@
 """An engine that runs no model, for trying out and testing everything around it.
 
 It answers a prompt with a digest of its token ids, so that outputs are deterministic and
-tell any two prompts apart. Faults and slowness can be asked for in `engine.extra_args`, and plans
-that need no model's tokenizer:
+tell any two prompts apart. `engine.extra_args` can ask for faults, slowness, and plans without a
+model's tokenizer:
 
     byte_tokens        the tokens of a prompt are its bytes (default false: the model's)
     delay_s            seconds for each request

@@ -206,7 +206,7 @@ class _Replica:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until the socket is closed; 0 then, 1 after a failure, which the run was told."""
+    """Serve until the socket is closed; 0 then, 1 after a failure, which the run knows."""
     descriptor, parent_pid = map(int, argv)
     die_with_parent(parent_pid)
     if not sys.warnoptions:  # as in the run itself

@@ -1,4 +1,4 @@
-"""What vLLM logs of a batch job: all but lines that come with every run.
+"""What vLLM logs of a batch job: all but the lines that come with every run.
 
 Loaded before vLLM, which reads the environment when it is imported.
 """
@@ -30,7 +30,7 @@ _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
         "CPU backend doesn't allow to use `torch.set_num_threads`",
     ),
 }
-"""Warnings that come with every run, and that no user of ours can do anything about: loggers below
+"""Warnings that come with every run, and that users can do nothing about: loggers below
 `vllm`, and how their messages begin. A message that vLLM rewords one day is merely seen again."""
 _ON_CPU: Final[Mapping[str, tuple[str, ...]]] = {
     "config.vllm": (
@@ -43,7 +43,7 @@ _ON_CPU: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def configure_logs() -> None:
-    """Leave out what comes with every run; all is logged where the user has chosen a level."""
+    """Leave out what comes with every run; where the user has chosen a level, log everything."""
     is_chosen = LEVEL in os.environ
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)

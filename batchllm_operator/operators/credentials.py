@@ -61,7 +61,7 @@ class Credentials:
             value = variables[name] = _read_field(name, reference)
             if reference.partition(".")[2] not in _OPEN_FIELDS:
                 secrets.add(value)
-        return cls(variables, frozenset(secrets))._told_to_airflow()
+        return cls(variables, frozenset(secrets))._masked_by_airflow()
 
     @classmethod
     def from_aws(cls, conn_id: str) -> Credentials:
@@ -102,15 +102,15 @@ class Credentials:
         variables = {name: value for name, value in values.items() if value}
         _check_aws(conn_id, variables)
         names = [name for name in (*_KEY_PAIR, _TOKEN) if name in variables]
-        return cls(variables, frozenset(variables[name] for name in names))._told_to_airflow()
+        return cls(variables, frozenset(variables[name] for name in names))._masked_by_airflow()
 
     @property
     def masker(self) -> Masker:
         """Takes the secrets out of a text."""
         return Masker.of(secrets=self.secrets)
 
-    def _told_to_airflow(self) -> Self:
-        """Airflow masks what it is told wherever that stands, so it isn't told ordinary words."""
+    def _masked_by_airflow(self) -> Self:
+        """Have Airflow mask the secrets. It masks them anywhere, so ordinary words are left out."""
         mask_secret(list(self.masker.anywhere))
         return self
 

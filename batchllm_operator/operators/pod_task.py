@@ -36,7 +36,7 @@ from batchllm_operator.operators.pods.owner import Attempt
 from batchllm_operator.operators.pods.spec import UID_VARIABLE, num_gpus, with_secret
 from batchllm_operator.operators.pods.watch import PodName, PodWatch
 from batchllm_operator.operators.tries import is_anothers, task_state, will_be_retried
-from batchllm_operator.operators.triggerer import told_of_triggerer
+from batchllm_operator.operators.triggerer import when_triggerer_runs
 from batchllm_operator.operators.triggers import PodWatchTrigger, make_hook
 
 UID_PLACE: Final = f"$({UID_VARIABLE})"
@@ -327,7 +327,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         if self._is_killed:
             watch.stop()
         try:
-            with told_of_triggerer(watch.stop) if self.wants_deferral is None else nullcontext():
+            with when_triggerer_runs(watch.stop) if self.wants_deferral is None else nullcontext():
                 end = asyncio.run(watch.until_end())
         finally:
             self._watch = None

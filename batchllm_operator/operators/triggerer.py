@@ -20,7 +20,7 @@ _ASK_EVERY_S: Final = 120.0
 
 
 class UnknownTriggererError(Exception):
-    """Whether a triggerer runs can't be told at the moment; the message says why."""
+    """It isn't known whether a triggerer runs; the message says why."""
 
 
 def defers_by_default(log: Callable[[str], None]) -> bool:
@@ -44,7 +44,7 @@ def defers_by_default(log: Callable[[str], None]) -> bool:
 
 
 @contextmanager
-def told_of_triggerer(tell: Callable[[], None]) -> Iterator[None]:
+def when_triggerer_runs(tell: Callable[[], None]) -> Iterator[None]:
     """Call `tell`, from another thread, as soon as a triggerer runs."""
     is_over = threading.Event()
 

@@ -166,8 +166,8 @@ def _limits(vllm_config: Any, kv_cache_config: Any) -> ChainLimits:
 def fingerprint(vllm_config: Any, working: Working, weights: str) -> dict[str, Any]:
     """What has to be equal on all replicas of a chain, as JSON values by name.
 
-    What is chosen comes before what follows from it: a CPU that has AMX computes attention with it
-    if `dtype` is bfloat16, so that engines with different ones differ in both.
+    What is chosen comes before what follows from it. A CPU with AMX uses it for attention if
+    `dtype` is bfloat16, so engines with different dtypes differ in both.
 
     Args:
         vllm_config: the engine's.

@@ -203,7 +203,7 @@ def _shake_hands(store: Any, settings: ChainSettings, fingerprint: Mapping[str, 
     if settings.rank == 0:  # which may serve the store: nobody is left behind without an answer
         store.wait([f"seen/{rank}" for rank in ranks])
     for rank, other in enumerate(found):
-        for name in {**found[0], **other}:  # in their order: the first is why others differ
+        for name in {**found[0], **other}:  # in order: the first explains the others
             ours, theirs = found[0].get(name), other.get(name)
             if ours != theirs:
                 raise RunaheadMismatchError(

@@ -171,7 +171,7 @@ def test_a_path_that_libraries_would_split_is_refused_at_once(tmp_path: Path, na
         done = subprocess.run([setup], capture_output=True, text=True, check=False)
         assert done.returncode == 1
         [line] = done.stderr.splitlines()
-        assert line.startswith("setup: the path of this checkout must have no spaces")
+        assert line.startswith("setup: the path of this checkout must not contain spaces")
     assert not (tmp_path / name / ".venv").exists()
 
 
