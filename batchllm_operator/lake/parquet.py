@@ -74,21 +74,40 @@ class ParquetTable:
                 f" folders named {self._partition_column}=..."
             )
         chosen = self._chosen(files, partition)
-        schema_of = chosen or dict(list(files.items())[-1:])  # an absent partition has a schema too
         schemas: dict[str, pa.Schema] = {}
         pinned: list[InputFile] = []
-        for name, details in schema_of.items():
-            footer, file = self._pin(name, details)
-            with reading(self.uri, partition, name):
-                schemas[name] = file_schema(footer)
+        for name, details in chosen.items():
+            schemas[name], file = self._look_into(name, details, partition)
             pinned.append(file)
-        pinned = [file for file in pinned if file.name in chosen]
         return Snapshot(
             partition=partition,
             version=_listing_version(pinned),
             files=tuple(pinned),
-            schema=self._merge(schemas),
+            schema=self._merge(schemas or self._newest_schema(files, partition)),
         )
+
+    def _look_into(
+        self, name: str, details: Mapping[str, Any], partition: str
+    ) -> tuple[pa.Schema, InputFile]:
+        footer, file = self._pin(name, details)
+        with reading(self.uri, partition, name):
+            return file_schema(footer), file
+
+    def _newest_schema(
+        self, files: Mapping[str, dict[str, Any]], partition: str
+    ) -> dict[str, pa.Schema]:
+        """The columns of an absent partition: those of the last file that can be read.
+
+        Others may just be written.
+        """
+        broken: TableError | None = None
+        for name, details in reversed(list(files.items())):
+            try:
+                return {name: self._look_into(name, details, partition)[0]}
+            except TableError as error:
+                broken = broken or error
+        assert broken is not None, "a table without files has been refused"
+        raise broken
 
     def scan(
         self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()

@@ -135,6 +135,21 @@ def test_an_absent_partition_has_a_schema_and_no_files(folder: Folder, table: La
         list(table.scan(snapshot, ["m"]))
 
 
+@pytest.mark.parametrize("data", [b"", b"PAR1 and half of a file"])
+def test_an_absent_partition_does_not_mind_another_ones_broken_files(
+    folder: Folder, table: LakeTable, data: bytes
+) -> None:
+    """They may just be uploaded."""
+    put(folder, "ds=2025-01-01/a.parquet", numbers(1))
+    folder.write_bytes("ds=2025-01-01/b.parquet", data)
+    folder.write_bytes("ds=2099-01-01/a.parquet", data)
+    snapshot = table.snapshot(DS)
+    assert (snapshot.files, snapshot.schema.names) == ((), ["n", "ds"])
+    folder.write_bytes("ds=2025-01-01/a.parquet", data)
+    with pytest.raises(TableError, match=r"ds=2099-01-01/a\.parquet is"):
+        table.snapshot(DS)
+
+
 @pytest.mark.parametrize("bare", [DS, "2099-01-01"])
 def test_a_partition_folder_without_data_is_an_empty_partition(
     folder: Folder, table: LakeTable, bare: str
