@@ -377,14 +377,6 @@ def test_the_partition_column_is_kept_anyway() -> None:
     assert "'date'" in refusal(changed(input__partition_column="date", output__carry="date"))
 
 
-@pytest.mark.parametrize("column", ["Error", "DS", "Q", "ID"])
-def test_kept_columns_differ_by_more_than_case(column: str) -> None:
-    """From what the output holds besides: few readers tell them apart."""
-    message = refusal(changed(input__key="id", output__carry=["q", column]))
-    assert repr(column) in message
-    assert "tell them apart" in message
-
-
 def test_a_column_that_is_named_twice_is_kept_once() -> None:
     spec = parse(input__key="id", output__carry=["q", "id", "q"], prompt__template="{q}{d}")
     assert spec.kept_columns == ("id", "q")

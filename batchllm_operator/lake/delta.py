@@ -27,6 +27,7 @@ from batchllm_operator.lake.parquet_footer import read_footer
 from batchllm_operator.lake.publishing import check_name, is_published, values_of
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
+from batchllm_operator.lake.schema import check_cases
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm
 
@@ -90,6 +91,7 @@ class DeltaTable:
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> None:
         check_name(self.uri, partition)
+        check_cases(f"table {self.uri}", [self._partition_column, *columns.names])
         self._columns(self._log.latest(), partition, columns, add_columns)
 
     def publish(

@@ -17,6 +17,7 @@ from batchllm_operator.lake.iceberg_partition import PartitionView, partition_na
 from batchllm_operator.lake.iceberg_publish import Publisher, check_takes
 from batchllm_operator.lake.iceberg_schema import arrow_schema, storable_schema
 from batchllm_operator.lake.publishing import check_name
+from batchllm_operator.lake.schema import check_cases
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm, TableAddress
 
@@ -102,6 +103,7 @@ class IcebergTable:
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> None:
         check_name(self.uri, partition)
+        check_cases(f"table {self.uri}", [self._partition_column, *columns.names])
         rows = storable_schema(f"table {self.uri}", columns)
         table = self._catalog_table.load()
         if table is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 from pyarrow import types
@@ -69,6 +69,22 @@ def _disagreement(schemas: Mapping[str, pa.Schema]) -> str:
                     f" {file}; write one of them again, with the type of the other"
                 )
     raise AssertionError("no column is in two files with types that don't fit")
+
+
+def check_cases(where: str, names: Sequence[str]) -> None:
+    """Refuse columns that a format takes for one.
+
+    Raises:
+        TableError: two differ by case only.
+    """
+    known: dict[str, str] = {}
+    for name in names:
+        other = known.setdefault(name.casefold(), name)
+        if other != name:
+            raise TableError(
+                f"{where}: the job's column {name!r} differs from its column {other!r} by case"
+                " only, which the table can't hold; rename one in a view of the input"
+            )
 
 
 def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: bool) -> list[str]:

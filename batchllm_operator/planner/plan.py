@@ -26,6 +26,7 @@ from batchllm_operator.planner.reuse import saving_ratio
 from batchllm_operator.planner.sharing import PlanSharing
 from batchllm_operator.planner.sorted_runs import Advance, ignore
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
+from batchllm_operator.spec.faults import describe
 
 PLAN_VERSION: Final = 1
 PLAN_KIND: Final = "batchllm-plan"
@@ -296,7 +297,8 @@ class PlanManifest(_Frozen):
         """Read a stored manifest; `source` names it in errors.
 
         Raises:
-            PlanError: not a plan, another version, or not as it was written.
+            PlanError: not a plan, another version, not as it was written, or refused by this
+                release.
         """
         try:
             body = json.loads(data)
@@ -319,9 +321,11 @@ class PlanManifest(_Frozen):
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            faults = error.errors(include_input=False, include_url=False)[:5]
-            fields = ", ".join(".".join(map(str, e["loc"])) or e["msg"] for e in faults)
-            raise PlanError(f"plan {source}: the manifest is corrupted: see {fields}") from error
+            # It is as it was written: by a release that knew other rules.
+            raise PlanError(
+                f"plan {source}: this release refuses it ({describe(error, cls)}); make the plan"
+                " again, with a spec that this release takes"
+            ) from error
 
 
 def compute_plan_id(

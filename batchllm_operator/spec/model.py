@@ -541,8 +541,6 @@ class JobSpec(_Section):
 
     @model_validator(mode="after")
     def _check_columns(self) -> JobSpec:
-        others = {name.casefold(): name for name in OUTPUT_COLUMNS}
-        others[self.input.partition_column.casefold()] = self.input.partition_column
         fields = {"input.key": self.input.key, "output.carry": self.output.carry}
         for field, column in ((name, each) for name in fields for each in fields[name]):
             if column in OUTPUT_COLUMNS:
@@ -554,12 +552,6 @@ class JobSpec(_Section):
                 raise ValueError(
                     f"{field}: column {column!r} is the partition column, which is always kept;"
                     " leave it out"
-                )
-            other = others.setdefault(column.casefold(), column)
-            if other != column:
-                raise ValueError(
-                    f"{field}: column {column!r} can't be in the output beside {other!r}: few"
-                    " readers tell them apart; rename it in a view of the input"
                 )
         return self
 

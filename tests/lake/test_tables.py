@@ -17,6 +17,7 @@ from support.lake_tables import DS, HIVE_NULL, LAKES, Lake, of_plan, open_lake, 
 
 from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
 from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.lake.parquet import ParquetTable
 from batchllm_operator.lake.schema import plain_type
 from batchllm_operator.spec import FilterTerm
 
@@ -589,6 +590,17 @@ def test_new_columns_are_added_if_asked_for(lake: Lake, table: LakeTable, tmp_pa
     assert values(table, "2026-01-01") == [1]
     if lake.has_versions:
         assert rows(table, ["word"], partition="2026-01-01") == [{"word": None}]
+
+
+def test_columns_of_one_job_that_differ_by_case_only(table: LakeTable) -> None:
+    """Parquet takes them."""
+    for names in (["word", "Word"], ["word", "DS"], ["Word", "word", "error"]):
+        columns = pa.schema([(name, pa.string()) for name in names])
+        if isinstance(table, ParquetTable):
+            table.check_outputs(DS, columns)
+            continue
+        with pytest.raises(TableError, match=f"{names[1]!r} differs from .* by case only"):
+            table.check_outputs(DS, columns)
 
 
 def test_a_column_that_differs_by_case_only(lake: Lake, table: LakeTable, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from batchllm_operator.planner.plan import (
     PlanManifest,
     ShardInfo,
     SnapshotFile,
+    _digest,
+    _dump,
     compute_plan_id,
     describe_file,
     part_bounds,
@@ -205,6 +208,32 @@ def test_a_manifest_that_was_edited_by_hand_is_refused() -> None:
     assert "checksum" in refused(json.dumps(body).encode())
     del body["manifest_sha256"]
     assert "checksum" in refused(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda body: body["spec"]["sampling"].update(temperature=-1), "spec.sampling.temperature"),
+        (lambda body: body["spec"].update(name="a/b"), "spec.name"),
+        (lambda body: body["counts"].update(num_rows=-1), "counts.num_rows"),
+    ],
+)
+def test_a_whole_plan_that_this_release_refuses_is_not_called_corrupted(
+    change: Callable[[Any], None], where: str
+) -> None:
+    body = json.loads(MANIFEST)
+    del body["manifest_sha256"]
+    change(body)
+    message = refused(_dump({**body, "manifest_sha256": _digest(body)}))
+    assert f"this release refuses it ({where}: must be " in message
+    assert "make the plan again" in message and "corrupted" not in message
+
+
+def test_a_plan_of_columns_that_differ_by_case_is_read() -> None:
+    """Only some formats refuse them, when the job is planned."""
+    source = {"uri": "/lake/in", "key": ["id"]}
+    spec = make_spec(input=source, output={"uri": "/lake/out", "carry": ["Id", "Error"]})
+    assert PlanManifest.from_bytes(make_manifest(spec=spec).to_bytes(), source="x").spec == spec
 
 
 # Plan ids
