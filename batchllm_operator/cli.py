@@ -173,7 +173,7 @@ def _verify(args: argparse.Namespace) -> Result:
     if args.record is not None:
         return verify_plan(_load_job(args), args.ds, args.record)
     uri = plan_uri(args)
-    report = verify_shard(uri, args.shard)
+    report = verify_shard(uri, args.shard, args.owner)
     print(
         f"shard {report.shard_idx}: complete, {report.num_rows:,} rows in {report.num_parts} parts"
     )
@@ -296,6 +296,12 @@ def _parser() -> argparse.ArgumentParser:
         "--job-json", metavar="JSON", help="the job spec itself; with --record"
     )
     verify.add_argument("--shard", type=int, metavar="I", help="of the plan, from 0")
+    verify.add_argument(
+        "--owner",
+        metavar="ID",
+        help="as for `run`: if the shard isn't whole, and an attempt of another owner is at work on"
+        " it, end with exit code 7",
+    )
     verify.add_argument("--record", metavar="NAME", help="as for `plan`; needs the job and --ds")
 
     commit = add_stage("commit", _commit, "Check that every row is answered, and publish.")

@@ -68,27 +68,22 @@ class CommandRunner:
         return result
 
     def verify(self, *arguments: str) -> dict[str, Any] | str:
-        """Run `batchllm verify`: the result, or what it says is missing. Logs only trouble."""
-        return self._look("verify", arguments)
+        """Run `batchllm verify`: the result, or what it says is missing. Logs only trouble.
 
-    def status(self, *arguments: str) -> dict[str, Any]:
-        """Run `batchllm status`, and return its result. Logs only trouble."""
-        found = self._look("status", arguments)
-        if isinstance(found, str):
-            raise AirflowException(f"batchllm status: {found}")
-        return found
-
-    def _look(self, command: str, arguments: Sequence[str]) -> dict[str, Any] | str:
-        """The result of a command that only reads, or what it says is missing."""
+        Raises:
+            TakenOverError: another attempt works on what is missing.
+            AirflowException: it can't be told; see `run`.
+        """
         lines: list[str] = []
-        result, outcome = self._run(command, arguments, lines.append)
+        result, outcome = self._run("verify", arguments, lines.append)
         if result is not None:
             return result
         if outcome.exit_code == ExitCode.INCOMPLETE and outcome.stop_reason is None:
             return outcome.error
-        for line in lines:
-            self._log.info(line)
-        _raise_failure(command, outcome)
+        if outcome.exit_code != ExitCode.FENCED:
+            for line in lines:
+                self._log.info(line)
+        _raise_failure("verify", outcome)
 
     def stop(self, reason: str) -> None:
         """Ask the command that runs to stop; whoever waits for it sees to its end."""

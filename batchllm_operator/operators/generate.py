@@ -53,11 +53,6 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         """For the shard, whoever generated it."""
         return self._shard()
 
-    def is_worked_on(self) -> bool:
-        """By the latest attempt's progress object, which is a minute old at most."""
-        status = self._commands().status("--plan", str(self.plan_uri))
-        return bool(status["shards"][int(self.shard_idx)]["is_live"])
-
     def work(self) -> str:
         """Plan and shard."""
         return " ".join(self._shard())

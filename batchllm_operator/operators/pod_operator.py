@@ -90,7 +90,8 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             a pod may run. Otherwise a pod isn't given one: it would keep it when it expires.
             A command in the worker gets one in any case, read anew by each try.
         secret_names: Secrets of the namespace whose keys become variables in the pod.
-        max_disruptions: pods that one try may lose to the cluster and replace.
+        max_disruptions: pods that one try may lose to the cluster and replace; and how often it
+            goes on when another run's attempt that took over has fallen silent.
         queue_timeout: how long a pod may wait for a node, or for room in a quota.
         start_timeout: how long it may take from having a node to running, images included.
         stuck_timeout: the same, once pulling fails or a Secret is missing.

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import random
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from contextlib import nullcontext
+from datetime import UTC, datetime
 from typing import Any, Final, NoReturn
 
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
-from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
 from airflow.sdk import Context
 from kubernetes.client import models as k8s
 
 from batchllm_operator.errors import ExitCode
-from batchllm_operator.operators.command import CommandRunner, TakenOverError
-from batchllm_operator.operators.credentials import Credentials
+from batchllm_operator.operators.command import TakenOverError
 from batchllm_operator.operators.metrics import PODS_REPLACED, QUOTA_WAITS, count_pod_event
-from batchllm_operator.operators.pod_task import BatchLLMPodTask
 from batchllm_operator.operators.pods.attempt import QuotaExceededError
 from batchllm_operator.operators.pods.calls import StoppedError
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.pods.owner import LABEL
 from batchllm_operator.operators.pods.watch import PodName
 from batchllm_operator.operators.tries import UNKNOWN, is_anothers, task_state, will_be_retried
-from batchllm_operator.operators.triggerer import defers_by_default
+from batchllm_operator.operators.waiting import KILLED, BatchLLMWaitingTask, time_left
 
-_QUOTA_PAUSE: Final = timedelta(seconds=60)
-_LONGEST_QUOTA_PAUSE: Final = timedelta(minutes=5)
-_VERIFY_PAUSES_S: Final = (2.0, 10.0)
-_SUCCESSOR_PAUSE_S: Final = 60.0
-"""Between two looks at another attempt."""
-_DEFERRAL_MARGIN: Final = timedelta(minutes=2)
-"""After a task's deadline, when Airflow ends a deferral that the triggerer didn't."""
 _DEFERRAL_FAILED: Final = "__fail__"
 """What Airflow calls then, in place of our method."""
-_KILLED: Final = "the task was killed; finished parts are kept"
 
 
-class BatchLLMStageOperator(BatchLLMPodTask):
+class BatchLLMStageOperator(BatchLLMWaitingTask):
     """Runs one `batchllm` command in the worker or in a pod.
 
     A pod's phase, exit code and log are reports of an attempt. The task succeeds when the
@@ -51,10 +40,6 @@ class BatchLLMStageOperator(BatchLLMPodTask):
     Args:
         kwargs: see `BatchLLMPodOperator`.
     """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._command_runner: CommandRunner | None = None
 
     # What a stage is
 
@@ -70,19 +55,8 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         """The arguments of `batchllm` that do the work, the same in worker and pod."""
 
     @abstractmethod
-    def verify_command(self, pod_uid: str | None) -> list[str] | None:
-        """The arguments of `batchllm` that look for the results, of that pod or of any.
-
-        None if only a pod that has run can have left some, and `pod_uid` is None.
-        """
-
-    @abstractmethod
     def finish(self, context: Context, result: Mapping[str, Any]) -> Any:
         """The task's return value, from the result of `command` or `verify_command`."""
-
-    def is_worked_on(self) -> bool:
-        """Whether a process gives signs that it does this work, this task's or another one."""
-        return False
 
     # A try
 
@@ -96,12 +70,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         """
         self.check()
         if self.runner == "local":
-            command, *arguments = self.command(context)
-            try:
-                result = self._commands().run(command, *arguments)
-            except TakenOverError as error:
-                result = self._await_successor(str(error))
-            return self.finish(context, result)
+            return self._work_here(context, num_disruptions=0)
         with self._released_when_killed(context):
             found = self._verify(None)
             if not isinstance(found, str):
@@ -126,6 +95,19 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         with self._released_when_killed(context):
             return self._work(context, num_disruptions, waiting_since=since)
 
+    def resume_fenced(
+        self, context: Context, event: Any, said: str, num_disruptions: int, waiting_since: str
+    ) -> Any:
+        """Look again at the attempt that has taken over; see `execute`."""
+        since = datetime.fromisoformat(waiting_since)
+        is_local = self.runner == "local"
+        with nullcontext() if is_local else self._released_when_killed(context):
+            result = self._await_successor(context, said, num_disruptions, waiting_since=since)
+            if result is not None:
+                return self.finish(context, result)
+            work = self._work_here if is_local else self._work
+            return work(context, num_disruptions + 1)
+
     def resume_execution(
         self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context
     ) -> Any:
@@ -133,7 +115,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
 
         It does so when the trigger raised, and when the triggerer didn't end it in time.
         """
-        if next_method == _DEFERRAL_FAILED:
+        if next_method == _DEFERRAL_FAILED and self.runner != "local":
             self._release(context)
         return super().resume_execution(next_method, next_kwargs, context)
 
@@ -154,14 +136,24 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         if self._pods_asked is not None:
             self._pods_asked.calls.interrupt()
 
+    def _work_here(self, context: Context, num_disruptions: int) -> Any:
+        """Run the command in the worker; once more if the attempt that took over is silent."""
+        command, *arguments = self.command(context)
+        while True:
+            try:
+                result: dict[str, Any] | None = self._commands().run(command, *arguments)
+            except TakenOverError as error:
+                result = self._await_successor(context, str(error), num_disruptions)
+            if result is not None:
+                return self.finish(context, result)
+            num_disruptions += 1
+
     def _work(
         self, context: Context, num_disruptions: int, waiting_since: datetime | None = None
     ) -> Any:
         """Take up or make a pod and watch it, or defer; make another after a disruption."""
         while True:
-            defers = self.wants_deferral
-            if defers is None:
-                defers = defers_by_default(self.log.info)
+            defers = self._defers(self.log.info)
             try:
                 pod = self._take_pod(context)
             except QuotaExceededError as full:
@@ -174,10 +166,10 @@ class BatchLLMStageOperator(BatchLLMPodTask):
                 )
                 continue
             except StoppedError:
-                raise AirflowException(_KILLED) from None
+                raise AirflowException(KILLED) from None
             waiting_since = None
             if self._is_killed:
-                raise AirflowException(_KILLED)
+                raise AirflowException(KILLED)
             end = None if defers else self._watch_here(context, pod)
             if end is None:
                 self._defer(context, pod, num_disruptions)
@@ -194,7 +186,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         The pod is removed, unless nobody knows how it is.
         """
         if end.kind is EndKind.STOPPED:
-            raise AirflowException(_KILLED)
+            raise AirflowException(KILLED)
         if end.is_unseen:
             return self._conclude_unseen(context, end)
         self._pod = (
@@ -214,7 +206,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
                 self.log.warning("%s; but its results are whole", end.explanation())
             return found
         if self._is_killed:
-            raise AirflowException(_KILLED)
+            raise AirflowException(KILLED)
         if end.is_disruption and num_disruptions < self.max_disruptions:
             self.log.warning(
                 "%s; making pod %d of at most %d",
@@ -226,7 +218,7 @@ class BatchLLMStageOperator(BatchLLMPodTask):
             return None
         message = f"{end.explanation()}. In the lake: {found}"
         if end.exit_code == ExitCode.FENCED:
-            return self._await_successor(message)
+            return self._await_successor(context, message, num_disruptions)
         if end.is_final:
             raise AirflowFailException(message)
         raise AirflowException(message)
@@ -262,110 +254,12 @@ class BatchLLMStageOperator(BatchLLMPodTask):
         if state not in ("running", None, UNKNOWN):
             if not is_anothers(state):
                 self._release(context)
-            raise AirflowException(_KILLED)
+            raise AirflowException(KILLED)
         deadline = self._deadline(context)
         self.defer(
             trigger=self._trigger(pod, deadline),
             method_name="resume",
             kwargs={"num_disruptions": num_disruptions},
-            timeout=_time_left(deadline),
+            timeout=time_left(deadline),
         )
         raise AssertionError("defer always raises")
-
-    def _wait_for_quota(
-        self,
-        said: str,
-        num_disruptions: int,
-        since: datetime,
-        *,
-        defers: bool,
-        deadline: datetime | None = None,
-    ) -> None:
-        """Let some time pass, in the triggerer if there is one: longer, the longer it takes.
-
-        Raises:
-            AirflowException: the time is up, or the task was killed.
-        """
-        now = datetime.now(UTC)
-        if now - since > self.queue_timeout:
-            raise AirflowException(f"no room for a pod in time (queue_timeout): {said}")
-        if deadline is not None and now > deadline:
-            raise AirflowException(f"no room for a pod in time (execution_timeout): {said}")
-        self.log.info("Waiting for room in the namespace's quota: %s", said)
-        pause = _quota_pause(now - since, self.poll_interval)
-        if defers:
-            self.defer(
-                trigger=TimeDeltaTrigger(pause),
-                method_name="resume_waiting",
-                kwargs={"num_disruptions": num_disruptions, "waiting_since": since.isoformat()},
-                timeout=_time_left(deadline),
-            )
-        self._sleep(pause.total_seconds())
-
-    # Commands in the worker
-
-    def _commands(self) -> CommandRunner:
-        credentials = Credentials.of(self.aws_conn_id, self.connection_env)
-        self._command_runner = CommandRunner(self.log, self.env, credentials, self.kill_grace_s)
-        return self._command_runner
-
-    def _verify(self, pod_uid: str | None) -> dict[str, Any] | str:
-        """The results in the lake, or what is missing of them; looks again if that fails."""
-        arguments = self.verify_command(pod_uid)
-        if arguments is None:
-            return ""
-        for pause_s in _VERIFY_PAUSES_S:
-            try:
-                return self._commands().verify(*arguments)
-            except AirflowFailException:
-                raise
-            except AirflowException as error:
-                if self._is_killed:
-                    raise
-                pause_s *= random.uniform(
-                    0.5, 1.5
-                )  # tasks that failed at once don't return at once
-                self.log.warning("%s; looking again in %d s", error, round(pause_s))
-                self._sleep(pause_s)
-        return self._commands().verify(*arguments)
-
-    def _await_successor(self, said: str) -> dict[str, Any]:
-        """The results of the attempt that has taken over, once they are whole.
-
-        A retry would begin another attempt, and fence that one out in turn.
-
-        Raises:
-            AirflowException: it gives no sign any more, so that a retry may begin one.
-        """
-        self.log.warning("%s. Waiting for its results", said)
-        while True:
-            self._sleep(_SUCCESSOR_PAUSE_S * random.uniform(0.5, 1.0))
-            is_worked_on = self.is_worked_on()
-            found = self._verify(None)
-            if not isinstance(found, str):
-                return found
-            if not is_worked_on:
-                raise AirflowException(f"{said}. It gives no sign any more: {found}")
-
-    def _sleep(self, seconds: float) -> None:
-        """Let time pass.
-
-        Raises:
-            AirflowException: the task was killed, or its supervisor has died.
-        """
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if self._is_over:
-                raise AirflowException(_KILLED)
-            time.sleep(min(0.5, seconds))
-
-
-def _quota_pause(waited: timedelta, poll_interval_s: float) -> timedelta:
-    """Longer, the longer it takes, and not in step with the other tasks that wait for room."""
-    shortest = min(_QUOTA_PAUSE, timedelta(seconds=12 * poll_interval_s))
-    return min(max(shortest, waited / 4), _LONGEST_QUOTA_PAUSE) * random.uniform(0.5, 1.0)
-
-
-def _time_left(deadline: datetime | None) -> timedelta | None:
-    """For a deferral, a little longer than until the deadline."""
-    return deadline - datetime.now(UTC) + _DEFERRAL_MARGIN if deadline is not None else None

@@ -39,7 +39,8 @@ def batchllm_task_group(
     reused) skips generate and commits all the same. Where a branch isn't taken, all is skipped.
 
     Args:
-        spec_path: the job spec; read by the tasks, not when the DAG is parsed.
+        spec_path: the job spec; read by the plan task when it runs, and when the DAG is parsed for
+            where plans lie. A spec that can't be read then fails the task, not the DAG.
         group_id: prefix of the tasks' ids.
         ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
         gpu: `nvidia` or `amd`: each shard is generated in a pod with such GPUs. None: as a child

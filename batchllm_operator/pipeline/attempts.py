@@ -20,9 +20,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from batchllm_operator.errors import FencedError, PlanError
 from batchllm_operator.lake import Folder
-from batchllm_operator.report.shard_progress import PROGRESS_FILE, ShardProgress
+from batchllm_operator.report.shard_progress import (
+    LIVE_STATES,
+    MOST_INTERVAL_S,
+    PROGRESS_FILE,
+    ShardProgress,
+)
 
 CLAIM_FILE: Final = "claim.json"
+_LOOK_AGAIN_INTERVALS: Final = 3.0
 _NAME: Final = re.compile(r"attempt-([0-9]{5,})")
 
 
@@ -91,8 +97,8 @@ def check_free(shard_folder: Folder, owner: str) -> None:
     claim = _claim(shard_folder, latest)
     if (claim is None or claim.owner != owner) and _gives_signs(shard_folder, latest):
         raise FencedError(
-            f"{shard_folder.uri}: attempt {latest} ({_who(claim)}) is at work for another run; none"
-            " is begun beside it"
+            f"{shard_folder.uri}: attempt {latest} ({_who(claim)}) is working for another run, so"
+            " this one doesn't start"
         )
 
 
@@ -153,11 +159,27 @@ def _who(claim: Claim | None) -> str:
 
 
 def _gives_signs(shard_folder: Folder, number: int) -> bool:
-    """Whether an attempt is live, as `batchllm status` has it."""
+    """Whether an attempt is live: its last sign is young, or another one comes.
+
+    Clocks differ. So one that looks old, or is from the future, is looked at again.
+    """
+    seen = _live_progress(shard_folder, number)
+    if seen is None:
+        return False
+    age_s = (datetime.now(UTC) - seen.updated_at).total_seconds()
+    if abs(age_s) <= seen.silent_after_s:
+        return True
+    time.sleep(_LOOK_AGAIN_INTERVALS * min(seen.interval_s, MOST_INTERVAL_S))
+    again = _live_progress(shard_folder, number)
+    return again is not None and again.updated_at != seen.updated_at
+
+
+def _live_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
+    """An attempt's progress; None if it has ended, or has left none that can be read."""
     path = f"{attempt_name(number)}/{PROGRESS_FILE}"
     try:
         data = shard_folder.read_bytes(path)
         progress = ShardProgress.from_bytes(data, source=f"{shard_folder.uri}/{path}")
     except (FileNotFoundError, PlanError):
-        return False
-    return progress.is_live(datetime.now(UTC))
+        return None
+    return progress if progress.state in LIVE_STATES else None

@@ -13,13 +13,13 @@ from typing import Final
 from batchllm_operator.errors import BatchLLMError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.shard_tally import DEFAULT_INTERVAL_S, ShardTally
-from batchllm_operator.report.shard_progress import PROGRESS_FILE
+from batchllm_operator.report.shard_progress import MOST_INTERVAL_S, PROGRESS_FILE
 from batchllm_operator.spec.masking import Masker
 
 INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S"
-"""Environment variable: seconds between two writes; 0 or `off` for no progress object at all."""
+"""Environment variable: seconds between two writes; 0 or `off` for no progress object at all: then
+other runs take the attempt for a dead one."""
 _LEAST_INTERVAL_S: Final = 0.1
-_MOST_INTERVAL_S: Final = 3600.0
 _END_WAIT_S: Final = 5.0
 """How long the end of a run waits for the last write."""
 _QUIET_S: Final = 86_400.0
@@ -51,7 +51,7 @@ def interval_s() -> float | None:
     if not 0 < seconds < math.inf:
         _log.warning("%s: %r isn't a number of seconds", INTERVAL_VARIABLE, text)
         return DEFAULT_INTERVAL_S
-    return min(max(seconds, _LEAST_INTERVAL_S), _MOST_INTERVAL_S)
+    return min(max(seconds, _LEAST_INTERVAL_S), MOST_INTERVAL_S)
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
-from batchllm_operator.errors import IncompleteRunError, PlanError
+from batchllm_operator.errors import FencedError, IncompleteRunError, PlanError
 from batchllm_operator.lake import Folder
+from batchllm_operator.pipeline.attempts import check_free
 from batchllm_operator.pipeline.committed import committed_shard
 from batchllm_operator.pipeline.parts import read_ledger
 from batchllm_operator.pipeline.shard_report import ShardReport, read_report
@@ -19,19 +20,40 @@ _RECORDS: Final = "records"
 _RECORD_VERSION: Final = 1
 
 
-def verify_shard(plan_uri: str, shard_idx: int) -> ShardReport:
+def verify_shard(plan_uri: str, shard_idx: int, owner: str | None = None) -> ShardReport:
     """Check that all of a finished shard is there, and report what the ledger says of it.
 
     There has to be a report of this plan, every part has to be in the ledger with a file
     whose checksum holds, and both have to count the same requests and rows; or the output table
     holds the plan's rows, and the plan says what it committed. Only reads.
 
+    Args:
+        plan_uri: the plan.
+        shard_idx: which shard of it.
+        owner: see `run_shard`; None not to look for the attempts of others.
+
     Raises:
         PlanError: the plan or the shard is absent or of another version, or the report is of
             another plan or version.
+        FencedError: not all is there yet, and another owner's attempt is live.
         IncompleteRunError: the report or a part isn't there, or they contradict each other.
     """
     plan = StoredPlan.open(plan_uri)
+    live: FencedError | None = None
+    if owner is not None:
+        try:  # first: an attempt that ends after this look has left what the other one finds
+            check_free(plan.run_folder(shard_idx), owner)
+        except FencedError as error:
+            live = error
+    try:
+        return _verify_shard(plan, shard_idx)
+    except IncompleteRunError:
+        if live is not None:
+            raise live from None
+        raise
+
+
+def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
     manifest = plan.manifest
     if len(manifest.shards) <= shard_idx < manifest.spec.planner.num_shards:
         return ShardReport.of(manifest.plan_id, shard_idx, [], 0)  # as `run_shard` has it

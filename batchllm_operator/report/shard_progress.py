@@ -18,6 +18,8 @@ State = Literal["starting", "running", "finished", "stopped", "failed"]
 LIVE_STATES: Final[tuple[State, ...]] = ("starting", "running")
 _SILENT_AFTER_S: Final = 60.0
 _SILENT_AFTER_INTERVALS: Final = 10
+MOST_INTERVAL_S: Final = 60.0
+"""Longer ones don't count: an attempt that was killed would look live for hours."""
 
 # Bounded so that sums and products of them are numbers, too.
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -85,14 +87,18 @@ class ShardProgress(BaseModel):
         """Seconds since it was written, at least 0: clocks differ."""
         return max(0.0, (now - self.updated_at).total_seconds())
 
+    @property
+    def silent_after_s(self) -> float:
+        """How old the last sign of a live attempt is at most: a minute, or ten intervals."""
+        interval_s = min(self.interval_s, MOST_INTERVAL_S)
+        return max(_SILENT_AFTER_S, _SILENT_AFTER_INTERVALS * interval_s)
+
     def is_live(self, now: datetime) -> bool:
         """Whether it is being worked on, as far as can be told from outside.
 
-        A process that was killed leaves the state that it was in; it gives no sign any more for a
-        minute, or for ten of its intervals.
+        A process that was killed leaves the state that it was in, but gives no sign any more.
         """
-        limit_s = max(_SILENT_AFTER_S, _SILENT_AFTER_INTERVALS * self.interval_s)
-        return self.state in LIVE_STATES and self.age_s(now) <= limit_s
+        return self.state in LIVE_STATES and self.age_s(now) <= self.silent_after_s
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> ShardProgress:

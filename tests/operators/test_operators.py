@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from unittest import mock
 
 import pytest
 import yaml
-from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException, TaskDeferred
+from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
 from airflow.sdk import DAG, Asset, AssetAlias, BaseOperator, TriggerRule
 from airflow.sdk.execution_time.context import OutletEventAccessors
 from jsonschema import Draft7Validator
@@ -24,7 +26,6 @@ from batchllm_operator.operators import (
     BatchLLMReportOperator,
     batchllm_task_group,
     one_run_per_partition,
-    stage,
 )
 from batchllm_operator.operators.command import CommandRunner, TakenOverError
 from batchllm_operator.operators.pods.settings import CPU_IMAGE, PRESETS
@@ -125,37 +126,104 @@ def test_all_tries_of_a_task_are_one_owner_and_another_run_is_another(
     assert len({first, *others}) == 3
 
 
-@pytest.mark.parametrize("is_made_whole", [True, False])
+FENCED = "attempt 2 has taken over (exit code 7)"
+
+
+class BesideAnother:
+    """A shard that another run has taken over: what `batchllm run` and `verify` say of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.run: list[bool] = []
+        """For each `run`, whether it comes to its end; it is fenced out otherwise."""
+        self.found: list[dict[str, Any] | str | None] = []
+        """For each `verify` the result, or what is missing; None while the other one works."""
+        monkeypatch.setattr(CommandRunner, "run", lambda _, *each: self._run(*each))
+        monkeypatch.setattr(CommandRunner, "verify", lambda _, *each: self._verify(*each))
+
+    def _run(self, *arguments: str) -> dict[str, Any]:
+        self.calls.append("run")
+        if not self.run.pop(0):
+            raise TakenOverError(FENCED)
+        return WHOLE
+
+    def _verify(self, *arguments: str) -> dict[str, Any] | str:
+        self.calls.append("verify")
+        assert arguments[:5] == ("--plan", "s3://b/plan-1", "--shard", "1", "--owner")
+        found = self.found.pop(0)
+        if found is None:
+            raise TakenOverError(FENCED)
+        return found
+
+
+WHOLE = {"num_rows": 6, "plan_uri": "s3://b/plan-1"}
+MISSING = "2 parts are missing"
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> BesideAnother:
+    return BesideAnother(monkeypatch)
+
+
+def generate(**kwargs: Any) -> BatchLLMGenerateOperator:
+    return BatchLLMGenerateOperator(
+        task_id="g", plan_uri="s3://b/plan-1", shard_idx=1, poll_interval=0.0, **kwargs
+    )
+
+
 def test_a_worker_whose_shard_another_run_has_taken_over_waits_for_it(
-    is_made_whole: bool, monkeypatch: pytest.MonkeyPatch
+    beside: BesideAnother,
 ) -> None:
     """As long as that gives signs; it starts no engine meanwhile, and none after it."""
-    signs = iter([True, True, False])
-    calls: list[str] = []
+    beside.run, beside.found = [False], [None, None, WHOLE]
+    assert execute(generate(deferrable=False), {"ti": TaskInstance()})["num_rows"] == 6
+    assert beside.calls == ["run", *["verify"] * 3]
 
-    def run(self: CommandRunner, *arguments: str) -> dict[str, Any]:
-        calls.append(arguments[0])
-        raise TakenOverError("batchllm run: attempt 2 has taken over (exit code 7)")
 
-    def status(self: CommandRunner, *arguments: str) -> dict[str, Any]:
-        calls.append("status")
-        return {"shards": [{"is_live": False}, {"is_live": next(signs)}]}
+def test_a_worker_goes_on_when_the_other_run_gives_no_sign(beside: BesideAnother) -> None:
+    """In the same try: by default Airflow makes no other."""
+    beside.run, beside.found = [False, True], [None, MISSING]
+    assert execute(generate(deferrable=False), {"ti": TaskInstance()})["num_rows"] == 6
+    assert beside.calls == ["run", "verify", "verify", "run"]
 
-    def verify(self: CommandRunner, *arguments: str) -> dict[str, Any] | str:
-        calls.append("verify")
-        whole = is_made_whole and calls.count("verify") == 3
-        return {"num_rows": 6, "plan_uri": "s3://b/plan-1"} if whole else "2 parts are missing"
 
-    monkeypatch.setattr(stage, "_SUCCESSOR_PAUSE_S", 0.0)
-    for name, stand_in in (("run", run), ("status", status), ("verify", verify)):
-        monkeypatch.setattr(CommandRunner, name, stand_in)
-    task = BatchLLMGenerateOperator(task_id="g", plan_uri="s3://b/plan-1", shard_idx=1)
-    if is_made_whole:
-        assert execute(task, {"ti": TaskInstance()})["num_rows"] == 6
-    else:
-        with pytest.raises(AirflowException, match=r"attempt 2 .* no sign any more: 2 parts"):
-            execute(task, {"ti": TaskInstance()})
-    assert calls == ["run", *["status", "verify"] * 3]
+def test_two_runs_without_signs_do_not_fence_each_other_for_ever(beside: BesideAnother) -> None:
+    beside.run, beside.found = [False] * 3, [MISSING] * 3
+    with pytest.raises(AirflowException, match=r"attempt 2 .* no sign any more: 2 parts"):
+        execute(generate(deferrable=False, max_disruptions=2), {"ti": TaskInstance()})
+    assert beside.run == beside.found == []
+
+
+@pytest.mark.parametrize("end", [WHOLE, MISSING])
+def test_a_task_that_defers_waits_for_another_run_in_the_triggerer(
+    beside: BesideAnother, end: dict[str, Any] | str
+) -> None:
+    """Each look is one command; between them the worker is free."""
+    beside.run, beside.found = [False, True], [None, end]
+    context = {"ti": TaskInstance()}
+    with pytest.raises(TaskDeferred) as first:
+        execute(generate(deferrable=True), context)
+    assert beside.calls == ["run"]
+    with pytest.raises(TaskDeferred) as second:
+        resume(first.value, context)
+    assert isinstance(second.value.trigger, TimeDeltaTrigger)
+    assert second.value.kwargs == first.value.kwargs
+    assert resume(second.value, context)["num_rows"] == 6
+    assert beside.calls == ["run", "verify", "verify", *["run"] * (end == MISSING)]
+
+
+def resume(deferral: TaskDeferred, context: dict[str, Any]) -> Any:
+    """As Airflow does it, in a new process."""
+    method = getattr(generate(deferrable=True), deferral.method_name)
+    return method(context, event=None, **(deferral.kwargs or {}))
+
+
+def test_the_wait_for_another_run_ends_with_the_tasks_time(beside: BesideAnother) -> None:
+    beside.run, beside.found = [False], [None]
+    ti = TaskInstance(start_date=datetime.now(UTC) - timedelta(hours=2))
+    task = generate(deferrable=True, execution_timeout=timedelta(hours=1))
+    with pytest.raises(AirflowException, match="execution_timeout"):
+        execute(task, {"ti": ti})
 
 
 def test_commit_sends_each_outlet_asset_counts_and_uris(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from support.pauses import MANY, Clock, check_pauses
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
-from batchllm_operator.operators import BatchLLMGenerateOperator, stage
+from batchllm_operator.operators import BatchLLMGenerateOperator, waiting
 from batchllm_operator.operators.pods import calls
 from batchllm_operator.operators.pods.calls import ClusterCalls, StoppedError
 
@@ -94,14 +94,14 @@ def test_a_client_of_the_operators_makes_each_request_once(tmp_path: Path) -> No
 def test_waiting_for_room_in_a_quota() -> None:
     waits = [timedelta(0), timedelta(minutes=2), timedelta(hours=5)]
     series = [
-        [stage._quota_pause(waited, 5.0).total_seconds() for waited in waits] for _ in range(MANY)
+        [waiting._pause(waited, 5.0).total_seconds() for waited in waits] for _ in range(MANY)
     ]
     check_pauses(series, 300)
     assert min(pauses[0] for pauses in series) >= 30
 
 
 def test_looking_for_results_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stage._VERIFY_PAUSES_S == (2.0, 10.0)
+    assert waiting._VERIFY_PAUSES_S == (2.0, 10.0)
     series = []
     for _ in range(MANY):
         pauses: list[float] = []
@@ -117,7 +117,7 @@ def test_looking_for_results_again(monkeypatch: pytest.MonkeyPatch) -> None:
             _sleep=pauses.append,
         )
         with pytest.raises(AirflowException):
-            stage.BatchLLMStageOperator._verify(task, None)
+            waiting.BatchLLMWaitingTask._verify(task, None)
         assert len(pauses) == 2
         series.append(pauses)
     check_pauses(series, 15.0)

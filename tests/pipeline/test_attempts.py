@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ import pytest
 from botocore.exceptions import ReadTimeoutError
 from support.staged_job import NUM_PARTS, NUM_ROWS, Engines, check_published, plan_one_shard
 
-from batchllm_operator.errors import ExitCode, FencedError, StorageError
+from batchllm_operator.errors import ExitCode, FencedError, IncompleteRunError, StorageError
 from batchllm_operator.lake import Folder
+from batchllm_operator.pipeline import attempts as attempts_module
 from batchllm_operator.pipeline import run as run_module
-from batchllm_operator.pipeline.attempts import CLAIM_FILE, Attempt, claim_attempt
+from batchllm_operator.pipeline.attempts import (
+    CLAIM_FILE,
+    Attempt,
+    attempt_name,
+    check_free,
+    claim_attempt,
+)
 from batchllm_operator.pipeline.commit import commit_run
 from batchllm_operator.pipeline.draining import Drain
 from batchllm_operator.pipeline.live_progress import INTERVAL_VARIABLE
@@ -153,6 +161,11 @@ def test_a_live_attempt_of_another_task_is_left_alone(
 
     def succeed() -> None:
         try:
+            if not takes_over:
+                with pytest.raises(FencedError, match="is working for another run"):
+                    verify_shard(plan.folder.uri, 0, owner=successor)
+                with pytest.raises(IncompleteRunError):
+                    verify_shard(plan.folder.uri, 0)
             run_shard(plan.folder.uri, 0, start=engines, owner=successor)
         except FencedError as error:
             refused.append(error)
@@ -165,7 +178,7 @@ def test_a_live_attempt_of_another_task_is_left_alone(
     else:
         run_shard(plan.folder.uri, 0, start=first, owner=owner)
         (error,) = refused
-        reason = rf"attempt 1 \(process {os.getpid()} on .* is at work for another run"
+        reason = rf"attempt 1 \(process {os.getpid()} on .* is working for another run, so this one"
         assert re.search(reason, str(error)) and engines.started == []
         assert plan.run_folder(0).subfolder_names() == ["attempt-00001"]
         assert attempts_of_parts(plan) == [1] * NUM_PARTS
@@ -173,8 +186,9 @@ def test_a_live_attempt_of_another_task_is_left_alone(
 
 @pytest.mark.parametrize("progress", ["none", "rubbish", "old", "stopped"])
 def test_an_attempt_of_another_task_that_gives_no_sign_is_taken_over(
-    plan: StoredPlan, progress: str
+    plan: StoredPlan, progress: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(INTERVAL_VARIABLE, "0.1")
     folder = plan.run_folder(0)
     path = f"attempt-00001/{PROGRESS_FILE}"
 
@@ -192,9 +206,58 @@ def test_an_attempt_of_another_task_that_gives_no_sign_is_taken_over(
         hour_ago = live.updated_at - timedelta(hours=1)
         changes = {"updated_at": hour_ago} if progress == "old" else {"state": "stopped"}
         folder.write_bytes(path, live.model_copy(update=changes).model_dump_json().encode())
+    with pytest.raises(IncompleteRunError):
+        verify_shard(plan.folder.uri, 0, owner="other")
     report = run_shard(plan.folder.uri, 0, owner="other")
     assert attempts_of_parts(plan) == [1] + [2] * (NUM_PARTS - 1)
     assert report.num_resumed_parts == 1
+
+
+@pytest.mark.parametrize("clock_s", [-7200, -90, -30, 30, 90, 7200])
+@pytest.mark.parametrize("interval_s", [5.0, 3600.0])
+@pytest.mark.parametrize("lives", [True, False])
+def test_an_attempt_lives_by_its_signs_and_not_by_its_clock(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock_s: float,
+    interval_s: float,
+    lives: bool,
+) -> None:
+    """A young sign is one; of an old one, or one from the future, another look says more."""
+    folder = Folder.open(str(tmp_path))
+    path = f"{attempt_name(claim_attempt(folder, 'one').number)}/{PROGRESS_FILE}"
+    start = datetime.now(UTC) + timedelta(seconds=clock_s)
+    slept: list[float] = []
+
+    def write() -> None:
+        progress = ShardProgress(
+            plan_id="p",
+            shard_idx=0,
+            attempt=1,
+            host="h",
+            state="running",
+            started_at=start,
+            updated_at=start + timedelta(seconds=sum(slept)),
+            interval_s=interval_s,
+            elapsed_s=sum(slept),
+            num_rows=2,
+            num_rows_done=1,
+            num_parts=2,
+            num_parts_done=1,
+        )
+        folder.write_bytes(path, progress.model_dump_json().encode())
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if lives:
+            write()
+
+    monkeypatch.setattr(attempts_module.time, "sleep", sleep)
+    write()
+    is_young = abs(clock_s) < (60 if interval_s < 60 else 600)
+    with pytest.raises(FencedError) if lives or is_young else nullcontext():
+        check_free(folder, "other")
+    assert slept == ([] if is_young else [15.0 if interval_s < 60 else 180.0])
 
 
 class KilledError(Exception):

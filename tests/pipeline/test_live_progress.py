@@ -330,7 +330,7 @@ def test_a_process_that_hangs_refreshes_it_no_longer(
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("", 5.0), ("off", None), ("0", None), ("2.5", 2.5), ("1e-9", 0.1), ("1e9", 3600.0)],
+    [("", 5.0), ("off", None), ("0", None), ("2.5", 2.5), ("1e-9", 0.1), ("1e9", 60.0)],
 )
 def test_the_environment_sets_the_interval(
     text: str, seconds: float | None, monkeypatch: pytest.MonkeyPatch
