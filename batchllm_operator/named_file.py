@@ -14,8 +14,8 @@ from typing import Final
 
 from batchllm_operator.errors import StorageError
 
-_CANT_BE_REPLACED: Final = (errno.EACCES, errno.EPERM, errno.EBUSY)
-"""No file may be made beside it, or something is mounted on it, such as a container's log."""
+_CANT_BE_REPLACED: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+"""No file can be made beside it, or something is mounted on it, such as a container's log."""
 
 
 def parse_file(text: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import socket
 import stat
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from conftest import Batchllm
@@ -52,6 +54,23 @@ def test_a_file_on_which_something_is_mounted_is_written(
     monkeypatch.setattr(Path, "replace", refuse)
     write_file(path, b"new")
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_writable_file_that_is_mounted_into_a_file_system_to_read_only_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("something longer")
+    real_open = Path.open
+
+    def refuse_new(self: Path, mode: str = "r") -> IO[Any]:
+        if mode == "xb":
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real_open(self, mode)
+
+    monkeypatch.setattr(Path, "open", refuse_new)
+    write_file(parse_file(str(path)), b"new")
+    assert path.read_bytes() == b"new"
 
 
 def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
