@@ -43,7 +43,7 @@ def test_every_command_finds_the_newest_plan(
         assert done.code == 0, done.err
         assert json.loads(result.read_text())["plan_uri"] == second
         assert f"INFO: newest plan of job job, partition {DS}: {second}\n" in done.err
-        assert "has changed" not in done.err
+        assert "differ in" not in done.err
     write_job(job)
     assert batchllm("plan", *of_job).out.splitlines()[-1] == first, "planned again, it is newest"
     asked: list[str] = []
@@ -68,8 +68,8 @@ def test_a_spec_that_has_changed_since_is_told(job: Path, batchllm: Batchllm) ->
     done = batchllm("status", "--job", job, "--ds", DS)
     assert done.code == 0
     assert (
-        f"WARNING: {job} has changed since that plan was made (engine.max_num_seqs,"
-        " max_failed_fraction, prompt.template)" in done.err
+        f"WARNING: {job} and that plan differ in engine.max_num_seqs, max_failed_fraction,"
+        " prompt.template: the file has changed, or another release" in done.err
     )
 
 

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
-    """Give the command the arguments that name a plan; returns the group, which takes one of its.
+    """Give the command the arguments that name a plan; returns the group that takes one of them.
 
     `check_plan` sees whether they go together.
     """
@@ -63,7 +63,7 @@ def plan_uri(args: argparse.Namespace) -> str:
 
 
 def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
-    """Log which plan was found, with a warning if the spec has changed since it was made.
+    """Log which plan was found, with a warning if the spec says anything else.
 
     Raises:
         PlanError: it is of another version.
@@ -76,8 +76,8 @@ def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
     now, then = spec.model_dump(mode="json"), manifest.spec.model_dump(mode="json")
     if changed := sorted(_changed(now, then)):
         _log.warning(
-            "%s has changed since that plan was made (%s); what the plan says counts. To have the"
-            " changes count, plan again",
+            "%s and that plan differ in %s: the file has changed, or another release made the"
+            " plan. What the plan says counts; to have the file count, plan again",
             file,
             ", ".join(changed),
         )
