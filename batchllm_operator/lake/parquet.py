@@ -307,8 +307,8 @@ class ParquetTable:
                 continue
             if details["type"] == "other" and not Path(self._folder.full_path(name)).is_file():
                 raise TableError(
-                    f"table {self.uri}: {name} is a link to a folder or to nothing, or no file at"
-                    " all; put the files themselves there"
+                    f"table {self.uri}: {name} is a broken link, a link to a folder, or not a"
+                    " regular file; put the files themselves there"
                 )
             try:
                 name.encode()

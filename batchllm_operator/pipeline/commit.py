@@ -155,7 +155,7 @@ def _check_failed_fraction(plan: StoredPlan, errors: RowErrors) -> None:
         raise FailedRowsError(
             f"{num_failed:,} of {num_rows:,} rows failed, {share(num_failed, num_rows)}"
             f" ({counts}{more}), more than max_failed_fraction {most} allows; nothing was"
-            f" published. The first {kinds[0].kind} is of {first}: {kinds[0].example_error!r}."
+            f" published. First {kinds[0].kind}: {first}: {kinds[0].example_error!r}."
             " To publish all the same, raise max_failed_fraction in the spec, plan again and"
             " commit: finished parts are kept. Or mend the rows, and plan again"
         )

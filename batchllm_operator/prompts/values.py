@@ -40,7 +40,7 @@ Text = str | Fault | None
 def has_text(kind: pa.DataType) -> bool:
     """Whether values of a column of this type have a text: scalars, and lists of them.
 
-    Bytes, durations, structs, maps and lists of lists have none that everybody expects.
+    Bytes, durations, structs, maps and lists of lists have no obvious text.
     """
     if _is_list(kind):
         return _scalar_texts(kind.value_type) is not None

@@ -251,7 +251,7 @@ def test_too_many_failed_rows_publish_nothing(
     for said in (
         "3 of 15 rows failed, 20.0 % (2 engine_error, 1 null_value)",
         f"max_failed_fraction {allowed} allows; nothing was published",
-        "The first engine_error is of row_key d1-q1: 'engine_error: ",
+        "First engine_error: row_key d1-q1: 'engine_error: ",
         "raise max_failed_fraction in the spec, plan again",
     ):
         assert said in str(refused.value)
