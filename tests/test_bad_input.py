@@ -435,6 +435,37 @@ def test_a_key_that_is_not_utf8(job: Job, column: pa.Array) -> None:
     assert not job.out.exists()
 
 
+@pytest.mark.parametrize("key", [None, b"\xff"])
+def test_rows_of_a_filter_are_counted_without_the_others(job: Job, key: bytes | None) -> None:
+    ids = pa.array([b"a", b"b", key, b"c"]).view(pa.string())
+    job.write_table(pa.table({"id": ids, "doc": ["x"] * 4, "q": ["?"] * 4, "n": [0, 0, 1, 1]}))
+    job.write_spec(input={"filter": [{"column": "n", "value": 1}]})
+    assert_refused(job.plan(), 2, "'id'", "row 0 (counted from 0)", "rows that input.filter keeps")
+    job.write_spec()
+    outcome = job.plan()
+    assert_refused(outcome, 2, "'id'", "row 2 (counted from 0)")
+    assert "input.filter" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("field", "place"),
+    [("uri", "file"), ("uri", "file/out"), ("staging_uri", "file/a/b")],
+)
+def test_a_file_where_an_output_folder_is_to_be(job: Job, field: str, place: str) -> None:
+    (job.folder / "file").write_text("x")
+    job.write_rows("a")
+    job.write_spec(output={field: place})
+    assert_refused(job.plan(), 2, f"output.{field}: {job.folder}/file isn't a folder")
+
+
+def test_a_file_in_the_place_of_the_plans(job: Job) -> None:
+    job.out.mkdir()
+    (job.out / "_batchllm").write_text("x")
+    job.write_rows("a")
+    job.write_spec()
+    assert_refused(job.plan(), 2, f"output.uri: {job.out}/_batchllm isn't a folder")
+
+
 def test_text_that_is_not_utf8(job: Job) -> None:
     job.write_table(pa.table({"id": ["a", "b"], "doc": BROKEN, "q": ["?", "?"]}))
     plan = job.planned()

@@ -77,18 +77,24 @@ def check_lengths(spec: JobSpec, max_model_len: int) -> None:
         SpecError: no output can have `min_tokens`.
     """
     most = max_model_len - 1  # a prompt has one at least
-    told = f"prompt and output together have at most {max_model_len} tokens"
+    limit = f"prompt and output together have at most {max_model_len} tokens"
     if spec.sampling.min_tokens > most:
         raise SpecError(
-            f"sampling.min_tokens: {spec.sampling.min_tokens} can't be reached: {told}"
+            f"sampling.min_tokens: {spec.sampling.min_tokens} can't be reached: {limit}"
             f" (engine.max_model_len, or what model {spec.model.path} allows)"
         )
     if spec.sampling.max_tokens > most:
         _log.warning(
             "sampling.max_tokens: %d is never reached: %s, where every output ends",
             spec.sampling.max_tokens,
-            told,
+            limit,
         )
+
+
+def describe_rows(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
+    """What an error that counts rows calls those that are read."""
+    where = f"table {table.uri}, partition {snapshot.partition!r}"
+    return f"{where}, counting rows that input.filter keeps" if spec.input.filter else where
 
 
 def describe_empty(table: LakeTable, snapshot: Snapshot) -> str:

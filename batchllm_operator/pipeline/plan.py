@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,11 +13,16 @@ import numpy as np
 
 from batchllm_operator.engine import check_arguments
 from batchllm_operator.errors import EmptyPartitionError, SpecError
-from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.lake import Folder, LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.arrange import arrange, write_shards
 from batchllm_operator.pipeline.estimate import Target, find_target
 from batchllm_operator.pipeline.group_lengths import write_groups
-from batchllm_operator.pipeline.input_checks import check_input, check_lengths, describe_empty
+from batchllm_operator.pipeline.input_checks import (
+    check_input,
+    check_lengths,
+    describe_empty,
+    describe_rows,
+)
 from batchllm_operator.pipeline.keys import check_keys
 from batchllm_operator.pipeline.memory import MemoryBudget
 from batchllm_operator.pipeline.output_lengths import learn_output_lengths
@@ -71,7 +77,8 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     in the same folder, so planning again is harmless.
 
     Raises:
-        SpecError: input and output are the same table or one lies in the other; or the spec
+        SpecError: input and output are the same table or one lies in the other; or an output folder
+            can't be made, as a file is in its way; or the spec
             names a column that the table lacks, or one that can't be placed in a prompt, or an
             argument that the engine lacks; or no output can have `min_tokens`; or the memory budget
             is too small.
@@ -94,6 +101,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     snapshot = table.snapshot(ds)
     check_input(spec, table, snapshot)
     # What would stop the commit is better known before the GPU runs.
+    _check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
     columns = output_schema(spec, snapshot.schema)
@@ -110,6 +118,20 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         _log.warning("%s: planning starts again", error)
     with open_spool() as spool:  # not above: the error holds what the first attempt had in memory
         return _build(spec, ds, table, snapshot, tokenizer, gpu_target, replicas, budget, spool)
+
+
+def _check_folders(spec: JobSpec, ds: str) -> None:
+    """Raises SpecError if a file is where a folder is to be made, on this machine's disk."""
+    table = TableAddress.parse(spec.output.uri).folder
+    folders = [("output.uri", Folder.open(table))] if table is not None else []
+    staging = "output.uri" if spec.output.staging_uri is None else "output.staging_uri"
+    for field, folder in [*folders, (staging, job_folder(spec, ds))]:
+        if not folder.is_local:
+            continue
+        path = Path(folder.path)
+        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        if not there.is_dir():
+            raise SpecError(f"{field}: {there} isn't a folder; choose another place")
 
 
 def _build(
@@ -139,14 +161,13 @@ def _build(
             budget.check(num_rows)
         rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)), reuse)
         read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
-        where = f"table {table.uri}, partition {ds!r}"
         _check_rows(spec, rows, table, snapshot)
         budget.check(rows.num_rows, rows.search.min_merge_bytes)
         requests, ranked = _find_prefixes(spec, rows)
         check_keys(
             spool / ROWS_FILE,
             spec.input.key,
-            where,
+            describe_rows(spec, table, snapshot),
             spool,
             budget.search_memory(rows.num_rows, while_read=False),
             _shown("keys"),

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.lake import LakeTable, Snapshot
 from batchllm_operator.pipeline.broken_text import check_text
+from batchllm_operator.pipeline.input_checks import describe_rows
 from batchllm_operator.pipeline.reuse import Reuse
 from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.planner.plan import ERROR_COLUMN
@@ -90,7 +91,7 @@ def read_rows(
         ]
     )
     renderer = PromptRenderer(spec.prompt)
-    where = f"table {table.uri}, partition {snapshot.partition!r}"
+    where = describe_rows(spec, table, snapshot)
     num_at_once = _FIRST_ROWS
     with (
         pq.ParquetWriter(path, schema, compression="zstd") as writer,
