@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.lake import Folder
-from batchllm_operator.spec import JobSpec, Masker
+from batchllm_operator.spec import JobSpec, Masker, masking
 from batchllm_operator.spec.secrets import holds_credentials
 
 CANARY = "C4n4ry"
@@ -260,6 +262,14 @@ def test_values_of_the_environment_that_are_secrets() -> None:
             "PYICEBERG_CATALOG__LAKE__URI": "postgresql://user:p%40ssword@host/db",
             "PYICEBERG_CATALOG__LAKE__ADLS__CONNECTION_STRING": "AccountKey=abc;x",
             "AIRFLOW_CONN_LAKE": '{"conn_type": "aws", "password": "canary/secret+key"}',
+            "GCP_CREDENTIALS": (
+                '{"project_id": "batchllm-production-lake", "private_key": "MIIEvQ/x",'
+                ' "x": "p@ss-w0rd"}'
+            ),
+            "AIRFLOW_CONN_LAKE_SECRET": (
+                '{"host": "warehouse.example.com", "schema": "analytics_warehouse",'
+                ' "password": "swordfish", "extra": "{\\"secret_key\\": \\"nested/C4n4ry\\"}"}'
+            ),
             "HTTPS_PROXY": "http://user:proxy-pw@proxy:3128",
             "HF_HUB_DISABLE_IMPLICIT_TOKEN": "true",
             "PATH": "/usr/bin",
@@ -271,8 +281,9 @@ def test_values_of_the_environment_that_are_secrets() -> None:
     assert set(masker.anywhere) == {
         *("client:longest-of-all", "p%40ssword", "p@ssword", "user:p%40ssword", "user:p@ssword"),
         *("AccountKey=abc;x", "canary/secret+key", "user:proxy-pw"),
+        *("MIIEvQ/x", "p@ss-w0rd", "nested/C4n4ry"),
     }
-    assert set(masker.in_place) == {"abcdef", "longest-of-all", "proxy-pw"}
+    assert set(masker.in_place) == {"abcdef", "longest-of-all", "proxy-pw", "swordfish"}
     assert list(masker.anywhere) == sorted(masker.anywhere, key=lambda each: (-len(each), each))
     assert masker("client:longest-of-all, abcdef, canary/secret+key") == "***, abcdef, ***"
 
@@ -309,6 +320,13 @@ def test_a_secret_that_is_no_word_is_masked_anywhere(secret: str) -> None:
         ("at s3://key:pw@bucket/x, twice s3://k@b", "at s3://***@bucket/x, twice s3://***@b"),
         ("postgresql+psycopg2://airflow:airflow@h/airflow", "postgresql+psycopg2://***@h/airflow"),
         ("db://me:a/b@h/x db://me:a@b@h/x", "db://***@h/x db://***@h/x"),
+        ("postgres://u:1234/ab@h/db mysql://:12#x@h", "postgres://***@h/db mysql://***@h"),
+        ("'mysql://u:p'q@h/d', \"db://u:p\"@h\"", "'mysql://***@h/d', \"db://***@h\""),
+        ("db://m'e@h http://u:p'q@h", "db://***@h http://***@h"),
+        ("token: ab$c9 is wrong, pass: x1y2z3", "token: *** is wrong, pass: ***"),
+        ('pwd: \'lake\', "sig": "lake"', 'pwd: ***, "sig": ***'),
+        (f"token: {'lake.' * 1000}x", "token: ***"),
+        ("UID=sa;PWD=/x", "UID=sa;PWD=***"),
         ("http://h/?a=1&token=x&b=2", "http://h/?a=1&token=***&b=2"),
         ("url: /?client_secret=x", "url: /?client_secret=***"),
         ("'https://h/?X-Amz-Signature=abc'", "'https://h/?X-Amz-Signature=***'"),
@@ -347,6 +365,13 @@ def test_secrets_that_stand_as_such(text: str, expected: str) -> None:
         "engine.extra_args.hf_token: looks like a secret",
         "LLM(token=None, eos_token='</s>', image_token='<image>', max_token=16, hf_token=None)",
         "a basic authentication, a Bearer token",
+        "columns are id, signature: string, token: int64",
+        "id: int64\nsignature: string\ntoken: list<item: string>\nsas: timestamp[us]\npwd: string",
+        "tests pass: all, pass: 5. pass: 97%, pass: 2.5s",
+        "no password: airflow, secret: none",
+        "PWD=/opt/airflow OLDPWD=/opt/x1y2z3 {'PWD': '/opt/airflow'}",
+        "HTTPS://host:9000/a@b, ['s3://x/y','b@c'], {'u':'db://h','mail':'b@c'}",
+        r"{\"u\":\"db://h\"\n,\"b@c\"",
     ],
 )
 def test_what_is_no_secret(text: str) -> None:
@@ -375,10 +400,46 @@ def test_what_is_pasted_or_read_by_programs_is_never_changed(
     assert json.loads(batchllm("schema").out) == JobSpec.model_json_schema()
 
 
+def test_keys_of_rows_are_printed_whatever_the_column_is_called(
+    batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = SimpleNamespace(figures=dict)
+    run_report = "batchllm_operator.pipeline.run_report"
+    monkeypatch.setattr(f"{run_report}.load_report", lambda uri: report)
+    monkeypatch.setattr(f"{run_report}.refresh_page", lambda uri, report: None)
+    monkeypatch.setattr("batchllm_operator.report.format_summary", lambda report: "token=x1y2z3-4")
+    outcome = batchllm("report", "--plan", "plan")
+    assert (outcome.code, outcome.out) == (0, "token=x1y2z3-4\n"), outcome.err
+
+
 @pytest.mark.parametrize("bomb", ["://" * 10**5, "?token=" * 10**5, "&" * 10**6, ":/" * 10**5])
 def test_masking_takes_no_time_for_long_texts(bomb: str) -> None:
     Masker()(bomb)
     holds_credentials(f"s3://{bomb}")
+
+
+@pytest.mark.parametrize(
+    "text", ["k0:0,", "x:", "token=", "token:", "token:lake ", "token=<", "pass:a/", "token=\"'"]
+)
+def test_masking_looks_at_long_texts_once(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or, of each value that is shown, at no more than its beginning."""
+    looked_at = 0
+
+    class Counted:
+        def __init__(self, pattern: re.Pattern[str]) -> None:
+            self.pattern = pattern
+
+        def match(self, *args: Any) -> re.Match[str] | None:
+            nonlocal looked_at
+            found = self.pattern.match(*args)
+            looked_at += len(found[0]) if found else 1
+            return found
+
+    for name in ("_QUOTED", "_BARE"):
+        monkeypatch.setattr(masking, name, Counted(getattr(masking, name)))
+    long = text * (200_000 // len(text))
+    Masker()(long)
+    assert looked_at < 50 * len(long)
 
 
 def test_a_folder_with_credentials_is_never_opened() -> None:

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     from batchllm_operator.pipeline.run_report import load_report, refresh_page
     from batchllm_operator.report import format_summary
     from batchllm_operator.spec import load_spec
+    from batchllm_operator.spec.masking import print_unmasked
 
     plan_uri = args.plan
     if plan_uri is None:  # not the newest, which may have to be run yet
@@ -46,17 +47,18 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         from batchllm_operator.report.page import render_report
 
         write_file(args.out, render_report(report).encode())
-    print(format_summary(report))
+    print_unmasked(format_summary(report))  # with keys of rows, of columns of any name
     return report.figures()
 
 
 def _compare(plan_uris: list[str], out: Path | None) -> Mapping[str, Any]:
     from batchllm_operator.pipeline.run_report import load_report
     from batchllm_operator.report.comparison import compare, format_comparison, render_comparison
+    from batchllm_operator.spec.masking import print_unmasked
 
     before, after = map(load_report, plan_uris)
     comparison = compare(before, after)
     if out is not None:
         write_file(out, render_comparison(comparison).encode())
-    print(format_comparison(comparison))
+    print_unmasked(format_comparison(comparison))
     return {"before": before.figures(), "after": after.figures()}

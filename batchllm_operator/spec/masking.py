@@ -27,13 +27,18 @@ _SEPARATORS: Final = re.compile(r"://|[\s/._~\-]|:(?=\d)")
 _WORD: Final = re.compile(r"(?:[A-Z]*[a-z]*|[a-z]*(?:[A-Z][a-z]+)+)\d*")  # lake, GPUs, maxLen, v2
 _FOLDERS: Final = ("PWD", "OLDPWD")  # of a shell
 
-# A password may hold slashes, but what follows a colon may be a port.
+# A password may hold slashes, but what follows a colon may be a port, in a scheme that seldom has
+# users; it may hold quotes, but they may also be at the end of a text.
 _SCHEME_END: Final = re.compile(r"[A-Za-z0-9+.\-]{1,40}$")
+_QUOTE_INSIDE: Final = r"['\"](?=[^\s'\",:;)\]}>\\])"
 _USER_INFO: Final = re.compile(
-    r"(?P<slashes>:/+)(?P<user>[^\s/?#'\"]{1,4096}|[^\s/?#@:'\"]{0,256}:(?!\d{1,5}[/?#])[^\s@'\"]{1,256})@"
+    r"(?P<http>(?<=(?i:http))|(?<=(?i:https)))?+(?P<slashes>:/+)"
+    rf"(?P<user>[^\s/?#'\"]{{1,4096}}(?:{_QUOTE_INSIDE}[^\s/?#'\"]{{0,4096}}){{0,8}}"
+    r"|[^\s/?#@:'\"]{0,256}:(?(http)(?!\d{1,5}[/?#]))"
+    rf"[^\s@'\"]{{1,256}}+(?:{_QUOTE_INSIDE}[^\s@'\"]{{0,256}}+){{0,8}}+)@"
 )
 _AUTHORIZATION: Final = re.compile(r"\b(?P<scheme>Bearer|Basic) +(?P<value>[^\s,;'\"\\]{1,8192})")
-_QUOTED: Final = (
+_QUOTED: Final = re.compile(
     r"[bru]?(?:\"(?:[^\"\\\n]|\\.){1,8192}\"|'(?:[^'\\\n]|\\.){1,8192}'"
     r"|\\\"(?:[^\"\\\n]|\\[^\"]){1,8192}\\\")"
 )
@@ -41,8 +46,14 @@ _ASSIGNED: Final = re.compile(
     r"(?<![/\w%.\-])"  # not a folder of a partition, such as lake/token=5
     r"(?P<name>[A-Za-z_][\w.\-]{0,99})\\?[\"']?[ \t]{0,4}(?P<sign>[=:])[ \t]{0,4}"
 )
-_VALUE: Final = re.compile(rf"{_QUOTED}|(?:Bearer +|Basic +)?[^\s;&'\"]{{0,8192}}[^\s;&'\",)\]}}]")
-_ENDS: Final = re.compile(r"[,;)\]}]|\s*$", re.MULTILINE)
+_BARE: Final = re.compile(r"(?:Bearer +|Basic +)?[^\s;&'\"]{0,8192}[^\s;&'\",)\]}]")
+_MANY_CHARS: Final = 256
+"""No word, number or type is as long as this; no more of a value is looked at to judge it."""
+_LINE_END: Final = re.compile(r"[ \t]{0,99}\r?$", re.MULTILINE)
+_NUMBER: Final = re.compile(r"\d[\d.,/]*(?:%|[A-Za-z]{1,2})")  # 97%, 2.5s
+_TYPE: Final = re.compile(r"[a-z_]+\d*[<\[(]")  # timestamp[us], list<item: string>
+_COLUMNS: Final = frozenset({"token", "signature", "sig", "sas", "pass", "pwd"})
+"""Names of secrets that are as often names of columns, or verbs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +106,30 @@ class Masker:
         """The pieces of `text`, without the values of settings that hold secrets."""
         end = 0
         for match in _ASSIGNED.finditer(text):
-            value = _VALUE.match(text, match.end())
-            if match.start() < end or value is None or not self._is_secret(match, value):
+            start = match.end()
+            if match.start() < end or not names_secret(match["name"]):
                 continue
-            yield text[end : match.end()]
+            quoted = _QUOTED.match(text, start)
+            value = quoted or _BARE.match(text, start, start + _MANY_CHARS)
+            if value is None or not self._is_secret(match, value, is_quoted=quoted is not None):
+                continue
+            yield text[end:start]
             yield MASK
-            end = value.end()
+            end = (quoted or _BARE.match(text, start) or value).end()
         yield text[end:]
 
-    def _is_secret(self, name: re.Match[str], value: re.Match[str]) -> bool:
-        """Whether the value is one; a word after a colon may only begin a sentence."""
-        if not names_secret(name["name"]):
+    def _is_secret(self, name: re.Match[str], value: re.Match[str], *, is_quoted: bool) -> bool:
+        """Whether the value is one; a word after a colon may be anything."""
+        setting, text = name["name"], value[0].strip("\\\"'")
+        if not may_be_secret_text(setting, text):
             return False
-        if not may_be_secret_text(name["name"], value[0].strip("\\\"'")):
-            return False
-        if name["sign"] == "=" or value[0][-1] in "\"'" or value[0] in self.in_place:
+        if text in self.in_place:
             return True
-        is_alone = _ENDS.match(value.string, value.end()) is not None
-        return is_alone or "authorization" in name["name"].lower()
+        if _is_folder(name, text):
+            return False
+        if name["sign"] == "=" or is_quoted or "authorization" in setting.lower():
+            return True
+        return not _is_prose(text) or (setting.lower() not in _COLUMNS and _is_line(name, value))
 
 
 class MaskedStream:
@@ -141,9 +158,13 @@ def _secrets(settings: Mapping[str, Any], is_secret: bool = False) -> Iterator[s
         hidden = is_secret or (names_secret(str(name)) and name not in _FOLDERS)
         if isinstance(value, str) and value.lstrip().startswith("{"):  # an Airflow connection
             value = _parsed(value)
-        if isinstance(value, Mapping):
+            if isinstance(value, Mapping):  # with hosts, projects and schemas, too
+                yield from _secrets(value)
+                if hidden:
+                    yield from (each for each in _secrets(value, True) if not _is_ordinary(each))
+        elif isinstance(value, Mapping):
             yield from _secrets(value, hidden)
-        elif isinstance(value, str):
+        if isinstance(value, str):
             if hidden:
                 yield value
             yield from _uri_secrets(value)
@@ -193,6 +214,27 @@ def _is_unmistakable(secret: str) -> bool:
 def _is_ordinary(text: str) -> bool:
     """Whether it is made of words and numbers, as names and paths are."""
     return all(_WORD.fullmatch(part) for part in _SEPARATORS.split(text))
+
+
+def _is_prose(text: str) -> bool:
+    """Whether it may be a word, a number or a type after a colon."""
+    if len(text) >= _MANY_CHARS // 2:
+        return False
+    text = text.rstrip("!?.:")
+    return _is_ordinary(text) or bool(_NUMBER.fullmatch(text) or _TYPE.match(text))
+
+
+def _is_line(name: re.Match[str], value: re.Match[str]) -> bool:
+    """Whether a line holds a name and its value alone, as in a file of settings."""
+    text, start = name.string, name.start()
+    before = text[max(0, start - 100) : start].rpartition("\n")[2]
+    return not before.strip(" \t\r-'\"") and _LINE_END.match(text, value.end()) is not None
+
+
+def _is_folder(name: re.Match[str], text: str) -> bool:
+    """Whether it is where a shell is, and no password of a database's address."""
+    is_part = name.string[max(0, name.start() - 1) : name.start()] == ";"
+    return name["name"] in _FOLDERS and text.startswith("/") and not is_part
 
 
 @lru_cache(maxsize=32)
