@@ -15,7 +15,13 @@ from batchllm_operator.lake import Folder, ahead
 from batchllm_operator.pipeline.attempts import attempt_name, attempt_numbers
 from batchllm_operator.pipeline.committed import find_committed
 from batchllm_operator.pipeline.shard_report import REPORT_FILE, ShardReport
-from batchllm_operator.pipeline.stored_plan import PLAN_FOLDER, StoredPlan, job_folder, turn_of
+from batchllm_operator.pipeline.stored_plan import (
+    PLAN_FOLDER,
+    RUNS_FOLDER,
+    StoredPlan,
+    job_folder,
+    turn_of,
+)
 from batchllm_operator.planner.plan import MANIFEST_FILE
 from batchllm_operator.report.shard_progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.report.status import JobStatus, ShardStatus, shard_status
@@ -170,7 +176,8 @@ def _finished(
 
 def _read_shards(plan: StoredPlan, *, with_reports: bool) -> dict[int, _Found]:
     """What lies in the run folders, by shard_idx; those of no shard of the plan are left out."""
-    matches = filter(None, map(_SHARD.fullmatch, plan.folder.child("runs").subfolder_names()))
+    names = plan.folder.child(RUNS_FOLDER).subfolder_names()
+    matches = filter(None, map(_SHARD.fullmatch, names))
     begun = [int(match[1]) for match in matches if int(match[1]) < len(plan.manifest.shards)]
 
     def read(shard_idx: int) -> _Found:

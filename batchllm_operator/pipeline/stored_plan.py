@@ -27,6 +27,7 @@ from batchllm_operator.spec import JobSpec
 SUPERSEDED_FILE: Final = "superseded.json"
 COMMITTING_FILE: Final = "committing.json"
 TURN_FILE: Final = "turn.json"
+RUNS_FOLDER: Final = "runs"
 PLAN_FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
 _log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class StoredPlan:
             PlanError: the plan has no such shard.
         """
         self.shard(shard_idx)
-        return self.folder.child("runs", f"shard-{shard_idx:05d}")
+        return self.folder.child(RUNS_FOLDER, f"shard-{shard_idx:05d}")
 
     def note_turn(self) -> None:
         """Note that this plan was planned after the others of its job and partition.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from airflow.models.connection import Connection
@@ -17,10 +18,11 @@ from batchllm_operator.errors import BatchLLMError, PlanError, StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline.committed import COMMITTED_FILE
 from batchllm_operator.pipeline.job_status import read_status
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.pipeline.stored_plan import RUNS_FOLDER, StoredPlan
 from batchllm_operator.planner.plan import MANIFEST_FILE, PlanManifest
 from batchllm_operator.report.run_report import REPORT_FILE, RunReport
 from batchllm_operator.report.status import JobStatus
+from batchllm_operator.report.web.files_without_links import LINKS, FilesWithoutLinks
 from batchllm_operator.report.web.kept import Kept
 from batchllm_operator.report.web.plan_uri import PlanURI
 from batchllm_operator.report.web.problems import PageError
@@ -43,14 +45,15 @@ _SLOW: Final = "The lake takes long to answer; look again in a moment."
 
 
 class LakeReader:
-    """Reads about one plan. Its methods block: call them in a thread.
+    """Reads about one plan, if it lies below one of `roots`. Its methods block: call them in a
+    thread.
 
     Raises, in each: PageError, with 404 if the plan isn't there, 409 if something isn't what it
     should be, 503 if the lake can't be read.
     """
 
-    def __init__(self, uri: PlanURI) -> None:
-        self._uri = uri
+    def __init__(self, uri: PlanURI, roots: tuple[str, ...]) -> None:
+        self._uri, self._roots = uri, roots
         self._secrets: frozenset[str] = frozenset()
 
     def report(self) -> RunReport | None:
@@ -80,14 +83,23 @@ class LakeReader:
         plan = self._plan()
         if plan.folder.exists(COMMITTED_FILE):  # to look on would open the output table
             return None
+        if plan.folder.is_local and Path(plan.folder.full_path(RUNS_FOLDER)).is_symlink():
+            raise PlanError(LINKS)
         return read_status(plan)
 
+    @property
+    def _key(self) -> tuple[PlanURI, tuple[str, ...]]:
+        """What is kept of a plan is for DAGs with the same roots."""
+        return self._uri, self._roots
+
     def _plan(self) -> StoredPlan:
-        plan, self._secrets = _PLANS.get(self._uri.uri, self._open_plan)
+        plan, self._secrets = _PLANS.get(self._key, self._open_plan)
         return plan
 
     def _open_plan(self) -> tuple[StoredPlan, frozenset[str]]:
-        folder = Folder.open(self._uri.uri, **self._options())
+        folder = Folder.open(self._uri.place(self._roots), **self._options())
+        if self._uri.local_path is not None:
+            folder = Folder(FilesWithoutLinks(), folder.path)
         try:
             data = _bounded(folder, MANIFEST_FILE)
         except FileNotFoundError:
@@ -127,7 +139,7 @@ class LakeReader:
     def _kept(self, kept: Kept[_T], read: Callable[[], _T]) -> _T:
         """What was read a moment ago, or is read now by this thread."""
         try:
-            return kept.get(self._uri.uri, lambda: self._guarded(read))
+            return kept.get(self._key, lambda: self._guarded(read))
         except TimeoutError:
             raise PageError(503, _SLOW) from None
 

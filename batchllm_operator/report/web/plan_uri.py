@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -61,12 +60,11 @@ class PlanURI:
         """The path, if it lies on a local disk."""
         return None if self.uri.startswith("s3") else self.uri.removeprefix("file://")
 
-    def check_place(self, roots: Iterable[str]) -> None:
-        """Make sure that it may be read, symbolic links on a local disk followed.
+    def place(self, roots: Iterable[str]) -> str:
+        """Where it may be read: symbolic links to it on a local disk are followed now, and once.
 
         Raises:
-            PlanError: it leads to what isn't a plan's folder, has links in it, or lies below none
-                of the roots.
+            PlanError: it leads to what isn't a plan's folder, or lies below none of the roots.
         """
         path = self.local_path
         place = self.uri
@@ -80,8 +78,7 @@ class PlanURI:
                 " [batchllm] report_roots of Airflow's API server names for it, or else that of its"
                 " own job spec"
             )
-        if path is not None and _has_links(place):
-            raise PlanError("the plan's folder has symbolic links in it")
+        return place
 
 
 def _is_below(place: str, root: str) -> bool:
@@ -94,12 +91,3 @@ def _is_below(place: str, root: str) -> bool:
     if not root.startswith("/") or place.startswith("s3"):
         return False
     return place.startswith(os.path.realpath(root).rstrip("/") + "/")
-
-
-def _has_links(folder: str) -> bool:
-    """Links out of a folder would lead to what lies below no root."""
-    return any(
-        (Path(where) / name).is_symlink()
-        for where, folders, files in os.walk(folder)
-        for name in (*folders, *files)
-    )

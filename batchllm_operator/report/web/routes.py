@@ -197,17 +197,18 @@ def _reader(job: JobInRun) -> LakeReader | None:
     """What reads about the job's plan; None before there is one.
 
     Raises:
-        PageError: what the plan task has noted isn't the URI of a plan that is read for this DAG.
+        PageError: what the plan task has noted isn't the URI of a plan, or nothing says where plans
+            are read for this DAG.
     """
     try:
         uri = job.plan_uri()
-        if uri is not None:  # each time: what is kept of a plan is for whoever may see it
-            with create_session(scoped=False) as session:
-                roots = report_roots(session, job.ref)
-            uri.check_place(roots)
+        if uri is None:
+            return None
+        with create_session(scoped=False) as session:
+            roots = report_roots(session, job.ref)
     except PlanError as error:
         raise PageError(409, f"This run's plan can't be shown: {error}.") from error
-    return None if uri is None else LakeReader(uri)
+    return LakeReader(uri, roots)
 
 
 def _live_job(job: JobInRun) -> RunReport | views.LiveJob:

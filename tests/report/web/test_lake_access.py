@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.airflow_records import Records
 
 from batchllm_operator.lake import Folder
 from batchllm_operator.report.web.kept import Kept
+from batchllm_operator.report.web.plan_uri import PlanURI
 
 Browser = Any  # the class in conftest.py
 S3_URI = "s3://lake/out/_batchllm/job/2026-01-31/plan-0123456789abcdef"
@@ -171,10 +173,23 @@ def test_a_storage_that_does_not_answer_holds_few_threads(
     monkeypatch.setattr(lake_access, "_READERS", threading.BoundedSemaphore(1))
     monkeypatch.setattr(lake_access, "_READER_WAIT_S", 0.01)
     records.run().job(plan.folder.uri)
+    judge, judged = PlanURI.place, []
+
+    def note(uri: PlanURI, roots: Iterable[str]) -> str:
+        judged.append(uri)  # this asks the storage, too
+        return judge(uri, roots)
+
+    monkeypatch.setattr(PlanURI, "place", note)
+    monkeypatch.setattr(lake_access, "_PLANS", Kept(60.0))
     with lake_access._READERS:
         answer = anna.get("/dags/job/runs/a")
         assert answer.status_code == 503 and "takes long" in answer.text
-    assert anna.get("/dags/job/runs/a").status_code == 200
+    assert not judged
+    for _ in range(3):
+        assert anna.get("/dags/job/runs/a").status_code == 200
+    assert len(judged) == 1
+    monkeypatch.setenv("AIRFLOW__BATCHLLM__REPORT_ROOTS", '{"*": ["/absent"]}')
+    assert anna.get("/dags/job/runs/a").status_code == 409  # what is kept isn't for all DAGs
 
 
 def test_what_could_not_be_made_is_not_kept() -> None:

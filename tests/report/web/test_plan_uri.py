@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +81,10 @@ def test_roots_bound_what_is_read(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     local, remote = PlanURI.parse(str(folder)), PlanURI.parse(f"s3://lake/out/{END}")
     for root in (f"{tmp_path}/lake", f"file://{tmp_path}/lake/", f"{tmp_path}/x/../lake", "/"):
-        local.check_place([root])
+        assert local.place([root]) == str(folder)
     for root in ("s3://lake", "s3://lake/", "s3a://lake/out", "s3://lake/out/_batchllm/job"):
-        remote.check_place(["s3://other", root])
-        PlanURI.parse(remote.uri.replace("s3://", "s3a://")).check_place([root])
+        remote.place(["s3://other", root])
+        PlanURI.parse(remote.uri.replace("s3://", "s3a://")).place([root])
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_what_lies_in_no_root_is_not_read(root: str, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     for uri in (str(folder), f"file://{folder}", f"s3://lake/out/{END}", f"s3a://lake/out/{END}"):
         with pytest.raises(PlanError, match="report_roots"):
-            PlanURI.parse(uri).check_place([root.format(tmp=tmp_path)])
+            PlanURI.parse(uri).place([root.format(tmp=tmp_path)])
 
 
 def test_links_out_of_the_roots_are_followed_before_they_are_judged(tmp_path: Path) -> None:
@@ -107,21 +109,13 @@ def test_links_out_of_the_roots_are_followed_before_they_are_judged(tmp_path: Pa
     outside.mkdir(parents=True)
     inside.parent.mkdir(parents=True)
     inside.symlink_to(outside)
-    PlanURI.parse(str(inside)).check_place([str(tmp_path)])
+    assert PlanURI.parse(str(inside)).place([str(tmp_path)]) == str(outside)
     with pytest.raises(PlanError, match="report_roots"):
-        PlanURI.parse(str(inside)).check_place([str(tmp_path / "lake")])
+        PlanURI.parse(str(inside)).place([str(tmp_path / "lake")])
     inside.unlink()
     inside.symlink_to("/etc")
     with pytest.raises(PlanError, match="symbolic link"):
-        PlanURI.parse(str(inside)).check_place(["/"])
-
-
-def test_links_inside_of_a_plan_are_not_followed(tmp_path: Path) -> None:
-    folder = tmp_path / "lake" / END
-    (folder / "runs").mkdir(parents=True)
-    (folder / "runs" / "shard-00000").symlink_to(tmp_path)
-    with pytest.raises(PlanError, match="symbolic links"):
-        PlanURI.parse(str(folder)).check_place([str(tmp_path)])
+        PlanURI.parse(str(inside)).place(["/"])
 
 
 @pytest.mark.parametrize("noted", ["/etc", "/etc/passwd", 5, {"a": 1}, f"https://host/{END}"])
@@ -145,6 +139,69 @@ def test_links_to_other_files_show_nothing_of_them(
             answer = anna.get("/dags/job/runs/a" + path)
             assert answer.status_code == 409 and "symbolic links" in answer.text
             assert "hunter22" not in answer.text and "password" not in answer.text
+
+
+@pytest.mark.parametrize("name", ["committed.json", "runs"])
+def test_links_out_of_a_plan_say_nothing_of_where_they_lead(
+    anna: Browser, records: Records, plan: Any, tmp_path: Path, name: str
+) -> None:
+    """Neither whether a file is there, nor how many attempts are."""
+    records.run().job(plan.folder.uri)
+    link = Path(plan.folder.path) / name
+    for target in ("/absent", "/etc/passwd", tmp_path):
+        link.symlink_to(target)
+        answer = anna.get("/dags/job/runs/a")
+        assert answer.status_code == 409 and "symbolic links" in answer.text
+        link.unlink()
+
+
+def test_a_link_in_place_of_a_judged_folder_is_not_followed(
+    anna: Browser, records: Records, committed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as its place was judged, the plan is another one."""
+    folder = Path(committed.folder.path)
+    aside = folder.with_name("aside")
+    judge = PlanURI.place
+
+    def judge_and_swap(uri: PlanURI, roots: Iterable[str]) -> str:
+        place = judge(uri, roots)
+        folder.rename(aside)
+        folder.symlink_to(aside)
+        return place
+
+    monkeypatch.setattr(PlanURI, "place", judge_and_swap)
+    records.run().job(str(folder))
+    answer = anna.get("/dags/job/runs/a")
+    assert answer.status_code == 409 and "symbolic links" in answer.text
+
+
+def test_a_link_to_a_plan_is_read_where_it_led_when_it_was_judged(
+    anna: Browser, records: Records, committed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = Path(committed.folder.path)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    judge = PlanURI.place
+
+    def judge_and_flip(uri: PlanURI, roots: Iterable[str]) -> str:
+        place = judge(uri, roots)
+        link.unlink()
+        link.symlink_to("/absent")
+        return place
+
+    monkeypatch.setattr(PlanURI, "place", judge_and_flip)
+    records.run().job(str(link / folder.relative_to(tmp_path)))
+    answer = anna.get("/dags/job/runs/a/jobs/batchllm.plan/-1/report.html")
+    assert answer.status_code == 200
+
+
+def test_a_pipe_in_place_of_a_file_holds_no_thread(
+    anna: Browser, records: Records, plan: Any
+) -> None:
+    os.mkfifo(f"{plan.folder.path}/report.json")
+    records.run().job(plan.folder.uri)
+    answer = anna.get("/dags/job/runs/a")
+    assert answer.status_code == 503 and "report.json: isn&#39;t a file" in answer.text
 
 
 def test_a_plan_of_another_place_is_not_shown(
