@@ -12,8 +12,8 @@ from airflow.sdk import Context
 from batchllm_operator.errors import SpecError
 from batchllm_operator.operators.command import uris_and_counts
 from batchllm_operator.operators.metrics import send_stage
-from batchllm_operator.operators.pod_task import UID_PLACE
 from batchllm_operator.operators.pods.owner import LABEL
+from batchllm_operator.operators.pods.spec import UID_PLACE
 from batchllm_operator.operators.stage import BatchLLMStageOperator
 from batchllm_operator.spec import JobSpec, load_spec
 

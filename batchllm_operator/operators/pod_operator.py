@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
 from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
+from airflow.providers.cncf.kubernetes.utils.pod_manager import OnFinishAction
 from airflow.sdk import Context
 from kubernetes.client import ApiClient, CoreV1Api
 from kubernetes.client import models as k8s
@@ -26,6 +28,7 @@ from batchllm_operator.operators.pods.spec import (
     without_repetitions,
 )
 from batchllm_operator.operators.pods.watch import WatchLimits
+from batchllm_operator.operators.triggers import PodWatchTrigger
 
 Runner = Literal["local", "kubernetes"]
 
@@ -270,6 +273,24 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             stuck_s=self.stuck_timeout.total_seconds(),
             api_s=self.api_timeout.total_seconds(),
             poll_s=self.poll_interval,
+        )
+
+    def _trigger(self, pod: k8s.V1Pod, deadline: datetime | None) -> PodWatchTrigger:
+        """What watches a pod in the triggerer."""
+        return PodWatchTrigger(
+            pod_name=pod.metadata.name,
+            pod_namespace=pod.metadata.namespace,
+            pod_uid=pod.metadata.uid,
+            container_name=self.base_container_name,
+            limits=asdict(self._limits()),
+            kubernetes_conn_id=self.kubernetes_conn_id,
+            in_cluster=self.in_cluster,
+            cluster_context=self.cluster_context,
+            config_file=self.config_file,
+            deadline=deadline.isoformat() if deadline else None,
+            aws_conn_id=self.aws_conn_id,
+            connection_env=dict(self.connection_env or {}),
+            removes=self.on_finish_action == OnFinishAction.DELETE_POD,
         )
 
     @property

@@ -8,8 +8,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
-from datetime import datetime
 from typing import Any, ClassVar, Final
 
 from airflow.providers.cncf.kubernetes.pod_generator import make_safe_label_value
@@ -33,17 +31,16 @@ from batchllm_operator.operators.pods.attempt import (
 )
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.pods.owner import Attempt
-from batchllm_operator.operators.pods.spec import UID_VARIABLE, num_gpus, with_secret
+from batchllm_operator.operators.pods.spec import escaped, num_gpus, with_secret
 from batchllm_operator.operators.pods.watch import PodName, PodWatch
 from batchllm_operator.operators.tries import is_anothers, task_state, will_be_retried
 from batchllm_operator.operators.triggerer import when_triggerer_runs
-from batchllm_operator.operators.triggers import PodWatchTrigger, make_hook
-
-UID_PLACE: Final = f"$({UID_VARIABLE})"
-"""Among a pod's arguments: where Kubernetes puts the pod's UID."""
+from batchllm_operator.operators.triggers import make_hook
 
 _LAST_CALL_S, _SHORTEST_LAST_CALL_S = 4.0, 1.0
 """For removing a pod: Airflow gives a task that it kills five seconds."""
+_STATE_S: Final = 1.0
+"""Of these: for asking Airflow, which may be away, whose the pod is."""
 _REFUSED: Final = (400, 403, 404, 422)
 """What the API answers to a pod, or a namespace, that is wrong and will stay so."""
 
@@ -168,7 +165,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         except ValueError as error:
             raise AirflowFailException(str(error)) from error
         arguments = self.pod_command(context, pod.spec.termination_grace_period_seconds, gpus)
-        pod.spec.containers[0].args = [_escaped(each) for each in arguments]
+        pod.spec.containers[0].args = [escaped(each) for each in arguments]
         return with_secret(pod, name, variables) if self.has_secrets else pod
 
     def _pods(
@@ -180,8 +177,10 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         is_cleaning_up: bool = False,
     ) -> AttemptPods:
         """The cluster, for as long as the task isn't killed, or also then for cleaning up."""
+        # The last client, for a new one asks Airflow for the connection.
+        known = iter([self.client] if self._is_killed and "client" in vars(self) else ())
         return AttemptPods(
-            self._connect,
+            lambda: next(known, None) or self._connect(),
             namespace,
             attempt,
             self.base_container_name,
@@ -202,7 +201,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         if self._killed_at is not None:
             patience_s = self._last_call_s
         with self._telling_of_leftovers():
-            if is_anothers(task_state(context["ti"], self.log)):
+            if is_anothers(self._state(context)):
                 self.log.warning("Pod %s is left to another try of this task", end.pod_name)
                 return
             pods = self._pods(
@@ -299,7 +298,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             if is_retried:
                 self.log.warning("The worker is going; the next try takes the pod up")
             return is_retried
-        state = task_state(context["ti"], self.log)
+        state = self._state(context)
         if is_anothers(state):
             self.log.warning("Another try of this task lives (%s); the pod is left to it", state)
             return True
@@ -307,6 +306,9 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             self.log.warning("The worker is going; the next try takes the pod up")
             return True
         return False
+
+    def _state(self, context: Context) -> str | None:
+        return task_state(context["ti"], self.log, _STATE_S if self._is_killed else None)
 
     # Watching
 
@@ -332,29 +334,6 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         finally:
             self._watch = None
         return None if end.kind is EndKind.STOPPED and not self._is_over else end
-
-    def _trigger(self, pod: k8s.V1Pod, deadline: datetime | None) -> PodWatchTrigger:
-        """What watches a pod in the triggerer."""
-        return PodWatchTrigger(
-            pod_name=pod.metadata.name,
-            pod_namespace=pod.metadata.namespace,
-            pod_uid=pod.metadata.uid,
-            container_name=self.base_container_name,
-            limits=asdict(self._limits()),
-            kubernetes_conn_id=self.kubernetes_conn_id,
-            in_cluster=self.in_cluster,
-            cluster_context=self.cluster_context,
-            config_file=self.config_file,
-            deadline=deadline.isoformat() if deadline else None,
-            aws_conn_id=self.aws_conn_id,
-            connection_env=dict(self.connection_env or {}),
-            removes=self.on_finish_action == OnFinishAction.DELETE_POD,
-        )
-
-
-def _escaped(argument: str) -> str:
-    """As Kubernetes wants it, which puts variables for $(NAME) in arguments, and $ for $$."""
-    return argument if argument == UID_PLACE else argument.replace("$", "$$")
 
 
 def _refusal(what: str, error: ApiException) -> AirflowException:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 LIVE_STATES: Final = frozenset({"awaiting_input", "deferred", "running", "up_for_reschedule"})
@@ -13,18 +15,37 @@ cleared (`restarting`, none at all), or is yet to begin (`scheduled`, `queued`).
 UNKNOWN: Final = "unknown"
 
 
-def task_state(ti: Any, log: logging.Logger | Any) -> str | None:
+def task_state(ti: Any, log: logging.Logger | Any, limit_s: float | None = None) -> str | None:
     """The task's state in Airflow's database, None if it has none or isn't there any more.
 
-    `UNKNOWN` if Airflow doesn't say.
+    `UNKNOWN` if Airflow doesn't say, or not within `limit_s`.
     """
+    answers: SimpleQueue[Any] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(
+                ti.get_task_states(
+                    dag_id=ti.dag_id,
+                    task_ids=[ti.task_id],
+                    run_ids=[ti.run_id],
+                    map_index=ti.map_index,
+                )
+            )
+        # Whatever it is: the pods are seen to all the same.
+        except Exception as error:  # noqa: BLE001
+            answers.put(error)
+
+    if limit_s is None:
+        ask()
+    else:  # nothing else ends a question that waits for its answer
+        threading.Thread(target=ask, name="task state", daemon=True).start()
     try:
-        states = ti.get_task_states(
-            dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], map_index=ti.map_index
-        )
-    # Whatever it is: the pods are seen to all the same.
-    except Exception as error:  # noqa: BLE001
-        log.warning("Can't tell the state of this task: %s", error)
+        states = answers.get(timeout=limit_s)
+    except Empty:
+        states = TimeoutError(f"no answer within {limit_s:g} s")
+    if isinstance(states, Exception):
+        log.warning("Can't tell the state of this task: %s", states)
         return UNKNOWN
     state = next(iter(states.get(ti.run_id, {}).values()), None)
     return None if state is None else str(state)

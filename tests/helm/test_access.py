@@ -8,7 +8,7 @@ import pytest
 from helm_chart.rendering import NAMESPACE, Rendered, examples, notes, pod_templates, render
 
 WORKER = {
-    "pods": {"create", "get", "list", "delete"},
+    "pods": {"create", "get", "list", "patch", "delete"},
     "pods/log": {"get"},
 }
 TRIGGERER = {

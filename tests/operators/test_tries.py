@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from urllib3.exceptions import ReadTimeoutError
 
 from batchllm_operator.operators import BatchLLMGenerateOperator
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
+from batchllm_operator.operators.pods.owner import Attempt
 from batchllm_operator.operators.pods.watch import PodName, WatchLimits
 from batchllm_operator.operators.tries import LIVE_STATES, UNKNOWN, task_state
 from batchllm_operator.operators.triggers import PodWatchTrigger
@@ -111,6 +113,24 @@ def test_a_pod_goes_if_airflow_does_not_say_what_became_of_the_task(
     task.on_kill()
     with pytest.raises(ReleasedError):
         ends_with(task, given, AirflowException("killed"))
+
+
+def test_a_killed_task_waits_for_neither_airflow_nor_a_new_connection(
+    task: BatchLLMGenerateOperator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Airflow's API may be away, and the process has five seconds."""
+    given, answers = context(), threading.Event()
+    monkeypatch.setattr(given["ti"], "get_task_states", lambda **_: answers.wait(60))
+    monkeypatch.setattr(task, "_connect", lambda: pytest.fail("Airflow was asked"))
+    monkeypatch.setattr("batchllm_operator.operators.pod_task._STATE_S", 0.05)
+    vars(task)["client"] = client = object()
+    task.on_kill()
+    with pytest.raises(ReleasedError):
+        ends_with(task, given, AirflowException("killed"))
+    assert not answers.is_set()
+    answers.set()
+    attempt = Attempt("a", "b", 1, "01")
+    assert task._pods(attempt, "n", 1.0, is_cleaning_up=True).calls._api is client
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -15,6 +15,8 @@ from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
 from batchllm_operator.operators.pods.api_errors import (
+    CONFLICT,
+    FORBIDDEN,
     NOT_FOUND,
     is_over_quota,
     message_of,
@@ -91,7 +93,10 @@ class AttemptPods:
         while True:
             found, names = self._find(keep_dead=keep_dead)
             if found is not None:
-                return found, False
+                stamped = self._stamp(found)
+                if stamped is None:
+                    continue
+                return stamped, False
             for ordinal in itertools.count():
                 request = make(ordinal)
                 if request.metadata.name not in names:
@@ -135,6 +140,37 @@ class AttemptPods:
                 told = waits_for
                 self._log.info("Waiting until pod %s, which was told to stop, has gone", told)
             self.calls.pause(self._poll_s)
+
+    def _stamp(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
+        """Label a pod that is taken up as this try's, so that no earlier one deletes it.
+
+        Returns:
+            None if it has changed meanwhile, or has gone: look again.
+        """
+        metadata = pod.metadata
+        if (metadata.labels or {}).items() >= self._attempt.labels.items():
+            return pod
+        changes = {"resourceVersion": metadata.resource_version, "labels": self._attempt.labels}
+
+        def stamp(api: CoreV1Api, **limits: Any) -> Any:
+            try:
+                return api.patch_namespaced_pod(
+                    metadata.name, self._namespace, {"metadata": changes}, **limits
+                )
+            except ApiException as error:
+                if error.status in (CONFLICT, NOT_FOUND):
+                    return None
+                if error.status != FORBIDDEN:
+                    raise
+                self._log.warning(
+                    "Pod %s can't be labelled as this try's (%s): an earlier try that wakes up late"
+                    " might delete it. The Role needs the verb patch on pods",
+                    metadata.name,
+                    message_of(error),
+                )
+                return pod
+
+        return self.calls.retried(stamp)
 
     def _clear_beside(self, made: k8s.V1Pod) -> None:
         """Look for another try's pod once more: with another ordinal, the API refuses neither.

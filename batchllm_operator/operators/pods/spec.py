@@ -22,6 +22,8 @@ from batchllm_operator.operators.pods.settings import (
 
 UID_VARIABLE: Final = "BATCHLLM_POD_UID"
 """Environment variable in which a pod finds its own UID."""
+UID_PLACE: Final = f"$({UID_VARIABLE})"
+"""Among a pod's arguments: where Kubernetes puts the pod's UID."""
 
 _GPU_USER: Final = 10001
 _AIRFLOW_USER: Final = 50000
@@ -337,3 +339,8 @@ def _mounts(settings: PodSettings) -> list[k8s.V1VolumeMount]:
 def _last(items: Iterable[_Item] | None, key: Callable[[_Item], Any]) -> list[_Item] | None:
     """The last of each `key`, in order of first occurrence; None stays None."""
     return list({key(item): item for item in items}.values()) if items is not None else None
+
+
+def escaped(argument: str) -> str:
+    """As Kubernetes wants it, which puts variables for $(NAME) in arguments, and $ for $$."""
+    return argument if argument == UID_PLACE else argument.replace("$", "$$")

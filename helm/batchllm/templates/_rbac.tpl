@@ -3,7 +3,7 @@
 {{- define "batchllm.rules.worker" -}}
 - apiGroups: [""]
   resources: [pods]
-  verbs: [create, get, list, delete]
+  verbs: [create, get, list, patch, delete]
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]

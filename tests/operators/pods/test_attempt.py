@@ -129,6 +129,15 @@ class FakeApi:
         self.deletions.append(pod.metadata.uid)
         del self.pods[name]
 
+    def patch_namespaced_pod(self, name: str, namespace: str, body: Any, **options: Any) -> Any:
+        self.pods[name] = pod = copy.deepcopy(self.read_namespaced_pod(name))
+        metadata, changes = pod.metadata, body["metadata"]
+        if changes["resourceVersion"] != metadata.resource_version:
+            raise refusal(409, "Conflict")
+        metadata.labels = {**metadata.labels, **changes["labels"]}
+        metadata.resource_version += "1"
+        return pod
+
     def create_namespaced_secret(self, namespace: str, secret: Any, **options: Any) -> Any:
         if secret.metadata.name in self.secrets:
             raise refusal(409, "AlreadyExists")
@@ -286,6 +295,54 @@ def test_a_pod_that_appears_after_its_create_was_broken_off_is_deleted() -> None
     api.read_namespaced_pod = slow  # type: ignore[method-assign]
     killed_pods(api, attempt).delete(name, "")
     assert api.deletions == ["1"]
+
+
+def test_a_try_that_wakes_up_deletes_no_pod_that_a_later_one_has_taken_up() -> None:
+    """It made the pod, and knows its UID."""
+    api = FakeApi()
+    assert taken(api, EARLIER) == ("1", True)
+    assert taken(api, LATER) == ("1", False)
+    (name,) = api.pods
+    killed_pods(api, EARLIER).delete(name, "1")
+    killed_pods(api, EARLIER).delete_all(keep_dead=False)
+    with pytest.raises(SupersededError):
+        taken(api, EARLIER)
+    assert api.deletions == []
+    killed_pods(api, LATER).delete(name, "1")
+    assert api.deletions == ["1"]
+
+
+def test_an_earlier_try_does_not_take_a_pod_back() -> None:
+    """It looked before the later one took the pod up, and stood still."""
+    api = FakeApi()
+    assert taken(api, Attempt("a", "b", 0, "00")) == ("1", True)
+    seen = api.list_namespaced_pod
+
+    def look(*names: str, **options: Any) -> Any:
+        api.list_namespaced_pod = seen  # type: ignore[method-assign]
+        before = seen()
+        assert taken(api, LATER) == ("1", False)
+        return before
+
+    api.list_namespaced_pod = look  # type: ignore[method-assign]
+    with pytest.raises(SupersededError):
+        taken(api, EARLIER)
+    (pod,) = api.pods.values()
+    assert pod.metadata.labels == LATER.labels and api.deletions == []
+
+
+def test_a_pod_is_taken_up_also_where_it_may_not_be_labelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    api = FakeApi()
+    assert taken(api, EARLIER) == ("1", True)
+
+    def forbid(*args: Any, **options: Any) -> Any:
+        raise refusal(403, "Forbidden")
+
+    api.patch_namespaced_pod = forbid  # type: ignore[method-assign]
+    assert taken(api, LATER) == ("1", False)
+    assert [record for record in caplog.messages if "verb patch on pods" in record]
 
 
 def test_a_pod_that_never_appears_is_not_waited_for_for_ever() -> None:
