@@ -196,7 +196,7 @@ def test_a_pod_on_its_way_out_is_waited_for(shards: Shards) -> None:
 
 @in_triggerer
 def test_of_two_pods_of_an_attempt_one_is_kept(shards: Shards) -> None:
-    shards.plan(delay_s=0.1)
+    shards.plan(delay_s=0.3)  # it must still run when the next try looks
     name = abandoned(shards)
     pod: Any = shards.cluster.pod(name)
     labels = pod.metadata.labels
