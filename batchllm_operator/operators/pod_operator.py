@@ -91,7 +91,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             same way; see `credentials.Credentials.of` (templated).
         session_token_outlives_task: whether a session token among those is valid for longer than
             a pod may run. Otherwise a pod isn't given one: it would keep it when it expires.
-            A command in the worker gets one in any case, read anew by each try.
+            A command in the worker gets one in any case, which each try reads again.
         secret_names: Secrets of the namespace whose keys become variables in the pod.
         max_disruptions: pods that one try may lose to the cluster and replace; and how often it
             goes on when another run's attempt that took over has fallen silent.

@@ -173,7 +173,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
         self.log.info("Removing pod %s in namespace %s", self.pod_name, self.pod_namespace)
         try:
             await self._delete(self._limits.api_s)
-        # Whatever it is: nobody waits for this.
+        # Any error ends here: the trigger has been cancelled.
         except Exception as error:  # noqa: BLE001
             self.log.error("Pod %s couldn't be removed: %r", self.pod_name, error)
 

@@ -86,7 +86,7 @@ def attempt_name(number: int) -> str:
 def check_free(shard_folder: Folder, owner: str) -> None:
     """Make sure that the newest attempt isn't another owner's that gives signs, or by hand.
 
-    Whoever begins one beside it would fence it, and be fenced by its next try.
+    A second attempt would fence the first, whose next try would fence the second.
 
     Raises:
         FencedError: it is; says which.

@@ -18,7 +18,7 @@ from batchllm_operator.operators.pods.api_errors import is_passing, message_of
 
 _REQUEST_S: Final = 30.0
 _SHORTEST_REQUEST_S: Final = 0.5
-"""So that a request is sent even if nobody can wait for its answer any more."""
+"""So that a request is sent even if there is no time to wait for its answer."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _Answer = TypeVar("_Answer")
 

@@ -85,7 +85,7 @@ class Job:
     task_id: str
     runs: tuple[JobRun, ...]
     """At least one. The earliest partition first, in each the earliest attempt; before them runs
-    of which nobody knows the partition yet."""
+    whose partition is not known yet."""
     latest: JobRun
     """The latest attempt at the newest partition. One that has ended without a plan counts until a
     later run: its partition may never come, such as a mistyped one."""
