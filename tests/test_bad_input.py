@@ -244,10 +244,9 @@ def test_an_output_partition_of_somebody_else(job: Job) -> None:
     assert listing(job.out) == {f"ds={DS}/part-0.parquet": b"theirs"}
 
 
-def test_an_output_that_cannot_be_written(job: Job) -> None:
-    """A fault of the storage: a retry may help."""
+def test_an_output_that_is_a_file(job: Job) -> None:
     job.out.write_bytes(b"a file where the folder should be")
-    assert_refused(job.plan(), 1, str(job.out))
+    assert_refused(job.plan(), 2, "output.uri", str(job.out))
     assert job.out.read_bytes() == b"a file where the folder should be"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 import pytest
+from conftest import Batchllm
 from prometheus_client.parser import text_string_to_metric_families
 from support.demo_job import wait_until
 from support.fake_job import DS, document_rows, fake_spec, write_table
@@ -114,12 +115,9 @@ def test_a_wrong_address_is_refused(
     variable: str,
     named: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    batchllm: Batchllm,
 ) -> None:
-    from batchllm_operator.cli import main
-
     monkeypatch.setenv(ADDRESS_VARIABLE, variable)
-    with pytest.raises(SystemExit) as caught:
-        main(["run", "--plan", "nowhere", "--shard", "0", *arguments])
-    assert caught.value.code == 2
-    assert named in capsys.readouterr().err
+    refused = batchllm("run", "--plan", "nowhere", "--shard", "0", *arguments)
+    assert refused.code == 2
+    assert named in refused.err

@@ -157,7 +157,9 @@ def test_models_and_gpus_that_are_not_known_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "batchllm_operator.simulate.vllm_scheduling", raising=False)
+    ours = ("batchllm_operator.simulate.vllm_scheduling", "batchllm_operator.simulate.vllm_config")
+    for name in [each for each in sys.modules if each in ours or each.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)  # that another test has imported
     monkeypatch.setitem(sys.modules, "vllm", None)
     options = SimulationOptions()
     with pytest.raises(MissingLibraryError, match="extra `gpu` or `cpu`: pip install"):
