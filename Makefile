@@ -26,7 +26,7 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo airflow test test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
+.PHONY: help setup demo airflow test test-all test-rest test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,8 +40,15 @@ demo: setup ## Run the DAG daily_snippets for one date on a small lake table
 airflow: setup ## Run Airflow with the example DAGs here until Ctrl-C (PORT=8080)
 	@bash scripts/airflow.sh
 
-test: setup ## Run all tests, in two processes
-	$(call PYTEST,$(BIN))
+test: setup ## Run the tests of every change: each layer on real parts, once
+	$(call PYTEST,$(BIN)) --durations=10 --durations-min=0
+
+test-all: test test-rest ## Run all tests
+
+test-rest: setup ## Run what test-all has and test hasn't: tests/**/full, and the examples of property tests
+	$(call PYTEST,$(BIN)) --hypothesis-profile=full $(shell find tests -type d -name full)
+	$(call PYTEST,$(BIN)) --hypothesis-profile=full -m hypothesis \
+	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
 
 test-compat: ## Run what touches vLLM with the oldest version that is tested, in .venv-compat
 	@scripts/setup.sh compat

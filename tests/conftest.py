@@ -15,8 +15,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support.fork_server import ForkServer
 
-settings.register_profile("batchllm", deadline=None)  # no test depends on how fast the machine is
+# No test depends on how fast the machine is. `make test` tries the same few examples each time,
+# `make test-all` (--hypothesis-profile=full) as many as a test asks for.
+settings.register_profile("full", deadline=None)
+settings.register_profile("batchllm", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("batchllm")
 
 # Read once, when these libraries are imported: no test may reach for a model on the hub.
@@ -96,6 +100,26 @@ def batchllm(capsys: pytest.CaptureFixture[str]) -> Iterator[Batchllm]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     logging.getLogger("batchllm_operator").setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[ForkServer]:
+    """Starts `batchllm` commands as processes (module `batchllm_operator.cli`), without imports.
+
+    Not for those that start vLLM.
+    """
+    stages = ("plan", "run_command", "commit", "verify", "report_command", "status_command")
+    server = ForkServer("s3fs", *(f"batchllm_operator.pipeline.{each}" for each in stages))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[ForkServer]:
+    """The same for commands that start vLLM, and for other modules that do."""
+    server = ForkServer("batchllm_operator.pipeline.run", "batchllm_operator.engine.vllm_engine")
+    yield server
+    server.close()
 
 
 @pytest.fixture

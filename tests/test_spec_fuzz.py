@@ -13,6 +13,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.levels import examples
 
 from batchllm_operator.errors import BatchLLMError, SpecError
 from batchllm_operator.pipeline.plan import plan_job
@@ -128,7 +129,7 @@ def read(reader: Any, *args: Any, **kwargs: Any) -> JobSpec | None:
 
 
 @given(fields=specs())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @example(FULL)
 def test_fields_of_any_kind(fields: dict[str, Any]) -> None:
     spec = read(parse_spec, fields, source="job")
@@ -136,7 +137,7 @@ def test_fields_of_any_kind(fields: dict[str, Any]) -> None:
 
 
 @given(text=st.text() | st.binary(max_size=60).map(lambda data: data.decode("latin-1")))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_text_that_is_hardly_json(text: str) -> None:
     assert read(parse_spec_json, text, source="--job-json") is None
 
@@ -155,7 +156,7 @@ WHOLE = yaml.safe_dump(FULL).encode()
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_file_with_a_part_changed(job_file: Path, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(WHOLE)))
     end = data.draw(st.integers(start, min(len(WHOLE), start + 20)))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention_cases import AttentionCase, Group, make_case
+from support.levels import examples
 
 from batchllm_kernels.prefix_attention import (
     ArchConfig,
@@ -163,7 +164,7 @@ def nested_batches(draw: st.DrawFn) -> PagedBatch:
     return PagedBatch(starts, torch.tensor(seq_lens, dtype=torch.int32), table)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(nested_batches(), st.just(CONFIG) | configs)
 def test_groups_are_those_of_the_reference(batch: PagedBatch, config: ArchConfig) -> None:
     limits = BatchLimits(batch.num_requests, int(batch.query_start_loc[-1]))

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 from support.spilling import file_size_limit
 
 from batchllm_operator.errors import KeyColumnError
@@ -223,7 +224,7 @@ def test_a_column_of_nulls_only(tmp_path: Path) -> None:
     assert "'id' is null in 3 rows, such as row 0, 1, 2 (" in message
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.text("ab:1", max_size=3), st.integers(0, 3)), max_size=30),
     st.integers(1, 2000),

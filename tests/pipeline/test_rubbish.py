@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.levels import examples
 
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import BatchLLMError, FencedError, PlanError
@@ -84,7 +85,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_ledger_of_rubbish_is_empty_or_right(shard: Folder, data: st.DataObject) -> None:
     whole = shard.read_bytes("whole.json")
     content = data.draw(st.one_of(rubbish(whole), st.sampled_from([DEEP, HALF_A_PAIR])))
@@ -137,7 +138,7 @@ def test_a_shards_report_is_whole_or_refused(plan: StoredPlan, data: st.DataObje
 
 
 @given(data=st.data(), is_sealed=st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_manifest_is_whole_or_refused(
     plan: StoredPlan, data: st.DataObject, is_sealed: bool
 ) -> None:

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.levels import examples
 
 from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.errors import BatchLLMError, PlanError
@@ -192,7 +193,7 @@ def test_a_damaged_file_of_an_earlier_day_costs_only_its_use(
 
 
 @given(data=st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_in_the_place_of_a_shard(job: Job, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(FILES))
     whole = job.second.folder.read_bytes(name)

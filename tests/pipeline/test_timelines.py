@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 
 from batchllm_operator.lake import Folder
 from batchllm_operator.pipeline import timelines
@@ -87,7 +88,7 @@ def test_a_valley_is_a_small_step_while_requests_wait(tmp_path: Path) -> None:
     assert sum(found.valley) * found.bin_s == pytest.approx(3.0, abs=1e-2)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     st.lists(st.tuples(st.floats(1e-3, 10), st.integers(0, CHUNK)), min_size=1, max_size=600),
     st.integers(1, 40),

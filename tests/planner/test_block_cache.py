@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import TokenTable, build_prefix_tree, cached_tokens
@@ -36,7 +37,7 @@ def found_in_dictionary(
     return found
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(PROMPTS, st.integers(1, 4), st.integers(1, 12), st.randoms(use_true_random=False))
 @example([[0, 0], [0, 0]], 2, 5, None)
 @example([[], []], 1, 1, None)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import (
@@ -70,7 +71,7 @@ def check_tree(prompts: list[list[int]], tree: PrefixTree, block_size: int) -> N
     assert tree.num_nodes == 1 + len(prompts) + len(expected)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(PROMPTS, st.integers(1, 4), st.sampled_from([8, 10, HASH_BITS]))
 @example([], 4, HASH_BITS)
 @example([[], []], 4, HASH_BITS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 
 from batchllm_operator.planner import (
     PrefixTree,
@@ -81,7 +82,7 @@ def best_by_table(tree: PrefixTree) -> int:
     return int(table[0, 0])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=8).filter(
         lambda prompts: len(shared_prefixes(prompts)) <= 9
@@ -101,7 +102,7 @@ def test_no_choice_of_prefixes_saves_more(prompts: list[list[int]]) -> None:
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(layered_prompts())
 def test_saves_what_the_recurrence_says(prompts: list[list[int]]) -> None:
     tokens = TokenTable.from_lists(prompts)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import PrefixTree, TokenTable, build_prefix_tree
@@ -74,7 +75,7 @@ def test_tree_equals_brute_force(prompts: list[list[int]]) -> None:
     check_tree(prompts, build_prefix_tree(TokenTable.from_lists(prompts)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 2**32 - 1), st.sampled_from([3, 400, 2**31 - 1]))
 def test_wide_nodes_are_sorted_by_radix(seed: int, num_token_ids: int) -> None:
     generator = np.random.default_rng(seed)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import (
@@ -108,7 +109,7 @@ def plan(prompts: list[list[int]]) -> tuple[PrefixGroups, TokenTable, int]:
     return maximize_reuse(tree), tokens, tree.num_distinct_prefix_tokens
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(PROMPTS | layered_prompts())
 @example([])
 @example([[], []])

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 from support.runahead import COST, CPU_COST
 
 from batchllm_operator.errors import PlanError
@@ -154,7 +155,7 @@ group_loads = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(group_loads, min_size=1, max_size=5), st.integers(2, 3), st.integers(0, 3))
 def test_no_set_of_groups_is_better_than_the_chosen_one(
     groups: list[GroupLoad], num_replicas: int, link: int
@@ -185,7 +186,7 @@ def test_no_set_of_groups_is_better_than_the_chosen_one(
         assert found.policy == ("recompute" if found.recompute_idxs else "whole_group")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(group_loads, min_size=1, max_size=6), st.integers(2, 4), st.integers(0, 3))
 def test_no_policy_for_all_groups_is_better_by_more_than_the_margin(
     groups: list[GroupLoad], num_replicas: int, link: int
@@ -207,7 +208,7 @@ def test_without_a_chain_one_group_may_be_recomputed_and_the_others_whole() -> N
     assert choose([GROUP] * 2, chain).recompute_idxs == ()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(group_loads, min_size=1, max_size=6), st.integers(2, 3))
 def test_fewer_chains_are_taken_where_the_makespan_hardly_grows(
     groups: list[GroupLoad], num_replicas: int

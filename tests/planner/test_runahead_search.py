@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 from support.runahead import COST, CPU_COST, chains
 
 from batchllm_operator.errors import PlanError
@@ -45,7 +46,7 @@ def cases(draw: st.DrawFn) -> tuple[Chain, int, int]:
     return chain, num_tokens, p
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(cases())
 def test_the_searched_split_is_within_2_percent_of_the_best(case: tuple[Chain, int, int]) -> None:
     chain, num_tokens, p = case

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import (
@@ -65,7 +66,7 @@ def assert_equal(tree: PrefixTree, expected: PrefixTree) -> None:
         assert getattr(tree, name).tolist() == getattr(expected, name).tolist(), name
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     layered_prompts(),
     st.integers(1, 6),

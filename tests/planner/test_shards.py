@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import (
@@ -120,7 +121,7 @@ def smallest_fair_limit(large: list[tuple[list[float], float]], total: float, sh
     raise AssertionError("the whole groups are within the last limit")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(costed_groups(), st.integers(1, 9))
 def test_large_groups_are_cut_into_the_fewest_fair_parts(
     case: tuple[PrefixGroups, np.ndarray, np.ndarray], num_shards: int

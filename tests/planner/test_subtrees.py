@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import (
@@ -100,7 +101,7 @@ def order_by_definition(
     return listed(list(range(len(groups))), 1)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(layered_prompts(), st.integers(1, 8))
 def test_order_is_the_defined_one(prompts: list[list[int]], min_shared_tokens: int) -> None:
     groups, tree, _ = plan(prompts)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 from support.prompt_texts import FRAGMENTS, family, long_text, texts, whole
 from support.tokenizer_families import CORPUS, FAMILIES
 from tokenizers import Tokenizer
@@ -37,7 +38,7 @@ def cut_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts)
 def test_any_text_cut_at_all_safe_places(name: str, cut_everywhere: None, text: str) -> None:
     tokenizer = family(name)
@@ -47,7 +48,7 @@ def test_any_text_cut_at_all_safe_places(name: str, cut_everywhere: None, text: 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(batch=st.lists(texts, min_size=1, max_size=4))
 def test_any_texts_made_of_words(name: str, batch: list[str]) -> None:
     """Texts of less than a piece: unknown words in one call, known ones from what is kept."""
@@ -59,7 +60,7 @@ def test_any_texts_made_of_words(name: str, batch: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prefix=texts, at=st.integers(0, 60), rests=st.lists(texts, max_size=4), data=st.data())
 def test_prompts_that_share_a_start_which_ends_anywhere(
     name: str, cut_everywhere: None, prefix: str, at: int, rests: list[str], data: st.DataObject

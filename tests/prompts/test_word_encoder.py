@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.levels import examples
 from support.prompt_texts import family, texts, whole
 from support.tokenizer_families import FAMILIES
 from tokenizers import AddedToken, Tokenizer
@@ -46,7 +47,7 @@ def test_a_token_that_begins_in_a_word_and_ends_in_the_separator() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(batch=st.lists(texts, max_size=5))
 def test_texts_one_after_the_other_and_together(name: str, batch: list[str]) -> None:
     tokenizer = family(name)

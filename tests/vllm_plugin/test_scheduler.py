@@ -9,6 +9,7 @@ import support.engine_steps as harness
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.engine_steps import BLOCK_SIZE, EngineSteps
+from support.levels import examples
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.simulate.machine import POLICIES
@@ -399,7 +400,7 @@ def jobs(draw: st.DrawFn) -> list[dict[str, int]]:
     )
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(
     groups=jobs(), chunk=st.sampled_from([16, 64, 300]), lag=st.integers(0, 1), pace=st.booleans()
 )
@@ -428,7 +429,7 @@ def test_with_true_lengths_nothing_is_preempted_or_computed_twice(
     assert engine.preempted == []
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(
     groups=jobs(),
     chunk=st.sampled_from([16, 64, 300]),
