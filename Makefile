@@ -26,7 +26,7 @@ DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo airflow test test-all test-rest test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
+.PHONY: help setup demo airflow test test-all test-rest test-times test-compat test-airflow lint helm helm-readme screenshots format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,10 @@ test-rest: setup ## Run what test-all has and test hasn't: tests/**/full, and th
 	$(call PYTEST,$(BIN)) --hypothesis-profile=full $(shell find tests -type d -name full)
 	$(call PYTEST,$(BIN)) --hypothesis-profile=full -m hypothesis \
 	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
+
+test-times: setup ## Run make test and name the files over their budgets (tests/budgets.toml)
+	$(call PYTEST,$(BIN)) -o junit_family=xunit1 --junit-xml=build/test-times.xml
+	$(BIN)/python scripts/test_times.py build/test-times.xml
 
 test-compat: ## Run what touches vLLM with the oldest version that is tested, in .venv-compat
 	@scripts/setup.sh compat

@@ -76,9 +76,10 @@ make_venv() {
   [[ -e $venv ]] || "$PYTHON" -m venv "$venv"
 }
 
-# pip's warnings are about its configuration, never about this project: errors only (-qq).
+# pip's warnings are about its configuration, never about this project: errors only (-qq). Python compiles
+# what is imported; to compile all of torch, vLLM and Airflow would be a third of the set-up.
 pip_install() {
-  "$venv/bin/python" -m pip install -qq --no-input --no-deps "$@"
+  "$venv/bin/python" -m pip install -qq --no-input --no-deps --no-compile "$@"
 }
 
 # The label +cpu makes it impossible to get a CUDA build, wherever pip looks.
