@@ -108,8 +108,9 @@ def commands() -> Iterator[ForkServer]:
 
     Not for those that start vLLM.
     """
-    stages = ("plan", "run_command", "commit", "verify", "report_command", "status_command")
-    server = ForkServer("s3fs", *(f"batchllm_operator.pipeline.{each}" for each in stages))
+    stages = ("plan", "run", "commit", "verify", "report_command", "status_command")
+    modules = ("s3fs", "batchllm_operator.metrics")
+    server = ForkServer(*modules, *(f"batchllm_operator.pipeline.{each}" for each in stages))
     yield server
     server.close()
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.fork_server import ForkServer
+from support.forked_children import fork_children
 from support.kubernetes.cluster import Cluster
 from support.kubernetes.fixtures import cluster, kubernetes_backend
 from support.kubernetes.wire import Wire
@@ -15,8 +17,15 @@ __all__ = ["api", "cluster", "kubernetes_backend", "shards"]
 
 
 @pytest.fixture(params=MODES)
-def shards(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> Iterator[Shards]:
+def shards(
+    request: pytest.FixtureRequest,
+    cluster: Cluster,
+    commands: ForkServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Shards]:
     """Tasks that wait in the worker, and tasks that wait in the triggerer."""
+    fork_children(commands, monkeypatch)
     made = Shards(cluster, tmp_path / "lake", request.param)
     yield made
     made.close()

@@ -12,7 +12,7 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 from helm_chart.rendering import render
 from kubernetes.client import ApiClient
-from support.kubernetes.cluster import Cluster
+from support.kubernetes.cluster import Cluster, python_image
 from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance
 
@@ -39,6 +39,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> None:
 @in_triggerer
 def test_no_credential_is_seen(shards: Shards, capfd: pytest.CaptureFixture[str]) -> None:
     shards.plan(delay_s=0.05)
+    shards.cluster.agent.add_image("job:1", python_image())  # a start from cold, for /proc
     ti = TaskInstance()
     run = shards.start(ti, **ARGUMENTS)
     name = shards.pod()
@@ -163,6 +164,7 @@ def test_a_secret_is_renewed_by_requests_that_are_each_made_once(
 @in_triggerer
 def test_existing_secrets_are_only_referred_to(shards: Shards) -> None:
     shards.plan(delay_s=0.05)
+    shards.cluster.agent.add_image("job:1", python_image())  # a start from cold, for /proc
     shards.cluster.create_secret("s3-lake", {"AWS_SECRET_ACCESS_KEY": KEY})
     run = shards.start(secret_names=["s3-lake"])
     name = shards.pod()

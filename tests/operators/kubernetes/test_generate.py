@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from support.fork_server import ForkServer
 from support.health import api_server, health
 from support.kubernetes.cluster import python_image
 from support.kubernetes.images import Image
@@ -35,10 +36,11 @@ def test_a_shard_is_generated_in_a_pod(shards: Shards, capfd: pytest.CaptureFixt
 
 
 def test_progress_is_in_the_log_while_the_pod_runs(
-    shards: Shards, capfd: pytest.CaptureFixture[str]
+    shards: Shards, commands: ForkServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shards.plan(delay_s=0.05)
-    shards.cluster.agent.add_image("job:1", python_image(BATCHLLM_PROGRESS_INTERVAL_S="0.1"))
+    image = python_image(commands, BATCHLLM_PROGRESS_INTERVAL_S="0.1")
+    shards.cluster.agent.add_image("job:1", image)
     run = shards.start()
     seen = ""
 
@@ -268,13 +270,13 @@ def test_an_image_that_cannot_be_pulled(shards: Shards, image: str) -> None:
 
 
 @in_triggerer
-def test_an_image_that_is_pushed_in_time(shards: Shards) -> None:
+def test_an_image_that_is_pushed_in_time(shards: Shards, commands: ForkServer) -> None:
     shards.plan()
     run = shards.start(image="late:1")
     shards.wait(shards.live, "a pod")
     (pod,) = shards.live()
     shards.wait(lambda: shards.cluster.waiting_reason(pod.metadata.name), "it to fail")
-    shards.cluster.agent.add_image("late:1", python_image())
+    shards.cluster.agent.add_image("late:1", python_image(commands))
     run.wait()
     shards.check_whole()
 

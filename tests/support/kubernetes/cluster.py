@@ -20,6 +20,7 @@ import pytest
 import yaml
 from kubernetes import client as kube
 from kubernetes import config as kube_config
+from support.fork_server import ForkServer
 from support.kubernetes.api_server import ApiServer
 from support.kubernetes.controllers import Controllers
 from support.kubernetes.flaky_proxy import FlakyProxy
@@ -41,14 +42,17 @@ class Backend:
     has_nodes: bool = False
 
 
-def python_image(**environment: str) -> Image:
-    """An image with this Python, and the packages that it can import here."""
+def python_image(commands: ForkServer | None = None, **environment: str) -> Image:
+    """An image with this Python, and the packages that it can import here.
+
+    `commands` saves its `batchllm` the imports.
+    """
     known = {
         "PATH": f"{Path(sys.executable).parent}:{DEFAULT_PATH}",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "LANG": "C.UTF-8",
     }
-    return Image(environment={**known, **environment})
+    return Image(environment={**known, **environment}, commands=commands)
 
 
 class Cluster:

@@ -2,8 +2,9 @@
 
 Each runs in a session of its own, with the environment that it is given and two variables that
 container runtimes set: HOSTNAME, and `container`, by which even processes that left the session are
-found. There is no pid namespace: a program that handles no SIGTERM ends by it here, where as
-process 1 of a real container it would go on until SIGKILL.
+found (not the forks of a forked `batchllm`: /proc has what a program was started with). There is no
+pid namespace: a program that handles no SIGTERM ends by it here, where as process 1 of a real
+container it would go on until SIGKILL.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.fork_server import ForkedProcess, ForkServer
 from support.kubernetes.container_log import ContainerLog
 
 START_ERROR = 128  # the exit code of a container whose command couldn't be started
@@ -30,6 +32,7 @@ class Command:
     environment: Mapping[str, str]
     folder: Path
     identity: str  # of the container, unique on this machine
+    commands: ForkServer | None = None  # forks what would be started as `batchllm`
 
 
 class StartError(Exception):
@@ -39,7 +42,12 @@ class StartError(Exception):
 class Container:
     """A process and its log. `exited` ends when nothing of it is left and the log is whole."""
 
-    def __init__(self, process: asyncio.subprocess.Process, identity: str, log: ContainerLog):
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process | ForkedProcess,
+        identity: str,
+        log: ContainerLog,
+    ) -> None:
         self._process = process
         self._identity = identity
         self.log = log
@@ -54,19 +62,9 @@ class Container:
             StartError: There is no such program, or it can't be run.
         """
         program = _program(command)
-        environment = {**command.environment, "container": command.identity}
         reading, writing = os.pipe()
         try:
-            process = await asyncio.create_subprocess_exec(
-                program,
-                *command.arguments[1:],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=writing,
-                stderr=writing,
-                env=environment,
-                cwd=command.folder,
-                start_new_session=True,
-            )
+            process = await _start(program, command, writing)
         except OSError as error:
             os.close(reading)
             raise StartError(_start_message(command, str(error))) from error
@@ -80,7 +78,7 @@ class Container:
         """Write the log until the process has ended; return the exit code."""
         output = asyncio.create_task(self._copy_output(reading))
         try:
-            code = await self._process.wait()
+            code = await _code(self._process)
         finally:
             await self._sweep()  # a container ends with its first process
         await output
@@ -106,7 +104,7 @@ class Container:
     def terminate(self) -> None:
         """Ask the first process to end."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+            os.kill(self._process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill every process of the container."""
@@ -137,6 +135,46 @@ def _program(command: Command) -> str:
             _start_message(command, f'exec: "{name}": executable file not found in $PATH')
         )
     return found
+
+
+async def _start(
+    program: str, command: Command, output: int
+) -> asyncio.subprocess.Process | ForkedProcess:
+    """The process; only a command line that begins with `batchllm` is forked."""
+    environment = {**command.environment, "container": command.identity}
+    arguments = command.arguments[1:]
+    if command.commands is not None and command.arguments[0] == "batchllm":
+        return command.commands.start(
+            "batchllm_operator.cli",
+            arguments,
+            env=environment,
+            cwd=command.folder,
+            stdout=output,
+            stderr=output,
+        )
+    return await asyncio.create_subprocess_exec(
+        program,
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        cwd=command.folder,
+        start_new_session=True,
+    )
+
+
+async def _code(process: asyncio.subprocess.Process | ForkedProcess) -> int:
+    """The exit code, once it has ended."""
+    if not isinstance(process, ForkedProcess):
+        return await process.wait()
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(process)
+    return process.wait()
 
 
 def _start_message(command: Command, why: str) -> str:

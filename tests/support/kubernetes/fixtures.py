@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.fork_server import ForkServer
 from support.kubernetes.api_server import ApiServer
 from support.kubernetes.cluster import Backend, Cluster, python_image
 
@@ -27,19 +28,21 @@ def kubernetes_backend(
 
 
 @contextmanager
-def opened_cluster(backend: Backend, folder: Path) -> Iterator[Cluster]:
-    """A namespace with a node that knows the image `job:1`, which has this Python."""
+def opened_cluster(
+    backend: Backend, folder: Path, commands: ForkServer | None = None
+) -> Iterator[Cluster]:
+    """A namespace with a node that knows the image `job:1`; see `python_image`."""
     cluster = Cluster(backend, folder)
     try:
         if not backend.has_nodes:
-            cluster.agent.add_image("job:1", python_image())
+            cluster.agent.add_image("job:1", python_image(commands))
         yield cluster
     finally:
         cluster.close()
 
 
 @pytest.fixture
-def cluster(kubernetes_backend: Backend, tmp_path: Path) -> Iterator[Cluster]:
+def cluster(kubernetes_backend: Backend, tmp_path: Path, commands: ForkServer) -> Iterator[Cluster]:
     """A cluster of the test's own."""
-    with opened_cluster(kubernetes_backend, tmp_path) as opened:
+    with opened_cluster(kubernetes_backend, tmp_path, commands) as opened:
         yield opened

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from support.fork_server import ForkServer
+
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _REFERENCE = re.compile(
     r"^(?:(?:[A-Za-z0-9.-]+)(?::\d+)?/)?[a-z0-9]+(?:[._/-]+[a-z0-9]+)*"
@@ -18,7 +20,8 @@ class Image:
     """What an image brings: its environment and its command.
 
     A pod's `command` takes the place of `entrypoint`, its `args` that of `cmd`. `replaced_command`
-    runs whatever the pod says, for containers that don't do what they were asked to.
+    runs whatever the pod says, for containers that don't do what they were asked to. Its `batchllm`
+    is forked from `commands`, if there are any.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -26,6 +29,7 @@ class Image:
     cmd: Sequence[str] = ()
     working_dir: str = ""
     replaced_command: Sequence[str] | None = None
+    commands: ForkServer | None = None
 
     def command(self, command: Sequence[str], args: Sequence[str]) -> list[str]:
         """What a container with these fields runs."""

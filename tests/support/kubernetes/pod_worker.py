@@ -221,7 +221,7 @@ class PodWorker:
         if not folder.is_dir():  # a runtime makes it, in the container's own files
             folder = root / folder.relative_to("/")
             folder.mkdir(parents=True, exist_ok=True)
-        return Command(arguments, environment, folder, f"{uuid.uuid4()}")
+        return Command(arguments, environment, folder, f"{uuid.uuid4()}", image.commands)
 
     def _message_file(self, spec: Object) -> Path:
         folder = self._folder / "messages"

@@ -1,0 +1,49 @@
+"""The child processes of operators, without the imports of `batchllm`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+from support.fork_server import ForkServer
+
+from batchllm_operator.operators import child
+
+
+def fork_children(commands: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let operators in this process fork what they would start."""
+
+    def popen(argv: Sequence[str], *, env: Mapping[str, str], **options: Any) -> _Child:
+        return _Child(commands, argv, env)
+
+    pipes = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL")}
+    monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=popen, **pipes))
+
+
+class _Child:
+    """What `child.ChildProcess` uses of `subprocess.Popen`."""
+
+    def __init__(self, commands: ForkServer, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        module = argv.index("-m") + 1
+        arguments = list(argv[module + 1 :])
+        arguments[arguments.index("--die-with-parent") + 1] = str(commands.pid)
+        out, stdout = os.pipe()
+        err, stderr = os.pipe()
+        process = commands.start(argv[module], arguments, env=env, stdout=stdout, stderr=stderr)
+        os.close(stdout)
+        os.close(stderr)
+        self.stdout, self.stderr = _lines(out), _lines(err)
+        self.pid, self.poll, self.wait = process.pid, process.poll, process.wait
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+
+def _lines(descriptor: int) -> IO[str]:
+    return os.fdopen(descriptor, encoding="utf-8", errors="replace")
