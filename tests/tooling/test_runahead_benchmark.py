@@ -1,16 +1,15 @@
-"""The benchmark of runahead: who does what, what is compared, and a small run."""
+"""The benchmark of runahead: who does what, and what is compared."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.benchmark_modules import load, run
+from support.benchmark_modules import load
 
 main = load("runahead.__main__")
 work = load("runahead.work")
@@ -103,29 +102,3 @@ def test_targets_compare_with_the_better_of_the_others() -> None:
     assert (regret["measured"], regret["is_met"]) == (round(8 / 7, 3), False)
     for each in main.targets([], {}):
         assert (each["measured"], each["is_met"]) == (None, None)
-
-
-def test_a_small_run_gives_equal_tokens_whoever_computes_the_prefix(tmp_path: Path) -> None:
-    if len(main.os.sched_getaffinity(0)) < 2:
-        pytest.skip("two replicas need two cores")
-    arguments = (
-        "--groups",
-        "1",
-        "3",
-        "--repetitions",
-        "1",
-        "--prefix-tokens",
-        "256",
-        "--members",
-        "2",
-    )
-    report = run(tmp_path, "runahead", *arguments)
-    policies = {(each["groups"], each["policy"]) for each in report["rows"]}
-    assert policies >= {(groups, policy) for groups in (1, 3) for policy in main.POLICIES}
-    for each in report["rows"]:
-        assert each["tokens_equal"], each
-        assert each["failures"] == []
-        assert 0 < each["ttft_s"] < each["makespan_s"]
-    assert report["num_distinct_outputs"] > report["num_outputs"] // 2, "else equal says nothing"
-    assert sum(report["split"]) == 256
-    assert set(report["choices"]) == {"1", "3"}
