@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import select
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine.test_placing import group
+from support.fork_server import ForkedProcess, ForkServer
 
 from batchllm_operator.engine import (
     ChainedGroup,
@@ -77,7 +80,7 @@ class Doubles:
 
 
 @pytest.fixture
-def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles]:
+def cold_doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles]:
     monkeypatch.setattr(replica_process, "_MODULE", "support.replica_double")
     monkeypatch.setattr(replica_process, "_END_STARTING_S", 60.0)  # a busy machine
     folders = [str(TESTS), os.environ.get("PYTHONPATH", "")]
@@ -86,6 +89,22 @@ def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles
     yield found
     for engine in found.opened:
         engine.close()
+
+
+@pytest.fixture
+def doubles(
+    cold_doubles: Doubles, commands: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> Doubles:
+    """The same, forked."""
+
+    def fork(command: list[str], *, pass_fds: list[int], **options: Any) -> ForkedProcess:
+        # Their end of the socket comes as standard output, which doubles don't use.
+        arguments = ["1", command[-1]]
+        return commands.start(command[3], arguments, env=options["env"], stdout=pass_fds[0])
+
+    popen = SimpleNamespace(Popen=fork, TimeoutExpired=subprocess.TimeoutExpired, DEVNULL=0)
+    monkeypatch.setattr(replica_process, "subprocess", popen)
+    return cold_doubles
 
 
 def texts(outputs: list[EngineOutput]) -> dict[int, str | None]:
@@ -279,11 +298,11 @@ def test_replicas_that_dont_end_share_the_time_that_they_are_given(
 
 
 def test_nothing_in_the_working_directory_shadows_a_package(
-    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cold_doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    doubles.start()
-    path = doubles.told(1)[0][1]["path"]
+    cold_doubles.start()
+    path = cold_doubles.told(1)[0][1]["path"]
     assert not {"", ".", str(tmp_path)} & set(path)
 
 
