@@ -3,8 +3,9 @@ PYTHON ?= python3.11
 export PYTHON
 BIN := .venv/bin
 PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
-COMPAT_TESTS := tests/engine tests/simulate tests/vllm_plugin \
-  tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py tests/e2e/test_attention_outputs.py
+COMPAT_TESTS := $(addprefix tests/engine/test_,arguments.py vllm_attention.py vllm_logs.py) tests/vllm_plugin \
+  tests/simulate/test_vllm_scheduling.py tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py \
+  tests/e2e/test_attention_outputs.py
 # What calls Airflow itself: its scheduler, triggerer and API server run DAGs, in pods too. Long files first, see below.
 AIRFLOW_TESTS := tests/dags/test_standalone_pods.py tests/dags/test_dags.py $(wildcard tests/operators/test_*.py) \
   tests/report/web

@@ -117,8 +117,8 @@ def commands() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[ForkServer]:
-    """The same for commands that start vLLM, and for other modules that do."""
-    server = ForkServer("batchllm_operator.pipeline.run", "batchllm_operator.engine.vllm_engine")
+    """The same for commands that start vLLM, and for modules in tests/ that do."""
+    server = ForkServer("support.engine_imports")
     yield server
     server.close()
 

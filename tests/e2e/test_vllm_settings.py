@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from support.demo_job import DS, Demo
+from support.demo_job import DS, OFFLINE, Demo
 from support.fake_job import fake_spec
 
 from batchllm_operator.engine import EngineJob
@@ -72,9 +75,11 @@ def test_every_setting_reaches_vllm(demo: Demo) -> None:
 
 
 def test_defaults_suit_a_cpu(demo: Demo) -> None:
-    engine = show(demo)["engine"]
+    engine = show(demo, engine={"kv_cache_memory_bytes": None})["engine"]
     assert (engine["enforce_eager"], engine["block_size"]) == (True, 32)
     assert engine["kv_cache_memory_bytes"] == 1 << 30
+    stock = show(demo, engine={"scheduler": "stock"})["engine"]
+    assert "scheduler_cls" not in stock
 
 
 @pytest.mark.parametrize("kind", [AssertionError, AttributeError, KeyError])
@@ -103,6 +108,16 @@ def test_a_command_that_vllm_refuses_ends_in_one_line(demo: Demo) -> None:
     """As users have it: a process, with all that vLLM prints while it is imported."""
     spec = demo.write_spec("refused", engine={"extra_args": {"kv_cache_dtype": "nonsense"}})
     plan = demo.run("plan", "--job", str(spec), "--ds", DS)
-    outcome = demo.run("run", "--plan", plan["plan_uri"], "--shard", "0", expect=2)
-    [line] = [line for line in outcome["output"].splitlines() if "batchllm: error: " in line]
+    run = ["run", "--plan", plan["plan_uri"], "--shard", "0"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "batchllm_operator.cli", *run],
+        env={**os.environ, **OFFLINE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stdout
+    [line] = [line for line in ended.stdout.splitlines() if "batchllm: error: " in line]
     assert "cache_dtype" in line

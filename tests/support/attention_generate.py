@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support.demo_job import Demo
 from support.fake_job import fake_spec
 
 from batchllm_kernels.prefix_attention import StepPlan, StepPlanner
@@ -41,8 +42,18 @@ class ReadCounter:
         StepPlanner.plan = counted  # type: ignore[method-assign]
 
 
+def generate_with(demo: Demo, attention: str, model: Path, folder: Path) -> dict[str, Any]:
+    """What an attention gives for `prompts.json` in a folder, under our scheduler."""
+    outputs = folder / f"{attention.replace('/', '-')}.json"
+    name = "support.attention_generate"
+    demo.run_module(name, attention, model, folder / "prompts.json", outputs)
+    return dict(json.loads(outputs.read_text()))
+
+
 def main(attention: str, model: str, prompts_path: str, outputs_path: str) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", filename=outputs_path + ".log")
+    logging.basicConfig(
+        level=logging.INFO, format="%(message)s", filename=outputs_path + ".log", force=True
+    )
     prompts = json.loads(Path(prompts_path).read_text())
     attention, _, impl = attention.partition("/")
     extra_args = {"additional_config": {"batchllm_attention": {"impl": impl}}} if impl else {}

@@ -1,19 +1,20 @@
-"""Jobs over the demo table: each command runs as a process, as users run them."""
+"""Jobs over the demo table: each command runs as a process, forked from one with its imports."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from support.fork_server import ForkServer
 from tokenizers import Tokenizer
 
 from batchllm_operator.planner import prefix_sharing_groups
@@ -27,6 +28,8 @@ class Demo:
     """A folder with the demo table and the demo model, and jobs to run there."""
 
     folder: Path
+    commands: ForkServer
+    engines: ForkServer
 
     @property
     def model(self) -> Path:
@@ -45,7 +48,11 @@ class Demo:
             "model": {"path": "./model"},
             "sampling": {"max_tokens": 16},
             "output": {"uri": f"out-{name}", "carry": ["query"]},
-            "engine": {"dtype": "float32", "max_num_seqs": 32},
+            "engine": {
+                "dtype": "float32",
+                "max_num_seqs": 32,
+                "kv_cache_memory_bytes": 1 << 27,
+            },
             "planner": {"num_shards": 1, "part_rows": 40},
         }
         for section, value in changes.items():
@@ -56,29 +63,80 @@ class Demo:
         path.write_text(yaml.safe_dump(spec), encoding="utf-8")
         return path
 
-    def command(self, *args: str) -> list[str]:
-        return [sys.executable, "-m", "batchllm_operator.cli", *args]
-
-    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+    def start(self, *args: str) -> Command:
         """Start a `batchllm` command in a session of its own."""
-        return subprocess.Popen(
-            self.command(*args),
-            env={**os.environ, **OFFLINE},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            **options,
-        )
+        server = self.engines if args[0] == "run" else self.commands
+        return Command(server, args, self.folder)
 
-    def run(self, *args: str, expect: int = 0) -> dict[str, Any]:
+    def run(self, *args: str) -> dict[str, Any]:
         """Run a stage to its end, and return its result."""
-        result = self.folder / "result.json"
-        result.unlink(missing_ok=True)
-        process = self.start(*args, "--result", str(result))
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == expect, output
-        return dict(json.loads(result.read_text())) if expect == 0 else {"output": output}
+        result = self.folder / f"result-{uuid.uuid4().hex}.json"
+        code, output = self.start(*args, "--result", str(result)).end()
+        assert code == 0, output
+        return dict(json.loads(result.read_text()))
+
+    def run_module(self, name: str, *args: object) -> str:
+        """Run a module of tests/ that starts vLLM; its standard output."""
+        environment = {**os.environ, **OFFLINE, "VLLM_LOGGING_LEVEL": "ERROR"}
+        ended = self.engines.run(name, [str(arg) for arg in args], env=environment, timeout=600)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    def run_script(self, name: str, spec: Path) -> dict[str, Any]:
+        """What a script of `support.engine_scripts` finds."""
+        printed = self.run_module("support.engine_scripts", name, spec)
+        return dict(json.loads(printed.splitlines()[-1]))
+
+    def run_job(self, name: str, **changes: Any) -> Job:
+        """Plan, run and commit; `changes` as for `write_spec`."""
+        plan = self.run("plan", "--job", str(self.write_spec(name, **changes)), "--ds", DS)
+        for shard_idx in range(plan["num_shards"]):
+            self.run("run", "--plan", plan["plan_uri"], "--shard", str(shard_idx))
+        report = self.run("commit", "--plan", plan["plan_uri"])
+        return Job(plan, report, pq.read_table(self.folder / f"out-{name}"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job has left: results of `plan` and `commit`, and the published partition."""
+
+    plan: dict[str, Any]
+    report: dict[str, Any]
+    table: pa.Table
+
+    def traces(self) -> list[pa.Table]:
+        """What the engines noted of their steps."""
+        return traces(Path(self.plan["plan_uri"]))
+
+
+class Command:
+    """A `batchllm` command that runs, or has ended."""
+
+    def __init__(self, server: ForkServer, args: Sequence[str], folder: Path) -> None:
+        self._log = folder / f"{args[0]}-{uuid.uuid4().hex}.log"
+        environment = {**os.environ, **OFFLINE}
+        with self._log.open("wb") as log:
+            to = log.fileno()
+            self._process = server.start(
+                "batchllm_operator.cli", args, env=environment, stdout=to, stderr=to
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code, once it has ended, and all that it printed."""
+        try:
+            code = self._process.wait(300)
+        finally:
+            self._process.kill()
+        return code, self._log.read_text(encoding="utf-8")
+
+
+def traces(plan: Path) -> list[pa.Table]:
+    """What the plan's runs have noted of their steps."""
+    return [pq.read_table(path) for path in sorted(plan.glob("runs/*/*/trace-*.parquet"))]
 
 
 def demo_prompts(demo: Demo) -> list[dict[str, Any]]:

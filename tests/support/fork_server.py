@@ -3,7 +3,7 @@
 What is forked is a process of its own: with its pid, session, environment, folder and output,
 killed like any other, ended with its threads and `atexit`. The process that forks runs no thread.
 What differs from a cold start: modules that read the environment while they are imported have read
-the server's, and PYTHON* variables come too late.
+the server's, and PYTHON* variables come too late. Modules in tests/ can be run, too.
 """
 
 from __future__ import annotations
@@ -216,14 +216,19 @@ def _end(request: dict[str, Any], outputs: Sequence[int]) -> None:
 
 
 def _main(descriptor: str, *modules: str) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    before = dict(os.environ)
     for module in modules:
         importlib.import_module(module)
+    imported = {name: value for name, value in os.environ.items() if name not in before}
     if threading.active_count() > 1:
         sys.exit(f"one of {', '.join(modules)} starts threads when it is imported: no fork is safe")
     gc.freeze()  # or each child takes all of it apart when it ends
     child = _serve(socket.socket(fileno=int(descriptor)))
     if child is not None:
-        _end(*child)
+        request, outputs = child
+        request["env"] = {**imported, **request["env"]}  # imports may set what is read later
+        _end(request, outputs)
 
 
 if __name__ == "__main__":

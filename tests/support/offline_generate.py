@@ -2,6 +2,8 @@
 
     python -m support.offline_generate SCHEDULER MODEL LORA PROMPTS OUTPUTS
 
+In a process whose engine runs in itself (fixture `engines`).
+
 PROMPTS is JSON: a list of {"tokens", "group_id", "num_prefix_tokens", "group_size"}. OUTPUTS is
 written as JSON: for each feature what was generated, and how often a request was preempted.
 """
@@ -9,16 +11,9 @@ written as JSON: for each feature what was generated, and how often a request wa
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
-
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="ERROR",
-)
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -105,6 +100,7 @@ def _logprobs(values: Any) -> list[dict[str, float]] | None:
 
 def main(scheduler: str, model: str, lora: str, prompts_path: str, outputs_path: str) -> None:
     prompts = json.loads(Path(prompts_path).read_text())
+    sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over it: see VLLMEngine
     # In turn, so that never more than one is in memory.
     found: dict[str, Any] = {}
     llm = start(scheduler, model, num_gpu_blocks_override=NUM_BLOCKS)

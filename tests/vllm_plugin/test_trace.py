@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.engine_steps import EngineSteps
+from support.fork_server import ForkServer
 
 from batchllm_operator.vllm_plugin import trace as trace_module
 from batchllm_operator.vllm_plugin.hints import SchedulerSettings
@@ -123,12 +122,7 @@ def test_a_trace_that_breaks_off_costs_a_warning(
     assert caplog.text.count("aren't traced any more") == 1
 
 
-def test_the_scheduler_needs_no_pyarrow() -> None:
+def test_the_scheduler_needs_no_pyarrow(engines: ForkServer) -> None:
     """On GPU hosts with vLLM alone: a trace needs it, scheduling doesn't."""
-    script = """
-import sys
-sys.modules["pyarrow"] = None
-import batchllm_operator.vllm_plugin.scheduler, batchllm_operator.vllm_plugin.attention
-assert sys.modules["pyarrow"] is None
-"""
-    subprocess.run([sys.executable, "-P", "-c", script], check=True, capture_output=True)
+    ended = engines.run("support.engine_scripts", ["without_pyarrow"])
+    assert ended.stdout == "true\n", ended.stderr

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.demo_job import OFFLINE, Demo, demo_prompts
+from support.demo_job import Demo, demo_prompts
 
-TESTS = Path(__file__).parent.parent
 NEAR_TIE = 1e-4
 """In log-probability. On two threads a token's margin over the next differs by up to 1.5e-5 between
 stock with much memory and stock with little, and by 2.1e-5 between stock and ours; on one thread
@@ -58,13 +54,7 @@ def generated(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for scheduler in ("stock", "ours"):
         outputs = folder / f"{scheduler}.json"
         arguments = [scheduler, demo.model, folder / "lora", folder / "prompts.json", outputs]
-        subprocess.run(
-            [sys.executable, "-m", "support.offline_generate", *map(str, arguments)],
-            env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
-            cwd=folder,
-            check=True,
-            timeout=600,
-        )
+        demo.run_module("support.offline_generate", *arguments)
         found[scheduler] = json.loads(outputs.read_text())
     return found
 

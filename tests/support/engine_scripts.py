@@ -1,0 +1,87 @@
+"""Run as a script: what a test does with a real engine, in a process of its own.
+
+    python -m support.engine_scripts NAME [SPEC]
+
+What it finds is the last line on stdout, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from batchllm_operator.engine import EngineJob, EngineRequest
+from batchllm_operator.spec import SamplingSpec, load_spec
+
+
+def two_jobs(path: str) -> dict[str, Any]:
+    """What each job of one engine gives, and what happens to a job that comes too early."""
+    from batchllm_operator.engine.vllm_engine import VLLMEngine
+
+    prompt = [5 + idx % 40 for idx in range(96)]
+    requests = [EngineRequest(idx, [*prompt, 50 + idx], 0, 96, 4) for idx in range(4)]
+
+    def outputs() -> list[Any]:
+        found = sorted(engine.stream(iter(requests)), key=lambda each: each.request_idx)
+        return [[each.num_output_tokens, each.num_cached_tokens, each.text] for each in found]
+
+    engine = VLLMEngine(load_spec(path), EngineJob(128, num_requests=4))
+    jobs = [outputs()]
+    engine.begin(EngineJob(1, num_requests=4), SamplingSpec(max_tokens=3, ignore_eos=True))
+    jobs.append(outputs())
+    stream = engine.stream(iter(requests))
+    next(stream)
+    early = None
+    try:
+        engine.begin(EngineJob(1), SamplingSpec(max_tokens=3))
+    except RuntimeError as error:
+        early = str(error)
+    rest = len(list(stream))
+    engine.close()
+    return {"jobs": jobs, "early": early, "rest": rest}
+
+
+def poisoned(path: str) -> dict[str, Any]:
+    """Outputs of an engine whose steps fail whenever a batch holds the poisoned request."""
+    from batchllm_operator.engine.isolation import IsolatingEngine
+    from batchllm_operator.engine.vllm_engine import VLLMEngine
+
+    spec, started = load_spec(path), []
+
+    def start() -> VLLMEngine:
+        engine = VLLMEngine(spec, EngineJob(64))
+        step = engine.llm_engine.step
+
+        def poisoned_step() -> Any:
+            held = engine.llm_engine.output_processor.request_states.values()
+            if any(state.prompt_token_ids[0] == 13 for state in held):
+                raise RuntimeError("poisoned batch")
+            return step()
+
+        engine.llm_engine.step = poisoned_step
+        started.append(1)
+        return engine
+
+    engine = IsolatingEngine(start)
+    prompts = {0: [5, 6, 7], 1: [13, 6, 7], 2: [5, 6, 8], 3: [9] * 64, 4: [], 5: [10**6]}
+    requests = [EngineRequest(idx, ids, idx, 0) for idx, ids in prompts.items()]
+    outputs = {o.request_idx: [o.text is not None, o.error] for o in engine.stream(iter(requests))}
+    engine.close()
+    return {"outputs": outputs, "started": len(started)}
+
+
+def without_pyarrow() -> bool:
+    """Whether our plugin of vLLM can be imported where there is no pyarrow."""
+    for name in [each for each in sys.modules if each.startswith(("batchllm_", "pyarrow"))]:
+        del sys.modules[name]
+    sys.modules["pyarrow"] = None  # type: ignore[assignment]
+    import batchllm_operator.vllm_plugin.attention
+    import batchllm_operator.vllm_plugin.scheduler  # noqa: F401
+
+    return sys.modules["pyarrow"] is None
+
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    print(json.dumps(globals()[name](*arguments)))
