@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from batchllm_kernels.prefix_attention import (
     AttentionShape,
     BatchLimits,
     PagedBatch,
+    StepPlan,
     StepPlanner,
     UnsupportedError,
     prefix_attention,
@@ -32,6 +34,13 @@ def case() -> AttentionCase:
 
 def planner(impl: Impl = "triton", shape: AttentionShape = SHAPE) -> StepPlanner:
     return StepPlanner(shape, LIMITS, impl=impl, device=CPU)
+
+
+@cache
+def planned(impl: Impl) -> tuple[AttentionCase, StepPlan]:
+    """A batch and its plan, which a refused call leaves alone."""
+    good = case()
+    return good, planner(impl).plan(good.batch)
 
 
 @pytest.mark.parametrize("heads", [(4, 3), (4, 0), (3, 4)])
@@ -101,10 +110,9 @@ Change = Callable[[AttentionCase], dict[str, Any]]
     ],
 )
 def test_tensors_and_settings_that_cannot_be_taken(change: Change, named: str, impl: Impl) -> None:
-    good = case()
+    good, plan = planned(impl)
     given = {"q": good.q, "k_cache": good.k_cache, "v_cache": good.v_cache, "scale": 0.125}
     given |= change(good)
-    plan = planner(impl).plan(good.batch)
     with pytest.raises(UnsupportedError, match=named):
         prefix_attention(plan=plan, **given)
 

@@ -36,9 +36,9 @@ groups = st.lists(
     st.builds(
         Group,
         st.sampled_from([0, 16, 64, 400]),
-        st.lists(members, min_size=1, max_size=6).map(tuple),
+        st.lists(members, min_size=1, max_size=5).map(tuple),
     ),
-    max_size=5,
+    max_size=3,
 )
 configs = st.builds(
     lambda gate, split: replace(CONFIG, gate=gate, split=split),
@@ -65,7 +65,7 @@ def rows_of(tile: list[int], schedule: Schedule) -> list[tuple[int, int]]:
     return rows
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25, few=8))
 @given(groups, configs, st.integers(0, 3), st.integers(0, 1000))
 def test_every_query_sees_each_of_its_keys_once(
     given_groups: list[Group], config: ArchConfig, num_padding: int, seed: int
@@ -148,7 +148,7 @@ def groups_of(schedule: Schedule, batch: PagedBatch) -> list[SharedPrefix]:
 def nested_batches(draw: st.DrawFn) -> PagedBatch:
     """Tables that share blocks as in a prefix cache: an id for each path from the root."""
     choices = st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=2, max_size=6)
-    paths = draw(st.lists(choices, min_size=4, max_size=12))
+    paths = draw(st.lists(choices, min_size=4, max_size=8))
     ids: dict[tuple[int, ...], int] = {}
     rows = [
         [ids.setdefault(tuple(path[: depth + 1]), len(ids)) for depth in range(len(path))]
@@ -164,7 +164,7 @@ def nested_batches(draw: st.DrawFn) -> PagedBatch:
     return PagedBatch(starts, torch.tensor(seq_lens, dtype=torch.int32), table)
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(60, few=12))
 @given(nested_batches(), st.just(CONFIG) | configs)
 def test_groups_are_those_of_the_reference(batch: PagedBatch, config: ArchConfig) -> None:
     limits = BatchLimits(batch.num_requests, int(batch.query_start_loc[-1]))
@@ -247,9 +247,9 @@ def test_window_placeholders_in_front_of_equal_blocks() -> None:
 
 
 def test_many_short_requests_are_not_cut() -> None:
-    case = make_case(SHAPE, [Group(0, ((200, 1),))] * 24, seed=2)
+    case = make_case(SHAPE, [Group(0, ((200, 1),))] * 12, seed=2)
     schedule, _ = schedule_of(case, replace(CONFIG, split=SplitRule(64, 1)))
-    assert schedule.header[t.HEADER_TILES] == 24
+    assert schedule.header[t.HEADER_TILES] == 12
     assert schedule.header[t.HEADER_SLOTS] == 0
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -298,36 +295,3 @@ def test_command_writes_settings_for_a_new_gpu(unknown_gpu: None, tmp_path: Path
     assert config.tuned_on == "a fake: launch (64/16), split, gate"
     assert config.launch == before.launch
     assert set(json.loads(raw.read_text())) == {"sm100 64/16", "split", "gate"}
-
-
-COMPILE_TWO = """
-import sys
-from batchllm_kernels import tune
-from batchllm_kernels.prefix_attention.config import Tiling
-from batchllm_kernels.tuning.candidates import Grid
-tilings = Tiling(16, 64, 3), Tiling(16, 64, 5)
-tune.grid_for = lambda *_: Grid(tilings, ((Tiling(32, 32, 3), 4, {}),))
-sys.exit(tune.main(sys.argv[1:]))
-"""
-
-
-def test_compile_only(tmp_path: Path) -> None:
-    """For a chip that isn't there, in a process where Triton isn't interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    environment["PYTHONPATH"] = str(Path(tune.__file__).parents[1])
-    out = tmp_path / "reports.json"
-    command = [sys.executable, "-P", "-c", COMPILE_TWO, "--compile-only", "--arch", "sm90"]
-    command += ["--head-dim", "64", "--kv-bits", "16", "--jobs", "1", "--json", str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())
-    assert len(rows) == 3
-    assert [row["current"] for row in rows].count(True) == 1
-    assert "(current)" in done.stdout
-    tried = {row["settings"].split()[0]: row for row in rows if not row["current"]}
-    assert not any(row["fault"] for row in rows)
-    # A fifth stage holds one more step of keys and values.
-    more = tried["16x64/5"]["usage"]["shared_bytes"] - tried["16x64/3"]["usage"]["shared_bytes"]
-    assert more >= 2 * 64 * 64 * 2
-    assert tried["16x64/5"]["kv_bytes_in_flight"] >= tried["16x64/3"]["kv_bytes_in_flight"]

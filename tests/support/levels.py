@@ -7,6 +7,6 @@ from hypothesis import settings
 _FEW = 25
 
 
-def examples(full: int) -> int:
+def examples(full: int, few: int = _FEW) -> int:
     """For `max_examples` of Hypothesis: all of them in `make test-all`, else a few."""
-    return full if settings.get_current_profile_name() == "full" else min(full, _FEW)
+    return full if settings.get_current_profile_name() == "full" else min(full, few)

@@ -1,0 +1,18 @@
+"""Processes in which Triton compiles: in that of the tests it interprets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_script(script: str, *args: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """`python -c SCRIPT ARG ...`, with an empty folder as Triton's cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "kernels"), "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-P", "-c", script, *args]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
