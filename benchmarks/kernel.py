@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from batchllm_kernels.prefix_attention import AttentionShape
+from batchllm_kernels.prefix_attention import AttentionShape, BatchLimits
 from batchllm_kernels.prefix_attention.work import find_chip
 from benchmarks import kernel_gate, kernel_targets, kernel_timing
 from benchmarks.kernel_contenders import Contender, Ours, find_baselines, vllm_cache_layout
@@ -46,6 +46,7 @@ from benchmarks.kernel_workloads import CacheLayout, Setting, settings
 from benchmarks.provenance import provenance
 
 INTERPRETER_SHAPE = AttentionShape(num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
+INTERPRETER_LIMITS = BatchLimits(max_num_requests=8, max_num_tokens=64)
 INTERPRETER_DTYPE = torch.float32
 
 
@@ -56,7 +57,7 @@ def run_gate(
     on_gpu = bench.device.type != "cpu"
     shape = SHAPE if on_gpu else INTERPRETER_SHAPE
     try:
-        ours = Ours(shape, LIMITS, bench.device)
+        ours = Ours(shape, LIMITS if on_gpu else INTERPRETER_LIMITS, bench.device)
     # Not there, or not for this device: nothing of ours can be measured, and the gate says why.
     except Exception as error:  # noqa: BLE001
         return f"our kernel can't be had: {type(error).__name__}: {error}", [], {}

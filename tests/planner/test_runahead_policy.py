@@ -256,20 +256,6 @@ def test_thousands_of_small_groups_hide_no_giant_one() -> None:
     assert found.makespan_s > work_s / 4 + 0.25 * CPU_COST.prefill_seconds(60_000)
 
 
-def test_of_many_lengths_splits_are_interpolated() -> None:
-    """A chain of eight for each of 20 books: no more searches than take a second or two."""
-    chain = dataclasses.replace(CPU_CHAIN, max_step_tokens=None)
-    groups = [GroupLoad(20_000 + 1111 * idx, 2, 10, 1) for idx in range(20)]
-    found = choose_placement(groups[::-1], chain, PlacementSettings(8))
-    assert found.policy == "runahead"
-    assert len(found.splits) >= 4
-    for idx, split in zip(found.runahead_idxs, found.splits, strict=True):
-        length = groups[::-1][idx].prefix_tokens
-        chain.check_split(split, length)
-        best = chain.times(search_split(chain, length, 8, "whole_prefix"))
-        assert max(chain.times(split).whole_s) <= 1.02 * max(best.whole_s)
-
-
 def test_the_order_of_groups_changes_nothing() -> None:
     groups = [GroupLoad(1024 * n, n, 50, 10) for n in (1, 2, 3, 5, 7)]
     found = choose(groups)
