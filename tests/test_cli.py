@@ -15,11 +15,15 @@ import pytest
 import yaml
 from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fork_server import ForkServer
 
 from batchllm_operator.errors import ExitCode
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.spec import load_spec
 
 Batchllm = Callable[..., Any]  # the fixture in conftest.py
-COMMAND = [sys.executable, "-m", "batchllm_operator.cli"]
+CLI = "batchllm_operator.cli"
+COMMAND = [sys.executable, "-m", CLI]
 
 
 @pytest.fixture
@@ -32,40 +36,40 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def call(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, args)], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 def plan(job: Path) -> str:
-    result = job.parent / "plan.json"
-    done = call("plan", "--job", job, "--ds", DS, "--result", result)
-    assert done.returncode == 0, done.stderr
-    return str(json.loads(result.read_text())["plan_uri"])
+    return plan_job(load_spec(job), DS).folder.uri
 
 
 def run_parts(plan_uri: str) -> list[Path]:
     return sorted((Path(plan_uri) / "runs" / "shard-00000").glob("*/part-*.json"))
 
 
-def test_the_three_commands_leave_versioned_results(job: Path) -> None:
-    results = {}
-    uri = plan(job)
-    for command, more in (("run", ["--shard", "0"]), ("commit", []), ("report", [])):
+def test_the_commands_leave_versioned_results(job: Path) -> None:
+    results: dict[str, Any] = {}
+    arguments: dict[str, list[str]] = {
+        "plan": ["--job", str(job), "--ds", DS],
+        "run": ["--shard", "0"],
+        "commit": [],
+        "report": [],
+    }
+    for command, more in arguments.items():
         path = job.parent / f"{command}.json"
-        done = call(command, "--plan", uri, *more, "--result", path)
-        assert done.returncode == 0, done.stderr
+        of_plan = ["--plan", results["plan"]["plan_uri"]] if results else []
+        line = [*COMMAND, command, *of_plan, *more, "--result", str(path)]
+        subprocess.run(line, check=True, timeout=60)
         results[command] = json.loads(path.read_text())
         assert results[command]["result_version"] == 1
         assert results[command]["command"] == command
+    uri = results["plan"]["plan_uri"]
     assert results["run"]["num_rows"] == results["commit"]["num_rows_out"] == 40
     assert results["report"]["plan_uri"] == uri
     assert "sample_rows" not in results["report"], "rows never leave the lake in a result"
 
 
-def test_a_run_without_a_terminal_prints_plain_progress_lines(job: Path) -> None:
-    done = call("run", "--plan", plan(job), "--shard", 0)
+def test_a_run_without_a_terminal_prints_plain_progress_lines(
+    job: Path, commands: ForkServer
+) -> None:
+    done = commands.run(CLI, ["run", "--plan", plan(job), "--shard", "0"])
     lines = [line for line in done.stderr.splitlines() if line.startswith("shard 0: ")]
     assert lines[0] == "shard 0: 40 rows"
     assert lines[-1].startswith("shard 0: 40/40 rows (100 %)")
@@ -73,23 +77,28 @@ def test_a_run_without_a_terminal_prints_plain_progress_lines(job: Path) -> None
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_keeps_whole_parts_and_goes_on(job: Path, how: signal.Signals) -> None:
+def test_a_stopped_run_keeps_whole_parts_and_goes_on(
+    job: Path, how: signal.Signals, batchllm: Batchllm, commands: ForkServer
+) -> None:
     uri = plan(job)
-    process = subprocess.Popen([*COMMAND, "run", "--plan", uri, "--shard", "0"], stderr=-1)
-    wait_until(lambda: run_parts(uri), "the first part is written")
-    process.send_signal(how)
-    _, stderr = process.communicate(timeout=30)
+    with (job.parent / "stderr").open("w") as stderr:
+        run = ["run", "--plan", uri, "--shard", "0"]
+        process = commands.start(CLI, run, stderr=stderr.fileno())
+        wait_until(lambda: run_parts(uri), "the first part is written")
+        process.send_signal(how)
+        code = process.wait(timeout=30)
+    said = (job.parent / "stderr").read_text()
     if how is signal.SIGKILL:
-        assert process.returncode == -how
+        assert code == -how
     else:
-        assert process.returncode == 128 + how
-        assert b"give the same command again" in stderr and b"Traceback" not in stderr
+        assert code == 128 + how
+        assert "give the same command again" in said and "Traceback" not in said
     kept = len(run_parts(uri))
     assert 1 <= kept < 8
     result = job.parent / "run.json"
-    assert call("run", "--plan", uri, "--shard", 0, "--result", result).returncode == 0
+    assert batchllm(*run, "--result", result).code == 0
     assert json.loads(result.read_text())["num_resumed_parts"] == kept
-    assert call("commit", "--plan", uri).returncode == 0
+    assert batchllm("commit", "--plan", uri).code == 0
     keys = pq.read_table(job.parent / "out")["row_key"].to_pylist()
     assert keys == [row["row_key"] for row in document_rows(8, 5)]
 
@@ -110,9 +119,12 @@ def test_a_command_can_end_with_its_parent(job: Path) -> None:
     assert len(run_parts(uri)) < 8
 
 
-def test_a_command_whose_parent_is_gone_already_does_not_start(job: Path) -> None:
+def test_a_command_whose_parent_is_gone_already_does_not_start(
+    job: Path, commands: ForkServer
+) -> None:
     uri = plan(job)
-    done = call("run", "--plan", uri, "--shard", 0, "--die-with-parent", 2**22)
+    gone = ["--die-with-parent", str(2**22)]
+    done = commands.run(CLI, ["run", "--plan", uri, "--shard", "0", *gone])
     assert done.returncode == ExitCode.FAILURE
     assert run_parts(uri) == []
 
@@ -141,8 +153,8 @@ def test_schemas_of_what_is_stored(batchllm: Batchllm, what: str, field: str) ->
 
 def test_a_report_is_written_where_it_is_asked_for(job: Path, batchllm: Batchllm) -> None:
     uri = plan(job)
-    assert call("run", "--plan", uri, "--shard", "0").returncode == 0
-    assert call("commit", "--plan", uri).returncode == 0
+    assert batchllm("run", "--plan", uri, "--shard", "0").code == 0
+    assert batchllm("commit", "--plan", uri).code == 0
     page, result = job.parent / "page.html", job.parent / "result.json"
     outcome = batchllm("report", "--plan", uri, "--out", str(page))
     assert outcome.code == ExitCode.OK

@@ -50,10 +50,10 @@ def group_bytes(footer: pq.FileMetaData) -> list[int]:
 @pytest.mark.parametrize(
     ("num_rows", "num_characters", "unlike", "each"),
     [
-        (12_000, 500, True, 100),
-        (12_000, 500, True, 5000),  # each table is more than a group
-        (60, 100_000, True, 7),
-        (1_000_000, 5, False, 5000),  # a few bytes of each row are left
+        (6_000, 500, True, 100),
+        (6_000, 500, True, 5000),  # each table is more than a group
+        (30, 100_000, True, 7),
+        (300_000, 5, False, 5000),  # a few bytes of each row are left
         (8, 1 << 19, True, 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""One suite for folders on local disk and on S3."""
+"""Folders: on local disk, and where S3 is told from it. The whole suite on S3 is in `full`."""
 
 from __future__ import annotations
 
@@ -423,18 +423,16 @@ def test_writing_into_a_missing_bucket(
         write(Folder.open("s3://no-such-bucket/table"), source)
 
 
-@pytest.mark.parametrize("use", WRITES + READS)
 def test_an_unreachable_endpoint(
-    fresh_s3_client: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    use: Callable[[Folder, Path], object],
+    fresh_s3_client: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     source = tmp_path / "source"
     source.write_bytes(b"x")
-    with pytest.raises(StorageError, match="s3://bucket/table"):
-        use(Folder.open("s3://bucket/table"), source)
+    folder = Folder.open("s3://bucket/table")
+    for use in WRITES + READS:
+        with pytest.raises(StorageError, match="s3://bucket/table"):
+            use(folder, source)
 
 
 def test_missing_credentials(fresh_s3_client: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What every lake table promises, for Parquet on local disk and on S3."""
+"""What is Parquet's own; `test_tables` has what all lake tables promise."""
 
 from __future__ import annotations
 
@@ -107,12 +107,6 @@ def test_partitions_below_other_folders_are_listed(folder: Folder, table: LakeTa
     assert table.partitions() == ["a", "b", "c"]
 
 
-def test_a_table_that_is_not_there(folder: Folder, table: LakeTable) -> None:
-    with pytest.raises(TableError, match="there is no such folder") as caught:
-        table.snapshot(DS)
-    assert folder.uri in str(caught.value)
-
-
 def test_a_folder_without_parquet(folder: Folder, table: LakeTable) -> None:
     folder.write_bytes(f"_batchllm/ds={DS}/a.parquet", b"PAR1")
     with pytest.raises(TableError, match="holds no Parquet files"):
@@ -123,16 +117,6 @@ def test_a_table_without_the_partition_column(folder: Folder, table: LakeTable) 
     put(folder, f"date={DS}/a.parquet", numbers(1))
     with pytest.raises(TableError, match="isn't partitioned by 'ds'"):
         table.snapshot(DS)
-
-
-def test_an_absent_partition_has_a_schema_and_no_files(folder: Folder, table: LakeTable) -> None:
-    put(folder, "ds=2025-01-01/a.parquet", numbers(1))
-    snapshot = table.snapshot(DS)
-    assert snapshot.files == ()
-    assert snapshot.schema.names == ["n", "ds"]
-    assert list(table.scan(snapshot, ["n"])) == []
-    with pytest.raises(TableError, match="no column 'm'"):
-        list(table.scan(snapshot, ["m"]))
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1 and half of a file"])
@@ -306,75 +290,7 @@ def test_empty_files_without_the_suffix_are_not_data(
     assert rows(table, ["n"]) == [{"n": 1}]
 
 
-AWKWARD_VALUES = ["a/b", "a b", "naïve-表", "50%", "%2F", "..", ".", "a=b", "a+b", "x&y?z#", "'\""]
-
-
-@pytest.mark.parametrize("value", AWKWARD_VALUES)
-def test_any_partition_value_is_published_and_read_back(
-    folder: Folder, table: LakeTable, tmp_path: Path, value: str
-) -> None:
-    publish(table, value, numbers(7), tmp_path)
-    assert rows(table, ["n", "ds"], partition=value) == [{"n": 7, "ds": value}]
-    assert table.published(value) == publication(value)
-    assert [f.count("/") for f in folder.find()] == [1]  # ds=.../data.parquet, never deeper
-    others = [other for other in AWKWARD_VALUES if other != value]
-    assert not any(table.snapshot(other).files for other in others)
-
-
 # Scans
-
-
-def test_scan_gives_the_columns_that_were_asked_for_in_that_order(
-    folder: Folder, table: LakeTable
-) -> None:
-    put(folder, f"ds={DS}/a.parquet", pa.table({"a": [1], "b": ["x"], "c": [None]}))
-    [batch] = table.scan(table.snapshot(DS), ["ds", "b"])
-    assert batch.schema.names == ["ds", "b"]
-    assert batch.to_pylist() == [{"ds": DS, "b": "x"}]
-
-
-def test_rows_keep_the_order_of_files_and_of_rows_in_them(folder: Folder, table: LakeTable) -> None:
-    put(folder, f"ds={DS}/b.parquet", numbers(*range(20_000, 30_000)), row_group_size=300)
-    put(folder, f"ds={DS}/a.parquet", numbers(*range(20_000)), row_group_size=700)
-    for _ in range(3):
-        assert [row["n"] for row in rows(table, ["n"])] == list(range(30_000))
-
-
-@pytest.mark.parametrize(
-    ("op", "value", "expected"),
-    [
-        ("==", 2, [2]),
-        ("!=", 2, [1, 3]),
-        ("<", 2, [1]),
-        ("<=", 2, [1, 2]),
-        (">", 2, [3]),
-        (">=", 2, [2, 3]),
-        ("in", (1, 3, 9), [1, 3]),
-        ("not in", (1, 9), [2, 3]),
-        ("in", (), []),
-        ("not in", (), [1, 2, 3]),
-        (">", 1.5, [2, 3]),
-    ],
-)
-def test_filters(
-    folder: Folder, table: LakeTable, op: Any, value: Any, expected: list[int]
-) -> None:
-    put(folder, f"ds={DS}/a.parquet", numbers(1, 2, 3))
-    condition = FilterTerm(column="n", op=op, value=value)
-    assert [row["n"] for row in rows(table, ["n"], [condition])] == expected
-
-
-def test_all_conditions_must_hold_and_their_columns_need_not_be_read(
-    folder: Folder, table: LakeTable
-) -> None:
-    data = pa.table({"n": [1, 2, 3], "lang": ["en", "de", "en"], "ok": [True, True, False]})
-    put(folder, f"ds={DS}/a.parquet", data)
-    conditions = [
-        FilterTerm(column="lang", value="en"),
-        FilterTerm(column="ok", value=True),
-        FilterTerm(column="ds", value=DS),
-    ]
-    assert rows(table, ["n"], conditions) == [{"n": 1}]
 
 
 @pytest.mark.parametrize(
@@ -566,24 +482,6 @@ def test_publish_makes_a_partition_that_any_reader_reads(
         folder.full_path(""), filesystem=folder.fs, partitioning="hive"
     ).to_pylist()
     assert [row["n"] for row in plain] == [1, 2]
-
-
-def test_publish_replaces_its_partition_and_no_other(
-    folder: Folder, table: LakeTable, tmp_path: Path
-) -> None:
-    publish(table, DS, numbers(1, 2, 3), tmp_path)
-    publish(table, "2026-02-01", numbers(9), tmp_path)
-    publish(table, DS, numbers(4), tmp_path, plan_id="p2")
-    assert rows(table, ["n"]) == [{"n": 4}]
-    assert table.published(DS) == publication(plan_id="p2")
-    assert rows(table, ["n"], partition="2026-02-01") == [{"n": 9}]
-    assert len(folder.find()) == 2
-
-
-def test_an_empty_partition_can_be_published(table: LakeTable, tmp_path: Path) -> None:
-    publish(table, DS, numbers(), tmp_path)
-    assert rows(table, ["n"]) == []
-    assert table.snapshot(DS).files[0].num_rows == 0
 
 
 FOREIGN: dict[str, Callable[[], tuple[str, bytes]]] = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from urllib.error import URLError
@@ -16,12 +14,14 @@ from conftest import Batchllm
 from prometheus_client.parser import text_string_to_metric_families
 from support.demo_job import wait_until
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fork_server import ForkServer
 
 from batchllm_operator.metrics import ADDRESS_VARIABLE
 from batchllm_operator.pipeline.plan import plan_job
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-COMMAND = (sys.executable, "-P", "-m", "batchllm_operator.cli", "run", "--shard", "0", "--plan")
+CLI = "batchllm_operator.cli"
+RUN = ("run", "--shard", "0", "--plan")
 
 
 def plan(folder: Path, delay_s: float = 0.0) -> str:
@@ -57,26 +57,26 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
-def test_a_run_is_scraped_while_it_goes_on(tmp_path: Path, by_environment: bool) -> None:
+def test_a_run_is_scraped_while_it_goes_on(
+    tmp_path: Path, by_environment: bool, commands: ForkServer
+) -> None:
     port = free_port()
     arguments = [] if by_environment else ["--metrics-port", str(port)]
     # What the command line says counts.
     variable = {ADDRESS_VARIABLE: f"127.0.0.1:{port}" if by_environment else "0"}
-    process = subprocess.Popen(
-        [*COMMAND, plan(tmp_path, delay_s=0.1), *arguments],
-        env=environment(**variable),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     told: list[dict[str, float]] = []
 
     def is_half_done() -> bool:
         told.append(scrape(port))
         return 10 <= told[-1].get("batchllm_rows_done_total", 0) < 40
 
-    wait_until(is_half_done, "some rows are done")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    with (tmp_path / "stderr").open("w") as stderr:
+        run = [*RUN, plan(tmp_path, delay_s=0.1), *arguments]
+        process = commands.start(CLI, run, env=environment(**variable), stderr=stderr.fileno())
+        wait_until(is_half_done, "some rows are done")
+        code = process.wait(timeout=60)
+    errors = (tmp_path / "stderr").read_text()
+    assert code == 0, errors
     last = told[-1]
     assert last["batchllm_shard_rows"] == 40
     assert last["batchllm_shard_parts"] == 8
@@ -87,17 +87,11 @@ def test_a_run_is_scraped_while_it_goes_on(tmp_path: Path, by_environment: bool)
     assert scrape(port) == {}
 
 
-def test_a_port_in_use_does_not_stop_a_run(tmp_path: Path) -> None:
+def test_a_port_in_use_does_not_stop_a_run(tmp_path: Path, commands: ForkServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [*COMMAND, plan(tmp_path), "--metrics-port", str(port)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        run = [*RUN, plan(tmp_path), "--metrics-port", str(port)]
+        done = commands.run(CLI, run, env=environment())
     assert done.returncode == 0, done.stderr
     assert re.search(rf"WARNING: no metrics: can't listen on 127\.0\.0\.1:{port}: ", done.stderr)
     assert "40 rows, 0 failed" in done.stdout

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ReadTimeoutError
+from support.demo_job import wait_until
+from support.fork_server import ForkServer
 from support.staged_job import NUM_PARTS, NUM_ROWS, Engines, check_published, plan_one_shard
 
 from batchllm_operator.errors import ExitCode, FencedError, IncompleteRunError, StorageError
@@ -38,8 +40,6 @@ from batchllm_operator.pipeline.run import run_shard
 from batchllm_operator.pipeline.stored_plan import StoredPlan
 from batchllm_operator.pipeline.verify import verify_shard
 from batchllm_operator.report.shard_progress import PROGRESS_FILE, ShardProgress
-
-RUN = [sys.executable, "-P", "-m", "batchllm_operator.cli", "run", "--shard", "0", "--plan"]
 
 
 @pytest.fixture
@@ -329,21 +329,23 @@ def test_a_finished_shard_is_not_claimed(plan: StoredPlan) -> None:
     assert {n for n in after if after[n] != before[n]} == {"report.json"}
 
 
-def test_processes_side_by_side(plan_of_slow_requests: StoredPlan) -> None:
+def test_processes_side_by_side(
+    plan_of_slow_requests: StoredPlan, commands: ForkServer, tmp_path: Path
+) -> None:
     """A pod that was cut off, as SIGSTOP does it, comes back when another has done its work."""
     plan = plan_of_slow_requests
-    command = [*RUN, plan.folder.uri]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as zombie:
-        assert zombie.stderr is not None
-        while not attempts_of_parts(plan):
-            assert zombie.poll() is None
+    command = "batchllm_operator.cli", ["run", "--shard", "0", "--plan", plan.folder.uri]
+    with (tmp_path / "stderr").open("w") as stderr:
+        zombie = commands.start(*command, stderr=stderr.fileno())
+        wait_until(lambda: attempts_of_parts(plan), "the first part is finished")
         zombie.send_signal(signal.SIGSTOP)
         num_kept = len(attempts_of_parts(plan))
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        assert commands.run(*command).returncode == 0
         commit_run(plan.folder.uri)
         zombie.send_signal(signal.SIGCONT)
-        said = zombie.stderr.read()
-    assert zombie.returncode == ExitCode.FENCED
+        code = zombie.wait(timeout=60)
+    said = (tmp_path / "stderr").read_text()
+    assert code == ExitCode.FENCED
     assert "batchllm: error: " in said and "has taken over from attempt 1" in said
     assert num_kept < NUM_PARTS
     assert attempts_of_parts(plan) == [1] * num_kept + [2] * (NUM_PARTS - num_kept)

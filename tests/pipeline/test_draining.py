@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.demo_job import wait_until
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
+from support.fork_server import ForkServer
 
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
@@ -174,21 +174,21 @@ def with_engine(
     return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
 
 
-def test_the_command_drains_and_says_how_it_ended(tmp_path: Path) -> None:
+def test_the_command_drains_and_says_how_it_ended(tmp_path: Path, commands: ForkServer) -> None:
     write_table(tmp_path / "documents", document_rows())
     fields = job_fields(str(tmp_path), engine={"extra_args": {"delay_s": 0.1}})
     fields["planner"]["num_shards"] = 1
     changes = {name: fields[name] for name in ("engine", "planner")}
     plan_uri = plan_job(fake_spec(tmp_path, **changes), DS).folder.uri
-    command = [sys.executable, "-m", "batchllm_operator.cli", "run", "--plan", plan_uri]
-    command += ["--shard", "0", "--drain-s", "60"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while not parts(plan_uri):  # the fake engine has requests of three parts by then
-            assert process.poll() is None
+    command = ["run", "--plan", plan_uri, "--shard", "0", "--drain-s", "60"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = commands.start("batchllm_operator.cli", command, stderr=stderr.fileno())
+        # The fake engine has requests of three parts by then.
+        wait_until(lambda: parts(plan_uri), "the first part is finished")
         process.terminate()
-        lines = process.stderr.read().splitlines()
-    assert process.returncode == 143
+        code = process.wait(timeout=60)
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    assert code == 143
     assert any("asked to stop: finishing" in line for line in lines), lines
     assert any("what was finished is kept" in line for line in lines)
     assert 1 < len(parts(plan_uri)) < 6

@@ -1,4 +1,4 @@
-"""A whole job from and to a table of each format, on local disk and on S3."""
+"""A whole job from and to a table of each format."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 from support.demo_job import wait_until
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.fork_server import ForkServer
 from support.staged_job import NUM_PARTS, NUM_ROWS, Engines, check_published, plan_one_shard
 
 from batchllm_operator.engine import Engine, EngineJob
@@ -159,21 +158,20 @@ def test_a_fenced_attempt_has_failed_and_the_later_one_counts(plan: StoredPlan) 
     assert read_status(plan).shards[0].state == "finished"
 
 
-def test_killed_processes_leave_the_last_sign(tmp_path: Path) -> None:
+def test_killed_processes_leave_the_last_sign(tmp_path: Path, commands: ForkServer) -> None:
     write_table(tmp_path / "documents", document_rows())
     extra = {"delay_s": 0.05, "max_in_flight": 1}
     changes: dict[str, Any] = {"planner": {"num_shards": 1}, "engine": {"extra_args": extra}}
     plan = plan_job(fake_spec(tmp_path, **changes), DS)
-    command = [sys.executable, "-P", "-m", "batchllm_operator.cli", "run"]
+    command = ["run", "--plan", plan.folder.uri, "--shard", "0"]
     env = {**os.environ, live.INTERVAL_VARIABLE: "0.1"}
-    with subprocess.Popen(
-        [*command, "--plan", plan.folder.uri, "--shard", "0"], env=env, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            wait_for_state(plan, "running")
-            wait_until(lambda: left(plan).num_rows_done > 0, "a row is done", poll_s=0.01)
-        finally:
-            process.kill()
+    process = commands.start("batchllm_operator.cli", command, env=env)
+    try:
+        wait_for_state(plan, "running")
+        wait_until(lambda: left(plan).num_rows_done > 0, "a row is done", poll_s=0.01)
+    finally:
+        process.kill()
+        process.wait()
     killed = left(plan)
     assert killed.state == "running" and killed.num_rows_done < NUM_ROWS
     assert read_status(plan, now=killed.updated_at).shards[0].state == "running"

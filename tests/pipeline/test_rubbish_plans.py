@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ CHANGES: dict[str, Any] = {
     "planner": {"num_shards": 1, "estimated_output_tokens": {"learned": True}, "target_gpu": None},
 }
 FILES = ["rows.parquet", "shard-00000.parquet", "fingerprints.parquet", "reused.parquet"]
+EARLIER_FILES = [INDEX_FILE, "groups.parquet", "shard-00000.parquet"]
 
 
 class Job:
@@ -146,8 +148,7 @@ def seal(plan: StoredPlan, name: str) -> None:
     plan.folder.write_bytes(MANIFEST_FILE, manifest.to_bytes())
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "damage"), [*zip(cycle(FILES), DAMAGES)])
 def test_a_damaged_data_file(job: Job, name: str, damage: str) -> None:
     whole = job.second.folder.read_bytes(name)
     for is_sealed in (False, True):
@@ -165,8 +166,9 @@ def test_a_damaged_data_file(job: Job, name: str, damage: str) -> None:
             job.restore()
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "missing"])
-@pytest.mark.parametrize("name", [INDEX_FILE, "groups.parquet", "shard-00000.parquet"])
+@pytest.mark.parametrize(
+    ("name", "damage"), [*zip(cycle(EARLIER_FILES), DAMAGES), (INDEX_FILE, "missing")]
+)
 def test_a_damaged_file_of_an_earlier_day_costs_only_its_use(
     job: Job, name: str, damage: str
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -246,22 +245,6 @@ def test_a_plan_is_simulated_into_files_and_a_table(
     assert lines[3].split()[:3] == ["policy", "steps", "saved"]
     assert [line.split()[0] for line in lines[4:]] == ["static", "stock_sorted", "batchllm"]
     assert len({len(line) for line in lines[3:]}) == 1, "columns are aligned"
-
-
-def test_nothing_but_progress_stands_beside_the_table(tmp_path: Path) -> None:
-    """In a process of its own, as vLLM remarks on things when it is imported, too."""
-    command = [sys.executable, "-m", "batchllm_operator.cli", "simulate", *map(str, SMALL)]
-    done = subprocess.run(
-        [*command, "--policies", "stock_sorted", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert [line.split(":")[0] for line in done.stderr.splitlines()] == [
-        "made-up requests, stock_sorted"
-    ]
-    assert done.stdout.startswith("made-up requests: 20 requests, ")
-    assert len(done.stdout.splitlines()) == 5
 
 
 # --runahead

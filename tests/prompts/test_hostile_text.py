@@ -23,18 +23,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tokenizer(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_chat_template_places_the_text_of_a_row_and_does_not_read_it(
-    model: Path, text: str
-) -> None:
+def test_a_chat_template_places_the_text_of_a_row_and_does_not_read_it(model: Path) -> None:
     from transformers import AutoTokenizer
 
     own = AutoTokenizer.from_pretrained(model)
-    tokenizer = load_tokenizer(job(model, chat_template=True, system=text), DS)
-    [ids] = tokenizer.encode([text]).to_lists()
-    turns = [f"{START}{role}\n{text}{END}\n" for role in ("system", "user")]
-    expected = "".join(turns) + f"{START}assistant\n"
-    assert own.decode(ids) == expected
+    system = "\n".join(HOSTILE)
+    tokenizer = load_tokenizer(job(model, chat_template=True, system=system), DS)
+    for text, ids in zip(HOSTILE, tokenizer.encode(HOSTILE).to_lists(), strict=True):
+        expected = f"{START}system\n{system}{END}\n{START}user\n{text}{END}\n{START}assistant\n"
+        assert own.decode(ids) == expected
 
 
 def test_text_that_spells_a_special_token_becomes_it_as_in_vllm(model: Path) -> None:

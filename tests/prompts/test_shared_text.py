@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.levels import examples
+from support.levels import examples, some
 from support.prompt_texts import FRAGMENTS, family, long_text, texts, whole
 from support.tokenizer_families import CORPUS, FAMILIES
 from tokenizers import Tokenizer
@@ -37,7 +37,7 @@ def cut_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_text, "_MAX_PIECE_LEN", 1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, one_in=3, first=0))
 @settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts)
 def test_any_text_cut_at_all_safe_places(name: str, cut_everywhere: None, text: str) -> None:
@@ -47,7 +47,7 @@ def test_any_text_cut_at_all_safe_places(name: str, cut_everywhere: None, text: 
     assert bare == whole(tokenizer, [text], special=False)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, one_in=3, first=1))
 @settings(max_examples=examples(100))
 @given(batch=st.lists(texts, min_size=1, max_size=4))
 def test_any_texts_made_of_words(name: str, batch: list[str]) -> None:
@@ -59,7 +59,7 @@ def test_any_texts_made_of_words(name: str, batch: list[str]) -> None:
     assert shared.encode(again) == whole(tokenizer, again)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, one_in=3, first=2))
 @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prefix=texts, at=st.integers(0, 60), rests=st.lists(texts, max_size=4), data=st.data())
 def test_prompts_that_share_a_start_which_ends_anywhere(

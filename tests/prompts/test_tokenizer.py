@@ -22,6 +22,7 @@ from batchllm_operator.prompts import (
     safe_cuts,
     shared_text,
 )
+from batchllm_operator.prompts import tokenizer as tokenizer_module
 from batchllm_operator.prompts.model_folder import folder_digest
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.tokenizer import ModelTokenizer, Utf8Tokenizer
@@ -514,13 +515,15 @@ def test_a_tokenizer_with_code_of_its_own_gets_whole_prompts(model: Path) -> Non
     ]
 
 
-def test_token_ids_beyond_31_bits_are_refused_before_any_row_is_read(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"few": 0, "many": 2**31 + 5, "[UNK]": 1}, "[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
-    config = {"model_type": "gpt2", "max_position_embeddings": 100}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert "token 'many' of its vocabulary has the id 2147483653" in refused(job(tmp_path))
+def test_token_ids_that_are_too_large_are_refused_before_any_row_is_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary with ids beyond 31 bits takes the libraries a minute."""
+    assert tokenizer_module.MAX_TOKEN_ID == 2**31 - 1
+    vocabulary = reference(model).get_vocab()
+    largest = max(vocabulary.values())
+    monkeypatch.setattr(tokenizer_module, "MAX_TOKEN_ID", largest)
+    load_tokenizer(job(model))
+    monkeypatch.setattr(tokenizer_module, "MAX_TOKEN_ID", largest - 1)
+    [token] = [token for token, number in vocabulary.items() if number == largest]
+    assert f"token {token!r} of its vocabulary has the id {largest}" in refused(job(model))

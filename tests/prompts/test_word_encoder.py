@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.levels import examples
+from support.levels import examples, some
 from support.prompt_texts import family, texts, whole
 from support.tokenizer_families import FAMILIES
 from tokenizers import AddedToken, Tokenizer
@@ -46,7 +46,7 @@ def test_a_token_that_begins_in_a_word_and_ends_in_the_separator() -> None:
     assert encode(words, batch) == whole(tokenizer, batch, special=False)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, one_in=3))
 @settings(max_examples=examples(60))
 @given(batch=st.lists(texts, max_size=5))
 def test_texts_one_after_the_other_and_together(name: str, batch: list[str]) -> None:

@@ -23,6 +23,8 @@ from batchllm_operator.lake import Folder, LakeTable, Publication, open_table, p
 
 DS = "2026-01-31"
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+ON_S3 = pytest.mark.parametrize("lake_uri", ["s3"], indirect=True)
+"""For tests whose tables lie on S3, not on local disk; alone, or as a module's `pytestmark`."""
 
 
 class Lake(Protocol):

@@ -1,0 +1,20 @@
+"""What is Delta's own, where storage makes a difference, on S3."""
+
+from __future__ import annotations
+
+from lake.test_delta import (
+    folder,
+    table,
+    test_a_snapshot_pins_the_partitions_files,
+    test_commits_to_other_partitions_are_no_conflict,
+    test_files_go_if_not_all_could_be_put,
+    test_files_that_a_commit_was_tried_with_stay,
+    test_many_files_are_one_version,
+    test_only_one_of_many_tables_in_one_process_wins,
+    test_places_with_unusual_names,
+    test_processes_that_race_for_partitions_of_a_new_table,
+    test_publish_makes_a_table_that_any_reader_reads,
+)
+from support.lake_tables import ON_S3
+
+pytestmark = ON_S3

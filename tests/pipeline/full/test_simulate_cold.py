@@ -1,0 +1,25 @@
+"""`batchllm simulate` as a process, imports and all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeline.test_simulate import SMALL
+
+
+def test_nothing_but_progress_stands_beside_the_table(tmp_path: Path) -> None:
+    """In a process of its own, as vLLM remarks on things when it is imported, too."""
+    command = [sys.executable, "-m", "batchllm_operator.cli", "simulate", *map(str, SMALL)]
+    done = subprocess.run(
+        [*command, "--policies", "stock_sorted", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == [
+        "made-up requests, stock_sorted"
+    ]
+    assert done.stdout.startswith("made-up requests: 20 requests, ")
+    assert len(done.stdout.splitlines()) == 5
