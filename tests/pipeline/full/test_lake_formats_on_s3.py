@@ -9,7 +9,6 @@ from pipeline.test_lake_formats import (
     test_a_commit_that_somebody_else_got_ahead_of,
     test_a_job_runs_from_table_to_table,
     test_a_newer_plan_wins_whenever_the_older_one_publishes,
-    test_large_partitions_are_files_of_the_size_asked_for,
 )
 from support.lake_tables import ON_S3
 
