@@ -68,6 +68,23 @@ class Shards:
         (name,) = [pod.metadata.name for pod in self.live()]
         return str(name)
 
+    def working_pod(self, run: TaskRun) -> str:
+        """The pod's name, once it works and the task waits for it."""
+        name = self.pod()
+        if self.mode == "deferred":
+            self.wait(lambda: run.is_deferred, "the trigger")
+        self.wait_for_parts(1)
+        return name
+
+    def abandoned_pod(self) -> str:
+        """A pod whose worker or triggerer has vanished without a trace."""
+        run = self.start()
+        name = self.working_pod(run)
+        run.kill("running")
+        run.join()
+        assert self.cluster.phase(name) == "Running"
+        return name
+
     def wait_until_watched(self, run: TaskRun) -> None:
         """Wait until a task has its pod, and waits for its end."""
         self.wait(lambda: run.is_deferred or getattr(run.task, "_watch", None), "a watched pod")
@@ -84,7 +101,7 @@ class Shards:
         return self.cluster.wait_for(predicate, what)
 
     def wait_for_parts(self, count: int) -> dict[str, int]:
-        self.wait(lambda: len(self.parts()) >= count, f"{count} parts")
+        self.cluster.wait_for(lambda: len(self.parts()) >= count, f"{count} parts", pause_s=0.01)
         return self.parts()
 
     def check_whole(self) -> None:

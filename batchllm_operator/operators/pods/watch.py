@@ -31,6 +31,8 @@ _REPEAT: Final = timedelta(minutes=10)
 _LONGEST_PAUSE_S: Final = 60.0
 _LAST_READS: Final = 3
 """Looks at a pod that has ended, while its log can't be read."""
+_FAREWELL_S: Final = 0.05
+"""For a connection that was being made when the watch was stopped: it closes a little later."""
 _ANSWERLESS: Final = (ApiException, ClientError, OSError, TimeoutError)
 
 
@@ -127,6 +129,8 @@ class PodWatch:
             except asyncio.CancelledError:
                 if not self._is_stopped:
                     raise
+                await self.aclose()
+                await asyncio.sleep(_FAREWELL_S)
                 return self._end(EndKind.STOPPED)
 
     async def aclose(self) -> None:

@@ -35,6 +35,7 @@ def spec(shards: Shards) -> Path:
     return path
 
 
+@in_triggerer
 def test_a_pod_plans_as_the_worker_does(shards: Shards, spec: Path) -> None:
     ti = TaskInstance(task_id="plan")
     in_pod = plan_run(shards, spec, ti).wait()

@@ -183,14 +183,14 @@ class Cluster:
         pod = self.pod(name)
         return str(pod.status.phase) if pod else "Gone"
 
-    def wait_for(self, predicate: Callable[[], T], what: str, limit_s: float = 90.0) -> T:
+    def wait_for(self, predicate: Callable[[], T], what: str, pause_s: float = 0.05) -> T:
         """Poll until the predicate is true, and return what it did; else fail, saying `what`."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + 90
         while not (found := predicate()):
             if time.monotonic() > deadline:
                 pods = {each.metadata.name: each.status.phase for each in self.pods()}
                 pytest.fail(f"gave up waiting for {what}; pods: {pods}")
-            time.sleep(0.02)
+            time.sleep(pause_s)
         return found
 
     def wait_for_phase(self, name: str, phase: str) -> Any | None:

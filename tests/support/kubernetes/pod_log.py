@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
 
 import aiohttp
@@ -103,13 +102,11 @@ async def answer_log(
     metadata = pod["metadata"]
     path = f"/containerLogs/{metadata['namespace']}/{metadata['name']}/{container}"
     params = {key: query[key] for key in sorted(_PASSED_ON) if key in query}
-    trusting = ssl.create_default_context()  # kubelets' certificates are their own
-    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         url = f"https://{address}{path}"
         try:
-            answer = await session.get(url, params=params, ssl=trusting)
+            answer = await session.get(url, params=params, ssl=False)  # its certificate is its own
             try:
                 if answer.status != 200:
                     raise _refused(answer.status, await answer.text(), metadata["name"])

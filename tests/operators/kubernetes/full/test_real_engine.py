@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.kubernetes.cluster import python_image
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer
 
 from batchllm_operator.demo.model import build_demo_model
+from batchllm_operator.operators import child
 from batchllm_operator.pipeline.commit import commit_run
 from batchllm_operator.pipeline.plan import plan_job
 
 
 @in_triggerer
-def test_vllm_generates_in_a_pod_what_it_generates_here(shards: Shards) -> None:
+def test_vllm_generates_in_a_pod_what_it_generates_here(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards.cluster.agent.add_image("job:1", python_image())
+    monkeypatch.setattr(child, "subprocess", subprocess)  # both import vLLM, as for users
     build_demo_model(shards.lake / "model")
     write_table(shards.lake / "documents", document_rows())
     spec = fake_spec(

@@ -28,7 +28,8 @@ def test_a_gpu_that_appears_later(cluster: Cluster) -> None:
         f"0/1 nodes are available: 1 Insufficient {GPU}. preemption: 0/1 nodes are available: "
         "1 No preemption victims found for incoming pod."
     )
-    assert cluster.events("job", "FailedScheduling") == [message]
+    told = cluster.wait_for(lambda: cluster.events("job", "FailedScheduling"), "the Event")
+    assert told == [message]
     cluster.agent.set_capacity({GPU: "1"})
     cluster.wait_for_phase("job", "Succeeded")
 

@@ -1,0 +1,290 @@
+"""Tasks that are killed, cleared or abandoned: the rest of the ways."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import (
+    AirflowException,
+    AirflowTaskTimeout,
+)
+from airflow.sdk.execution_time.timeout import timeout
+from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
+from support.task_runs import TaskInstance, TaskRun
+
+from batchllm_operator.operators.pods.attempt import LABEL, AttemptPods
+from batchllm_operator.pipeline.attempts import claim_attempt
+from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.pipeline.stored_plan import StoredPlan
+
+
+@in_triggerer
+def test_a_shard_that_another_run_has_taken_over_is_left_to_it(shards: Shards) -> None:
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    shards.wait_for_parts(1)
+    run_shard(shards.plan_uri, 0)
+    assert run.wait()["num_rows"] == NUM_ROWS
+    folders = StoredPlan.open(shards.plan_uri).run_folder(0).subfolder_names()
+    assert sorted(folders) == ["attempt-00001", "attempt-00002"]  # it wasn't fenced back
+    shards.check_whole()
+
+
+@in_triggerer
+def test_a_pod_whose_shard_somebody_else_took_over(shards: Shards) -> None:
+    """And gives no sign any more: by hand, or by a task of another Airflow."""
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    before = shards.wait_for_parts(1)
+    claim_attempt(StoredPlan.open(shards.plan_uri).run_folder(0))
+    assert run.wait()["num_rows"] == NUM_ROWS  # in the same try, by another pod
+    folders = StoredPlan.open(shards.plan_uri).run_folder(0).subfolder_names()
+    assert sorted(folders) == ["attempt-00001", "attempt-00002", "attempt-00003"]
+    shards.check_nothing_left()
+    assert before.items() <= shards.parts().items()
+    shards.check_whole()
+
+
+@in_triggerer
+def test_a_killed_pod_finishes_its_open_parts(shards: Shards) -> None:
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    shards.working_pod(run)
+    run.kill("failed")
+    run.failure()
+    shards.check_nothing_left()
+    assert len(shards.parts()) > 1  # those of the requests that the engine had
+
+
+@in_triggerer
+def test_a_pod_goes_however_long_its_trigger_takes(shards: Shards) -> None:
+    """Airflow cancels a trigger again while it still deals with the first time."""
+    shards.plan(delay_s=0.15)
+    run = shards.start()
+    shards.working_pod(run)
+    run.state_takes_s = 1.0
+    run.kill("failed")
+    assert run.failure() is not None
+    shards.check_nothing_left()
+
+
+@in_worker
+def test_the_end_of_a_worker_in_the_last_try_leaves_no_pod(shards: Shards) -> None:
+    shards.plan(delay_s=0.1)
+    run = shards.start(TaskInstance(try_number=3, max_tries=2))
+    shards.working_pod(run)
+    run.kill("running")
+    run.failure()
+    shards.check_nothing_left()
+
+
+@in_triggerer
+def test_a_triggerer_that_was_cut_off_leaves_the_pod_to_the_other(shards: Shards) -> None:
+    """Airflow 3.3 tells it that the user has killed the task, which is deferred elsewhere."""
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    name = shards.working_pod(run)
+    shards.cluster.agent.freeze(name)
+    run.kill("running")
+    run.join()
+    assert shards.pod() == name
+    run = shards.start(TaskInstance(try_number=2))
+    shards.wait_until_watched(run)
+    shards.cluster.agent.thaw(name)
+    run.wait()
+    assert shards.report()["num_resumed_parts"] == 0
+    shards.check_whole()
+
+
+@in_triggerer
+def test_a_dead_pod_of_an_earlier_try_is_never_taken_up(shards: Shards) -> None:
+    shards.plan(delay_s=0.05)
+    name = shards.abandoned_pod()
+    shards.cluster.agent.evict(name)
+    assert shards.cluster.phase(name) == "Failed"  # and there it stays
+    shards.start(TaskInstance(try_number=2)).wait()
+    assert shards.report()["num_resumed_parts"] >= 1
+    shards.check_whole()
+
+
+@in_triggerer
+def test_a_pod_that_finished_meanwhile_is_removed_and_its_results_count(shards: Shards) -> None:
+    shards.plan(delay_s=0.02)
+    name = shards.abandoned_pod()
+    shards.cluster.wait_for_phase(name, "Succeeded")
+    result = shards.start(TaskInstance(try_number=2)).wait()
+    assert result["num_rows"] == NUM_ROWS
+    shards.check_whole()
+
+
+@in_triggerer
+def test_of_two_pods_of_an_attempt_one_is_kept(shards: Shards) -> None:
+    shards.plan(delay_s=0.3)  # it must still run when the next try looks
+    name = shards.abandoned_pod()
+    pod: Any = shards.cluster.pod(name)
+    labels = pod.metadata.labels
+    command = ["sleep", "60"]
+    shards.cluster.run_pod("twin", command, labels=labels)
+    stranger = {**labels, f"{LABEL}/attempt": "another"}
+    shards.cluster.run_pod("stranger", command, labels=stranger)
+    run = shards.start(TaskInstance(try_number=2))
+    shards.cluster.wait_for_phase("twin", "Gone")
+    run.wait()
+    assert shards.report()["num_resumed_parts"] == 0
+    assert [each.metadata.name for each in shards.cluster.pods()] == ["stranger"]
+
+
+@in_triggerer
+def test_a_pod_that_does_other_work_is_removed(shards: Shards) -> None:
+    """As when plan was cleared and made another plan: the task's map index means other rows."""
+    shards.plan(delay_s=0.15)
+    name = shards.abandoned_pod()
+    shards.plan(delay_s=0.0, sampling={"max_tokens": 9})
+    shards.start(TaskInstance(try_number=2)).wait()
+    shards.cluster.wait_for_phase(name, "Gone")
+    shards.check_whole()
+
+
+@in_worker
+def test_a_task_that_is_killed_while_it_waits_for_a_quota(
+    shards: Shards, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shards.plan()
+    shards.cluster.set_quota({"pods": "0"})
+    run = shards.start()
+    shards.wait(lambda: "exceeded quota" in "".join(capfd.readouterr()), "the refusal")
+    run.kill("failed")
+    assert "was killed" in str(run.failure())
+
+
+def test_the_tasks_timeout_ends_the_pod(shards: Shards) -> None:
+    shards.plan(delay_s=1.0)
+    limit = timedelta(seconds=3)
+    if shards.mode == "deferred":
+        error = shards.start(execution_timeout=limit).failure()
+        assert "reached the task's execution_timeout" in str(error)
+    else:
+        task = shards.task(deferrable=False)
+        run = TaskRun.__new__(TaskRun)  # for its context; Airflow's timeout needs the main thread
+        run.ti = TaskInstance()
+        execute = type(task).execute
+        execute = getattr(execute, "__wrapped__", execute)
+        with pytest.raises(AirflowTaskTimeout), timeout(limit.total_seconds()):
+            execute(task, run.context)
+        task.on_kill()  # as Airflow does then
+    shards.check_nothing_left()
+
+
+@in_triggerer
+def test_a_deferral_that_airflow_ends_itself_leaves_no_pod(shards: Shards) -> None:
+    shards.plan(delay_s=0.15)
+    run = shards.start()
+    shards.working_pod(run)
+    run.kill("running")
+    run.join()
+    task = shards.task()
+    with pytest.raises(AirflowException):
+        task.resume_execution("__fail__", {"error": "Trigger timeout"}, run.context)
+    shards.check_nothing_left()
+
+
+@in_worker
+def test_a_task_whose_supervisor_died_leaves_the_pod_to_the_next_try(shards: Shards) -> None:
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    name = shards.working_pod(run)
+    run.task._supervisor_pid = -1  # what it was when the try began
+    run.failure()
+    assert shards.pod() == name
+    run = shards.start(TaskInstance(try_number=2))
+    shards.working_pod(run)
+    run.kill("failed")
+    run.failure()
+    shards.check_nothing_left()
+
+
+@in_worker
+def test_a_task_whose_supervisor_died_makes_no_pod_any_more(
+    shards: Shards, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would be the second one, beside that of the next try."""
+    shards.plan()
+    shards.cluster.set_quota({"pods": "0"})
+    run = shards.start()
+    shards.wait(lambda: "exceeded quota" in "".join(capfd.readouterr()), "the refusal")
+    run.task._supervisor_pid = -1  # what it was when the try began
+    run.failure(limit_s=30)
+    shards.cluster.api.delete_namespaced_resource_quota("quota", shards.cluster.namespace)
+    assert shards.cluster.pods() == []
+
+
+@in_triggerer
+def test_a_task_that_is_marked_before_it_is_deferred_leaves_no_pod(shards: Shards) -> None:
+    """Airflow refuses the deferral then, and only logs that."""
+    shards.plan(delay_s=0.1)
+    error = shards.start(TaskInstance(state="failed")).failure()
+    assert "was killed" in str(error)
+    shards.check_nothing_left()
+
+
+@in_worker
+def test_a_task_that_is_marked_while_no_answer_comes_leaves_no_pod(shards: Shards) -> None:
+    """Airflow kills the process five seconds later: the first request has to be the right one."""
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    shards.working_pod(run)
+    shards.cluster.proxy.slow(3600)  # requests arrive
+    run.kill("failed")
+    assert "was killed" in str(run.failure())
+    shards.check_nothing_left()
+
+
+@in_triggerer
+def test_a_try_that_goes_on_after_the_next_has_begun_makes_no_second_pod(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine stood still between its look for a pod and its asking for one."""
+    shards.plan(delay_s=0.1)
+    has_looked, goes_on = threading.Event(), threading.Event()
+    create = AttemptPods._create
+
+    def late(self: AttemptPods, pod: Any) -> Any:
+        if self._attempt.try_number == 1:
+            has_looked.set()
+            assert goes_on.wait(180)
+        return create(self, pod)
+
+    monkeypatch.setattr(AttemptPods, "_create", late)
+    earlier = shards.start()
+    assert has_looked.wait(180)
+    later = shards.start(TaskInstance(try_number=2))
+    name = shards.working_pod(later)
+    goes_on.set()
+    assert "a later try of this task has begun" in str(earlier.failure())
+    assert shards.pod() == name
+    later.wait()
+    assert shards.report()["num_resumed_parts"] == 0  # nobody took the shard over
+    shards.check_whole()
+
+
+@in_worker
+def test_a_try_that_is_told_to_stop_leaves_the_pod_to_a_later_one_that_is_deferred(
+    shards: Shards,
+) -> None:
+    shards.plan(delay_s=0.1)
+    earlier = shards.start(TaskInstance(max_tries=0))
+    name = shards.working_pod(earlier)
+    shards.cluster.agent.freeze(name)
+    later = TaskRun(shards.task, TaskInstance(try_number=2), "deferred")
+    shards.runs.append(later)
+    shards.wait(lambda: later.is_deferred, "the trigger")
+    earlier.kill("deferred")  # the state of the later one
+    earlier.failure()
+    assert shards.pod() == name
+    shards.cluster.agent.thaw(name)
+    later.wait()
+    assert shards.report()["num_resumed_parts"] == 0
+    shards.check_whole()
