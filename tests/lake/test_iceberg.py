@@ -424,6 +424,27 @@ def test_a_commit_that_was_never_answered_keeps_its_files(
     assert [row["n"] for row in read(table, ["n"])] == [1]
 
 
+def test_a_lost_answer_of_a_commit_that_was_replaced_meanwhile(
+    lake: IcebergLake, table: LakeTable, tmp_path: Path
+) -> None:
+    """The table's history tells that it happened, when its rows no longer do."""
+    publish(table, numbers(0), tmp_path, of_plan("p0"))
+    lost: list[str] = []
+
+    def lose_answer(real: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = real(*args, **kwargs)
+        if lost:
+            return answer
+        lost.append("the answer")
+        publish(open_lake(lake), numbers(2), tmp_path, of_plan("p2"))
+        raise lake.lost
+
+    with wrapped(lake.commit, lose_answer):
+        publish(table, numbers(1), tmp_path)
+    assert lost and [row["n"] for row in read(table, ["n"])] == [2]
+    assert table.published(DS) == of_plan("p2")
+
+
 def test_a_commit_that_sqlite_refuses_is_not_taken_for_done(
     lake: IcebergLake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
