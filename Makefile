@@ -7,8 +7,9 @@ COMPAT_TESTS := $(addprefix tests/engine/test_,arguments.py vllm_attention.py vl
   tests/simulate/test_vllm_scheduling.py tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py \
   tests/e2e/test_attention_outputs.py
 # What calls Airflow itself: its scheduler, triggerer and API server run DAGs, in pods too. Long files first, see below.
-AIRFLOW_TESTS := tests/dags/test_standalone_pods.py tests/dags/test_dags.py $(wildcard tests/operators/test_*.py) \
-  tests/report/web
+AIRFLOW_TESTS := tests/dags/test_standalone.py tests/dags/test_dags.py \
+  $(addprefix tests/operators/test_,arrival.py credentials.py metrics.py operators.py tries.py) \
+  $(addprefix tests/report/web/test_,access.py jobs.py lake_access.py plugin.py roots.py)
 # What calls Airflow's provider of pods, of which all locks have one version (tests/tooling/test_environment.py): with the
 # oldest Airflow and the newest.
 POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py leaks.py credentials_of_pods.py) \

@@ -74,8 +74,10 @@ export AIRFLOW__CORE__DAGS_FOLDER="$dag_dir"
 export AIRFLOW__API__HOST=127.0.0.1 AIRFLOW__API__PORT="$port"
 export AIRFLOW__CORE__EXECUTION_API_SERVER_URL="http://127.0.0.1:$port/execution/"
 export AIRFLOW__CORE__EXECUTOR=LocalExecutor AIRFLOW__CORE__PARALLELISM=4
-# A busy machine may take more than 30 s to import a DAG file, which would put off its tasks.
+# A busy machine may take more than 30 s to import a DAG file, which would put off its tasks, and
+# more than 5 s to answer a task's first request, which would fail it.
 export AIRFLOW__CORE__DAGBAG_IMPORT_TIMEOUT=120 AIRFLOW__DAG_PROCESSOR__DAG_FILE_PROCESSOR_TIMEOUT=180
+export AIRFLOW__WORKERS__EXECUTION_API_TIMEOUT=60
 # Tasks' logs are files on this machine: these two servers aren't asked for them.
 export AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT=$((port < 65000 ? port + 1 : port - 1))
 export AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT=$((port < 65000 ? port + 2 : port - 2))

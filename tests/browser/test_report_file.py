@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import SCHEMES, WIDTHS, Tab
+from support.browser import LOOKS, Tab
 from support.run_reports import make_full_report, make_report
 
 from batchllm_operator.report.comparison import compare, render_comparison
@@ -19,7 +19,7 @@ PAGES = {
 }
 
 
-@pytest.fixture(params=[(width, scheme) for width in WIDTHS for scheme in SCHEMES])
+@pytest.fixture(params=LOOKS)
 def tab(request: pytest.FixtureRequest, chromium: Any) -> Iterator[Tab]:
     width, scheme = request.param
     context = chromium.new_context(

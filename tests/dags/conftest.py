@@ -1,178 +1,106 @@
-"""An Airflow of the tests' own. It runs in processes of its own, as `airflow dags test`."""
+"""One Airflow for the tests of a file: this repository's DAGs, and DAGs whose shards have pods."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import yaml
-from support.fake_job import without_model
-from support.kubernetes.fixtures import kubernetes_backend
+from support.browser import chromium
+from support.demo_job import wait_until
+from support.fake_job import JobFolder
+from support.fork_server import ForkServer
+from support.kubernetes.cluster import Backend, python_image
+from support.kubernetes.fixtures import kubernetes_backend, opened_cluster
+from support.pod_arguments import pod_arguments
+from support.pod_runs import KEY, KEY_ID
+from support.standalone import POLL_S, Standalone, bundle, free_port, script_env
 
-__all__ = ["airflow", "job", "kubernetes_backend", "make_job"]
+__all__ = ["chromium", "kubernetes_backend"]
 
-ROOT = Path(__file__).parents[2]
-DS = "2026-01-31"
+# DAG files don't change here.
+SETTINGS = {
+    "DAG_PROCESSOR__PARSING_PROCESSES": "1",
+    "DAG_PROCESSOR__MIN_FILE_PROCESS_INTERVAL": "3600",
+    "WORKERS__MIN_HEARTBEAT_INTERVAL": "1",  # a process that has ended is found out soon
+}
+# Processes that fork one for each task and each DAG file have imported what these need.
+PRELOAD = """
+import sys
 
-_DAG = """
+if {"scheduler", "dag-processor"} & {*sys.argv}:
+    import batchllm_operator.operators
+"""
+PODS = """
+from datetime import timedelta
+
 from airflow.sdk import DAG
 from batchllm_operator.operators import batchllm_task_group
 
-with DAG("job", schedule=None) as dag:
-    batchllm_task_group(**{arguments!r})
-{more}
+for dag_id, more in (
+    ("deferring", {{}}),
+    ("waiting", {{"deferrable": False, "retries": 1, "retry_delay": timedelta(0)}}),
+):
+    with DAG(dag_id, schedule=None, is_paused_upon_creation=False):
+        batchllm_task_group(
+            {spec!r},
+            group_id="job",
+            runner="kubernetes",
+            aws_conn_id="lake",
+            generate_args={arguments!r} | more,
+        )
 """
 
 
-@dataclass(frozen=True)
-class Airflow:
-    """An Airflow home with a database, and the environment of its processes."""
+@pytest.fixture(scope="module")
+def standalone(
+    request: pytest.FixtureRequest,
+    kubernetes_backend: Backend,
+    commands: ForkServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Standalone]:
+    """Airflow as `make airflow` starts it, and a cluster. Its jobs need no model.
 
-    home: Path
-    env: Mapping[str, str]
-
-    def command(self, *args: str) -> list[str]:
-        return [sys.executable, "-m", "airflow", *args]
-
-    def start(self, dag_id: str, job: Path, **options: Any) -> subprocess.Popen[bytes]:
-        """Start a run of a DAG for `DS`; its output is dropped."""
-        return subprocess.Popen(
-            self.command("dags", "test", dag_id, DS),
-            env={**self.env, "BATCHLLM_SPEC_DIR": str(job)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            **options,
-        )
-
-    def run(self, dag_id: str, job: Path) -> str:
-        """Run a DAG for `DS`; its log, or a RuntimeError with it when the run failed."""
-        run = subprocess.run(
-            self.command("dags", "test", dag_id, DS),
-            env={**self.env, "BATCHLLM_SPEC_DIR": str(job)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if run.returncode != 0:
-            raise RuntimeError(run.stdout)
-        return run.stdout
-
-    def with_dag(self, folder: Path, *, more: str = "", **arguments: Any) -> Airflow:
-        """This Airflow with one DAG, `job`: a task group with `arguments`, and no retries.
-
-        `more` is code at the end of its file.
-        """
-        folder.mkdir()
-        (folder / "job.py").write_text(_DAG.format(arguments=arguments, more=more))
-        return Airflow(self.home, {**self.env, "AIRFLOW__CORE__DAGS_FOLDER": str(folder)})
-
-    def without_aws(self) -> Airflow:
-        """This Airflow on a machine that has no AWS credentials or settings."""
-        env = {name: value for name, value in self.env.items() if not name.startswith("AWS_")}
-        env |= {
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            "AWS_EC2_METADATA_DISABLED": "true",
+    A file's own `SETTINGS` are added.
+    """
+    folder = tmp_path_factory.mktemp("standalone")
+    job = JobFolder(folder / "job")
+    job.path.mkdir()
+    job.write_spec("daily_snippets", planner={"num_shards": 1}, max_failed_fraction=0.9)
+    today = datetime.now(UTC).date()  # daily_snippets is on: yesterday's run starts by itself
+    for ago in (0, 1):
+        job.write_rows(str(today - timedelta(days=ago)))
+    home, dags = folder / "airflow home", folder / "dags"
+    (home / "plugins").mkdir(parents=True)
+    (home / "plugins" / "preload.py").write_text(PRELOAD)
+    dags.mkdir()
+    bundles = [bundle("dags-folder"), bundle("pods", path=str(dags))]
+    settings = SETTINGS | getattr(request.module, "SETTINGS", {})
+    settings |= {"DAG_PROCESSOR__DAG_BUNDLE_CONFIG_LIST": json.dumps(bundles)}
+    env = script_env(
+        home,
+        free_port(),
+        BATCHLLM_SPEC_DIR=str(job.path),
+        POOL_SLOTS="1",
+        **{f"BATCHLLM_AIRFLOW__{name}": value for name, value in settings.items()},
+    )
+    with opened_cluster(kubernetes_backend, tmp_path_factory.mktemp("cluster")) as cluster:
+        quick = {
+            "BATCHLLM_PROGRESS_INTERVAL_S": "0.1",
+            "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S": "0.1",
         }
-        return Airflow(self.home, env)
-
-
-@pytest.fixture(scope="session")
-def airflow(tmp_path_factory: pytest.TempPathFactory) -> Airflow:
-    """An Airflow with the DAGs of this repository."""
-    home = tmp_path_factory.mktemp("airflow home")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}
-    env |= {
-        "AIRFLOW_HOME": str(home),
-        "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
-        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
-    }
-    new = Airflow(home, env)
-    subprocess.run(new.command("db", "migrate"), env=env, check=True, capture_output=True)
-    return new
-
-
-@dataclass(frozen=True)
-class Job:
-    """A folder with a lake table of twelve rows and job specs, on the engine without a model."""
-
-    folder: Path
-
-    def keys(self, num_documents: int = 4) -> list[str]:
-        """The keys of all rows, sorted."""
-        return sorted(
-            f"{document}-{query}" for document in range(num_documents) for query in range(3)
-        )
-
-    def write_table(self, ds: str = DS, num_documents: int = 4) -> None:
-        """Write a partition, or write it anew."""
-        partition = self.folder / "documents" / f"ds={ds}"
-        partition.mkdir(parents=True, exist_ok=True)
-        rows = [
-            {"id": f"{d}-{q}", "document": f"Document {d}. " * 9, "query": f"Query {q}?"}
-            for d in range(num_documents)
-            for q in range(3)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), partition / "part-0.parquet")
-
-    def write_spec(self, name: str, **changes: Any) -> Path:
-        """A spec; `changes` add to its sections or replace its fields."""
-        spec: dict[str, Any] = {
-            "spec_version": 1,
-            "name": name,
-            "input": {"uri": "documents", "key": "id"},
-            "prompt": {"template": "{document}\n{query}"},
-            "model": {"path": "./model"},
-            "output": {"uri": name},
-            "engine": {"backend": "fake"},
-            "planner": {"num_shards": 2},
-        }
-        for section, value in changes.items():
-            old = spec.get(section)
-            merge = isinstance(old, Mapping) and isinstance(value, Mapping)
-            spec[section] = {**old, **value} if merge else value
-        spec = without_model(spec)
-        path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(spec))
-        return path
-
-    def published(self, name: str, ds: str = DS) -> Path:
-        """The one file of the output partition."""
-        (file,) = (self.folder / name / f"ds={ds}").iterdir()
-        return file
-
-    def plan_folder(self, name: str, ds: str = DS) -> Path:
-        """The folder of the only plan."""
-        (folder,) = (self.folder / name / "_batchllm").glob(f"{name}/{ds}/plan-*")
-        return folder
-
-
-def new_job(folder: Path) -> Job:
-    """A lake table, and the specs of the DAGs of this repository."""
-    folder.mkdir(exist_ok=True)
-    new = Job(folder)
-    new.write_table()
-    for name in ("daily_snippets", "offline_ranking"):
-        new.write_spec(name)
-    return new
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    """A job folder of the test's own."""
-    return new_job(tmp_path)
-
-
-@pytest.fixture(scope="session")
-def make_job() -> Callable[[Path], Job]:
-    """For fixtures that need a job folder for longer than a test."""
-    return new_job
+        cluster.agent.add_image("job:1", python_image(commands, **quick))
+        arguments = pod_arguments(cluster, job.path) | {"poll_interval": 0.2}
+        del arguments["runner"]  # the group's
+        spec = job.write_spec("job", engine={"extra_args": {"delay_s": 0.2, "max_in_flight": 1}})
+        (dags / "pods.py").write_text(PODS.format(arguments=arguments, spec=spec))
+        with Standalone.started(env, folder / "output", job, cluster) as airflow:
+            connection = {"conn_type": "aws", "login": KEY_ID, "password": KEY}
+            airflow.api("POST", "/api/v2/connections", json={"connection_id": "lake", **connection})
+            wait_until(
+                lambda: {"deferring", "waiting"} <= airflow.dag_ids(),
+                "all DAGs have been read",
+                poll_s=POLL_S,
+            )
+            yield airflow

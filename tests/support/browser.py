@@ -1,15 +1,21 @@
-"""A page in headless Chromium, and what it must not do there."""
+"""Headless Chromium, where there is one: a page in it, and what it must not do there."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SCREENSHOTS = ROOT / "build" / "screenshots"
-WIDTHS = (1280, 390)
-SCHEMES = ("light", "dark")
+LOOKS = ((1280, "light"), (390, "dark"))
+"""Widths of a desk and of a phone, each with a colour scheme."""
 # The first one is for containers without user namespaces; the others keep Chromium to itself.
 ARGUMENTS = [
     "--no-sandbox",
@@ -22,6 +28,28 @@ ARGUMENTS = [
 ]
 # Airflow 3.3 says it of its own frame around any plugin's page.
 _AIRFLOWS_OWN = "An iframe which has both allow-scripts and allow-same-origin"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """The browser. Without one tests are skipped, but not where CI has to have it.
+
+    Playwright keeps an event loop running in this thread, so no other file's tests may meet it.
+    """
+    if find_spec("playwright") is None:
+        pytest.skip("this environment has no browser: those of other releases of Airflow")
+    from playwright.sync_api import sync_playwright
+
+    found = shutil.which("chromium")
+    if found is None:
+        if os.environ.get("CI"):
+            pytest.fail("there is no chromium: .ci/run installs it")
+        pytest.skip("there is no chromium (Debian's package `chromium`)")
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=ARGUMENTS)
+        yield browser
+        browser.close()
 
 
 @dataclass

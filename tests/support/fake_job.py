@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from batchllm_operator.spec import JobSpec, parse_spec
 
@@ -71,3 +73,43 @@ def fake_spec(lake: Path | str, **changes: Any) -> JobSpec:
 def expected_prompt(row: Mapping[str, Any]) -> str:
     """The prompt text that `job_fields` gives a row."""
     return f"Answer. {row['document']}|{row['query']}"
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """A folder with a lake table and job specs, each of which writes a table of its name."""
+
+    path: Path
+
+    def write_rows(self, ds: str, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Write a partition, or write it again: twelve rows unless some are given."""
+        write_table(self.path / "documents", rows or document_rows(4, 3), ds)
+
+    def write_spec(self, name: str, **changes: Any) -> str:
+        """A spec, as a path; `changes` add to its sections or replace its fields."""
+        fields = {"name": name, "output": {"uri": f"{self.path}/{name}"}, **changes}
+        path = self.path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(job_fields(str(self.path), **fields)))
+        return str(path)
+
+    def partition(self, name: str, ds: str = DS) -> Path:
+        return self.path / name / f"ds={ds}"
+
+    def published(self, name: str, ds: str = DS) -> list[dict[str, Any]]:
+        """The rows of the one file of an output partition, in the order of their keys."""
+        (file,) = self.partition(name, ds).iterdir()
+        return sorted(pq.ParquetFile(file).read().to_pylist(), key=lambda row: str(row["row_key"]))
+
+    def check_published(self, name: str, ds: str = DS, num_rows: int = 12) -> None:
+        """Every row of the input is there once, with a text."""
+        rows = self.published(name, ds)
+        (file,) = (self.path / "documents" / f"ds={ds}").iterdir()
+        keys = pq.ParquetFile(file).read(["row_key"])["row_key"].to_pylist()
+        assert [row["row_key"] for row in rows] == sorted(keys)
+        assert len(rows) == num_rows
+        assert all(row["error"] is None and row["generated_text"] for row in rows)
+
+    def plan(self, name: str, ds: str = DS) -> Path:
+        """The folder of the only plan."""
+        (folder,) = (self.path / name / "_batchllm" / name / ds).glob("plan-*")
+        return folder

@@ -77,9 +77,9 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that has imported `modules`, and forks. Its children end with it."""
+    """A process that has imported `modules`, in `env`, and forks. Its children end with it."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
             self._process = subprocess.Popen(
@@ -87,6 +87,7 @@ class ForkServer:
                 pass_fds=[far.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                env=env,
                 start_new_session=True,  # Ctrl-C is for the tests, which then close it
             )
         self.pid = self._process.pid

@@ -8,19 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
 from support.demo_job import live_processes, wait_until
+from support.fake_job import JobFolder
+from support.kubernetes.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "airflow.sh"
-POLL_S = 0.5  # of the API, which works for it
+POLL_S = 1.0  # of the API, which works for it
 API_S = 180.0  # for an answer: longer than SQLite waits for another writer
 RUNS_S = 900.0  # for some runs; on two busy cores a task takes a minute to import what it needs
 RUNS = "/api/v2/dags/{}/dagRuns"
@@ -28,21 +30,23 @@ RUNS = "/api/v2/dags/{}/dagRuns"
 
 @dataclass(frozen=True)
 class Standalone:
-    """An Airflow that `scripts/airflow.sh` runs."""
+    """An Airflow that `scripts/airflow.sh` runs, its jobs, and the cluster of their pods."""
 
     process: subprocess.Popen[str]
     env: Mapping[str, str]
     url: str
     session_id: int
     output: Callable[[], str]
+    client: httpx.Client
+    job: JobFolder
+    cluster: Cluster
 
     @classmethod
     @contextmanager
-    def started(cls, env: Mapping[str, str], output: Path, **more: Any) -> Iterator[Self]:
-        """Start one and wait until it is ready; nothing of it is left afterwards.
-
-        `more` are a subclass's own fields.
-        """
+    def started(
+        cls, env: Mapping[str, str], output: Path, job: JobFolder, cluster: Cluster
+    ) -> Iterator[Standalone]:
+        """Start one and wait until it is ready; nothing of it is left afterwards."""
         pid_file = Path(env["BATCHLLM_AIRFLOW_HOME"]) / "pid"
         with output.open("w") as file:
             process = subprocess.Popen(
@@ -61,7 +65,9 @@ class Standalone:
             )
             assert process.poll() is None, output.read_text()
             url = f"http://127.0.0.1:{env['PORT']}"
-            yield cls(process, env, url, int(pid_file.read_text()), output.read_text, **more)
+            pid = int(pid_file.read_text())
+            with httpx.Client(base_url=url, timeout=API_S, trust_env=False) as client:
+                yield cls(process, env, url, pid, output.read_text, client, job, cluster)
         finally:
             process.terminate()
             process.wait()
@@ -87,7 +93,7 @@ class Standalone:
 
     def log_in(self, password: str) -> httpx.Response:
         login = {"username": self.printed("user"), "password": password}
-        return httpx.post(f"{self.url}/auth/token", json=login, timeout=API_S, trust_env=False)
+        return self.client.post("/auth/token", json=login)
 
     @cached_property
     def _headers(self) -> dict[str, str]:
@@ -96,11 +102,10 @@ class Standalone:
 
     def api(self, method: str, path: str, **arguments: Any) -> Any:
         """The answer to a request; asks again while SQLite has another writer for too long."""
-        arguments |= {"headers": self._headers, "timeout": API_S, "trust_env": False}
         answers: list[httpx.Response] = []
 
         def is_answered() -> bool:
-            answers[:] = [httpx.request(method, self.url + path, **arguments)]
+            answers[:] = [self.client.request(method, path, headers=self._headers, **arguments)]
             return "Database error" not in answers[0].text
 
         wait_until(is_answered, f"{path} is answered", limit_s=RUNS_S, poll_s=POLL_S)
@@ -109,12 +114,18 @@ class Standalone:
 
     def page(self, path: str) -> str:
         """A page that a browser gets, wherever that leads."""
-        headers = {**self._headers, "accept": "text/html"}
-        answer = httpx.get(
-            self.url + path, headers=headers, follow_redirects=True, timeout=API_S, trust_env=False
-        )
+        headers = {"accept": "text/html", **self._headers}
+        answer = self.client.get(path, headers=headers, follow_redirects=True)
         assert answer.is_success, answer.text
         return answer.text
+
+    def dag_ids(self) -> set[str]:
+        return {dag["dag_id"] for dag in self.api("GET", "/api/v2/dags")["dags"]}
+
+    def trigger(self, dag_id: str, **body: Any) -> str:
+        """Start a run; its id."""
+        body = {"logical_date": None, **body}
+        return str(self.api("POST", RUNS.format(dag_id), json=body)["dag_run_id"])
 
     def runs(self, dag_id: str) -> list[dict[str, Any]]:
         return list(self.api("GET", RUNS.format(dag_id))["dag_runs"])
@@ -124,35 +135,22 @@ class Standalone:
         path = RUNS.format(dag_id) + f"/{run_id}/taskInstances"
         return list(self.api("GET", path, params={"limit": 500})["task_instances"])
 
-    @staticmethod
-    def check_no_failure(tasks: Iterable[Mapping[str, Any]]) -> None:
-        """No task has failed, not even to be tried again: that needn't be waited for."""
-        failed = [
-            f"{task['dag_run_id']} {task['task_id']} {task['state']}"
-            for task in tasks
-            if task["state"] in ("failed", "up_for_retry", "upstream_failed")
-        ]
-        assert failed == []
-
     def wait_for_runs(
         self,
         dag_id: str,
         choose: Callable[[dict[str, Any]], bool],
-        number: int,
-        limit_s: float = RUNS_S,
+        number: int = 1,
     ) -> list[dict[str, Any]]:
         """Wait until `number` chosen runs have succeeded, and return them."""
         chosen: list[dict[str, Any]] = []
 
         def succeeded() -> bool:
             chosen[:] = [run for run in self.runs(dag_id) if choose(run)]
-            run_ids = {run["dag_run_id"] for run in chosen}
-            tasks = self.tasks(dag_id)
-            self.check_no_failure(task for task in tasks if task["dag_run_id"] in run_ids)
+            assert [run["dag_run_id"] for run in chosen if run["state"] == "failed"] == []
             return len(chosen) == number and all(run["state"] == "success" for run in chosen)
 
         wait_until(
-            succeeded, f"{number} runs of {dag_id} have succeeded", limit_s=limit_s, poll_s=POLL_S
+            succeeded, f"{number} runs of {dag_id} have succeeded", limit_s=RUNS_S, poll_s=POLL_S
         )
         return chosen
 
@@ -165,6 +163,12 @@ class Standalone:
         assets = self.api("GET", "/api/v2/assets", params={"name_pattern": name})["assets"]
         (asset_id,) = (asset["id"] for asset in assets if asset["name"] == name)
         return int(asset_id)
+
+
+def bundle(name: str, **arguments: str) -> dict[str, Any]:
+    """A folder of DAGs."""
+    local = "airflow.dag_processing.bundles.local.LocalDagBundle"
+    return {"name": name, "classpath": local, "kwargs": arguments}
 
 
 def script_env(home: Path, port: int, **settings: str) -> dict[str, str]:

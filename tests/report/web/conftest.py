@@ -74,34 +74,41 @@ class Browser:
         return str(answer.text).replace("\N{NO-BREAK SPACE}", " ")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pages(database: None) -> Any:
-    """The application of the pages, new for each test."""
+    """The application of the pages."""
     from batchllm_operator.report.web.app import create_app
 
     return create_app()
 
 
-@pytest.fixture
-def client(pages: Any) -> Iterator[Any]:
+@pytest.fixture(scope="session")
+def served(pages: Any) -> Iterator[Any]:
     """The pages below an application with Airflow's own middleware and auth manager."""
     from airflow.api_fastapi.app import init_auth_manager
     from airflow.api_fastapi.auth.middlewares.refresh_token import JWTRefreshMiddleware
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    from batchllm_operator.report.web import lake_access
     from batchllm_operator.report.web.headers import SecurityHeaders
-    from batchllm_operator.report.web.kept import Kept
 
     app = FastAPI()
     init_auth_manager(app)
     app.mount(ROOT_PATH, SecurityHeaders(pages))
     app.add_middleware(JWTRefreshMiddleware)
-    for name in ("_PLANS", "_REPORTS", "_STATUSES"):
-        setattr(lake_access, name, Kept(0.0))
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client
+
+
+@pytest.fixture
+def client(served: Any) -> Any:
+    """The same; it remembers nothing of earlier tests."""
+    from batchllm_operator.report.web import lake_access
+    from batchllm_operator.report.web.kept import Kept
+
+    for name in ("_PLANS", "_REPORTS", "_STATUSES"):
+        setattr(lake_access, name, Kept(0.0))
+    return served
 
 
 @pytest.fixture
@@ -139,8 +146,8 @@ def plan(tmp_path: Any) -> Any:
 
 
 @pytest.fixture
-def committed(plan: Any) -> Any:
-    """The same plan, after its commit."""
+def committed(plan: Any, no_pictures: None) -> Any:
+    """The same plan, after its commit. Its pages have frames for pictures."""
     from batchllm_operator.pipeline.commit import commit_run
     from batchllm_operator.pipeline.run import run_shard
 

@@ -44,7 +44,7 @@ HEAVY = {"jinja2", "kubernetes", "matplotlib", "numba", "numpy", "pandas", "pyar
 
 
 def load(home: Path, **env: str) -> dict[str, Any]:
-    """The plugin, loaded by a new process of Airflow's from the installed package."""
+    """The plugin, loaded by a new process of Airflow's."""
     settings = {
         "AIRFLOW_HOME": str(home),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
@@ -76,11 +76,24 @@ def test_loading_the_plugin_imports_nothing_heavy(tmp_path: Path) -> None:
     assert loaded["prefixes"] == ["/batchllm"]
     assert loaded["links"] == ["Live progress"]
 
+    assert [view["href"] for view in loaded["views"]] == [
+        "/batchllm/",
+        "/batchllm/dags/{DAG_ID}/runs/{RUN_ID}",
+    ]
+    assert [view["destination"] for view in loaded["views"]] == ["nav", "dag_run"]
+    assert len({view["url_route"] for view in loaded["views"]}) == 2
+
 
 def test_a_copied_file_beside_the_installed_package_is_one_plugin(tmp_path: Path) -> None:
-    loaded = load(tmp_path, AIRFLOW__CORE__PLUGINS_FOLDER=str(ROOT / "plugins"))
+    """And its views lie where Airflow does."""
+    loaded = load(
+        tmp_path,
+        AIRFLOW__CORE__PLUGINS_FOLDER=str(ROOT / "plugins"),
+        AIRFLOW__API__BASE_URL="https://host.example/air/flow/",
+    )
     assert loaded["errors"] == {}
     assert (loaded["prefixes"], loaded["links"]) == (["/batchllm"], ["Live progress"])
+    assert loaded["views"][0]["href"] == "/air/flow/batchllm/"
 
 
 def test_a_copied_file_is_the_plugin_where_nothing_is_installed(
@@ -101,18 +114,6 @@ def test_without_the_operators_providers_no_task_has_the_link(
 
     monkeypatch.setitem(sys.modules, "batchllm_operator.operators.generate", None)
     assert LiveProgressLink().operators == []
-
-
-def test_views_lie_where_airflow_does(tmp_path: Path) -> None:
-    views = load(tmp_path)["views"]
-    assert [view["href"] for view in views] == [
-        "/batchllm/",
-        "/batchllm/dags/{DAG_ID}/runs/{RUN_ID}",
-    ]
-    assert [view["destination"] for view in views] == ["nav", "dag_run"]
-    assert len({view["url_route"] for view in views}) == 2
-    below = load(tmp_path, AIRFLOW__API__BASE_URL="https://host.example/air/flow/")["views"]
-    assert below[0]["href"] == "/air/flow/batchllm/"
 
 
 def test_pages_are_built_once_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

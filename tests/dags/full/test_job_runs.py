@@ -1,0 +1,273 @@
+"""`airflow dags test`: runs that fail, skip, are killed, and take credentials from a connection."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3fs import S3FileSystem
+from support.demo_job import live_processes, wait_until
+from support.fake_job import DS, JobFolder
+from support.fork_server import ForkedProcess, ForkServer
+from support.standalone import bundle
+
+from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.spec import load_spec
+
+ROOT = Path(__file__).parents[3]
+KEY_ID, KEY, TOKEN = "AKIACANARY0KEYID", "canary/secret+key", "canary-session-token"
+BUNDLES = "AIRFLOW__DAG_PROCESSOR__DAG_BUNDLE_CONFIG_LIST"
+NOTHING = {"filter": [{"column": "query", "value": "no such query"}]}
+DAG = """
+from airflow.sdk import DAG, task
+from batchllm_operator.operators import batchllm_task_group
+
+with DAG("job", schedule=None) as dag:
+    batchllm_task_group(**{arguments!r})
+{more}
+"""
+
+
+@dataclass(frozen=True)
+class Airflow:
+    """An Airflow home with a database, and a server of `airflow` commands."""
+
+    home: Path
+    env: Mapping[str, str]
+    server: ForkServer
+
+    def command(self, *args: str) -> str:
+        """What it prints; a RuntimeError with that if it fails."""
+        run = self.server.run("airflow.__main__", args, env=self.env)
+        if run.returncode != 0:
+            raise RuntimeError(run.stdout + run.stderr)
+        return run.stdout + run.stderr
+
+    def start(self, dag_id: str = "job") -> ForkedProcess:
+        """Start a run of a DAG for `DS`; its output is dropped."""
+        return self.server.start("airflow.__main__", ["dags", "test", dag_id, DS], env=self.env)
+
+    def run(self, dag_id: str = "job") -> str:
+        """Run a DAG for `DS`; its log, or a RuntimeError with it when the run failed."""
+        return self.command("dags", "test", dag_id, DS)
+
+    def failure(self) -> str:
+        """The log of a run of `job` that fails."""
+        with pytest.raises(RuntimeError) as failure:
+            self.run()
+        return str(failure.value)
+
+    def in_folder(self, dags: Path) -> Airflow:
+        """The same with other DAGs."""
+        bundles = json.dumps([bundle("dags-folder", path=str(dags))])
+        return replace(self, env={**self.env, BUNDLES: bundles})
+
+    def with_dag(self, job: JobFolder, *, more: str = "", **arguments: Any) -> Airflow:
+        """This Airflow with one DAG, `job`: a task group with `arguments`, and no retries.
+
+        `more` is code at the end of its file.
+        """
+        dags = job.path / "dags"
+        dags.mkdir()
+        (dags / "job.py").write_text(DAG.format(arguments=arguments, more=more))
+        return self.in_folder(dags)
+
+    def without_aws(self) -> Airflow:
+        """This Airflow on a machine that has no AWS credentials or settings."""
+        env = {name: value for name, value in self.env.items() if not name.startswith("AWS_")}
+        env |= {
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        return replace(self, env=env)
+
+
+@pytest.fixture(scope="module")
+def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
+    home = tmp_path_factory.mktemp("airflow home")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}
+    env |= {"AIRFLOW_HOME": str(home), "AIRFLOW__CORE__LOAD_EXAMPLES": "False"}
+    server = ForkServer(
+        "airflow.__main__",
+        "airflow.cli.commands.dag_command",
+        "airflow.api_fastapi.execution_api.app",
+        "batchllm_operator.operators",
+        env=env,
+    )
+    new = Airflow(home, env, server)
+    new.command("db", "migrate")
+    yield new
+    server.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobFolder:
+    """A job folder of the test's own."""
+    job = JobFolder(tmp_path)
+    job.write_rows(DS)
+    return job
+
+
+def num_started(log: str) -> int:
+    """Tasks that were started."""
+    return log.count("starting task_id=")
+
+
+def test_a_run_publishes_the_partition_and_another_leaves_it(
+    airflow: Airflow, job: JobFolder
+) -> None:
+    job.write_spec("offline_ranking")
+    env = {**airflow.env, "BATCHLLM_SPEC_DIR": str(job.path)}
+    airflow = replace(airflow, env=env).in_folder(ROOT / "dags")
+    assert num_started(airflow.run("offline_ranking")) == 5  # plan, two shards, commit, report
+    job.check_published("offline_ranking")
+    (file,) = job.partition("offline_ranking").iterdir()
+    before = file.read_bytes()
+    airflow.run("offline_ranking")
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompt": {"template": "{no_such_column}"}}, "no_such_column"),
+        ({"on_empty": "fail", "input": NOTHING}, "on_empty"),
+    ],
+)
+def test_a_plan_that_fails_ends_the_run_with_its_reason(
+    airflow: Airflow, job: JobFolder, changes: dict[str, Any], reason: str
+) -> None:
+    log = airflow.with_dag(job, spec_path=job.write_spec("job", **changes)).failure()
+    assert num_started(log) == 1  # no generate
+    assert reason in log
+    assert not job.partition("job").exists()
+
+
+def test_a_branch_that_isnt_taken_skips_the_whole_job(airflow: Airflow, job: JobFolder) -> None:
+    """And on the other branch a partition without rows is committed, without a shard."""
+    spec = job.write_spec("job", on_empty="commit", input=NOTHING)
+    branch = f"""
+    @task.branch
+    def branch():
+        return "taken.plan"
+
+    left = batchllm_task_group(spec_path={spec!r}, group_id="left")
+    branch() >> [dag.task_group_dict["taken"], left]
+"""
+    log = airflow.with_dag(job, spec_path=spec, group_id="taken", more=branch).run()
+    assert re.findall(r"Running batchllm (\w+)", log) == ["plan", "commit", "report"]
+    assert num_started(log) == 4
+    assert job.published("job") == []
+
+
+def test_a_failing_shard_keeps_commit_from_running(airflow: Airflow, job: JobFolder) -> None:
+    spec = job.write_spec("job")
+    outputs = Path(plan_job(load_spec(Path(spec)), DS).folder.path) / "runs"
+    outputs.mkdir()
+    (outputs / "shard-00001").write_text("A file in the place of a folder.")
+    log = airflow.with_dag(job, spec_path=spec).failure()
+    assert num_started(log) == 3
+    assert (outputs / "shard-00000" / "report.json").exists()
+    assert "Running batchllm commit" not in log
+    assert not job.partition("job").exists()
+
+
+def test_a_failing_report_leaves_the_partition_published(airflow: Airflow, job: JobFolder) -> None:
+    broken = '    dag.get_task("batchllm.report").env = {"PYTHONHOME": "/nowhere"}'
+    log = airflow.with_dag(job, spec_path=job.write_spec("job"), more=broken).failure()
+    assert num_started(log) == 5
+    assert "batchllm report: " in log
+    job.check_published("job")
+
+
+def test_sigkill_while_generating_leaves_nothing_alive_and_a_rerun_resumes(
+    airflow: Airflow, job: JobFolder
+) -> None:
+    """Each request takes a while; the run is killed when the first of four parts is done."""
+    spec = job.write_spec(
+        "job",
+        engine={"extra_args": {"delay_s": 0.3}},
+        planner={"num_shards": 1, "part_rows": 3},
+    )
+    airflow = airflow.with_dag(job, spec_path=spec)
+    outputs = job.path / "job" / "_batchllm" / "job" / DS
+
+    def finished_parts() -> dict[Path, int]:
+        """The file of each finished part, with the time of its last change."""
+        entries = outputs.glob("plan-*/runs/shard-00000/*/part-?????.json")
+        files = (entry.parent / json.loads(entry.read_bytes())["file"] for entry in entries)
+        return {file: file.stat().st_mtime_ns for file in files}
+
+    run = airflow.start()
+    try:
+        wait_until(lambda: run.poll() is not None or finished_parts(), "a part is finished")
+        assert run.poll() is None
+        assert len(live_processes(run.pid)) > 1  # Airflow and the command that it started
+        run.kill()
+        run.wait()
+        wait_until(lambda: not live_processes(run.pid), "its processes have ended")
+    finally:
+        for pid in live_processes(run.pid):
+            os.kill(pid, signal.SIGKILL)
+    before = finished_parts()
+    assert 0 < len(before) < 4  # it was cut off, and didn't come to its end
+    assert not job.partition("job").exists()
+
+    airflow.run()
+    report = json.loads((job.plan("job") / "runs/shard-00000/report.json").read_bytes())
+    assert (report["num_parts"], report["num_resumed_parts"]) == (4, len(before))
+    assert before.items() <= finished_parts().items()  # not written again
+    job.check_published("job")
+
+
+def test_credentials_come_from_a_connection_and_are_seen_nowhere(
+    airflow: Airflow, job: JobFolder, s3_bucket: str, s3_endpoint: str
+) -> None:
+    """The bucket can be reached with the connection only: nothing else names its endpoint."""
+    s3 = S3FileSystem()
+    s3.put(str(job.path / "documents"), f"{s3_bucket}/documents", recursive=True)
+    conn_id = f"lake_{uuid.uuid4().hex[:8]}"
+    extra = {"aws_session_token": TOKEN, "region_name": "us-east-1", "endpoint_url": s3_endpoint}
+    fields = {"conn_type": "aws", "login": KEY_ID, "password": KEY, "extra": extra}
+    connections = job.path / "connections.json"
+    connections.write_text(json.dumps({conn_id: fields}))
+    airflow.command("connections", "import", str(connections))
+    places = {"input": {"uri": f"{s3_bucket}/documents"}, "output": {"uri": f"{s3_bucket}/outputs"}}
+    spec = job.write_spec("job", **places)
+    airflow = airflow.with_dag(job, spec_path=spec, aws_conn_id=conn_id).without_aws()
+
+    log = airflow.run()
+    assert s3.exists(f"{s3_bucket}/outputs/ds={DS}")
+    stored = stored_texts(airflow.home / "airflow.db")
+    assert any(conn_id in text for text in stored)  # rendered templates are among them
+    assert any(f"{s3_bucket}/outputs/_batchllm" in text for text in stored)  # and XComs
+    files = [f for f in airflow.home.rglob("*") if f.is_file() and "airflow.db" not in f.name]
+    shown = [log, *stored, *(file.read_text(errors="replace") for file in files)]
+    for canary in (KEY_ID, KEY, TOKEN):
+        assert [text for text in shown if canary in text] == []
+
+
+def stored_texts(database: Path) -> list[str]:
+    """The rows of all tables of Airflow's database but that of the connections."""
+    with closing(sqlite3.connect(database)) as db:
+        tables = [
+            name for (name,) in db.execute("select name from sqlite_master where type='table'")
+        ]
+        assert "connection" in tables
+        return [
+            repr(row)
+            for table in tables
+            if table != "connection"
+            for row in db.execute(f'select * from "{table}"')
+        ]

@@ -1,0 +1,375 @@
+"""`make airflow`: backfills and arrivals, what a user marks or clears, what dies, and its end.
+
+Nothing here depends on who is faster: pods that matter stay frozen until it's their turn.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+from support.demo_job import live_processes, wait_until
+from support.fake_job import document_rows
+from support.pod_runs import KEY, PodRun, freeze
+from support.standalone import POLL_S, RUNS_S, SCRIPT, Standalone
+
+DAYS = ["2026-01-28", "2026-01-29"]
+ARRIVING_DAYS = ["2026-02-02", "2026-02-03"]
+LAST_DAY = "2026-02-10"
+# What dies is found out soon.
+SETTINGS = {
+    "TRIGGERER__JOB_HEARTBEAT_SEC": "1",
+    "TRIGGERER__TRIGGERER_HEALTH_CHECK_THRESHOLD": "12",
+    "SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "12",
+    "SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "1",
+}
+PRINT_TRIGGERS = """
+import json
+
+from airflow.models.trigger import Trigger
+from airflow.utils.session import create_session
+
+with create_session() as session:
+    print(json.dumps([trigger.kwargs for trigger in session.query(Trigger)], default=str))
+"""
+
+
+def at_a_time(spans: Iterable[Mapping[str, Any]]) -> int:
+    """The most that were running at one time."""
+    times = []
+    for span in spans:
+        start, end = (datetime.fromisoformat(span[name]) for name in ("start_date", "end_date"))
+        times += [(start, 1), (end, -1)]
+    most = running = 0
+    for _, change in sorted(times):
+        running += change
+        most = max(most, running)
+    return most
+
+
+def backfill(airflow: Standalone, *arguments: str) -> None:
+    """As the output tells the user to type it."""
+    airflow.command(
+        *("backfill", "create", "--dag-id", "daily_snippets", "--max-active-runs", "2"),
+        *arguments,
+    )
+
+
+def test_a_backfill_commits_each_date_by_itself(standalone: Standalone) -> None:
+    for ds in DAYS:
+        standalone.job.write_rows(ds)
+    backfill(standalone, "--from-date", DAYS[0], "--to-date", DAYS[1], "--run-backwards")
+    runs = standalone.wait_for_runs(
+        "daily_snippets", lambda run: run["run_type"] == "backfill", len(DAYS)
+    )
+    assert sorted(run["logical_date"][:10] for run in runs) == DAYS
+    assert at_a_time(runs) == 2
+    extras = [event["extra"] for event in standalone.events("snippets")]
+    for ds in DAYS:
+        standalone.job.check_published("daily_snippets", ds)
+        report = standalone.job.plan("daily_snippets", ds) / "report.json"
+        written = json.loads(report.read_bytes())
+        assert (written["ds"], written["num_rows_out"]) == (ds, 12)
+        (extra,) = [extra for extra in extras if extra["ds"] == ds]
+        assert extra["achieved_saving_ratio"] == written["achieved_saving_ratio"]
+
+
+def test_partitions_that_arrive_close_together_are_run_each(standalone: Standalone) -> None:
+    """Airflow may give both to one run, or lose one."""
+    for ds in ARRIVING_DAYS:
+        standalone.job.write_rows(ds)
+    asset_id = standalone.asset_id("documents")
+    for ds in ARRIVING_DAYS:
+        arrival = {"asset_id": asset_id, "extra": {"ds": ds}}
+        standalone.api("POST", "/api/v2/assets/events", json=arrival)
+
+    def are_committed() -> bool:
+        """Whether runs that the events led to have committed them."""
+        events = standalone.events("snippets")
+        runs = [event for event in events if event["source_dag_id"] == "snippets_on_arrival"]
+        return {run["extra"]["ds"] for run in runs} == set(ARRIVING_DAYS)
+
+    wait_until(are_committed, "all partitions are committed", limit_s=RUNS_S, poll_s=POLL_S)
+    for ds in ARRIVING_DAYS:
+        standalone.job.check_published("daily_snippets", ds)
+    tasks = standalone.tasks("snippets_on_arrival")
+    plans = [task for task in tasks if task["task_id"] == "snippets.plan"]
+    at_work = [plan["dag_run_id"] for plan in plans if plan["state"] not in (None, "skipped")]
+    assert len(at_work) == len(ARRIVING_DAYS), "a partition was run twice"
+
+
+def test_generate_tasks_of_all_runs_share_the_pools_slots(standalone: Standalone) -> None:
+    """Of those that the tests above have led to."""
+    tasks = [*standalone.tasks("daily_snippets"), *standalone.tasks("snippets_on_arrival")]
+    generate = [task for task in tasks if task["task_id"] == "snippets.generate"]
+    ended = [task for task in generate if task["end_date"] and task["start_date"]]
+    assert len(ended) >= len(DAYS) + len(ARRIVING_DAYS)
+    assert at_a_time(ended) == 1
+
+
+def test_doing_a_date_again_replaces_the_partition(standalone: Standalone) -> None:
+    ds = DAYS[0]
+
+    def has_no_backfill() -> bool:
+        """Airflow takes one at a time for a DAG, and looks every 30 s."""
+        backfills = standalone.api("GET", "/api/v2/backfills", params={"dag_id": "daily_snippets"})
+        return all(backfill["completed_at"] for backfill in backfills["backfills"])
+
+    wait_until(has_no_backfill, "Airflow takes another backfill", limit_s=RUNS_S, poll_s=POLL_S)
+    ended = {run["end_date"] for run in standalone.runs("daily_snippets")}
+    partition = standalone.job.partition("daily_snippets", ds)
+    old, new = (sorted(row["row_key"] for row in document_rows(num, 3)) for num in (4, 6))
+    standalone.job.write_rows(ds, document_rows(6, 3))
+    with Reader(partition) as reader:
+        again = ("--from-date", ds, "--to-date", ds, "--reprocess-behavior", "completed")
+        backfill(standalone, *again)
+        standalone.wait_for_runs(
+            "daily_snippets",
+            lambda run: run["logical_date"].startswith(ds) and run["end_date"] not in ended,
+        )
+    assert reader.seen == [old, new]  # and never a part, a mixture or nothing
+    extras = [event["extra"] for event in standalone.events("snippets")]
+    assert [extra["num_rows_out"] for extra in extras if extra["ds"] == ds] == [12, 18]
+
+
+class Reader:
+    """Somebody who reads a partition over and over."""
+
+    def __init__(self, partition: Path) -> None:
+        self.seen: list[list[str]] = []
+        """The keys that were read, each time that they changed."""
+        self._partition = partition
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._read_all)
+
+    def __enter__(self) -> Reader:
+        self._read()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._read()
+
+    def _read_all(self) -> None:
+        while not self._is_over.wait(0.05):
+            self._read()
+
+    def _read(self) -> None:
+        keys: list[str] = []
+        for file in self._partition.glob("*.parquet"):
+            table = pq.ParquetFile(io.BytesIO(file.read_bytes())).read(["row_key"])
+            keys += table["row_key"].to_pylist()
+        if not self.seen or self.seen[-1] != sorted(keys):
+            self.seen.append(sorted(keys))
+
+
+# Pods
+
+
+@dataclass
+class PodCounts:
+    """Counts a shard's pods all the time."""
+
+    run: PodRun
+    shard: int
+    most: int = 0
+    _is_over: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> PodCounts:
+        self._thread = threading.Thread(target=self._count)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _count(self) -> None:
+        while not self._is_over.wait(0.2):
+            self.most = max(self.most, len(self.run.pods(self.shard)))
+
+
+def check_triggers(airflow: Standalone) -> None:
+    """What Airflow keeps of two triggers is what they need, and no credential."""
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", PRINT_TRIGGERS],
+        env={**os.environ, "AIRFLOW_HOME": str(airflow.home)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    triggers = json.loads(run.stdout.splitlines()[-1])  # Airflow 3.2 logs to the same stream
+    assert len(triggers) == 2
+    for arguments in triggers:
+        assert arguments["config_file"] == str(airflow.cluster.kubeconfig)
+        for secret in (airflow.cluster.double.access.user_token, KEY):
+            assert secret not in repr(arguments)
+
+
+def test_deferred_tasks_that_the_user_marks_or_clears(standalone: Standalone) -> None:
+    run = PodRun.started(standalone, "deferring", "2026-03-02")
+    marked, cleared = freeze(run)
+    before = run.parts(0)
+    for shard in (0, 1):
+        run.wait_until_parked(shard)
+    check_triggers(standalone)
+    with PodCounts(run, 0) as of_marked, PodCounts(run, 1) as of_cleared:
+        run.clear(1)
+        run.mark(0, "failed")
+        run.wait(lambda: run.is_ending(0, marked), "the marked task's pod is asked to stop")
+        run.thaw(marked)
+        run.check_nothing_left(0)
+        assert run.task(0)["state"] == "failed"
+        # Airflow may be so quick that the next try waits already: then it has taken the pod up.
+        run.wait(
+            lambda: run.is_ending(1, cleared) or run.task(1)["state"] == "deferred",
+            "the cleared task's pod is asked to stop, or is taken up",
+        )
+        run.thaw(cleared)
+        run.clear(0)
+        run.check_success()
+    assert of_marked.most == of_cleared.most == 1
+    assert run.task(0)["try_number"] == run.task(1)["try_number"] == 2
+    assert before.items() <= run.parts(0).items()  # not generated again
+    assert run.num_resumed_parts(0) >= 1
+
+
+def kill_worker(task_pid: int) -> None:
+    """Kill a task's process and the one that supervises it."""
+    stat = Path(f"/proc/{task_pid}/stat").read_text()
+    supervisor_pid = int(stat.rpartition(")")[2].split()[1])
+    for pid in (supervisor_pid, task_pid):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def next_triggerer(standalone: Standalone) -> Iterator[Callable[[], None]]:
+    """Kills the triggerer and starts another one, which stays until the test is over."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def replace() -> None:
+        for pid in live_processes(standalone.session_id):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if "triggerer" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
+        started.append(
+            subprocess.Popen(
+                ["bash", str(SCRIPT), "triggerer"],
+                env=standalone.env,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
+
+    yield replace
+    for process in started:
+        process.terminate()
+        process.wait()
+        for pid in live_processes(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_worker_and_the_triggerer_die_and_a_run_is_marked_failed(
+    standalone: Standalone, next_triggerer: Callable[[], None]
+) -> None:
+    """Two runs at once: Airflow takes its time to find out about either death."""
+    waiting = PodRun.started(standalone, "waiting", "2026-03-03")
+    deferring = PodRun.started(standalone, "deferring", "2026-03-04")
+    marked, killed, *pods = freeze(waiting, deferring)
+    assert [waiting.task(shard)["state"] for shard in (0, 1)] == ["running", "running"]
+    for shard in (0, 1):
+        deferring.wait_until_parked(shard)
+    old = deferring.task(0)["triggerer_job"]["id"]
+    kill_worker(waiting.task(1)["pid"])
+    next_triggerer()
+
+    waiting.mark(0, "failed")
+    waiting.wait(lambda: waiting.is_ending(0, marked), "the marked task's pod is asked to stop")
+    waiting.thaw(marked)
+    waiting.check_nothing_left(0)
+
+    def have_another_triggerer() -> bool:
+        jobs = [deferring.task(shard)["triggerer_job"] for shard in (0, 1)]
+        return all(job is not None and job["id"] != old for job in jobs)
+
+    deferring.wait(have_another_triggerer, "another triggerer has the pods")
+    deferring.thaw(pods[0])
+    deferring.wait_for(0, "success")
+    assert deferring.num_resumed_parts(0) == 0  # one pod did it all
+    assert deferring.pod(1) == pods[1]
+    standalone.api("PATCH", deferring.path, json={"state": "failed"})
+    deferring.wait(lambda: deferring.is_ending(1, pods[1]), "the pod is asked to stop")
+    deferring.thaw(pods[1])
+    deferring.check_nothing_left(0, 1)
+    assert deferring.task(1)["state"] == "failed"
+
+    waiting.wait_for(1, "running", try_number=2)
+    waiting.wait(
+        lambda: any("Taking up pod" in line for line in waiting.log(1, 2)), "it is taken up"
+    )
+    assert waiting.pod(1) == killed
+    waiting.thaw(killed)
+    waiting.wait_for(1, "success", try_number=2)
+    assert waiting.num_resumed_parts(1) == 0  # one pod did it all
+    # Airflow ends a run that was cleared just before, and nobody takes it up again.
+    waiting.wait(lambda: waiting.state == "failed", "the run has ended")
+    waiting.clear(0)
+    waiting.check_success()
+
+
+# The end
+
+
+def test_ctrl_c_ends_everything_also_a_task_that_is_running(standalone: Standalone) -> None:
+    standalone.job.write_spec(
+        "daily_snippets", engine={"extra_args": {"delay_s": 20.0}}, planner={"num_shards": 1}
+    )
+    standalone.job.write_rows(LAST_DAY)
+    standalone.command("dags", "trigger", "daily_snippets", "--logical-date", LAST_DAY)
+    wait_until(
+        lambda: commands(standalone.session_id, "run"), "a shard is being generated", limit_s=RUNS_S
+    )
+    standalone.process.send_signal(signal.SIGINT)
+    assert standalone.process.wait(timeout=60) == 130
+    assert live_processes(standalone.session_id) == []
+    with pytest.raises(httpx.ConnectError):
+        standalone.log_in("any")
+
+
+def commands(session_id: int, name: str) -> list[int]:
+    """The processes of a session that are `batchllm NAME ...`."""
+    found = []
+    for pid in live_processes(session_id):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if "batchllm_operator.cli" in argv and name in argv:
+                found.append(pid)
+    return found
+
+
+def test_it_starts_again_with_what_it_had(standalone: Standalone, tmp_path: Path) -> None:
+    standalone.process.send_signal(signal.SIGINT)
+    standalone.process.wait(timeout=60)
+    env = {**standalone.env, "POOL_SLOTS": "3"}
+    with Standalone.started(env, tmp_path / "output", standalone.job, standalone.cluster) as again:
+        pool = again.api("GET", "/api/v2/pools/batchllm_gpu")
+        assert (pool["slots"], pool["include_deferred"]) == (3, True)
+        assert again.printed("paused") == "offline_ranking"
+        assert again.printed("password") == standalone.printed("password")
