@@ -12,8 +12,8 @@ AIRFLOW_TESTS := tests/dags/test_standalone.py tests/dags/test_dags.py \
   $(addprefix tests/report/web/test_,access.py jobs.py lake_access.py plugin.py roots.py)
 # What calls Airflow's provider of pods, of which all locks have one version (tests/tooling/test_environment.py): with the
 # oldest Airflow and the newest.
-POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py leaks.py credentials_of_pods.py) \
-  tests/operators/pods
+POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py credentials_of_pods.py) \
+  tests/operators/pods/test_spec.py
 # Whole files, for their fixtures take long. In their order: those of few and long tests come early (browser, e2e), where
 # sorted by number they would be the last, with one process idle.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
