@@ -69,16 +69,19 @@ class PodRun:
         self.wait(is_there, f"try {try_number} of shard {shard} is {state}")
 
     def wait_until_parked(self, shard: int, times: int = 1) -> None:
-        """Wait until a task is deferred, and Airflow has noted the end of its process.
+        """Wait until a task is deferred, and Airflow has found out.
 
-        It fails a task that goes on before that.
+        It fails a task that goes on before it has noted the end of its process, and asks no trigger
+        to stop the pod that hasn't begun.
         """
         end = f"{self.dag_id}, task_id={GENERATE}, run_id={self.run_id}, map_index={shard},"
         log = self.airflow.home / "airflow.log"
 
         def is_parked() -> bool:
             ends = log.read_text(errors="replace").count(f"TaskInstance Finished: dag_id={end}")
-            return ends >= times and self.task(shard)["state"] == "deferred"
+            if ends < times or self.task(shard)["state"] != "deferred":
+                return False
+            return any(line.startswith(f"shard {shard}: ") for line in self.log(shard))
 
         self.wait(is_parked, f"shard {shard} is deferred")
 
