@@ -48,7 +48,7 @@ test: setup ## Run the tests of every change: each layer on real parts, once
 test-all: test test-rest ## Run all tests
 
 test-rest: setup ## Run what test-all has and test hasn't: tests/**/full, and the examples of property tests
-	$(call PYTEST,$(BIN)) --hypothesis-profile=full $(shell find tests -type d -name full)
+	$(call PYTEST,$(BIN)) --hypothesis-profile=full $(sort $(shell find tests -type d -name full))
 	$(call PYTEST,$(BIN)) --hypothesis-profile=full -m hypothesis \
 	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
 

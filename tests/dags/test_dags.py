@@ -73,6 +73,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The DAGs of this repository: as they are, and as `DEPLOYMENT` has them."""
     env = {name: each for name, each in os.environ.items() if not name.startswith("AIRFLOW")}
     env |= {"AIRFLOW_HOME": str(tmp_path_factory.mktemp("home"))}
+    env |= {"AIRFLOW__CORE__LOAD_EXAMPLES": "False"}
     settings = [f"{name}={value}" for name, value in DEPLOYMENT.items()]
     run = subprocess.run(
         [sys.executable, "-c", PARSE, str(ROOT / "dags"), *settings],
