@@ -59,7 +59,8 @@ def ends_with(task: BatchLLMGenerateOperator, given: Any, error: BaseException) 
 
 def test_every_state_that_airflow_has_is_known() -> None:
     assert set(OTHERS) | {"running"} == LIVE_STATES
-    assert set(STATES) >= set(OTHERS) | {"running"}
+    newer = {"awaiting_input"}  # than Airflow 3.1
+    assert set(STATES) >= LIVE_STATES - newer
 
 
 @pytest.mark.parametrize("is_last", [False, True])
