@@ -237,7 +237,7 @@ def test_restarts_of_the_api_server_go_unnoticed(shards: Shards) -> None:
 
 @in_triggerer
 def test_a_create_whose_answer_was_lost_makes_one_pod(shards: Shards) -> None:
-    shards.plan()
+    shards.plan(delay_s=0.2)  # its pod still runs when the request is repeated
     shards.cluster.proxy.lose_next_response("POST")
     run = shards.start()
     run.wait()
