@@ -328,7 +328,7 @@ def test_a_worker_and_the_triggerer_die_and_a_run_is_marked_failed(
     waiting.thaw(killed)
     waiting.wait_for(1, "success", try_number=2)
     assert waiting.num_resumed_parts(1) == 0  # one pod did it all
-    # Airflow ends a run that was cleared just before, and nobody takes it up again.
+    # Airflow ends a run that was cleared just before, and does not start it again.
     waiting.wait(lambda: waiting.state == "failed", "the run has ended")
     waiting.clear(0)
     waiting.check_success()

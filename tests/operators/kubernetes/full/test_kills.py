@@ -266,7 +266,7 @@ def test_a_try_that_goes_on_after_the_next_has_begun_makes_no_second_pod(
     assert "a later try of this task has begun" in str(earlier.failure())
     assert shards.pod() == name
     later.wait()
-    assert shards.report()["num_resumed_parts"] == 0  # nobody took the shard over
+    assert shards.report()["num_resumed_parts"] == 0  # the shard was not taken over
     shards.check_whole()
 
 

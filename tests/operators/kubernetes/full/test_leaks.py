@@ -24,7 +24,7 @@ from batchllm_operator.operators.pods.end import EndKind
 
 @in_triggerer
 def test_a_task_marked_after_its_trigger_fired_leaves_no_pod(shards: Shards) -> None:
-    """Fired, and waiting for a slot of the pool: Airflow has nobody to tell of the mark."""
+    """Fired, and waiting for a slot of the pool: no process learns of the mark."""
     shards.plan()
     shards.cluster.agent.hold_scheduling()
     task = shards.task(queue_timeout=timedelta(seconds=0.3))
