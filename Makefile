@@ -1,6 +1,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3.11
 export PYTHON
+# Set-up compiles nothing: what is imported is compiled once, and not in each of a thousand processes.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
 COMPAT_TESTS := $(addprefix tests/engine/test_,arguments.py vllm_attention.py vllm_logs.py) tests/vllm_plugin \

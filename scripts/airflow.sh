@@ -121,7 +121,7 @@ if ((${#dag_ids[@]})) && [[ ! -f "$home/first-day" ]]; then
   new=(--unpause daily_snippets documents_arrive snippets_on_arrival)
 fi
 mkdir -p "$home/config"
-cp "$root/scripts/airflow_local_settings.py" "$home/config/"
+cp "$root/scripts/airflow_config/airflow_local_settings.py" "$home/config/"
 log="$home/airflow.log"
 echo "airflow: starting; log: $log"
 setsid "$airflow" standalone >"$log" 2>&1 &

@@ -1,90 +1,11 @@
-"""A bare install: each command works, or says in one line which extra it needs."""
+"""What an error says of a library that is missing: which extra brings it."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from typing import Any
-
-import yaml
-from support.fake_job import DS, document_rows, job_fields, write_table
 
 from batchllm_operator.errors import _EXTRAS, MissingLibraryError
-
-BARE = """
-import contextlib, importlib.abc, io, json, sys
-
-class Missing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in ("airflow", "deltalake", "pyiceberg", "torch", "vllm"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Missing())
-from batchllm_operator.cli import main
-found = []
-for arguments in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(err):
-        code = main(arguments)
-    found.append([arguments[0], code, err.getvalue()])
-print(json.dumps(found))
-"""
-
-
-def write_job(folder: Path, name: str, **changes: Any) -> list[str]:
-    path = folder / f"{name}.yaml"
-    fields = job_fields(".", name=name, planner={"num_shards": 1}, **changes)
-    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
-    return ["--job", str(path), "--ds", DS]
-
-
-def test_every_command_works_or_names_the_extra(tmp_path: Path) -> None:
-    write_table(tmp_path / "documents", document_rows())
-    job = write_job(tmp_path, "job")
-    delta = write_job(tmp_path, "delta", output={"uri": "delta+./delta"})
-    iceberg = {"uri": "iceberg://c/n.t", "staging_uri": "./iceberg"}
-    works = [
-        ["schema"],
-        ["demo-table", str(tmp_path / "demo"), "--ds", DS],
-        ["plan", *job],
-        ["plan", "--advise", *job],
-        ["run", *job, "--shard", "0"],
-        ["verify", *job, "--shard", "0"],
-        ["status", *job],
-        ["commit", *job],
-        ["report", *job],
-        ["gc", *job],
-        ["simulate", "--runahead"],
-    ]
-    fails = {
-        "torch": [["demo-model", str(tmp_path / "model")]],
-        "vllm": [["simulate"]],
-        "deltalake": [["plan", *delta], ["report", *delta]],
-        "pyiceberg": [["plan", *write_job(tmp_path, "iceberg", output=iceberg)]],
-    }
-    commands = [*works, *(each for some in fails.values() for each in some)]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", BARE, json.dumps(commands)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    outcomes = iter(json.loads(done.stdout))
-    for _ in works:
-        command, code, err = next(outcomes)
-        assert code == 0, (command, err)
-    for library, some in fails.items():
-        for _ in some:
-            command, code, err = next(outcomes)
-            assert code == 2, (command, err)
-            [line] = err.splitlines()
-            assert line.startswith("batchllm: error: ")
-            wanted = ("torch", "vllm") if library == "vllm" else (library,)
-            assert any(f"needs the library {each}, which isn't" in line for each in wanted)
-            assert "it comes with this package's extra" in line
 
 
 def test_a_library_of_no_extra_is_named_too() -> None:

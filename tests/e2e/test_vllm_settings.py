@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from support.demo_job import DS, OFFLINE, Demo
+from support.demo_job import Demo
 from support.fake_job import fake_spec
 
 from batchllm_operator.engine import EngineJob
@@ -102,22 +99,3 @@ def test_a_fault_of_the_machine_is_not_the_specs(
     spec = fake_spec("/lake", engine={"backend": "vllm", "extra_args": extra_args})
     with pytest.raises(expected, match="Torch not compiled"):
         vllm_engine.VLLMEngine(spec, EngineJob(100))
-
-
-def test_a_command_that_vllm_refuses_ends_in_one_line(demo: Demo) -> None:
-    """As users have it: a process, with all that vLLM prints while it is imported."""
-    spec = demo.write_spec("refused", engine={"extra_args": {"kv_cache_dtype": "nonsense"}})
-    plan = demo.run("plan", "--job", str(spec), "--ds", DS)
-    run = ["run", "--plan", plan["plan_uri"], "--shard", "0"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "batchllm_operator.cli", *run],
-        env={**os.environ, **OFFLINE},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 2, ended.stdout
-    [line] = [line for line in ended.stdout.splitlines() if "batchllm: error: " in line]
-    assert "cache_dtype" in line

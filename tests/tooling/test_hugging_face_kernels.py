@@ -8,31 +8,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Run from the repository root, whose path Python puts first, and with a finder's honest answer:
-# `kernels` is found there, as a namespace without a version.
-PROGRAM = """
-import importlib.util
-import sys
-assert sys.path[0] == ""
-assert importlib.util.find_spec("kernels") is not None
-
-from transformers.utils import is_kernels_available
-assert not is_kernels_available()
-
-import transformers.integrations.hub_kernels as hub_kernels
-print(hub_kernels.LayerRepository.__module__)
-"""
-
 
 def run_python(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
-def test_transformers_falls_back_in_the_repository_root() -> None:
-    done = run_python(PROGRAM, ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["transformers.integrations.hub_kernels"]
 
 
 def test_the_folder_is_no_package() -> None:

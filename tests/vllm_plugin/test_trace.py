@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.engine_steps import EngineSteps
-from support.fork_server import ForkServer
 
 from batchllm_operator.vllm_plugin import trace as trace_module
 from batchllm_operator.vllm_plugin.hints import SchedulerSettings
@@ -120,9 +119,3 @@ def test_a_trace_that_breaks_off_costs_a_warning(
     engine.run()
     engine.scheduler.shutdown()
     assert caplog.text.count("aren't traced any more") == 1
-
-
-def test_the_scheduler_needs_no_pyarrow(engines: ForkServer) -> None:
-    """On GPU hosts with vLLM alone: a trace needs it, scheduling doesn't."""
-    ended = engines.run("support.engine_scripts", ["without_pyarrow"])
-    assert ended.stdout == "true\n", ended.stderr
