@@ -18,8 +18,9 @@ POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py c
   tests/operators/pods/test_spec.py
 # Whole files, for their fixtures take long. In their order: those of few and long tests come early (browser, e2e), where
 # sorted by number they would be the last, with one process idle.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
-# Two processes, each with engines of its own: more threads than cores only wait for each other.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# Three processes on two cores, for tests wait for others a quarter of the time; a fourth makes it slower. Each has
+# engines of its own: more threads than cores only wait for each other.
 PYTEST = OMP_NUM_THREADS=1 $(1)/pytest $(PARALLEL)
 AIRFLOWS := airflow31 airflow32
 # Airflow's scheduler parses DAGs over and over, and each of its processes loads plugins: no heavy

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import LOOKS, Tab
+from support.browser import LOOKS, Look, Tab
 from support.run_reports import make_full_report, make_report
 
 from batchllm_operator.report.comparison import compare, render_comparison
@@ -19,9 +19,15 @@ PAGES = {
 }
 
 
-@pytest.fixture(params=LOOKS)
-def tab(request: pytest.FixtureRequest, chromium: Any) -> Iterator[Tab]:
-    width, scheme = request.param
+@pytest.fixture
+def look() -> Look:
+    """A phone's; `full/` has a desk's."""
+    return LOOKS[1]
+
+
+@pytest.fixture
+def tab(look: Look, chromium: Any) -> Iterator[Tab]:
+    width, scheme = look
     context = chromium.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
     )

@@ -65,7 +65,7 @@ def rows_of(tile: list[int], schedule: Schedule) -> list[tuple[int, int]]:
     return rows
 
 
-@settings(max_examples=examples(25, few=8))
+@settings(max_examples=examples(25, few=5))
 @given(groups, configs, st.integers(0, 3), st.integers(0, 1000))
 def test_every_query_sees_each_of_its_keys_once(
     given_groups: list[Group], config: ArchConfig, num_padding: int, seed: int

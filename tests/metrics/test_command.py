@@ -56,10 +56,12 @@ def environment(**variables: str) -> dict[str, str]:
     return {**others, **variables}
 
 
-@pytest.mark.parametrize("by_environment", [False, True])
-def test_a_run_is_scraped_while_it_goes_on(
-    tmp_path: Path, by_environment: bool, commands: ForkServer
-) -> None:
+def test_a_run_is_scraped_while_it_goes_on(tmp_path: Path, commands: ForkServer) -> None:
+    check_scraped(tmp_path, commands, by_environment=True)
+
+
+def check_scraped(tmp_path: Path, commands: ForkServer, *, by_environment: bool) -> None:
+    """A run's metrics are served, at the address that an argument or the environment gives."""
     port = free_port()
     arguments = [] if by_environment else ["--metrics-port", str(port)]
     # What the command line says counts.

@@ -122,16 +122,6 @@ def test_wide_and_deep_trees_with_the_usual_segments(tmp_path: Path) -> None:
     assert_equal(ranked.tree(tokens.lengths), build_prefix_tree(tokens))
 
 
-def test_a_level_for_each_of_ten_thousand_prompts() -> None:
-    path = np.random.default_rng(0).integers(0, 1000, 10_000, dtype=np.int32)
-    lengths = np.arange(10_000, 0, -1)
-    offsets = np.append(0, np.cumsum(lengths))
-    tokens = TokenTable(np.concatenate([path[:length] for length in lengths]), offsets)
-    searched = PrefixSearch(None)
-    searched.add(tokens)
-    assert_equal(searched.finish(tokens).tree(lengths), build_prefix_tree(tokens))
-
-
 def test_a_collision_is_noticed_and_other_hashes_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCREENSHOTS = ROOT / "build" / "screenshots"
-LOOKS = ((1280, "light"), (390, "dark"))
+Look = tuple[int, str]
+LOOKS: tuple[Look, ...] = ((1280, "light"), (390, "dark"))
 """Widths of a desk and of a phone, each with a colour scheme."""
 # The first one is for containers without user namespaces; the others keep Chromium to itself.
 ARGUMENTS = [

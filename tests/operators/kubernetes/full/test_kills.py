@@ -12,6 +12,7 @@ from airflow.providers.common.compat.sdk import (
     AirflowTaskTimeout,
 )
 from airflow.sdk.execution_time.timeout import timeout
+from operators.kubernetes.test_kills import check_no_pod_left
 from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
@@ -287,4 +288,39 @@ def test_a_try_that_is_told_to_stop_leaves_the_pod_to_a_later_one_that_is_deferr
     shards.cluster.agent.thaw(name)
     later.wait()
     assert shards.report()["num_resumed_parts"] == 0
+    shards.check_whole()
+
+
+@in_triggerer
+def test_a_pod_on_its_way_out_is_waited_for(shards: Shards) -> None:
+    shards.plan(delay_s=0.15)
+    name = shards.abandoned_pod()
+    shards.cluster.api.delete_namespaced_pod(name, shards.cluster.namespace)
+    assert shards.cluster.pod(name) is not None  # it finishes its open parts
+    run = shards.start(TaskInstance(try_number=2))
+    seen: set[tuple[str, ...]] = set()
+
+    def is_over() -> bool:
+        seen.add(tuple(sorted(pod.metadata.name for pod in shards.cluster.pods())))
+        return not run.is_alive
+
+    shards.wait(is_over, "the task")
+    run.wait()
+    assert all(len(names) <= 1 for names in seen), "two pods of one shard at a time"
+    shards.check_whole()
+
+
+@in_worker
+def test_a_task_that_the_user_clears_leaves_no_pod(shards: Shards) -> None:
+    check_no_pod_left(shards, None)
+
+
+@in_triggerer
+def test_the_end_of_a_triggerer_leaves_the_pod_to_the_next(shards: Shards) -> None:
+    shards.plan(delay_s=0.1)
+    run = shards.start()
+    shards.working_pod(run)
+    run.restart_triggerer()
+    run.wait()
+    assert shards.report()["num_resumed_parts"] == 0  # one pod did it all
     shards.check_whole()

@@ -1,0 +1,28 @@
+"""The same on a desk's screen."""
+
+from __future__ import annotations
+
+import pytest
+from browser.test_report_file import (
+    tab,
+    test_each_picture_is_shown_once_in_the_shape_that_fits,
+    test_it_can_be_read_by_everybody_everywhere,
+    test_on_paper_pictures_are_dark_on_white,
+    test_tables_scroll_in_boxes_that_show_it,
+    test_the_numbers_behind_a_picture_are_reached_by_the_keyboard,
+)
+from support.browser import LOOKS, Look
+
+__all__ = [
+    "tab",
+    "test_each_picture_is_shown_once_in_the_shape_that_fits",
+    "test_it_can_be_read_by_everybody_everywhere",
+    "test_on_paper_pictures_are_dark_on_white",
+    "test_tables_scroll_in_boxes_that_show_it",
+    "test_the_numbers_behind_a_picture_are_reached_by_the_keyboard",
+]
+
+
+@pytest.fixture
+def look() -> Look:
+    return LOOKS[0]
