@@ -1,15 +1,17 @@
 SHELL := /bin/bash
 PYTHON ?= python3.11
 export PYTHON
-# Set-up compiles nothing: what is imported is compiled once, and not in each of a thousand processes.
+# What is imported is compiled once, and not in each of a thousand processes.
 export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
 COMPAT_TESTS := $(addprefix tests/engine/test_,arguments.py vllm_attention.py vllm_logs.py) tests/vllm_plugin \
   tests/simulate/test_vllm_scheduling.py tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py \
   tests/e2e/test_attention_outputs.py
-# What calls Airflow itself: its scheduler, triggerer and API server run DAGs, in pods too. Long files first, see below.
-AIRFLOW_TESTS := tests/dags/test_standalone.py tests/dags/test_dags.py \
+# What calls Airflow itself. Its scheduler, triggerer and API server run DAGs, in pods too, with the oldest release and the
+# newest.
+STANDALONE_TESTS := tests/dags/test_standalone.py
+AIRFLOW_TESTS := tests/dags/test_dags.py \
   $(addprefix tests/operators/test_,arrival.py credentials.py metrics.py operators.py tries.py) \
   $(addprefix tests/report/web/test_,access.py jobs.py lake_access.py plugin.py roots.py)
 # What calls Airflow's provider of pods, of which all locks have one version (tests/tooling/test_environment.py): with the
@@ -18,7 +20,7 @@ POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py c
   tests/operators/pods/test_spec.py
 # Whole files, for their fixtures take long. In their order: those of few and long tests come early (browser, e2e), where
 # sorted by number they would be the last, with one process idle.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 3 --no-loadscope-reorder
 # Three processes on two cores, for tests wait for others a quarter of the time; a fourth makes it slower. Each has
 # engines of its own: more threads than cores only wait for each other.
 PYTEST = OMP_NUM_THREADS=1 $(1)/pytest $(PARALLEL)
@@ -51,7 +53,7 @@ test: setup ## Run the tests of every change: each layer on real parts, once
 test-all: test test-rest ## Run all tests
 
 test-rest: setup ## Run what test-all has and test hasn't: tests/**/full, and the examples of property tests
-	$(call PYTEST,$(BIN)) --hypothesis-profile=full $(sort $(shell find tests -type d -name full))
+	$(call PYTEST,$(BIN)) --durations=10 --durations-min=0 --hypothesis-profile=full $(sort $(shell find tests -type d -name full))
 	$(call PYTEST,$(BIN)) --hypothesis-profile=full -m hypothesis \
 	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
 
@@ -65,7 +67,7 @@ test-compat: ## Run what touches vLLM with the oldest version that is tested, in
 
 test-airflow: ## Run what touches Airflow with 3.1, in .venv-airflow31, and less of it with 3.2, in .venv-airflow32
 	@scripts/setup.sh airflow31
-	$(call PYTEST,.venv-airflow31/bin) $(POD_TESTS) $(AIRFLOW_TESTS)
+	$(call PYTEST,.venv-airflow31/bin) $(STANDALONE_TESTS) $(POD_TESTS) $(AIRFLOW_TESTS)
 	@scripts/setup.sh airflow32
 	$(call PYTEST,.venv-airflow32/bin) $(AIRFLOW_TESTS)
 

@@ -76,10 +76,12 @@ make_venv() {
   [[ -e $venv ]] || "$PYTHON" -m venv "$venv"
 }
 
-# pip's warnings are about its configuration, never about this project: errors only (-qq). Python compiles
-# what is imported; to compile all of torch, vLLM and Airflow would be a third of the set-up.
+# pip's warnings are about its configuration, never about this project: errors only (-qq). Compiled here are only
+# the modules of .venv, in which several processes start at a time: each would compile them for itself.
 pip_install() {
-  "$venv/bin/python" -m pip install -qq --no-input --no-deps --no-compile "$@"
+  local compile=--no-compile
+  [[ $name != cpu ]] || compile=--compile
+  "$venv/bin/python" -m pip install -qq --no-input --no-deps "$compile" "$@"
 }
 
 # The label +cpu makes it impossible to get a CUDA build, wherever pip looks.

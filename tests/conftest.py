@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -39,6 +40,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kubernetes")
     group.addoption("--kubeconfig", metavar="FILE", help="use this API server, not the double")
     group.addoption("--kube-nodes", action="store_true", help="that cluster has nodes of its own")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files go to a process, and those of e2e to one: a vLLM to fork engines from, a model."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "tests/e2e" if file.startswith("tests/e2e/test_") else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
