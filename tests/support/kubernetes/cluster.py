@@ -29,8 +29,8 @@ from support.kubernetes.node import NodeSettings
 from support.kubernetes.node_agent import NodeAgent
 
 T = TypeVar("T")
-_VERBS = ("create", "get", "list", "watch", "patch", "update", "delete", "deletecollection")
-_RESOURCES = ("pods", "pods/log", "pods/status", "pods/exec", "secrets", "events", "configmaps")
+_VERBS = ("create", "get", "list", "watch", "patch", "delete")
+_RESOURCES = ("pods", "pods/log", "pods/status", "secrets", "events", "configmaps")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ class Cluster:
 
     def _create_namespace(self) -> None:
         self.api.create_namespace({"metadata": {"name": self.namespace}})
-        # A cluster's controllers make these two, but perhaps nobody runs them here.
+        # A cluster's controllers make these two, but perhaps nobody runs them here. The double has
+        # no service accounts.
         with contextlib.suppress(kube.ApiException):
             account = {"metadata": {"name": "default"}}
             self.api.create_namespaced_service_account(self.namespace, account)
@@ -155,9 +156,13 @@ class Cluster:
             self.api.create_namespaced_config_map(self.namespace, authority)
 
     def _delete_namespace(self) -> None:
-        self.api.delete_collection_namespaced_pod(self.namespace, grace_period_seconds=0)
+        for pod in self.pods():
+            with contextlib.suppress(kube.ApiException):  # it is gone already
+                self.api.delete_namespaced_pod(
+                    pod.metadata.name, self.namespace, grace_period_seconds=0
+                )
         self.api.delete_namespace(self.namespace)
-        if self.backend.has_nodes:
+        if self.backend.double or self.backend.has_nodes:
             return
         with contextlib.suppress(kube.ApiException):  # it is gone already
             left = self.api.read_namespace(self.namespace)

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
-from support.kubernetes.admission import usage
 from support.kubernetes.api_client import ApiClient, RequestFailedError
 from support.kubernetes.loop_thread import LoopThread
 from support.kubernetes.quantities import quantity, told
+from support.kubernetes.quotas import usage
 from support.kubernetes.status import Object
 from support.kubernetes.store import RESOURCES
 
@@ -99,7 +99,7 @@ class Controllers:
     async def _exists(self, owner: Object) -> bool:
         """Whether an owner is there; kinds that aren't known here are taken to be."""
         resource = _PLURALS.get(owner["kind"])
-        if resource is None or owner["apiVersion"] != resource.api_version:
+        if resource is None or owner["apiVersion"] != "v1":
             return True
         if owner["uid"] in self._objects.get(resource.plural, {}):
             return True

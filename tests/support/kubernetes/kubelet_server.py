@@ -6,7 +6,6 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
-from datetime import datetime
 
 from aiohttp import web
 from support.kubernetes.container_log import ContainerLog, LogQuery
@@ -26,7 +25,6 @@ class KubeletServer:
         self._find_log = find_log
         app = web.Application()
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._answer)
-        app.router.add_get("/healthz", self._healthy)
         self._server = HttpsServer(app)
 
     @property
@@ -40,19 +38,12 @@ class KubeletServer:
         """Stop listening, and cut those who follow a log."""
         await self._server.close()
 
-    async def _healthy(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok")
-
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         where = request.match_info
         found = self._find_log(where["namespace"], where["pod"], where["container"])
         if not isinstance(found, ContainerLog):
             code, text = found
             return web.Response(status=code, text=text)
-        if request.query.get("previous") in ("true", "1"):
-            container, pod = where["container"], where["pod"]
-            text = f'previous terminated container "{container}" in pod "{pod}" not found'
-            return web.Response(status=400, text=text)
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         try:
             await response.prepare(request)
@@ -73,8 +64,6 @@ def _query(request: web.Request) -> LogQuery:
     since_ns = None
     if "sinceSeconds" in query:
         since_ns = time.time_ns() - int(query["sinceSeconds"]) * 10**9
-    elif "sinceTime" in query:
-        since_ns = int(datetime.fromisoformat(query["sinceTime"]).timestamp() * 10**9)
     return LogQuery(
         follow=query.get("follow") in ("true", "True", "1"),
         timestamps=query.get("timestamps") in ("true", "True", "1"),

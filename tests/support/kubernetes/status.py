@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Object = dict[str, Any]
@@ -29,14 +29,13 @@ class ApiError(Exception):
     reason: str
     message: str
     details: Mapping[str, Any] | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> Object:
         """The `Status` object of this failure."""
         body: Object = {
             "kind": "Status",
             "apiVersion": "v1",
-            "metadata": dict(self.metadata),
+            "metadata": {},
             "status": "Failure",
             "message": self.message,
             "code": self.code,
@@ -46,17 +45,6 @@ class ApiError(Exception):
         if self.details is not None:
             body["details"] = dict(self.details)
         return body
-
-
-def success(name: str, kind: str, uid: str) -> Object:
-    """What a delete answers for kinds that aren't returned themselves."""
-    return {
-        "kind": "Status",
-        "apiVersion": "v1",
-        "metadata": {},
-        "status": "Success",
-        "details": {"name": name, "kind": kind, "uid": uid},
-    }
 
 
 def bad_request(message: str) -> ApiError:
@@ -99,34 +87,8 @@ def conflict(resource: str, name: str, why: str) -> ApiError:
     return ApiError(409, "Conflict", message, {"name": name, "kind": resource})
 
 
-def object_modified(resource: str, name: str) -> ApiError:
-    why = (
-        "the object has been modified; please apply your changes to the latest version and try "
-        "again"
-    )
-    return conflict(resource, name, why)
-
-
-def expired(message: str, **metadata: str) -> ApiError:
-    return ApiError(410, "Expired", message, metadata=metadata)
-
-
-def too_large_version(asked: int, current: int) -> ApiError:
-    """A resourceVersion that isn't there yet; a real server waits three seconds for it first."""
-    cause = {"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}
-    message = f"Timeout: Too large resource version: {asked}, current: {current}"
-    return ApiError(504, "Timeout", message, {"causes": [cause], "retryAfterSeconds": 1})
-
-
-def unsupported_media_type() -> ApiError:
-    return ApiError(415, "UnsupportedMediaType", "415: Unsupported Media Type", {})
-
-
-def invalid_options(kind: str, cause: Cause) -> ApiError:
-    """Query parameters, or a delete's body, that break a rule."""
-    message = f'{kind}.meta.k8s.io "" is invalid: {cause.field}: {cause.message}'
-    details = {"group": "meta.k8s.io", "kind": kind, "causes": [cause.body()]}
-    return ApiError(422, "Invalid", message, details)
+def expired(message: str) -> ApiError:
+    return ApiError(410, "Expired", message)
 
 
 def invalid(kind: str, name: str, causes: Sequence[Cause]) -> ApiError:

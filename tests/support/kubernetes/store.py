@@ -7,9 +7,8 @@ never changed in place: whoever changes one stores another.
 from __future__ import annotations
 
 import asyncio
-import copy
 import uuid
-from collections.abc import Iterator
+from bisect import bisect_right
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -20,39 +19,35 @@ HISTORY_LENGTH = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A type of object that the API has."""
+    """A type of object that the API has; all are of its core group, version v1."""
 
     plural: str
     kind: str
     namespaced: bool = True
-    group: str = ""
-    has_status: bool = False
-    short: str = ""
-
-    @property
-    def api_version(self) -> str:
-        return f"{self.group}/v1" if self.group else "v1"
-
-    @property
-    def qualified(self) -> str:
-        """The name in messages: with its group, if it has one."""
-        return f"{self.plural}.{self.group}" if self.group else self.plural
 
 
 RESOURCES = {
     each.plural: each
     for each in (
-        Resource("configmaps", "ConfigMap", short="cm"),
-        Resource("events", "Event", short="ev"),
-        Resource("namespaces", "Namespace", namespaced=False, has_status=True, short="ns"),
-        Resource("nodes", "Node", namespaced=False, has_status=True, short="no"),
-        Resource("pods", "Pod", has_status=True, short="po"),
-        Resource("priorityclasses", "PriorityClass", False, "scheduling.k8s.io", short="pc"),
-        Resource("resourcequotas", "ResourceQuota", has_status=True, short="quota"),
+        Resource("configmaps", "ConfigMap"),
+        Resource("events", "Event"),
+        Resource("namespaces", "Namespace", namespaced=False),
+        Resource("nodes", "Node", namespaced=False),
+        Resource("pods", "Pod"),
+        Resource("resourcequotas", "ResourceQuota"),
         Resource("secrets", "Secret"),
-        Resource("serviceaccounts", "ServiceAccount", short="sa"),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request is about; an empty name means all objects."""
+
+    resource: Resource
+    namespace: str = ""
+    name: str = ""
+    subresource: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +66,10 @@ def now_text() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def _key(body: Object) -> tuple[str, str]:
+    return body["metadata"].get("namespace", ""), body["metadata"]["name"]
+
+
 class Store:
     """Objects by resource, namespace and name; each change has a revision of its own."""
 
@@ -81,18 +80,15 @@ class Store:
         self._history: list[Change] = []
         self._waiting: set[asyncio.Event] = set()
 
-    def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
-        return self._objects[resource.plural].get((namespace, name))
-
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
         """The object itself, not a copy.
 
         Raises:
             ApiError: 404.
         """
-        found = self.find(resource, namespace, name)
+        found = self._objects[resource.plural].get((namespace, name))
         if found is None:
-            raise not_found(resource.qualified, name)
+            raise not_found(resource.plural, name)
         return found
 
     def items(self, resource: Resource, namespace: str = "") -> list[Object]:
@@ -106,38 +102,32 @@ class Store:
         Raises:
             ApiError: 409, there is one of this name.
         """
-        metadata = body["metadata"]
-        key = (metadata.get("namespace", ""), metadata["name"])
-        if key in self._objects[resource.plural]:
-            raise already_exists(resource.qualified, metadata["name"])
-        metadata = {**metadata, "uid": str(uuid.uuid4()), "creationTimestamp": now_text()}
-        return self._write(resource, {**body, "metadata": metadata}, "ADDED", None)
+        if _key(body) in self._objects[resource.plural]:
+            raise already_exists(resource.plural, body["metadata"]["name"])
+        own = {"uid": str(uuid.uuid4()), "creationTimestamp": now_text()}
+        return self._record(resource, {**body, "metadata": body["metadata"] | own}, "ADDED")
 
     def replace(self, resource: Resource, body: Object) -> Object:
         """Store the next version of an object; nothing happens if it is the same."""
-        key = (body["metadata"].get("namespace", ""), body["metadata"]["name"])
-        before = self._objects[resource.plural][key]
-        version = before["metadata"]["resourceVersion"]
-        if {**body, "metadata": {**body["metadata"], "resourceVersion": version}} == before:
+        before = self._objects[resource.plural][_key(body)]
+        version = {"resourceVersion": before["metadata"]["resourceVersion"]}
+        if {**body, "metadata": body["metadata"] | version} == before:
             return before
-        return self._write(resource, body, "MODIFIED", before)
+        return self._record(resource, body, "MODIFIED")
 
     def remove(self, resource: Resource, body: Object) -> Object:
         """Take an object away, and return its last version."""
-        key = (body["metadata"].get("namespace", ""), body["metadata"]["name"])
-        before = self._objects[resource.plural].pop(key)
-        return self._record(resource, body, "DELETED", before)
+        return self._record(resource, body, "DELETED")
 
-    def _write(self, resource: Resource, body: Object, kind: str, before: Object | None) -> Object:
-        after = self._record(resource, copy.deepcopy(body), kind, before)
-        key = (after["metadata"].get("namespace", ""), after["metadata"]["name"])
-        self._objects[resource.plural][key] = after
-        return after
-
-    def _record(self, resource: Resource, body: Object, kind: str, before: Object | None) -> Object:
+    def _record(self, resource: Resource, body: Object, kind: str) -> Object:
         self.revision += 1
-        after = {**body, "metadata": {**body["metadata"], "resourceVersion": str(self.revision)}}
-        self._history.append(Change(self.revision, resource.plural, kind, after, before))
+        version = {"resourceVersion": str(self.revision)}
+        after = {**body, "metadata": body["metadata"] | version}
+        objects, key = self._objects[resource.plural], _key(body)
+        change = Change(self.revision, resource.plural, kind, after, objects.pop(key, None))
+        if kind != "DELETED":
+            objects[key] = after
+        self._history.append(change)
         if len(self._history) > HISTORY_LENGTH:
             self.forget_history(HISTORY_LENGTH // 2)
         for event in self._waiting:
@@ -151,16 +141,10 @@ class Store:
             self._history = self._history[len(dropped) :]
             self.oldest_revision = dropped[-1].revision
 
-    def changes_since(self, revision: int) -> Iterator[Change]:
+    def changes_since(self, revision: int) -> list[Change]:
         """The history after `revision`, oldest first."""
-        low, high = 0, len(self._history)
-        while low < high:
-            middle = (low + high) // 2
-            if self._history[middle].revision <= revision:
-                low = middle + 1
-            else:
-                high = middle
-        yield from self._history[low:]
+        at = bisect_right(self._history, revision, key=lambda each: each.revision)
+        return self._history[at:]
 
     def subscribe(self) -> asyncio.Event:
         """An event that is set at each change, until it is given to `unsubscribe`."""

@@ -7,11 +7,9 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from support.kubernetes.listing import Match, Target
+from support.kubernetes.selectors import Match
 from support.kubernetes.status import Object, expired
-from support.kubernetes.store import Change, Store
-
-_NO_BOOKMARK_S = 2  # a bookmark comes so long before the end; here, at the end
+from support.kubernetes.store import Change, Store, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +20,6 @@ class WatchRequest:
     match: Match
     revision: int
     timeout_s: float
-    bookmarks: bool
 
 
 def line(kind: str, body: Object) -> bytes:
@@ -48,7 +45,7 @@ async def watch(
     try:
         while not is_over():
             changed.clear()
-            for change in list(store.changes_since(seen)):
+            for change in store.changes_since(seen):
                 seen = change.revision
                 if kind := _type_seen(change, request):
                     yield line(kind, change.after)
@@ -59,10 +56,6 @@ async def watch(
                 await _wait(changed, min(left, 0.5))
     finally:
         store.unsubscribe(changed)
-    if request.bookmarks and request.timeout_s > _NO_BOOKMARK_S:
-        resource, metadata = target.resource, {"resourceVersion": str(seen)}
-        body = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": metadata}
-        yield line("BOOKMARK", body)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
@@ -79,8 +72,6 @@ def _type_seen(change: Change, request: WatchRequest) -> str:
         return ""
     namespace = change.after["metadata"].get("namespace", "")
     if target.namespace and namespace != target.namespace:
-        return ""
-    if target.name and change.after["metadata"]["name"] != target.name:
         return ""
     was = change.before is not None and request.match(change.before)
     if change.type == "DELETED":
