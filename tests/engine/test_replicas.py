@@ -120,12 +120,19 @@ def chained(
     return requests, ChainedGroup(RunaheadGroup(group_id, tokens, split), size)
 
 
-def test_all_requests_are_answered_once_by_the_replica_of_their_group(doubles: Doubles) -> None:
+def test_all_requests_are_answered_once(doubles: Doubles) -> None:
     requests = [*group(0, 20), *group(1, 5, first_idx=20), *group(2, 6, first_idx=25)]
     outputs = list(doubles.start().stream(iter(requests)))
-    assert sorted(texts(outputs)) == list(range(31))
-    assert len({text for idx, text in texts(outputs).items() if 20 <= idx < 25}) == 1
+    assert sorted(output.request_idx for output in outputs) == list(range(31))
     assert all(output.num_cached_tokens == 64 for output in outputs)
+
+
+def test_a_group_is_on_one_replica(doubles: Doubles) -> None:
+    """Of groups that have room there, however fast the replicas are."""
+    requests = [*group(0, 3), *group(1, 4, first_idx=3), *group(2, 5, first_idx=7)]
+    found = texts(list(doubles.start().stream(iter(requests))))
+    for members in (range(3), range(3, 7), range(7, 12)):
+        assert len({found[idx] for idx in members}) == 1
 
 
 def test_requests_are_taken_as_they_are_needed(doubles: Doubles) -> None:
