@@ -20,10 +20,10 @@ POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py c
   tests/operators/pods/test_spec.py
 # Whole files, for their fixtures take long. In their order: those of few and long tests come early (browser, e2e), where
 # sorted by number they would be the last, with one process idle.
-PARALLEL := -n 3 --no-loadscope-reorder
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # Three processes on two cores, for tests wait for others a quarter of the time; a fourth makes it slower. Each has
 # engines of its own: more threads than cores only wait for each other.
-PYTEST = OMP_NUM_THREADS=1 $(1)/pytest $(PARALLEL)
+PYTEST = OMP_NUM_THREADS=1 $(1)/pytest $(PARALLEL) --durations=10 --durations-min=0
 AIRFLOWS := airflow31 airflow32
 # Airflow's scheduler parses DAGs over and over, and each of its processes loads plugins: no heavy
 # import may run at module level.
@@ -48,12 +48,12 @@ airflow: setup ## Run Airflow with the example DAGs here until Ctrl-C (PORT=8080
 	@bash scripts/airflow.sh
 
 test: setup ## Run the tests of every change: each layer on real parts, once
-	$(call PYTEST,$(BIN)) --durations=10 --durations-min=0
+	$(call PYTEST,$(BIN))
 
 test-all: test test-rest ## Run all tests
 
 test-rest: setup ## Run what test-all has and test hasn't: tests/**/full, and the examples of property tests
-	$(call PYTEST,$(BIN)) --durations=10 --durations-min=0 --hypothesis-profile=full $(sort $(shell find tests -type d -name full))
+	$(call PYTEST,$(BIN)) --hypothesis-profile=full $(sort $(shell find tests -type d -name full))
 	$(call PYTEST,$(BIN)) --hypothesis-profile=full -m hypothesis \
 	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
 

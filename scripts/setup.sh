@@ -76,8 +76,8 @@ make_venv() {
   [[ -e $venv ]] || "$PYTHON" -m venv "$venv"
 }
 
-# pip's warnings are about its configuration, never about this project: errors only (-qq). Compiled here are only
-# the modules of .venv, in which several processes start at a time: each would compile them for itself.
+# pip's warnings are about its configuration, never about this project: errors only (-qq). Only .venv is compiled
+# here: `make test` starts several processes at once, and each would compile vLLM for itself.
 pip_install() {
   local compile=--no-compile
   [[ $name != cpu ]] || compile=--compile

@@ -44,7 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files go to a process; those of e2e to one, which has a vLLM to fork and a model."""
+    """With `--dist loadfile`, the files of e2e share one process, its imported vLLM and model."""
+    if config.getoption("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

@@ -260,7 +260,7 @@ def test_the_estimate_is_within_a_tenth_of_the_simulation() -> None:
 
 
 def check_estimate(name: str, shape: Shape, num_blocks: int) -> None:
-    """And mostly below it: in the estimate nothing is preempted or lost from the cache."""
+    """Within a tenth, mostly below: the estimate preempts nothing and loses nothing cached."""
     found, policy = shape.make(), POLICIES[name]
     run = simulate(found, policy, machine(num_blocks))
     predicted = estimate(found, policy, num_blocks)

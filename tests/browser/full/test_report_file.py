@@ -1,4 +1,4 @@
-"""The same on a desk's screen."""
+"""report.html on a desk's screen."""
 
 from __future__ import annotations
 

@@ -36,6 +36,6 @@ def test_death_of_the_task_by_sigkill_ends_the_real_command(tmp_path: Path) -> N
     process.kill()
     process.wait()
     poll = select.poll()
-    poll.register(writer, 0)  # POLLERR: nobody reads any more
+    poll.register(writer, 0)  # POLLERR: the reader has ended
     assert poll.poll(60_000) == [(writer, select.POLLERR)]
     os.close(writer)

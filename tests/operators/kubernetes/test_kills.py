@@ -12,7 +12,7 @@ def test_a_task_that_the_user_marks_leaves_no_pod(shards: Shards) -> None:
 
 
 def check_no_pod_left(shards: Shards, state: str | None) -> None:
-    """Of a task that the user marks so, or clears."""
+    """A task's pod goes when the user marks the task `state`, or clears it (None)."""
     shards.plan(delay_s=0.1)
     run = shards.start()
     shards.working_pod(run)
@@ -31,7 +31,7 @@ def test_the_end_of_a_worker_leaves_the_pod_to_the_next_try(shards: Shards) -> N
     run = shards.start()
     name = shards.working_pod(run)
     shards.cluster.agent.freeze(name)
-    run.kill("running")  # SIGTERM, but nobody has changed the task's state
+    run.kill("running")  # SIGTERM, while the task's state stays as it is
     assert "the task was killed" in str(run.failure())
     assert shards.pod() == name
     run = shards.start(TaskInstance(try_number=2))

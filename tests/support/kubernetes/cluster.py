@@ -146,8 +146,8 @@ class Cluster:
 
     def _create_namespace(self) -> None:
         self.api.create_namespace({"metadata": {"name": self.namespace}})
-        # A cluster's controllers make these two, but perhaps nobody runs them here. The double has
-        # no service accounts.
+        # A cluster's controllers make these two; a bare API server has no controllers, and the
+        # double has no service accounts.
         with contextlib.suppress(kube.ApiException):
             account = {"metadata": {"name": "default"}}
             self.api.create_namespaced_service_account(self.namespace, account)

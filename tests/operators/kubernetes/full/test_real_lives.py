@@ -19,7 +19,7 @@ def bind(api: Wire, name: str, node: str = "nowhere") -> tuple[int, Any]:
 
 
 def grace_s(body: Any) -> int | None:
-    """A pod's grace period; None if nobody has deleted it."""
+    """A pod's grace period; None if it isn't being deleted."""
     period: int | None = body["metadata"].get("deletionGracePeriodSeconds")
     return period
 
