@@ -24,32 +24,6 @@ class NotReadyError(Exception):
     """Airflow doesn't come up, or can't run the DAGs; the message says why."""
 
 
-class Api:
-    """Airflow's REST API, as one user."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._headers = {"Content-Type": "application/json"}
-
-    def log_in(self, user: str, password: str) -> None:
-        """Raises HTTPError 401 when the password is wrong."""
-        token = self.call("POST", "/auth/token", {"username": user, "password": password})
-        self._headers["Authorization"] = f"Bearer {token['access_token']}"
-
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The decoded answer. Raises urllib's HTTPError or URLError."""
-        request = urllib.request.Request(
-            self.url + path,
-            method=method,
-            headers=self._headers,
-            data=None if body is None else json.dumps(body).encode(),
-        )
-        # Never through a proxy: it is this machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=30) as answer:
-            return json.load(answer)
-
-
 class Wait:
     """Polls until something is there, as long as Airflow's process lives."""
 
@@ -72,6 +46,43 @@ class Wait:
         except ProcessLookupError:
             return False
         return True
+
+
+class Api:
+    """Airflow's REST API, as one user."""
+
+    def __init__(self, url: str, wait: Wait) -> None:
+        self.url = url
+        self._wait = wait
+        self._headers = {"Content-Type": "application/json"}
+
+    def log_in(self, user: str, password: str) -> None:
+        """Raises HTTPError 401 when the password is wrong."""
+        token = self.call("POST", "/auth/token", {"username": user, "password": password})
+        self._headers["Authorization"] = f"Bearer {token['access_token']}"
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The decoded answer; asks again while the server fails, as it does when SQLite is busy.
+
+        A request may be made several times. Raises HTTPError of less than 500, URLError, and
+        NotReadyError when the wait is over.
+        """
+        request = urllib.request.Request(
+            self.url + path,
+            method=method,
+            headers=self._headers,
+            data=None if body is None else json.dumps(body).encode(),
+        )
+        # Never through a proxy: it is this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        while True:
+            try:
+                with opener.open(request, timeout=30) as answer:
+                    return json.load(answer)
+            except (urllib.error.HTTPError, TimeoutError) as error:
+                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+                    raise
+                self._wait.again(f"answer to {method} {path}: {error}")
 
 
 def unhealthy_components(api: Api) -> list[str]:
@@ -134,7 +145,8 @@ def main() -> int:
     parser.add_argument("--dags", default=[], nargs="*")
     parser.add_argument("--unpause", nargs="+", default=[])
     args = parser.parse_args()
-    api, wait = Api(args.url), Wait(args.pid, args.limit_s)
+    wait = Wait(args.pid, args.limit_s)
+    api = Api(args.url, wait)
     try:
         while unhealthy := unhealthy_components(api):
             wait.again(f"healthy {', '.join(unhealthy)}")
