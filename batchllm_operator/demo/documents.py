@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Final
 
 _MIN_DOCUMENT_CHARS: Final = 400
@@ -111,7 +113,9 @@ def _descriptions() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
 
 def _installed() -> Iterator[tuple[str, str, bool]]:
     """Yield (normalised name, description, whether it is Markdown) of each distribution."""
-    for distribution in metadata.distributions():
+    # setuptools adds the folder of what it carries to sys.path when a program imports it.
+    folders = [folder for folder in sys.path if Path(folder).name != "_vendor"]
+    for distribution in metadata.distributions(path=folders):
         fields = distribution.metadata.json
         name, text = fields.get("name"), fields.get("description")
         if not isinstance(name, str) or not isinstance(text, str):

@@ -1,3 +1,10 @@
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from batchllm_operator.demo import documents
 from batchllm_operator.demo.documents import clip, demo_documents, headings_of
 
 
@@ -53,3 +60,19 @@ def test_documents_are_sorted_clipped_and_without_this_package() -> None:
     assert "batchllm-operator" not in packages
     assert all(0 < len(document.text) <= 1_000 for document in documents)
     assert len(documents) >= 50
+
+
+def test_documents_are_the_same_where_setuptools_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What setuptools carries is on sys.path from then on, and isn't the environment's."""
+    setuptools = find_spec("setuptools")
+    assert setuptools is not None and setuptools.origin is not None
+    carried = str(Path(setuptools.origin).with_name("_vendor"))
+    assert Path(carried).is_dir()
+    found = []
+    for paths in ([path for path in sys.path if path != carried], [carried, *sys.path]):
+        monkeypatch.setattr(sys, "path", paths)
+        documents._descriptions.cache_clear()
+        found.append(demo_documents())
+    assert found[0] == found[1]
