@@ -18,8 +18,8 @@ AIRFLOW_TESTS := tests/dags/test_dags.py \
 # oldest Airflow and the newest.
 POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py credentials_of_pods.py) \
   tests/operators/pods/test_spec.py
-# Whole files, for their fixtures take long. In their order: those of few and long tests come early (browser, e2e), where
-# sorted by number they would be the last, with one process idle.
+# Whole files, for their fixtures take long. In their order: those of few and long tests come early (browser, e2e; named
+# first in test-rest), where sorted by number they would be the last, with the other processes idle.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # Three processes on two cores, for tests wait for others a quarter of the time; a fourth makes it slower. Each has
 # engines of its own: more threads than cores only wait for each other.
@@ -53,8 +53,8 @@ test: setup ## Run the tests of every change: each layer on real parts, once
 test-all: test test-rest ## Run all tests
 
 test-rest: setup ## Run what test-all has and test hasn't: tests/**/full, and the examples of property tests
-	$(call PYTEST,$(BIN)) --hypothesis-profile=full $(sort $(shell find tests -type d -name full))
-	$(call PYTEST,$(BIN)) --hypothesis-profile=full -m hypothesis \
+	$(call PYTEST,$(BIN)) --hypothesis-profile=full -k 'full or hypothesis' \
+	  $(addsuffix /full,$(addprefix tests/,e2e tooling dags kernels)) $(sort $(shell find tests -type d -name full)) \
 	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
 
 test-times: setup ## Run make test and name the files over their budgets (tests/budgets.toml)
