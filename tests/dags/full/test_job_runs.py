@@ -186,7 +186,10 @@ def test_a_failing_report_leaves_the_partition_published(airflow: Airflow, job: 
 def test_sigkill_while_generating_leaves_nothing_alive_and_a_rerun_resumes(
     airflow: Airflow, job: JobFolder
 ) -> None:
-    """Each request takes a while; the run is killed when the first of four parts is done."""
+    """Each request takes a while; the run is killed when the first of four parts is done.
+
+    It writes no progress object, so that the rerun need not wait a minute for a sign of it.
+    """
     spec = job.write_spec(
         "job",
         engine={"extra_args": {"delay_s": 0.3}},
@@ -201,7 +204,8 @@ def test_sigkill_while_generating_leaves_nothing_alive_and_a_rerun_resumes(
         files = (entry.parent / json.loads(entry.read_bytes())["file"] for entry in entries)
         return {file: file.stat().st_mtime_ns for file in files}
 
-    run = airflow.start()
+    unseen = {**airflow.env, "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S": "off"}
+    run = replace(airflow, env=unseen).start()
     try:
         wait_until(lambda: run.poll() is not None or finished_parts(), "a part is finished")
         assert run.poll() is None
