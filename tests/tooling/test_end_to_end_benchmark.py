@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.benchmark_modules import ROOT, load
+from support.demo_job import wait_until
 
 from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.planner import MODEL_SHAPES, StepWork, TokenTable, find_gpu, step_seconds
@@ -550,7 +551,14 @@ def test_an_engine_that_hangs_is_killed_with_all_that_it_started(
     (tmp_path / "hang").chmod(0o755)
     assert main.run_engine(task, tmp_path).startswith("killed after 5 s")
     status = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    def is_gone() -> bool:
+        try:
+            return status.read_text().rpartition(")")[2].split()[0] == "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    wait_until(is_gone, "what it started is gone", limit_s=30.0)  # it would sleep for a minute
 
 
 @pytest.mark.parametrize(
