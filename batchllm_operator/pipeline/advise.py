@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from batchllm_operator.errors import EmptyPartitionError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.pipeline.column_orders import column_orders, take_apart
 from batchllm_operator.pipeline.input_checks import check_columns, describe_empty
 from batchllm_operator.pipeline.rows import deduplicated_tokens
 from batchllm_operator.pipeline.stored_plan import check_partition
@@ -20,10 +21,8 @@ from batchllm_operator.prompts import (
     PromptRenderer,
     TokenIdsDifferError,
     Tokenizer,
-    column_orders,
     length_fault,
     load_tokenizer,
-    take_apart,
 )
 from batchllm_operator.report import Advice, Alternative
 from batchllm_operator.spec import JobSpec
@@ -107,8 +106,7 @@ def _prompts(
     renderer = PromptRenderer(spec.prompt.model_copy(update={"template": template}))
     prompts: list[npt.NDArray[np.int32]] = []
     for batch in sample:
-        texts = [text for text in renderer.render(batch).texts if text is not None]
-        tokens = tokenizer.encode(texts)
+        tokens = tokenizer.encode(renderer.render(batch).present())
         encoded = map(tokens.prompt, range(len(tokens)))
         prompts += [ids for ids in encoded if not length_fault(len(ids), tokenizer.max_model_len)]
     return TokenTable.from_lists(prompts)

@@ -16,8 +16,8 @@ BYTES_PER_PROMPT: Final = 340
 _BYTES_PER_PROMPT_READ: Final = 40
 """Of these, what is kept while rows are read."""
 WORKING_BYTES: Final = 384 << 20
-"""For all that is done batch by batch, whatever the table's size: rows, texts and token ids of
-a batch, encoded pieces of text, two chunks of prompts, a part of a shard, compiled code."""
+"""For all that is done batch by batch, whatever the table's size: rows of three batches (one ahead,
+one behind), texts and token ids, two chunks of prompts, two parts of a shard, compiled code."""
 _BYTES_PER_LEARNED: Final = 112  # row of an earlier partition, while its lengths are learned
 _LEAST_RUN_BYTES: Final = 32 << 20
 _LEAST_MERGE_BYTES: Final = 16 << 20

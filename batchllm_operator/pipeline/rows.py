@@ -9,19 +9,27 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.lake import LakeTable, Snapshot
 from batchllm_operator.pipeline.broken_text import check_text
 from batchllm_operator.pipeline.input_checks import describe_rows
+from batchllm_operator.pipeline.neighbours import OneBehind, one_ahead
 from batchllm_operator.pipeline.reuse import Reuse
 from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.planner.plan import ERROR_COLUMN
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import PromptRenderer, Tokenizer, first_occurrences, length_fault
+from batchllm_operator.prompts import (
+    PromptRenderer,
+    RenderedPrompts,
+    Tokenizer,
+    first_occurrences,
+    length_fault,
+)
 from batchllm_operator.spec import JobSpec
 
-_CHARACTERS_AT_ONCE: Final = 4 << 20  # of prompts that are rendered and tokenized together
+_BYTES_AT_ONCE: Final = 4 << 20  # of prompts that are rendered and tokenized together
 _FIRST_ROWS: Final = 64
 
 
@@ -93,26 +101,31 @@ def read_rows(
     renderer = PromptRenderer(spec.prompt)
     where = describe_rows(spec, table, snapshot)
     num_at_once = _FIRST_ROWS
+    scanned = table.scan(snapshot, spec.input_columns, spec.input.filter)
     with (
         pq.ParquetWriter(path, schema, compression="zstd") as writer,
         Progress("read and tokenize", snapshot.num_rows) as progress,
+        one_ahead(scanned) as batches,
+        OneBehind() as keeper,
     ):
-        for batch in table.scan(snapshot, spec.input_columns, spec.input.filter):
+        for batch in batches:
             if batch.num_rows == 0:
                 continue
             check_text(spec, batch, rows.num_rows, where)
-            errors: list[str | None] = []
-            while (start := len(errors)) < batch.num_rows:
+            errors: dict[int, str] = {}
+            start = 0
+            while start < batch.num_rows:
                 piece = batch.slice(start, num_at_once)
                 rendered = renderer.render(piece)
-                num_at_once = _num_at_once(rendered.texts)
-                estimates = _estimates(spec, piece)
-                errors += _tokenize(rendered.texts, rendered.errors, estimates, tokenizer, rows)
+                num_at_once = _num_at_once(rendered)
+                found = _tokenize(rendered, _estimates(spec, piece), tokenizer, rows)
+                errors |= {start + row: error for row, error in found.errors.items()}
                 rows.num_rows += piece.num_rows
+                start += piece.num_rows
+                keeper.run(_keep, rows, found)
             columns = [batch.column(name) for name in spec.kept_columns]
-            writer.write_table(
-                pa.Table.from_arrays([*columns, pa.array(errors, pa.string())], schema=schema)
-            )
+            columns.append(_error_column(errors, batch.num_rows))
+            keeper.run(writer.write_table, pa.Table.from_arrays(columns, schema=schema))
             progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter leaves rows out
     if rows.reuse is not None:
@@ -127,10 +140,17 @@ def deduplicated_tokens(tokens: TokenTable, *, merge: bool) -> TokenTable:
     return tokens.take(np.flatnonzero(first == np.arange(len(first))))
 
 
-def _num_at_once(texts: list[str | None]) -> int:
+def _num_at_once(rendered: RenderedPrompts) -> int:
     """Rows to render next, if they are as long as these."""
-    num_characters = sum(len(text) for text in texts if text is not None)
-    return max(1, len(texts) * _CHARACTERS_AT_ONCE // max(1, num_characters))
+    num_bytes = int(pc.sum(pc.binary_length(rendered.texts)).as_py() or 0)
+    return max(1, len(rendered.texts) * _BYTES_AT_ONCE // max(1, num_bytes))
+
+
+def _error_column(errors: dict[int, str], num_rows: int) -> pa.Array:
+    column: list[str | None] = [None] * num_rows
+    for row, error in errors.items():
+        column[row] = error
+    return pa.array(column, pa.string())
 
 
 def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
@@ -142,30 +162,47 @@ def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Tokenized:
+    """Prompts of a piece of a batch, as `Rows` keeps them."""
+
+    tokens: TokenTable
+    row_idxs: npt.NDArray[np.int64]
+    estimates: npt.NDArray[np.int64] | None
+    errors: dict[int, str]
+    """By row of the piece, too long prompts included."""
+
+
 def _tokenize(
-    texts: list[str | None],
-    errors: list[str | None],
+    rendered: RenderedPrompts,
     estimates: list[int] | None,
     tokenizer: Tokenizer,
     rows: Rows,
-) -> list[str | None]:
-    """Add the prompts of a batch to `rows`; return its errors, too long prompts included."""
-    errors = list(errors)
-    idxs = np.flatnonzero([text is not None for text in texts])
-    tokens = tokenizer.encode([text for text in texts if text is not None])
-    fits = np.ones(len(idxs), dtype=np.bool_)
-    for number, (idx, length) in enumerate(zip(idxs, tokens.lengths.tolist(), strict=True)):
-        errors[idx] = length_fault(length, tokenizer.max_model_len)
-        fits[number] = errors[idx] is None
+) -> _Tokenized:
+    """Token ids of the next rows, but for those that reuse an output, which `rows.reuse` keeps."""
+    is_prompt = rendered.texts.is_valid().to_numpy(zero_copy_only=False)
+    idxs = np.flatnonzero(is_prompt)
+    tokens = tokenizer.encode(rendered.present())
+    errors = dict(rendered.errors)
+    lengths = tokens.lengths
+    fits = (lengths > 0) & (lengths < tokenizer.max_model_len)
     if not fits.all():
+        for number in np.flatnonzero(~fits).tolist():
+            fault = length_fault(int(lengths[number]), tokenizer.max_model_len)
+            assert fault is not None, number
+            errors[int(idxs[number])] = fault
         idxs, tokens = idxs[fits], tokens.take(np.flatnonzero(fits))
     if rows.reuse is not None:
         is_new = ~rows.reuse.take(tokens, rows.num_rows + idxs)
         if not is_new.all():
             idxs, tokens = idxs[is_new], tokens.take(np.flatnonzero(is_new))
-    rows.prompts.append(tokens)
-    rows.search.add(tokens)
-    rows.prompted.append(rows.num_rows + idxs)
-    if estimates is not None:
-        rows.estimates.append(np.asarray(estimates, dtype=np.int64)[idxs])
-    return errors
+    expected = None if estimates is None else np.asarray(estimates, dtype=np.int64)[idxs]
+    return _Tokenized(tokens, rows.num_rows + idxs, expected, errors)
+
+
+def _keep(rows: Rows, found: _Tokenized) -> None:
+    rows.prompts.append(found.tokens)
+    rows.search.add(found.tokens)
+    rows.prompted.append(found.row_idxs)
+    if found.estimates is not None:
+        rows.estimates.append(found.estimates)

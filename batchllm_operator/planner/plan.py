@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.gpu import GPU
 from batchllm_operator.planner.model_shape import ModelShape
+from batchllm_operator.planner.prompt_store import read_ahead
 from batchllm_operator.planner.requests import Requests
 from batchllm_operator.planner.reuse import saving_ratio
 from batchllm_operator.planner.sharing import PlanSharing
@@ -56,6 +57,10 @@ SHARD_SCHEMA: Final = pa.schema(
 """One row per request, in plan order. `request_idx` counts through all shards; `group_id` is
 the group's place in the plan; `num_prefix_tokens` is what the request shares with its group;
 `num_output_tokens` is an estimate."""
+
+_SHARD_ENCODING: Final = {"prompt_token_ids.list.element": "BYTE_STREAM_SPLIT"}
+"""All first bytes of the ids, then all second ones, ...: smaller than plain, and compressed faster,
+as half of them are zero."""
 
 REQUIRED_SHARD_SCHEMA: Final = pa.schema(
     [field for field in SHARD_SCHEMA if field.name != "num_output_tokens"]
@@ -413,10 +418,18 @@ def write_shard(
         written: told of each number of requests that is written.
     """
     bounds = part_bounds(group_ids, requests.lengths[request_idxs], part_rows)
-    with pq.ParquetWriter(path, SHARD_SCHEMA, compression="zstd", use_dictionary=False) as writer:
-        for start, end in pairwise(bounds):
-            part = request_idxs[start:end]
-            prompts = requests.tokens_of(part)
+    parts = [request_idxs[start:end] for start, end in pairwise(bounds)]
+    # The next part is read while one is compressed; more would only take memory.
+    wanted = ((requests.prompt_idxs[part], requests.lengths[part]) for part in parts)
+    tables = read_ahead(requests.prompts, wanted, most=1)
+    with pq.ParquetWriter(
+        path,
+        SHARD_SCHEMA,
+        compression="zstd",
+        use_dictionary=False,
+        column_encoding=_SHARD_ENCODING,
+    ) as writer:
+        for (start, end), part, prompts in zip(pairwise(bounds), parts, tables, strict=True):
             writer.write_table(
                 pa.table(
                     [

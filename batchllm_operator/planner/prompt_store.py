@@ -200,14 +200,16 @@ def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
 
 
 def read_ahead(
-    prompts: Prompts, wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]
+    prompts: Prompts,
+    wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    most: int = _READ_AHEAD,
 ) -> Iterator[TokenTable]:
-    """`prompts.beginnings` of each (idxs, num_tokens); the next ones are read meanwhile."""
+    """`prompts.beginnings` of each (idxs, num_tokens); the next `most` are read meanwhile."""
     with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="read-ahead") as readers:
         ahead: deque[Future[TokenTable]] = deque()
         for idxs, num_tokens in wanted:
             ahead.append(readers.submit(prompts.beginnings, idxs, num_tokens))
-            if len(ahead) > _READ_AHEAD:
+            if len(ahead) > most:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from batchllm_operator.planner.lcp_tree import RankedPrompts
 from batchllm_operator.planner.prompt_store import Prompts
-from batchllm_operator.planner.token_table import TokenTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,10 +40,6 @@ class Requests:
     def num_rows(self) -> NDArray[np.int64]:
         """Rows of each request: [num_requests]."""
         return np.diff(self.offsets)
-
-    def tokens_of(self, idxs: NDArray[np.int64]) -> TokenTable:
-        """The prompts of some requests."""
-        return self.prompts.beginnings(self.prompt_idxs[idxs], self.lengths[idxs])
 
     def rows_of(self, idxs: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of some requests, one request after the other."""

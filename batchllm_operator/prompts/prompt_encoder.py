@@ -1,83 +1,120 @@
-"""Token ids of prompts: by shared pieces where that is proven and holds on samples, else whole."""
+"""Token ids of prompts: by fastokens if it agrees with the tokenizer, else by `tokenizers`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from batchllm_operator.planner import TokenTable
-from batchllm_operator.prompts.safe_cuts import NoProofError, find_cut_rule
-from batchllm_operator.prompts.shared_text import SharedTextEncoder
 
 _FIRST_SAMPLE: Final = 64
 _LATER_SAMPLE: Final = 512
-"""One prompt in so many is encoded whole too: of the first batch, and of all later ones."""
+"""One prompt in so many is encoded by the reference too: of the first batch, and of later ones."""
+_PROBES: Final = (
+    "",
+    "  Two spaces, don't  we'LL\tTAB \r\n\r\n \n  x = 12345.67; // 8,9 \u2028\u00a0\u3000 ",
+    "na\u00efve e\u0301 \ufb01 \u212b \u1e9b\u0323 \u0130I\u0131i \u00df \u03a3\u03c2 \uff21\uff11",
+    "\u4e2d\u6587\u3002\u8868\u8a9e \ud55c\uad6d\uc5b4 \u1112\u1161\u11ab \u0e20\u0e32\u0e29\u0e32"
+    " \u0939\u093f\u0928\u094d\u0926\u0940 \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "\U0001f642\U0001f469\u200d\U0001f4bb\ufe0f \0\x01\x7f\x85\ufeff\ufffd\U0010ffff",
+    " <0x41> \u2581_ \u2581\u2581a_b __init__ #!/bin/sh {{x}}<|y|> http://a.b/c?d=e&f=%20",
+)
+"""Text on which tokenizers and copies of them part: compared before the first prompt."""
+_DISPUTED: Final = "\u180e"
+"""White space to the expressions of `tokenizers` but not to those of fastokens, whose Unicode is
+newer: all other characters were compared one by one. Such prompts aren't given to fastokens."""
 _log = logging.getLogger(__name__)
+
+Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
 class TokenIdsDifferError(Exception):
     """A sample's token ids aren't the tokenizer's own, and prompts were handed out before.
 
-    Those may be wrong too, so all have to be encoded again, which is then done whole.
+    Those may be wrong too, so all have to be encoded again, which `tokenizers` then does.
     """
 
 
 class PromptEncoder:
-    """Encodes with a transformers tokenizer; its settings are left as they are.
+    """Encodes as `reference` does, but faster where `backend` allows for it.
 
     Args:
-        tokenizer: a tokenizer of transformers, fast or not.
-        name: what to call it in a warning.
+        reference: token ids of each text, by the tokenizer's own call.
+        backend: what that call hands its texts to, set not to cut or pad; None if the call does
+            things of its own, and is therefore used for all prompts.
+        name: what to call the tokenizer in the log.
         add_special_tokens: whether the tokenizer puts its own around each prompt.
     """
 
-    def __init__(self, tokenizer: Any, name: str, *, add_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, reference: Encode, backend: Tokenizer | None, name: str, *, add_special_tokens: bool
+    ) -> None:
+        self._reference = reference
+        self._backend = backend
         self._name = name
         self._add_special_tokens = add_special_tokens
         self._num_encoded = 0
         self._num_until_sample = 0
-        self._backend: Tokenizer | None = None
-        self._shared: SharedTextEncoder | None = None
-        try:
-            self._backend = backend = _copy_backend(tokenizer)
-            self._shared = SharedTextEncoder(
-                backend, find_cut_rule(backend), add_special_tokens=add_special_tokens
-            )
-        except NoProofError as error:
-            _log.info("%s: prompts are tokenized whole: %s", name, error)
+        self._fast = None if backend is None else self._make_fast(backend)
+        if backend is not None and self._fast is not None:
+            probes = [*_PROBES, *_with_added_tokens(backend)]
+            expected = reference(probes)
+            if not _agree(self._encode_fast(probes), range(len(probes)), expected):
+                self._give_up("its token ids of some test texts differ")
 
     @property
-    def shares_text(self) -> bool:
-        """Whether text that prompts share is tokenized once."""
-        return self._shared is not None
+    def library(self) -> str:
+        """What makes token ids: `fastokens`, `tokenizers` or `transformers`."""
+        if self._fast is not None:
+            return "fastokens"
+        return "transformers" if self._backend is None else "tokenizers"
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
         """Token ids of each text.
 
         Raises:
-            TokenIdsDifferError: at most once; later calls encode whole prompts.
+            TokenIdsDifferError: at most once; later calls don't use fastokens.
         """
-        if self._shared is None or not texts:
-            return self._encode_whole(texts)
-        encoded = self._shared.encode(texts)
+        if self._fast is None or not texts or any(_DISPUTED in text for text in texts):
+            return self._encode_plainly(texts)
         sample = self._next_sample(len(texts))
-        if self._agrees(encoded, sample, texts):
-            self._num_encoded += len(texts)
-            return encoded
-        self._shared = None
-        _log.warning(
-            "%s: token ids of a prompt in pieces aren't those of the whole, so all prompts are"
-            " tokenized whole, which takes longer; please report this with the model's name",
-            self._name,
-        )
+        try:
+            with ThreadPoolExecutor(1) as thread:  # the reference works on one core
+                expected = thread.submit(self._encode_sample, sample, texts)
+                encoded = self._encode_fast(texts)
+        except (ValueError, RuntimeError) as error:  # a limit of its expressions, for example
+            self._give_up(f"it can't encode a prompt: {error}")
+        else:
+            if _agree(encoded, sample, expected.result()):
+                self._num_encoded += len(texts)
+                return encoded
+            self._give_up("its token ids of a prompt differ; please report this")
         if self._num_encoded:
             raise TokenIdsDifferError(f"{self._name}: {self._num_encoded} prompts to encode again")
-        return self._encode_whole(texts)
+        return self._encode_plainly(texts)
+
+    def _make_fast(self, backend: Tokenizer) -> Any:
+        """The same tokenizer in fastokens; None, with a line in the log, if it can't be had."""
+        try:
+            import fastokens  # has no wheel for some platforms
+
+            return fastokens.Tokenizer.from_json_str(backend.to_str())
+        except (ImportError, ValueError) as error:
+            _log.info("%s: tokenized by `tokenizers`, not fastokens: %s", self._name, error)
+            return None
+
+    def _give_up(self, reason: str) -> None:
+        self._fast = None
+        _log.warning(
+            "%s: prompts are tokenized by `tokenizers`, which takes longer, not by fastokens: %s",
+            self._name,
+            reason,
+        )
 
     def _next_sample(self, num_texts: int) -> range:
         """Which of the next texts to check. The first text of all is one."""
@@ -87,58 +124,55 @@ class PromptEncoder:
         self._num_until_sample = max(0, following - num_texts)
         return sample
 
-    def _agrees(self, encoded: TokenTable, sample: range, texts: Sequence[str]) -> bool:
-        whole = self._call([texts[idx] for idx in sample])
-        return all(
-            np.array_equal(encoded.prompt(idx), token_ids)
-            for idx, token_ids in zip(sample, whole, strict=True)
+    def _encode_sample(self, sample: range, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        return self._reference([texts[idx] for idx in sample]) if sample else []
+
+    def _encode_fast(self, texts: Sequence[str]) -> TokenTable:
+        assert self._fast is not None and self._backend is not None
+        token_ids, offsets = self._fast.encode_batch_flat(
+            list(texts),
+            add_special_tokens=self._add_special_tokens,
+            split_special_tokens=self._backend.encode_special_tokens,
+        )
+        return TokenTable(
+            np.frombuffer(token_ids, dtype="<u4").astype(np.int32),
+            np.frombuffer(offsets, dtype="<u8").astype(np.int64),
         )
 
-    def _encode_whole(self, texts: Sequence[str]) -> TokenTable:
+    def _encode_plainly(self, texts: Sequence[str]) -> TokenTable:
         if self._backend is None or not texts:
-            return TokenTable.from_lists(self._call(texts))
-        # What the tokenizer's own call comes to (see `_copy_backend`), but without offsets.
+            return TokenTable.from_lists(self._reference(texts) if texts else [])
+        # What the tokenizer's own call comes to, but without offsets.
         encodings = self._backend.encode_batch_fast(
             list(texts), add_special_tokens=self._add_special_tokens
         )
         return TokenTable.from_lists([encoding.ids for encoding in encodings])
 
-    def _call(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, by the tokenizer's own call."""
-        if not texts:
-            return []
-        # verbose=False: who calls this checks the lengths.
-        encoded = self._tokenizer(
-            list(texts),
-            add_special_tokens=self._add_special_tokens,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+
+def _agree(encoded: TokenTable, sample: range, expected: Sequence[Sequence[int]]) -> bool:
+    """Whether the prompts at `sample` have the expected ids."""
+    return all(
+        np.array_equal(encoded.prompt(idx), token_ids)
+        for idx, token_ids in zip(sample, expected, strict=True)
+    )
 
 
-def _copy_backend(tokenizer: Any) -> Tokenizer:
-    """A copy of what `tokenizer` encodes with, set as its call sets it: no cutting, no padding.
+def _with_added_tokens(backend: Tokenizer) -> list[str]:
+    """Texts with all added tokens, and with each two that overlap and are looked for apart.
 
-    Raises:
-        NoProofError: it doesn't just hand its texts on to that.
+    `tokenizers` takes those that aren't normalized out of a text before it looks for the others.
     """
-    kind = type(tokenizer)
-    if not tokenizer.is_fast:
-        raise NoProofError("the tokenizer isn't one of the tokenizers library")
-    if kind.__module__.partition(".")[0] != "transformers":
-        raise NoProofError(f"{kind.__module__}.{kind.__name__} may do things of its own")
-    from transformers import PreTrainedTokenizerFast  # seconds to import
-
-    for name in ("__call__", "_encode_plus"):
-        if getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name):
-            raise NoProofError(f"{kind.__name__}.{name} isn't the usual one")
-    if hasattr(tokenizer, "_switch_to_input_mode"):
-        raise NoProofError(f"{kind.__name__} switches to an input mode")
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-    return backend
+    tokens = list(backend.get_added_tokens_decoder().values())
+    contents = [token.content for token in tokens]
+    texts = {separator.join(["", *contents, ""]) for separator in ("", "  ", "a", "\n")}
+    starts: dict[tuple[str, bool], list[str]] = {}  # what begins so, and is normalized or not
+    for token in tokens:
+        for end in range(1, len(token.content)):
+            start = (token.content[:end], token.normalized)
+            starts.setdefault(start, []).append(token.content)
+    for token in tokens:
+        for begin in range(1, len(token.content)):
+            shared = token.content[begin:]
+            following = starts.get((shared, not token.normalized), ())
+            texts.update(token.content + each[len(shared) :] for each in following)
+    return sorted(texts)

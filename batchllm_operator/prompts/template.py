@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from batchllm_operator.prompts.values import Fault, Text, texts
+from batchllm_operator.prompts.values import TextColumn, text_column
 from batchllm_operator.spec import PromptSpec
 
 NULL_VALUE: Final = "null_value"
@@ -17,10 +19,19 @@ EMPTY_PROMPT: Final = "empty_prompt"
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompts:
-    """Texts of a batch of rows; exactly one of `texts[i]` and `errors[i]` is None."""
+    """Texts of a batch of rows: a row has either a text or an error.
 
-    texts: list[str | None]
-    errors: list[str | None]
+    Attributes:
+        texts: large strings [num_rows], null for a row with an error.
+        errors: `code: explanation`, by row of the batch, ascending.
+    """
+
+    texts: pa.LargeStringArray
+    errors: dict[int, str]
+
+    def present(self) -> list[str]:
+        """The texts that there are, in order."""
+        return list(self.texts.drop_null().to_numpy(zero_copy_only=False))
 
 
 class PromptRenderer:
@@ -28,9 +39,11 @@ class PromptRenderer:
 
     def __init__(self, prompt: PromptSpec) -> None:
         # The system text goes before the template here only if no chat template will place it.
-        self._head = "" if prompt.chat_template else (prompt.system or "")
+        head = "" if prompt.chat_template else (prompt.system or "")
+        self._head_bytes = len(head.encode())
         self._columns = prompt.columns
-        self._pieces = [
+        self._pieces: list[tuple[str, str | None]] = [(head, None)] if head else []
+        self._pieces += [
             (literal, name) for literal, name, _, _ in Formatter().parse(prompt.template)
         ]
 
@@ -38,34 +51,42 @@ class PromptRenderer:
         """Render each row of `batch`, which must hold all columns of the template.
 
         Each column is of a type that `has_text`. A row with a null or a value without a text in
-        one of them, or for which the template gives no text, gets an error (`code: explanation`)
-        in place of a text.
+        one of them, or for which the template gives no text, gets an error in place of a text.
         """
-        values = {name: texts(batch.column(name)) for name in self._columns}
-        prompts: list[str | None] = []
-        errors: list[str | None] = []
-        for row_idx in range(batch.num_rows):
-            row = {name: column[row_idx] for name, column in values.items()}
-            error = self._fault(row)
-            text = "" if error else self._render_row(row)
-            if not text and not error:
-                error = f"{EMPTY_PROMPT}: the template gives this row no text"
-            prompts.append(None if error else self._head + text)
-            errors.append(error)
-        return RenderedPrompts(prompts, errors)
+        values = {name: text_column(batch.column(name)) for name in self._columns}
+        rendered = self._join(values, batch.num_rows)
+        errors: dict[int, str] = {}
+        if rendered.null_count:
+            nulls = np.flatnonzero(rendered.is_null().to_numpy(zero_copy_only=False))
+            errors = {int(row): _fault(values, int(row)) for row in nulls}
+        is_empty = pc.equal(pc.binary_length(rendered), self._head_bytes).fill_null(False)
+        if pc.any(is_empty).as_py():
+            rendered = pc.if_else(is_empty, pa.scalar(None, pa.large_string()), rendered)
+            text = f"{EMPTY_PROMPT}: the template gives this row no text"
+            empty = np.flatnonzero(is_empty.to_numpy(zero_copy_only=False))
+            errors = dict(sorted((errors | dict.fromkeys(empty.tolist(), text)).items()))
+        return RenderedPrompts(rendered, errors)
 
-    def _fault(self, row: dict[str, Text]) -> str | None:
-        for name, value in row.items():
-            if value is None:
-                return f"{NULL_VALUE}: column {name!r} is null"
-            if isinstance(value, Fault):
-                return f"{value.code}: column {name!r} {value.reason}"
-        return None
-
-    def _render_row(self, row: dict[str, Text]) -> str:
-        pieces = []
+    def _join(self, values: dict[str, TextColumn], num_rows: int) -> pa.LargeStringArray:
+        """All pieces of each row as one text, null where one of them is null."""
+        pieces: list[pa.Scalar | pa.Array] = []
         for literal, name in self._pieces:
-            pieces.append(literal)
+            if literal:
+                pieces.append(pa.scalar(literal, pa.large_string()))
             if name is not None:
-                pieces.append(str(row[name]))
-        return "".join(pieces)
+                pieces.append(values[name].texts)
+        if not any(isinstance(piece, pa.Array) for piece in pieces):
+            text = "".join(literal for literal, _ in self._pieces)
+            return pa.repeat(pa.scalar(text, pa.large_string()), num_rows)
+        separator = pa.scalar("", pa.large_string())
+        return pc.binary_join_element_wise(*pieces, separator, null_handling="emit_null")
+
+
+def _fault(values: dict[str, TextColumn], row: int) -> str:
+    """What is wrong with the first column that has no text in this row."""
+    for name, column in values.items():
+        if (fault := column.faults.get(row)) is not None:
+            return f"{fault.code}: column {name!r} {fault.reason}"
+        if not column.texts[row].is_valid:
+            return f"{NULL_VALUE}: column {name!r} is null"
+    raise AssertionError(row)

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
+from tokenizers import Tokenizer as Backend
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.planner import TokenTable
 from batchllm_operator.planner.token_table import MAX_TOKEN_ID
 from batchllm_operator.prompts.model_folder import folder_digest
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
+from batchllm_operator.prompts.stored_tokenizer import read_stored
 from batchllm_operator.prompts.template import EMPTY_PROMPT
 from batchllm_operator.spec import JobSpec
 
@@ -59,7 +61,10 @@ class Tokenizer(Protocol):
 
 
 class ModelTokenizer:
-    """The model's own tokenizer, loaded by transformers from a folder or the hub.
+    """The model's own tokenizer: read from its folder, or loaded by transformers.
+
+    transformers takes a second and hundreds of megabytes to import, so it is only asked where a
+    chat template needs it, or where `read_stored` isn't sure what it would make of the files.
 
     Raises:
         ModelError: the folder or hub name can't be loaded, or lacks a chat template
@@ -67,45 +72,50 @@ class ModelTokenizer:
     """
 
     def __init__(self, spec: JobSpec, ds: str) -> None:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-        from transformers import AutoConfig, AutoTokenizer  # seconds to import
-
         model = spec.model
         if model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", model.path)
         folder = Path(model.path)
         if folder.is_absolute() and not _is_folder(folder):
             raise ModelError(f"model {model.path}: there is no such folder")
-        origin: dict[str, Any] = {
-            "revision": model.revision,
-            "trust_remote_code": model.trust_remote_code,
-        }
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model.path, **origin)
-            config = AutoConfig.from_pretrained(model.path, **origin)
-        # A damaged folder, an unknown name, a missing package: each library on the way has its
-        # own kind of error, and all mean that the spec's model can't be used.
-        except Exception as error:
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            hint = "" if folder.is_absolute() else " (a folder begins with ./, ../, ~/ or /)"
-            raise ModelError(f"model {model.path}: can't be loaded{hint}: {first_line}") from error
         self._path = model.path
         self._ds = ds
         self._chat = spec.prompt.chat_template
         self._system = spec.prompt.system
-        if self._chat and not self._tokenizer.chat_template:
-            raise ModelError(
-                f"model {model.path}: has no chat template; set prompt.chat_template: false"
+        needs_transformers = self._chat or model.trust_remote_code
+        self._stored = None if needs_transformers else read_stored(folder)
+        backend: Backend | None
+        commit = None
+        # Fingerprints are taken now, because encoding changes what a tokenizer says of itself.
+        if self._stored is not None:
+            vocabulary: Any = self._stored.backend
+            backend = self._stored.backend
+            limit: object = self._stored.max_position_embeddings
+            special = self._stored.special_tokens
+            self._fingerprint = _fingerprint(backend, None, special, "")
+        else:
+            vocabulary, config = _load(spec)
+            self._tokenizer = vocabulary
+            if self._chat and not vocabulary.chat_template:
+                raise ModelError(
+                    f"model {model.path}: has no chat template; set prompt.chat_template: false"
+                )
+            backend = _copy_backend(vocabulary)
+            limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+            commit = getattr(config, "_commit_hash", None)
+            self._fingerprint = _fingerprint(
+                vocabulary.backend_tokenizer if vocabulary.is_fast else None,
+                vocabulary,
+                vocabulary.special_tokens_map,
+                json.dumps(vocabulary.chat_template) if self._chat else "",
             )
-        _check_token_ids(self._tokenizer, model.path)
-        self._max_model_len = spec.engine.max_model_len or _position_limit(config, model.path)
-        # Now, because encoding changes what a fast tokenizer says of itself.
-        self._fingerprint = _fingerprint(self._tokenizer, with_chat_template=self._chat)
-        commit = getattr(config, "_commit_hash", None)
+        _check_token_ids(vocabulary, model.path)
+        self._max_model_len = spec.engine.max_model_len or _position_limit(limit, model.path)
         self._model_version = f"commit:{commit}" if commit else folder_digest(folder)
-        # A chat template writes its special tokens itself.
+        # A chat template writes its special tokens itself. Made now, so that what it takes counts
+        # as resident before any row is read.
         self._encoder = PromptEncoder(
-            self._tokenizer, f"model {model.path}", add_special_tokens=not self._chat
+            self._call, backend, f"model {model.path}", add_special_tokens=not self._chat
         )
 
     @property
@@ -121,29 +131,43 @@ class ModelTokenizer:
         return self._max_model_len
 
     @property
-    def shares_text(self) -> bool:
-        """Whether text that prompts share is tokenized once."""
-        return self._encoder.shares_text
+    def library(self) -> str:
+        """See `PromptEncoder.library`."""
+        return self._encoder.library
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
-        if not texts:
-            return TokenTable.from_lists([])
-        if self._chat:
-            texts = [self._apply_chat_template(text) for text in texts]
+        if self._chat and texts:
+            texts = self._apply_chat_template(texts)
         return self._encoder.encode(texts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        if self._stored is not None:
+            return self._stored.backend.decode(list(token_ids), skip_special_tokens=False)
         return str(self._tokenizer.decode(list(token_ids)))
 
-    def _apply_chat_template(self, text: str) -> str:
+    def _call(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, by the tokenizer's own call."""
+        if self._stored is not None:
+            encodings = self._stored.backend.encode_batch_fast(list(texts))
+            return [encoding.ids for encoding in encodings]
+        # verbose=False: who calls this checks the lengths.
+        encoded = self._tokenizer(
+            list(texts),
+            add_special_tokens=not self._chat,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def _apply_chat_template(self, texts: Sequence[str]) -> list[str]:
         from jinja2 import TemplateError  # transformers renders chat templates with it
 
-        messages = [{"role": "user", "content": text}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system})
+        head = [] if self._system is None else [{"role": "system", "content": self._system}]
         try:
-            chat = self._tokenizer.apply_chat_template(
-                messages,
+            chats: list[str] = self._tokenizer.apply_chat_template(
+                [[*head, {"role": "user", "content": text}] for text in texts],
                 tokenize=False,
                 add_generation_prompt=True,
                 strftime_now=self._format_date,
@@ -153,7 +177,7 @@ class ModelTokenizer:
                 f"model {self._path}: its chat template refuses the prompt: {error}; change"
                 " prompt.system, or set prompt.chat_template: false"
             ) from error
-        return str(chat)
+        return chats
 
     def _format_date(self, date_format: str) -> str:
         """For templates that ask for the date: the partition's, so that a plan can be repeated."""
@@ -218,17 +242,45 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _fingerprint(tokenizer: Any, *, with_chat_template: bool) -> str:
-    if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+def _load(spec: JobSpec) -> tuple[Any, Any]:
+    """The tokenizer and the configuration of the spec's model, by transformers.
+
+    Raises:
+        ModelError: they can't be loaded.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    from transformers import AutoConfig, AutoTokenizer  # seconds to import
+
+    model = spec.model
+    origin: dict[str, Any] = {
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, **origin)
+        return tokenizer, AutoConfig.from_pretrained(model.path, **origin)
+    # A damaged folder, an unknown name, a missing package: each library on the way has its
+    # own kind of error, and all mean that the spec's model can't be used.
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        is_folder = Path(model.path).is_absolute()
+        hint = "" if is_folder else " (a folder begins with ./, ../, ~/ or /)"
+        raise ModelError(f"model {model.path}: can't be loaded{hint}: {first_line}") from error
+
+
+def _fingerprint(
+    backend: Backend | None, tokenizer: Any, special_tokens: dict[str, str], chat_template: str
+) -> str:
+    """Of the backend if there is one, else of what transformers says of its own kind."""
+    if backend is not None:
+        content = json.loads(backend.to_str())
         # Set anew by each call that encodes; prompts are never cut or padded here.
-        backend.pop("truncation", None)
-        backend.pop("padding", None)
-        parts = [json.dumps(backend, sort_keys=True)]
+        content.pop("truncation", None)
+        content.pop("padding", None)
+        parts = [json.dumps(content, sort_keys=True)]
     else:
         parts = [type(tokenizer).__name__, json.dumps(tokenizer.get_vocab(), sort_keys=True)]
-    parts.append(json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str))
-    parts.append(json.dumps(tokenizer.chat_template) if with_chat_template else "")
+    parts += [json.dumps(special_tokens, sort_keys=True, default=str), chat_template]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -254,11 +306,33 @@ def _check_token_ids(tokenizer: Any, path: str) -> None:
         )
 
 
-def _position_limit(config: Any, path: str) -> int:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+def _position_limit(limit: object, path: str) -> int:
     if not isinstance(limit, int) or limit < 2:
         raise ModelError(
             f"model {path}: its config.json doesn't say how long a prompt may be; set"
             " engine.max_model_len"
         )
     return limit
+
+
+def _copy_backend(tokenizer: Any) -> Backend | None:
+    """A copy of what `tokenizer` encodes with, set as its call sets it: no cutting, no padding.
+
+    None if the call doesn't just hand its texts on to that.
+    """
+    kind = type(tokenizer)
+    if not tokenizer.is_fast or kind.__module__.partition(".")[0] != "transformers":
+        return None
+    from transformers import PreTrainedTokenizerFast  # seconds to import
+
+    is_usual = all(
+        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("__call__", "_encode_plus")
+    )
+    if not is_usual or hasattr(tokenizer, "_switch_to_input_mode"):
+        return None
+    backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    return backend

@@ -14,6 +14,7 @@ from datetime import date, datetime, timedelta
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import types
 
 NOT_UTF8: Final = "not_utf8"
@@ -47,9 +48,33 @@ def has_text(kind: pa.DataType) -> bool:
     return _scalar_texts(kind) is not None
 
 
-def texts(column: pa.Array) -> list[Text]:
+@dataclass(frozen=True, slots=True)
+class TextColumn:
+    """Texts of a column: large strings, null for null and for a value with a fault."""
+
+    texts: pa.LargeStringArray
+    faults: dict[int, Fault]
+
+
+def text_column(column: pa.Array) -> TextColumn:
     """The text of each value of a column for whose type `has_text`."""
-    return list(_lists(column)) if _is_list(column.type) else _scalars(column)
+    if _is_list(column.type):
+        found = list(_lists(column))
+    else:
+        column = _plain(column)
+        if _is_string(column.type) or _is_cast(column.type):
+            texts = pc.cast(column, pa.large_string())
+            try:
+                texts.validate(full=True)  # readers of Parquet don't look at text
+                return TextColumn(texts, {})
+            except pa.ArrowInvalid:
+                pass
+        found = _scalars(column)
+    faults = {row: each for row, each in enumerate(found) if isinstance(each, Fault)}
+    texts = pa.array(
+        [None if isinstance(each, Fault) else each for each in found], pa.large_string()
+    )
+    return TextColumn(texts, faults)
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -68,7 +93,7 @@ def _scalar_texts(kind: pa.DataType) -> Callable[[pa.Array], list[Text]] | None:
         return _strings if _is_string(kind.storage_type) else None
     if types.is_dictionary(kind):
         return _scalar_texts(kind.value_type)
-    if types.is_null(kind) or types.is_boolean(kind) or types.is_integer(kind):
+    if _is_cast(kind):
         return lambda column: column.cast(pa.string()).to_pylist()
     if _is_string(kind):
         return _strings
@@ -89,11 +114,19 @@ def _is_string(kind: pa.DataType) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-def _scalars(column: pa.Array) -> list[Text]:
+def _is_cast(kind: pa.DataType) -> bool:
+    """Whether Arrow's cast gives the text."""
+    return bool(types.is_null(kind) or types.is_boolean(kind) or types.is_integer(kind))
+
+
+def _plain(column: pa.Array) -> pa.Array:
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+    return column.dictionary_decode() if types.is_dictionary(column.type) else column
+
+
+def _scalars(column: pa.Array) -> list[Text]:
+    column = _plain(column)
     make = _scalar_texts(column.type)
     assert make is not None, column.type  # the caller has asked `has_text`
     return make(column)

@@ -36,7 +36,8 @@ def test_every_row_is_in_the_request_of_its_prompt(
         2 * idx + 1 for members in expected.values() for idx in members
     ]
     firsts = [members[0] for members in expected.values()]
-    assert requests.tokens_of(everyone).to_lists() == [prompts[idx] for idx in firsts]
+    planned = requests.prompts.beginnings(requests.prompt_idxs, requests.lengths)
+    assert planned.to_lists() == [prompts[idx] for idx in firsts]
     assert requests.lengths.tolist() == [len(prompts[idx]) for idx in firsts]
     if with_estimates:
         assert requests.output_tokens is not None

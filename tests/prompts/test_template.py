@@ -19,10 +19,11 @@ def render(columns: dict[str, Any], template: str, **options: Any) -> RenderedPr
     return PromptRenderer(PromptSpec(template=template, **options)).render(batch)
 
 
-def texts(columns: dict[str, Any], template: str, **options: Any) -> list[str | None]:
+def texts(columns: dict[str, Any], template: str, **options: Any) -> list[str]:
     rendered = render(columns, template, **options)
-    assert rendered.errors == [None] * len(rendered.texts)
-    return rendered.texts
+    assert rendered.errors == {}
+    assert rendered.present() == rendered.texts.to_pylist()
+    return rendered.present()
 
 
 def test_columns_are_placed_row_by_row() -> None:
@@ -48,8 +49,8 @@ def test_an_accepted_template_means_what_it_means_to_python(template: str, value
         return
     columns = {name: [value] for name in ("unused", *spec.columns)}
     expected = template.format_map(dict.fromkeys(spec.columns, value))
-    [text] = PromptRenderer(spec).render(pa.record_batch(columns)).texts
-    assert (text or "") == expected
+    rendered = PromptRenderer(spec).render(pa.record_batch(columns))
+    assert rendered.present() == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize(
@@ -67,20 +68,22 @@ def test_text_is_placed_as_it_is(text: str) -> None:
 def test_every_kind_of_string_column(kind: pa.DataType) -> None:
     column = pa.array(["x", None, "y", "x"]).cast(kind)
     rendered = render({"doc": column}, "<{doc}>")
-    assert rendered.texts == ["<x>", None, "<y>", "<x>"]
+    assert rendered.texts.to_pylist() == ["<x>", None, "<y>", "<x>"]
 
 
 def test_a_null_is_an_error_of_its_row_only() -> None:
     rendered = render({"a": ["x", None, "z"], "b": ["1", "2", None]}, "{a}{b}")
-    assert rendered.texts == ["x1", None, None]
-    assert rendered.errors[0] is None
-    assert rendered.errors[1] == "null_value: column 'a' is null"
-    assert rendered.errors[2] == "null_value: column 'b' is null"
+    assert rendered.texts.to_pylist() == ["x1", None, None]
+    assert rendered.present() == ["x1"]
+    assert rendered.errors == {
+        1: "null_value: column 'a' is null",
+        2: "null_value: column 'b' is null",
+    }
 
 
 def test_a_column_of_nulls() -> None:
     rendered = render({"doc": pa.nulls(2)}, "{doc}")
-    assert rendered.errors == ["null_value: column 'doc' is null"] * 2
+    assert rendered.errors == dict.fromkeys((0, 1), "null_value: column 'doc' is null")
 
 
 def test_text_that_is_not_utf8_is_an_error_of_its_row_only() -> None:
@@ -89,19 +92,43 @@ def test_text_that_is_not_utf8_is_an_error_of_its_row_only() -> None:
         2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pa.py_buffer(b"x\xff\xfe")
     )
     rendered = render({"doc": broken}, "{doc}")
-    assert rendered.texts == ["x", None]
-    assert rendered.errors[0] is None
-    assert rendered.errors[1] is not None
-    assert "'doc'" in rendered.errors[1]
+    assert rendered.texts.to_pylist() == ["x", None]
+    assert list(rendered.errors) == [1]
+    assert rendered.errors[1].startswith("not_utf8: column 'doc' ")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90\x80\x80", b"\xe4\xb8", b"\xff"],
+    ids=["half a surrogate pair", "overlong", "beyond Unicode", "cut", "no byte of UTF-8"],
+)
+def test_what_python_calls_no_text_is_none(value: bytes) -> None:
+    offsets = pa.py_buffer(b"\0\0\0\0" + len(value).to_bytes(4, "little"))
+    rendered = render(
+        {"doc": pa.StringArray.from_buffers(1, offsets, pa.py_buffer(value))}, "{doc}"
+    )
+    assert rendered.present() == [] and list(rendered.errors) == [0]
+
+
+def test_a_value_with_a_fault_comes_before_a_null_of_a_later_column() -> None:
+    rendered = render({"a": [float("nan"), 1.5], "b": [None, "x"]}, "{a}{b}")
+    assert rendered.texts.to_pylist() == [None, "1.5x"]
+    assert rendered.errors[0].startswith("not_finite: column 'a' ")
 
 
 def test_no_text_is_an_error_whatever_the_system_text_says() -> None:
     for options in ({}, {"system": "Be brief."}, {"system": "Be brief.", "chat_template": True}):
         rendered = render({"doc": ["", "x"]}, "{doc}", **options)
-        assert rendered.texts[0] is None
-        assert rendered.errors[0] is not None
+        assert rendered.texts.is_valid().to_pylist() == [False, True]
+        assert list(rendered.errors) == [0]
         assert rendered.errors[0].startswith("empty_prompt: ")
-        assert rendered.errors[1] is None
+
+
+def test_errors_are_in_the_order_of_their_rows() -> None:
+    rendered = render({"doc": ["", None, "x", "", None]}, "{doc}")
+    assert [(row, text.partition(":")[0]) for row, text in rendered.errors.items()] == [
+        (0, "empty_prompt"), (1, "null_value"), (3, "empty_prompt"), (4, "null_value")
+    ]  # fmt: skip
 
 
 def test_the_system_text_comes_first_as_it_is() -> None:
@@ -119,4 +146,4 @@ def test_a_template_without_places_gives_every_row_the_same() -> None:
 
 def test_no_rows() -> None:
     rendered = render({"doc": pa.array([], pa.string())}, "{doc}")
-    assert (rendered.texts, rendered.errors) == ([], [])
+    assert (rendered.present(), rendered.errors) == ([], {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,9 @@ from safetensors.numpy import save_file
 
 from batchllm_operator import prompts
 from batchllm_operator.errors import ExitCode, ModelError
-from batchllm_operator.prompts import (
-    TokenIdsDifferError,
-    Tokenizer,
-    length_fault,
-    model_folder,
-    safe_cuts,
-    shared_text,
-)
+from batchllm_operator.prompts import Tokenizer, length_fault, model_folder
 from batchllm_operator.prompts import tokenizer as tokenizer_module
 from batchllm_operator.prompts.model_folder import folder_digest
-from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.tokenizer import ModelTokenizer, Utf8Tokenizer
 from batchllm_operator.spec import JobSpec
 
@@ -425,7 +416,7 @@ def test_a_chat_template_that_asks_for_the_date_gets_the_partitions(
         load_tokenizer(dated, "eu").encode(["hello"])
 
 
-# Text that prompts share
+# Which library makes them
 
 
 def long_prompts(num: int = 12) -> list[str]:
@@ -434,10 +425,10 @@ def long_prompts(num: int = 12) -> list[str]:
 
 
 @pytest.mark.parametrize("chat_template", [False, True])
-def test_shared_text_leaves_token_ids_alone(model: Path, chat_template: bool) -> None:
+def test_fastokens_gives_the_token_ids_of_transformers(model: Path, chat_template: bool) -> None:
     plain = reference(model)
     tokenizer = load_tokenizer(job(model, chat_template=chat_template, system=None))
-    assert isinstance(tokenizer, ModelTokenizer) and tokenizer.shares_text
+    assert isinstance(tokenizer, ModelTokenizer) and tokenizer.library == "fastokens"
     texts = long_prompts()
     expected = [
         plain.apply_chat_template(
@@ -451,68 +442,31 @@ def test_shared_text_leaves_token_ids_alone(model: Path, chat_template: bool) ->
     assert tokenizer.encode(texts[::-1]).to_lists() == expected[::-1]
 
 
-def break_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts in the middle of words, as if a proof were wrong."""
-    monkeypatch.setattr(
-        shared_text.SharedTextEncoder, "_cuts", lambda self, text: iter(range(1, len(text), 3))
-    )
-
-
-def break_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        safe_cuts.CutRule,
-        "words",
-        lambda self, text: [text[start : start + 3] for start in range(0, len(text), 3)],
-    )
-
-
-@pytest.mark.parametrize("break_rule", [break_pieces, break_words])
-def test_a_sample_that_differs_makes_prompts_whole(
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    break_rule: Callable[[pytest.MonkeyPatch], None],
+@pytest.mark.parametrize("bound", ["__call__", "_encode_plus"])
+def test_a_tokenizer_with_code_of_its_own_is_called_for_all_prompts(
+    model: Path, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    break_rule(monkeypatch)
-    tokenizer = load_tokenizer(job(model))
-    assert isinstance(tokenizer, ModelTokenizer)
-    texts = long_prompts()
-    for _ in range(2):
-        assert tokenizer.encode(texts).to_lists() == [
-            reference(model)(text)["input_ids"] for text in texts
-        ]
-    assert not tokenizer.shares_text
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert str(model) in caplog.text
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-
-def test_a_later_sample_that_differs_asks_for_all_prompts_again(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = load_tokenizer(job(model))
-    texts = long_prompts()
-    tokenizer.encode(texts)
-    break_pieces(monkeypatch)
-    tokenizer.encode(texts[:3])  # too few for another sample
-    with pytest.raises(TokenIdsDifferError):
-        tokenizer.encode(texts * 50)
-    assert tokenizer.encode(texts).to_lists() == [
-        reference(model)(text)["input_ids"] for text in texts
-    ]
-
-
-def test_a_tokenizer_with_code_of_its_own_gets_whole_prompts(model: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
+    original = getattr(PreTrainedTokenizerFast, bound)
 
     class Remote(PreTrainedTokenizerFast):  # type: ignore[misc]
         pass
 
+    def call(self: Any, text: Any, *args: Any, **options: Any) -> Any:
+        return original(self, [f"{each}!" for each in text], *args, **options)
+
+    setattr(Remote, bound, call)
+    Remote.__module__ = "transformers.remote"  # as if it were one of the library's
     remote = Remote.from_pretrained(model)
-    encoder = PromptEncoder(remote, "remote", add_special_tokens=True)
-    assert not encoder.shares_text
-    assert encoder.encode(TEXTS).to_lists() == [
-        reference(model)(text)["input_ids"] for text in TEXTS
-    ]
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: remote)
+    tokenizer = load_tokenizer(job(model))
+    assert isinstance(tokenizer, ModelTokenizer) and tokenizer.library == "transformers"
+    assert tokenizer.encode(["fox"]).to_lists() == [reference_of(remote, "fox!")]
+
+
+def reference_of(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.backend_tokenizer.encode(text).ids)
 
 
 def test_token_ids_that_are_too_large_are_refused_before_any_row_is_read(

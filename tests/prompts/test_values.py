@@ -13,12 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchllm_operator.prompts.values import Fault, has_text, texts
+from batchllm_operator.prompts.values import Fault, has_text, text_column
 
 BROKEN = pa.StringArray.from_buffers(
     2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pa.py_buffer(b"x\xff\xfe")
 )
 NOON = datetime(2026, 1, 31, 12, 30)
+
+
+def texts(column: pa.Array) -> list[str | Fault | None]:
+    """Of each value its text, its fault, or None for null."""
+    found = text_column(column)
+    assert found.texts.type == pa.large_string() and len(found.texts) == len(column)
+    assert all(found.texts[row].as_py() is None for row in found.faults)
+    return [found.faults.get(row, text) for row, text in enumerate(found.texts.to_pylist())]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Steps of a stream that run beside each other, in order: one item ahead, and one behind.
+
+    read  batch 3       | thread of `one_ahead`
+    work  batch 2       | the caller
+    keep  batch 1       | thread of `OneBehind`
+
+What they spend their time on (decoding, compressing, writing, compiled loops) lets go of Python's
+lock. Each thread has one item at a time, so memory holds three and not as many as there are cores,
+and what is done with them doesn't depend on who is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@contextmanager
+def one_ahead(items: Iterator[T]) -> Generator[Iterator[T]]:
+    """`items`, with the next one made in a thread while the caller has this one.
+
+    What making one raises comes where it would be given. A generator is closed at the end,
+    after what it is at.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+
+        def ahead() -> Iterator[T]:
+            nothing: Any = object()
+            following: Future[Any] = thread.submit(next, items, nothing)
+            while (item := following.result()) is not nothing:
+                following = thread.submit(next, items, nothing)
+                yield item
+                del item
+
+        try:
+            yield ahead()
+        finally:
+            if isinstance(items, Generator):
+                thread.submit(items.close).result()
+
+
+class OneBehind:
+    """Runs calls in a thread, in their order, one of them while the caller goes on.
+
+    As a context manager: its end waits for the last call.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keep")
+        self._last: Future[Any] | None = None
+
+    def __enter__(self) -> OneBehind:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown(wait=True)
+        if error is None:
+            self._wait()
+
+    def run(self, call: Callable[P, object], *args: P.args, **options: P.kwargs) -> None:
+        """Wait for the call before this one, and begin it.
+
+        Raises:
+            Exception: what the call before has raised.
+        """
+        self._wait()
+        self._last = self._thread.submit(call, *args, **options)
+
+    def _wait(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()

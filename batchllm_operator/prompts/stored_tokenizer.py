@@ -1,0 +1,147 @@
+"""A model's tokenizer without transformers, where its files leave no doubt what that makes of them.
+
+transformers 5 chooses a class by `model_type` and `tokenizer_class`. Some classes take
+`tokenizer.json` as it is; that of Qwen2 and 3 takes its vocabulary, and the rest from its own code.
+Then it adds the special tokens of all files again. Here a file is taken only if none of that
+changes it; tests compare the result with what transformers loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+_AS_STORED: Final = ("llama", "gpt_oss")
+_STORED_CLASSES: Final = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_QWEN: Final = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_QWEN_CLASSES: Final = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+_QWEN_DEFAULTS: Final = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
+_QWEN_PATTERN: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN_UNSET: Final = (
+    *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
+    *("fuse_unk", "byte_fallback", "ignore_merges"),
+)
+_NAMED: Final = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+_KNOWN_KEYS: Final = frozenset(
+    [
+        *_NAMED,
+        *("tokenizer_class", "added_tokens_decoder", "additional_special_tokens", "backend"),
+        *("extra_special_tokens", "add_bos_token", "add_eos_token", "add_prefix_space", "is_local"),
+        *("chat_template", "clean_up_tokenization_spaces", "model_max_length", "errors"),
+        *("model_input_names", "padding_side", "truncation_side", "split_special_tokens", "legacy"),
+    ]
+)
+_LEGACY_FILES: Final = ("special_tokens_map.json", "added_tokens.json")
+"""Read where `added_tokens_decoder` doesn't say it all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokenizer:
+    """What transformers would load, without it."""
+
+    backend: Tokenizer
+    """Set not to cut or pad."""
+    special_tokens: dict[str, str]
+    """The text of each named one, such as `eos_token`."""
+    max_position_embeddings: int
+
+
+def read_stored(folder: Path) -> StoredTokenizer | None:
+    """The tokenizer in a model's folder; None if it takes transformers to say, or to refuse it."""
+    try:
+        model, config, stored = (
+            json.loads((folder / name).read_text(encoding="utf-8"))
+            for name in ("config.json", "tokenizer_config.json", "tokenizer.json")
+        )
+        if "added_tokens_decoder" not in config and any(
+            (folder / name).exists() for name in _LEGACY_FILES
+        ):
+            return None
+        limit = model.get("max_position_embeddings")
+        is_plain = not config.keys() - _KNOWN_KEYS and not config.get("split_special_tokens")
+        is_plain = is_plain and not config.get("add_prefix_space") and type(limit) is int
+        if not is_plain or any(key in model for key in ("auto_map", "text_config")):
+            return None
+        named = {name: config[name] for name in _NAMED if config.get(name) is not None}
+        if model.get("model_type") in _QWEN and config.get("tokenizer_class") in _QWEN_CLASSES:
+            named = {**_QWEN_DEFAULTS, **named}
+        elif not (
+            model.get("model_type") in _AS_STORED
+            and config.get("tokenizer_class") in _STORED_CLASSES
+        ):
+            return None
+        if not _adds_nothing(config, named, stored):
+            return None
+        backend = Tokenizer.from_str(json.dumps(stored))
+    # Damaged files: transformers says what is wrong with them. tokenizers raises plain exceptions.
+    except Exception:  # noqa: BLE001
+        return None
+    if backend.post_processor is None or (
+        model["model_type"] in _QWEN and not _is_qwens(backend, stored)
+    ):
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    return StoredTokenizer(backend, {name: str(text) for name, text in named.items()}, limit)
+
+
+def _adds_nothing(config: dict[str, Any], named: dict[str, Any], stored: dict[str, Any]) -> bool:
+    """Whether all tokens that transformers adds to those of `tokenizer.json` are there already."""
+    added = {token["id"]: token for token in stored["added_tokens"]}
+    listed = config.get("added_tokens_decoder")
+    if listed is not None and {int(idx): token for idx, token in listed.items()} != {
+        idx: {name: value for name, value in token.items() if name != "id"}
+        for idx, token in added.items()
+    }:
+        return False
+    plain = {
+        token["content"]
+        for token in added.values()
+        if token["special"]
+        and not any(token[flag] for flag in ("normalized", "lstrip", "rstrip", "single_word"))
+    }
+    return all(
+        isinstance(text, str) and text in plain for text in [*named.values(), *_more(config)]
+    )
+
+
+def _more(config: dict[str, Any]) -> Iterator[Any]:
+    """Special tokens without a name."""
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        found = config.get(key) or []
+        yield from found if isinstance(found, list) else [None]
+
+
+def _is_qwens(backend: Tokenizer, stored: dict[str, Any]) -> bool:
+    """Whether the class of Qwen2 would build the same from the vocabulary and the merges."""
+    split = pre_tokenizers.Split(Regex(_QWEN_PATTERN), behavior="isolated", invert=False)
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    parts = {
+        "normalizer": normalizers.NFC(),
+        "pre_tokenizer": pre_tokenizers.Sequence([split, bytes_only]),
+        "decoder": decoders.ByteLevel(),
+    }
+    model = stored["model"]
+    new_ids = [
+        each["id"] for each in stored["added_tokens"] if each["content"] not in model["vocab"]
+    ]
+    return (
+        model["type"] == "BPE"
+        and not any(model.get(name) for name in _QWEN_UNSET)
+        and all(
+            (own := getattr(backend, name)) is not None
+            and own.__getstate__() == part.__getstate__()  # its description, as bytes
+            for name, part in parts.items()
+        )
+        and new_ids == list(range(len(model["vocab"]), len(model["vocab"]) + len(new_ids)))
+    )

@@ -1,0 +1,96 @@
+"""Steps of a stream beside each other: the same results and errors as one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from batchllm_operator.pipeline.neighbours import OneBehind, one_ahead
+
+WAIT_S = 30  # for another thread that has nothing else to do
+
+
+def test_items_come_in_their_order() -> None:
+    with one_ahead(iter(range(100))) as items:
+        assert list(items) == list(range(100))
+    with one_ahead(iter(())) as nothing:
+        assert list(nothing) == []
+
+
+def test_the_next_item_is_made_while_the_caller_has_one_and_no_other() -> None:
+    made: list[int] = []
+    second = threading.Event()
+
+    def items() -> Iterator[int]:
+        for number in range(5):
+            made.append(number)
+            if number == 1:
+                second.set()
+            yield number
+
+    with one_ahead(items()) as ahead:
+        assert next(ahead) == 0
+        assert second.wait(WAIT_S)
+        assert made == [0, 1]
+
+
+def test_what_making_an_item_raises_comes_in_its_place() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise OSError("the disk is gone")
+
+    with one_ahead(items()) as ahead:
+        assert next(ahead) == 1
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(ahead)
+
+
+def test_a_generator_that_is_left_is_closed() -> None:
+    closed = threading.Event()
+
+    def items() -> Iterator[int]:
+        try:
+            yield from range(10)
+        finally:
+            closed.set()
+
+    with pytest.raises(ZeroDivisionError), one_ahead(items()) as ahead:
+        next(ahead)
+        raise ZeroDivisionError
+    assert closed.is_set()
+
+
+def test_calls_run_in_their_order_one_behind_the_caller() -> None:
+    done: list[int] = []
+    go_on = threading.Event()
+
+    def wait() -> None:
+        assert go_on.wait(WAIT_S)
+        done.append(0)
+
+    with OneBehind() as behind:
+        behind.run(wait)  # doesn't wait for it
+        assert done == []
+        go_on.set()
+        for number in range(1, 50):
+            behind.run(done.append, number)
+            assert done == list(range(number)) or done == list(range(number + 1))
+    assert done == list(range(50))
+
+
+def test_what_a_call_raises_comes_with_the_next_one_or_at_the_end() -> None:
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"), OneBehind() as behind:
+        behind.run(fail)
+    with OneBehind() as behind:
+        behind.run(fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            behind.run(fail)
+        behind.run(int)  # what failed is known; the second one was never begun
+    with pytest.raises(ZeroDivisionError), OneBehind() as behind:
+        behind.run(fail)
+        raise ZeroDivisionError
