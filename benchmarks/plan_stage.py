@@ -2,38 +2,41 @@
 
 The table is shaped like the paper's case 1: `--share-degree` rows ask about the same document, each
 in its own words, in random order. Text comes from a chain of word pairs learnt from real
-documents, so it looks like text and repeats little; the byte-level BPE tokenizer is trained here.
-Each repetition times, in this process and one after the other,
+documents, so it looks like text; documents and questions are passages of it from random places.
+The byte-level BPE tokenizer is trained here. For each number of cores, set by affinity, and one
+after the other, two processes of their own
 
-    wall_s               plan_job: Parquet table -> tokenizer loaded -> token ids -> plan on disk
-    shared_wall_s        of it, the token ids alone, by the job's tokenizer
-    tokenize_all_wall_s  encode_batch of all prompts by the tokenizers library
-    encode_batch_fast_wall_s    the same by its faster call, which leaves out offsets
+    tokenize    `encode_batch_fast` of `tokenizers` over the first `--plain-prompts` prompts
+    plan        `plan_job`: Parquet table -> tokenizer loaded -> token ids -> plan on disk
 
-and a further plan, `steps_s`, says where the time goes: steps of plan_job, and inside `read rows`
-those of each batch. `cpu_s` are the medians of what all threads together took, which other work on
-the machine changes less. Every prompt's token ids in the plan are compared with the plain ones.
-All use all cores.
+take wall and CPU seconds of each repetition (CPU seconds are those of all threads together), after
+a run over a small table that imports and compiles. `peak_bytes` is what the kernel says the process
+of plan has held at most, and must be within the job's memory budget. A further plan, `steps_s`,
+says where the time goes; steps inside `read rows` run beside each other. The ids of these prompts
+in the plan are compared with the plain ones, and the plans' files with those made with other
+numbers of cores: there are no figures if any differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -45,17 +48,21 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from batchllm_operator.demo.documents import demo_documents
-from batchllm_operator.pipeline import plan
+from batchllm_operator.pipeline import plan, rows
 from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
-from batchllm_operator.prompts import PromptRenderer, load_tokenizer
+from batchllm_operator.planner import PrefixSearch, PromptStore
+from batchllm_operator.prompts import PromptRenderer
 from batchllm_operator.prompts.tokenizer import ModelTokenizer
 from batchllm_operator.spec import JobSpec
+from benchmarks.memory import peak_rss_bytes
 
 DS: Final = "2026-01-31"
 SYSTEM: Final = "Answer the question about the document.\n\n"
 TEMPLATE: Final = "{document}\n\nQuestion: {question}\nAnswer:"
 BATCH: Final = 1024  # prompts a call; the baseline's best of 256 to 4096
+POOL_CHARS: Final = 64 << 20
+WRITE_ROWS: Final = 4096
+WARM_UP_ROWS: Final = 200
 # How Qwen2 splits text.
 PATTERN: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -82,46 +89,64 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-class TextSource:
-    """Endless text: each word followed by one that followed it in `texts`."""
-
-    def __init__(self, texts: Sequence[str], seed: int) -> None:
-        self._random = random.Random(seed)
-        self._words = [word for text in texts for word in text.split(" ")]
-        self._next: defaultdict[str, list[str]] = defaultdict(list)
-        for word, following in zip(self._words, self._words[1:], strict=False):
-            self._next[word].append(following)
-
-    def take(self, num_chars: int) -> str:
-        words: list[str] = []
-        length = 0
-        while length < num_chars:
-            following = self._next.get(words[-1]) if words else None
-            word = self._random.choice(following or self._words)
-            words.append(word)
-            length += len(word) + 1
-        return " ".join(words)
-
-    def shuffle(self, rows: list[dict[str, str]]) -> None:
-        self._random.shuffle(rows)
+def make_text(texts: Sequence[str], num_chars: int, generator: random.Random) -> str:
+    """Each word followed by one that followed it in `texts`."""
+    known = [word for text in texts for word in text.split(" ")]
+    following: defaultdict[str, list[str]] = defaultdict(list)
+    for word, after in pairwise(known):
+        following[word].append(after)
+    words: list[str] = []
+    length = 0
+    word = known[0]
+    while length < num_chars:
+        word = generator.choice(following.get(word) or known)
+        words.append(word)
+        length += len(word) + 1
+    return " ".join(words)
 
 
-def make_rows(args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
-    """Write the table into `args.lake`; return the prompts in its order."""
-    source = TextSource(texts, args.seed)
-    sample = source.take(200_000)
-    chars_per_token = len(sample) / len(tokenizer.encode(sample).ids)
-    rows = []
-    for idx in range(args.num_prompts):
-        if idx % args.share_degree == 0:
-            document = source.take(int(args.shared_tokens * chars_per_token))
-        question = source.take(int(args.distinct_tokens * chars_per_token))
-        rows.append({"row_key": f"row-{idx}", "document": document, "question": question})
-    source.shuffle(rows)
-    partition = args.lake / "documents" / f"ds={DS}"
-    partition.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), partition / "data.parquet")
-    return [SYSTEM + TEMPLATE.format(**row) for row in rows]
+def make_table(
+    args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer, lake: Path
+) -> None:
+    """Write the table `documents` and a beginning of it, `warm-up`, into `lake`."""
+    generator = random.Random(args.seed)
+    wanted_tokens = args.num_prompts * (args.shared_tokens / args.share_degree)
+    wanted_tokens += args.num_prompts * args.distinct_tokens
+    pool = make_text(texts, min(POOL_CHARS, int(wanted_tokens * 6)), generator)
+    chars_per_token = len(pool[:200_000]) / len(tokenizer.encode(pool[:200_000]).ids)
+
+    def take(num_tokens: int) -> str:
+        num_chars = int(num_tokens * chars_per_token)
+        start = generator.randrange(max(1, len(pool) - num_chars))
+        return pool[start : start + num_chars]
+
+    documents = [take(args.shared_tokens) for _ in range(-(-args.num_prompts // args.share_degree))]
+    order = list(range(args.num_prompts))
+    generator.shuffle(order)
+    for name, num_rows in (("documents", args.num_prompts), ("warm-up", WARM_UP_ROWS)):
+        partition = lake / name / f"ds={DS}"
+        partition.mkdir(parents=True)
+        schema = pa.schema([(each, pa.string()) for each in ("row_key", "document", "question")])
+        with pq.ParquetWriter(partition / "data.parquet", schema) as writer:
+            for start in range(0, min(num_rows, len(order)), WRITE_ROWS):
+                numbers = order[start : start + min(WRITE_ROWS, num_rows)]
+                columns = [
+                    [f"row-{number}" for number in numbers],
+                    [documents[number // args.share_degree] for number in numbers],
+                    [take(args.distinct_tokens) for _ in numbers],
+                ]
+                writer.write_table(pa.table([pa.array(each) for each in columns], schema=schema))
+
+
+def read_prompts(lake: Path, most: int) -> Iterator[str]:
+    """The first prompts of the table, in its order."""
+    file = pq.ParquetFile(lake / "documents" / f"ds={DS}" / "data.parquet")
+    for batch in file.iter_batches(WRITE_ROWS):
+        for row in batch.to_pylist()[:most]:
+            yield SYSTEM + TEMPLATE.format(**row)
+        most -= batch.num_rows
+        if most <= 0:
+            return
 
 
 def make_model(folder: Path, tokenizer: Tokenizer) -> None:
@@ -131,12 +156,12 @@ def make_model(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
 
 
-def make_spec(lake: Path, run: str) -> JobSpec:
+def make_spec(lake: Path, run: str, table: str = "documents") -> JobSpec:
     return JobSpec.model_validate(
         {
             "spec_version": 1,
             "name": "plan-stage",
-            "input": {"uri": str(lake / "documents"), "key": "row_key"},
+            "input": {"uri": str(lake / table), "key": "row_key"},
             "prompt": {"system": SYSTEM, "template": TEMPLATE},
             "model": {"path": str(lake / "model")},
             "output": {"uri": str(lake / f"out-{run}")},
@@ -144,21 +169,23 @@ def make_spec(lake: Path, run: str) -> JobSpec:
     )
 
 
-def tokenize_all(encode_batch: Callable[..., Any], prompts: Sequence[str]) -> list[list[int]]:
-    ids: list[list[int]] = []
-    for start in range(0, len(prompts), BATCH):
-        ids.extend(each.ids for each in encode_batch(prompts[start : start + BATCH]))
-    return ids
+# Measured, each in a process of its own
 
 
-def tokenize_shared(spec: JobSpec, prompts: Sequence[str]) -> list[TokenTable]:
-    tokenizer = load_tokenizer(spec, DS)
-    # The rows of a batch in the plan stage.
-    return [tokenizer.encode(prompts[at : at + 4096]) for at in range(0, len(prompts), 4096)]
+def time_plans(lake: Path, args: argparse.Namespace) -> dict[str, Any]:
+    plan_job(make_spec(lake, "warm-up", "warm-up"), DS)
+    times = []
+    for repetition in range(args.repetitions):
+        spec = make_spec(lake, str(repetition))
+        shutil.rmtree(lake / f"out-{repetition}", ignore_errors=True)
+        times.append(timed(lambda spec=spec: plan_job(spec, DS)))
+    found = {"times": times, "peak_bytes": peak_rss_bytes()}
+    found["budget_bytes"] = make_spec(lake, "0").planner.memory_budget_bytes
+    return found | {"steps_s": time_steps(make_spec(lake, "steps"))}
 
 
 def time_steps(spec: JobSpec) -> dict[str, float]:
-    """Seconds of each step of a plan, those of a batch indented."""
+    """Seconds of each step of a plan, those inside reading indented."""
     steps = {
         "load tokenizer": (plan, "load_tokenizer"),
         "read rows": (plan, "read_rows"),
@@ -166,14 +193,18 @@ def time_steps(spec: JobSpec) -> dict[str, float]:
         "- tokenize": (ModelTokenizer, "encode"),
         "- store": (PromptStore, "append"),
         "- add to search": (PrefixSearch, "add"),
+        "- check text": (rows, "check_text"),
         "sort prompts": (plan, "_find_prefixes"),
+        "check keys": (plan, "check_keys"),
         "choose groups": (plan, "arrange"),
+        "describe sharing": (plan, "describe_sharing"),
         "write shards": (plan, "write_shards"),
+        "checksums": (plan, "describe_file"),
         "publish": (plan, "_persist"),
     }
-    seconds = dict.fromkeys(steps, 0.0)
+    seconds = dict.fromkeys([*steps, "all"], 0.0)
 
-    def timed(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **options: Any) -> Any:
             started_at = time.perf_counter()
             result = run(*args, **options)
@@ -184,89 +215,156 @@ def time_steps(spec: JobSpec) -> dict[str, float]:
 
     with ExitStack() as stack:
         for name, (owner, attribute) in steps.items():
-            run = timed(name, getattr(owner, attribute))
+            run = watch(name, getattr(owner, attribute))
             stack.enter_context(patch.object(owner, attribute, run))
-        plan_job(spec, DS)
+        watch("all", plan_job)(spec, DS)
     return {name: round(value, 3) for name, value in seconds.items()}
 
 
-def check(spec: JobSpec, plain: TokenTable) -> None:
-    """Stop unless the plan just made holds each row's token ids in `plain`."""
-    num_checked = 0
-    for path in Path(spec.output.uri).rglob("shard-*.parquet"):
-        for batch in pq.ParquetFile(path).iter_batches():
-            for rows, ids in zip(batch["row_idxs"], batch["prompt_token_ids"], strict=True):
-                found = ids.values.to_numpy()
-                num_checked += len(rows)
-                if not all(np.array_equal(found, plain.prompt(idx)) for idx in rows.as_py()):
-                    sys.exit("token ids of the plan differ from the tokenizer's own; no figures")
-    if num_checked != len(plain):
-        sys.exit(f"{num_checked} of {len(plain)} rows are in the plan; no figures")
+def time_tokenizers(lake: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Also writes the ids, for `check`."""
+    tokenizer = Tokenizer.from_file(str(lake / "model" / "tokenizer.json"))
+    prompts = list(read_prompts(lake, args.plain_prompts))
+    ids: list[np.ndarray[Any, Any]] = []
+
+    def run(encode_batch: Callable[..., Any] = tokenizer.encode_batch_fast) -> None:
+        ids.clear()
+        for start in range(0, len(prompts), BATCH):
+            batch = encode_batch(prompts[start : start + BATCH])
+            ids.extend(np.asarray(each.ids, dtype=np.int32) for each in batch)
+
+    times = [timed(run) for _ in range(args.repetitions)]
+    np.savez(
+        lake / "plain.npz", ids=np.concatenate(ids), ends=np.cumsum([len(each) for each in ids])
+    )
+    return {"times": times}
 
 
-def measure(args: argparse.Namespace, tokenizer: Tokenizer, prompts: list[str]) -> dict[str, Any]:
-    """Seconds of each measure and repetition; stops if any token id differs."""
-    times: dict[str, list[float]] = defaultdict(list)
-    cpu: dict[str, list[float]] = defaultdict(list)
-
-    def timed(name: str, run: Callable[[], Any]) -> None:
-        started_at, cpu_before = time.perf_counter(), time.process_time()
-        run()
-        times[name].append(time.perf_counter() - started_at)
-        cpu[name].append(time.process_time() - cpu_before)
-
-    plain = TokenTable.from_lists(tokenize_all(tokenizer.encode_batch, prompts))  # and warms up
-    warm_up = make_spec(args.lake, "warm-up")
-    plan_job(warm_up, DS)
-    check(warm_up, plain)
-    shared = tokenize_shared(warm_up, prompts)
-    if not np.array_equal(np.concatenate([each.token_ids for each in shared]), plain.token_ids):
-        sys.exit("token ids of prompts in pieces differ from the tokenizer's own; no figures")
-    del shared
-    for repetition in range(args.repetitions):
-        spec = make_spec(args.lake, str(repetition))
-        timed("tokenize_all", lambda: tokenize_all(tokenizer.encode_batch, prompts))
-        timed("plan", partial(plan_job, spec, DS))
-        timed("encode_batch_fast", lambda: tokenize_all(tokenizer.encode_batch_fast, prompts))
-        timed("shared", partial(tokenize_shared, spec, prompts))
-        check(spec, plain)
-    steps = time_steps(make_spec(args.lake, "steps"))
-    return {"times": times, "cpu": cpu, "steps": steps, "num_tokens": plain.num_tokens}
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """(wall, CPU) seconds."""
+    started_at, cpu_before = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - started_at, time.process_time() - cpu_before
 
 
-def report(args: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
-    times = measured["times"]
-    median = {name: statistics.median(values) for name, values in times.items()}
+MEASURES: Final = {"plan": time_plans, "tokenize": time_tokenizers}
+
+
+def measure(name: str, cores: int, lake: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What a process that may use so many cores measures."""
+    command = [sys.executable, "-m", "benchmarks.plan_stage", "--measure", name, "--lake", lake]
+    for option in ("repetitions", "plain_prompts"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
+    allowed = sorted(os.sched_getaffinity(0))[:cores]
+    done = subprocess.run(
+        ["taskset", "--cpu-list", ",".join(map(str, allowed)), *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# Checked and reported
+
+
+def check(lake: Path, num_prompts: int) -> str:
+    """A digest of the plan's files; stops unless it holds the ids that plain tokenization gave."""
+    plain = np.load(lake / "plain.npz")
+    ids = np.split(plain["ids"], plain["ends"][:-1])
+    [manifest] = (lake / "out-0").rglob("manifest.json")
+    folder = manifest.parent
+    num_rows = num_compared = 0
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.parquet")):
+        digest.update(path.read_bytes())
+        if not path.name.startswith("shard-"):
+            continue
+        for batch in pq.ParquetFile(path).iter_batches(WRITE_ROWS):
+            for row_idxs, prompt in zip(batch["row_idxs"], batch["prompt_token_ids"], strict=True):
+                num_rows += len(row_idxs)
+                for row_idx in row_idxs.as_py():
+                    if row_idx < len(ids):
+                        num_compared += 1
+                        if not np.array_equal(prompt.values.to_numpy(), ids[row_idx]):
+                            sys.exit("token ids of the plan aren't the tokenizer's; no figures")
+    if num_rows != num_prompts or num_compared != len(ids):
+        sys.exit(f"{num_rows} of {num_prompts} rows are in the plan; no figures")
+    return digest.hexdigest()
+
+
+def measure_all(args: argparse.Namespace, lake: Path) -> list[dict[str, Any]]:
+    """A row for each number of cores."""
+    found: list[dict[str, Any]] = []
+    digests: set[str] = set()
+    for cores in args.cores:
+        plain = measure("tokenize", cores, lake, args)
+        planned = measure("plan", cores, lake, args)
+        digests.add(check(lake, args.num_prompts))
+        if planned["peak_bytes"] > planned["budget_bytes"]:
+            sys.exit(f"{planned['peak_bytes']} bytes are more than the memory budget; no figures")
+        wall_s, cpu_s = (statistics.median(each) for each in zip(*planned["times"], strict=True))
+        plain_s, plain_cpu_s = (
+            statistics.median(each) for each in zip(*plain["times"], strict=True)
+        )
+        row = {
+            "cores": cores,
+            "wall_s": round(wall_s, 3),
+            "cpu_s": round(cpu_s, 3),
+            "rows_per_s": round(args.num_prompts / wall_s),
+            "plain_wall_s": round(plain_s, 3),
+            "plain_cpu_s": round(plain_cpu_s, 3),
+            "plain_prompts": min(args.plain_prompts, args.num_prompts),
+            "peak_bytes": planned["peak_bytes"],
+            "budget_bytes": planned["budget_bytes"],
+            "steps_s": planned["steps_s"],
+            "times_s": planned["times"],
+            "plain_times_s": plain["times"],
+        }
+        if args.num_prompts <= args.plain_prompts:
+            row["wall_ratio"] = round(wall_s / plain_s, 3)
+            row["cpu_ratio"] = round(cpu_s / plain_cpu_s, 3)
+        found.append(row)
+        print(json.dumps(row), flush=True)
+    if len(digests) > 1:
+        sys.exit("plans made with different numbers of cores differ; no figures")
+    return found
+
+
+def report(args: argparse.Namespace, found: list[dict[str, Any]], lake: Path) -> dict[str, Any]:
+    ends = np.load(lake / "plain.npz")["ends"]
+    packages = ("fastokens", "tokenizers", "transformers", "pyarrow", "numpy", "numba")
     return {
+        "command": " ".join(["python -m benchmarks.plan_stage", *without_json(sys.argv[1:])]),
         "benchmark": "plan_stage",
         "num_prompts": args.num_prompts,
-        "num_tokens": measured["num_tokens"],
-        "wall_s": median["plan"],
-        "tokenize_all_wall_s": median["tokenize_all"],
-        "time_ratio_vs_tokenize_all": round(median["plan"] / median["tokenize_all"], 3),
+        "tokens_per_prompt": round(float(ends[-1]) / len(ends), 1),
+        "rows": found,
         "ids_identical": True,  # it would have stopped
-        "encode_batch_fast_wall_s": median["encode_batch_fast"],
-        "time_ratio_vs_encode_batch_fast": round(median["plan"] / median["encode_batch_fast"], 3),
-        "shared_wall_s": median["shared"],
-        "shared_ratio_vs_tokenize_all": round(median["shared"] / median["tokenize_all"], 3),
-        "cpu_s": {name: statistics.median(values) for name, values in measured["cpu"].items()},
-        "steps_s": measured["steps"],
-        "spread_s": {name: max(values) - min(values) for name, values in times.items()},
+        "plans_identical": True,
+        "speedup": round(found[0]["wall_s"] / found[-1]["wall_s"], 2),
         "share_degree": args.share_degree,
         "shared_tokens": args.shared_tokens,
         "distinct_tokens": args.distinct_tokens,
         "vocab_size": args.vocab_size,
         "seed": args.seed,
         "repetitions": args.repetitions,
-        "warm_up": "each measure once but encode_batch_fast",
-        "tokenizers_parallelism": os.environ.get("TOKENIZERS_PARALLELISM"),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("tokenizers", "transformers", "pyarrow", "numpy")},
+            **{name: version(name) for name in packages},
         },
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "git_sha": git_sha(),
     }
+
+
+def without_json(arguments: list[str]) -> list[str]:
+    """The command, wherever its result goes."""
+    if "--json" not in arguments:
+        return arguments
+    place = arguments.index("--json")
+    return arguments[:place] + arguments[place + 2 :]
 
 
 def git_sha() -> str | None:
@@ -278,28 +376,45 @@ def git_sha() -> str | None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-prompts", type=int, default=7000)
+    parser.add_argument("--plain-prompts", type=int, default=7000, help="of the baseline, at most")
     parser.add_argument("--share-degree", type=int, default=7, help="prompts per document")
     parser.add_argument("--shared-tokens", type=int, default=1100, help="of a document, about")
     parser.add_argument("--distinct-tokens", type=int, default=400, help="of a question, about")
     parser.add_argument("--vocab-size", type=int, default=30_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument(
+        "--cores", type=int, nargs="+", default=None, help="default: 1, and all that there are"
+    )
+    parser.add_argument("--json", type=Path, help="a file for the last line, too")
+    parser.add_argument("--lake", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if min(args.num_prompts, args.share_degree, args.repetitions) < 1:
+    num_cores = len(os.sched_getaffinity(0))
+    args.cores = args.cores or sorted({1, num_cores})
+    if min(args.num_prompts, args.share_degree, args.repetitions, args.plain_prompts) < 1:
         parser.error("prompts, share degree and repetitions must be at least 1")
+    if not all(1 <= cores <= num_cores for cores in args.cores):
+        parser.error(f"this process may use {num_cores} cores")
     return args
 
 
 def main() -> None:
     args = parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if args.measure:
+        print(json.dumps(MEASURES[args.measure](args.lake, args)))
+        return
     texts = [document.text for document in demo_documents(10**9)]
     tokenizer = train_tokenizer(texts, args.vocab_size)
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        args.lake = Path(folder)
-        make_model(args.lake / "model", tokenizer)
-        prompts = make_rows(args, texts, tokenizer)
-        print(json.dumps(report(args, measure(args, tokenizer, prompts))))
+        lake = Path(folder)
+        make_model(lake / "model", tokenizer)
+        make_table(args, texts, tokenizer, lake)
+        line = json.dumps(report(args, measure_all(args, lake), lake))
+    print(line)
+    if args.json:
+        args.json.write_text(line + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
