@@ -13,7 +13,6 @@ from batchllm_operator.errors import EmptyPartitionError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.pipeline.column_orders import column_orders, take_apart
 from batchllm_operator.pipeline.input_checks import check_columns, describe_empty
-from batchllm_operator.pipeline.rows import deduplicated_tokens
 from batchllm_operator.pipeline.stored_plan import check_partition
 from batchllm_operator.planner import TokenTable, saving_ratios
 from batchllm_operator.progress import Progress
@@ -77,8 +76,7 @@ def _try_orders(
     with Progress("try column orders", len(orders), unit="orders") as progress:
         for template, order in orders.items():
             tokens = _prompts(spec, template, sample, tokenizer)
-            distinct = deduplicated_tokens(tokens, merge=spec.sampling.is_greedy)
-            planned, optimal = saving_ratios(distinct, num_logical_tokens=tokens.num_tokens)
+            planned, optimal = saving_ratios(tokens, merge=spec.sampling.is_greedy)
             columns = tuple(taken_apart.columns[idx] for idx in order)
             is_given = not alternatives
             alternatives.append(Alternative(template, columns, planned, optimal, is_given))

@@ -24,7 +24,6 @@ from batchllm_operator.prompts import (
     PromptRenderer,
     RenderedPrompts,
     Tokenizer,
-    first_occurrences,
     length_fault,
 )
 from batchllm_operator.spec import JobSpec
@@ -130,14 +129,6 @@ def read_rows(
         progress.complete()  # a filter leaves rows out
     if rows.reuse is not None:
         rows.reuse.finish(rows.num_rows)
-
-
-def deduplicated_tokens(tokens: TokenTable, *, merge: bool) -> TokenTable:
-    """The distinct prompts if `merge`, else all."""
-    if not merge:
-        return tokens
-    first = first_occurrences(tokens)
-    return tokens.take(np.flatnonzero(first == np.arange(len(first))))
 
 
 def _num_at_once(rendered: RenderedPrompts) -> int:

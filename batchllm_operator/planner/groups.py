@@ -7,24 +7,27 @@ from collections.abc import Sequence
 import numpy as np
 
 from batchllm_operator.planner.choice import choose_prefixes
-from batchllm_operator.planner.lcp_tree import build_prefix_tree
+from batchllm_operator.planner.lcp_tree import build_prefix_tree, rank_prompts
 from batchllm_operator.planner.order import order_groups
+from batchllm_operator.planner.requests import make_requests
 from batchllm_operator.planner.reuse import maximize_reuse, num_processed_tokens, saving_ratio
 from batchllm_operator.planner.token_table import TokenTable
 
 
-def saving_ratios(tokens: TokenTable, *, num_logical_tokens: int) -> tuple[float, float]:
+def saving_ratios(tokens: TokenTable, *, merge: bool) -> tuple[float, float]:
     """Eq. 2 for the plan that would be made of these prompts, and for the multi-level optimum.
 
     Args:
-        tokens: the prompts that are computed.
-        num_logical_tokens: what they stand for, exact duplicates included.
+        tokens: the prompts of all rows.
+        merge: whether equal prompts have equal outputs, so that one of them is computed.
     """
-    tree = build_prefix_tree(tokens)
-    planned = num_processed_tokens(choose_prefixes(tree).groups, tokens.lengths)
+    rows = np.arange(len(tokens))
+    requests, ranked = make_requests(tokens, rank_prompts(tokens), rows, merge=merge)
+    tree = ranked.tree(requests.lengths)
+    planned = num_processed_tokens(choose_prefixes(tree).groups, requests.lengths)
     return (
-        saving_ratio(planned, num_logical_tokens),
-        saving_ratio(tree.num_distinct_prefix_tokens, num_logical_tokens),
+        saving_ratio(planned, tokens.num_tokens),
+        saving_ratio(tree.num_distinct_prefix_tokens, tokens.num_tokens),
     )
 
 

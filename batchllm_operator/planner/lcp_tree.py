@@ -85,8 +85,13 @@ def build_prefix_tree(tokens: TokenTable) -> PrefixTree:
     The tree doesn't depend on the order of the prompts, except that equal prompts are
     ranked by index. Needs about 120 bytes per prompt beside the table.
     """
-    rows, lengths = sort_rows(tokens), tokens.lengths
-    return RankedPrompts.from_exact(rows.row_idxs, rows.num_shared, lengths).tree(lengths)
+    return rank_prompts(tokens).tree(tokens.lengths)
+
+
+def rank_prompts(tokens: TokenTable) -> RankedPrompts:
+    """Prompts in memory in lexicographic order, equal ones by index, and what neighbours share."""
+    rows = sort_rows(tokens)
+    return RankedPrompts.from_exact(rows.row_idxs, rows.num_shared, tokens.lengths)
 
 
 def are_repeats(num_shared: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:

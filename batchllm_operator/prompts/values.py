@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta
-from typing import Any, Final
+from itertools import accumulate
+from typing import Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
@@ -20,10 +22,10 @@ from pyarrow import types
 NOT_UTF8: Final = "not_utf8"
 NOT_FINITE: Final = "not_finite"
 OUT_OF_RANGE: Final = "out_of_range"
-_EPOCH: Final = datetime(1970, 1, 1)
-_EPOCH_DAY: Final = _EPOCH.toordinal()
 _DAY_S: Final = 24 * 60 * 60
+_FIRST_DAY, _END_DAY = -719162, 2932897  # of the years 1 to 9999, from 1970-01-01
 _TICKS: Final = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # in a second
+_INT64: Final = np.iinfo(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +36,6 @@ class Fault:
     reason: str
 
 
-Text = str | Fault | None
-"""A value's text; None for null."""
-
-
-def has_text(kind: pa.DataType) -> bool:
-    """Whether values of a column of this type have a text: scalars, and lists of them.
-
-    Bytes, durations, structs, maps and lists of lists have no obvious text.
-    """
-    if _is_list(kind):
-        return _scalar_texts(kind.value_type) is not None
-    return _scalar_texts(kind) is not None
-
-
 @dataclass(frozen=True, slots=True)
 class TextColumn:
     """Texts of a column: large strings, null for null and for a value with a fault."""
@@ -56,25 +44,24 @@ class TextColumn:
     faults: dict[int, Fault]
 
 
+def has_text(kind: pa.DataType) -> bool:
+    """Whether values of a column of this type have a text: scalars, and lists of them.
+
+    Bytes, durations, structs, maps and lists of lists have no obvious text.
+    """
+    return _scalar_texts(kind.value_type if _is_list(kind) else kind) is not None
+
+
 def text_column(column: pa.Array) -> TextColumn:
     """The text of each value of a column for whose type `has_text`."""
     if _is_list(column.type):
-        found = list(_lists(column))
-    else:
-        column = _plain(column)
-        if _is_string(column.type) or _is_cast(column.type):
-            texts = pc.cast(column, pa.large_string())
-            try:
-                texts.validate(full=True)  # readers of Parquet don't look at text
-                return TextColumn(texts, {})
-            except pa.ArrowInvalid:
-                pass
-        found = _scalars(column)
-    faults = {row: each for row, each in enumerate(found) if isinstance(each, Fault)}
-    texts = pa.array(
-        [None if isinstance(each, Fault) else each for each in found], pa.large_string()
-    )
-    return TextColumn(texts, faults)
+        return _lists(column)
+    make = _scalar_texts(column.type)
+    assert make is not None, column.type
+    while isinstance(column, pa.ExtensionArray | pa.DictionaryArray):
+        is_dictionary = isinstance(column, pa.DictionaryArray)
+        column = column.dictionary_decode() if is_dictionary else column.storage
+    return make(column)
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -87,62 +74,121 @@ def _is_list(kind: pa.DataType) -> bool:
     )
 
 
-def _scalar_texts(kind: pa.DataType) -> Callable[[pa.Array], list[Text]] | None:
-    """What makes the texts of a column of scalars; None for other types."""
+def _scalar_texts(kind: pa.DataType) -> Callable[[pa.Array], TextColumn] | None:
+    """What makes the texts of a column of scalars, once decoded; None for other types."""
     if isinstance(kind, pa.BaseExtensionType):  # JSON is text with a name
         return _strings if _is_string(kind.storage_type) else None
     if types.is_dictionary(kind):
         return _scalar_texts(kind.value_type)
-    if _is_cast(kind):
-        return lambda column: column.cast(pa.string()).to_pylist()
-    if _is_string(kind):
-        return _strings
-    if types.is_floating(kind):
-        return _floats
-    if types.is_decimal(kind):
-        return lambda column: [v if v is None else format(v, "f") for v in column.to_pylist()]
-    if types.is_date(kind):
-        return _dates
-    if types.is_timestamp(kind):
-        return _timestamps
-    if types.is_time(kind):
-        return _times
-    return None
+    if types.is_null(kind) or types.is_boolean(kind) or types.is_integer(kind):
+        return lambda column: TextColumn(column.cast(pa.large_string()), {})
+    makers: dict[Callable[[pa.DataType], bool], Callable[[pa.Array], TextColumn]] = {
+        _is_string: _strings,
+        types.is_floating: _floats,
+        types.is_decimal: _decimals,
+        types.is_date: _dates,
+        types.is_timestamp: _timestamps,
+        types.is_time: _times,
+    }
+    return next((make for is_kind, make in makers.items() if is_kind(kind)), None)
 
 
 def _is_string(kind: pa.DataType) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-def _is_cast(kind: pa.DataType) -> bool:
-    """Whether Arrow's cast gives the text."""
-    return bool(types.is_null(kind) or types.is_boolean(kind) or types.is_integer(kind))
+def _strings(column: pa.Array) -> TextColumn:
+    column = column.cast(pa.large_string())
+    faults = {}
+    try:
+        column.validate(full=True)  # readers of Parquet don't look at text
+    except pa.ArrowInvalid:
+        for row, scalar in enumerate(column):
+            try:
+                scalar.as_py()
+            except UnicodeDecodeError as error:
+                faults[row] = Fault(NOT_UTF8, f"isn't valid UTF-8: {error.reason}")
+    return TextColumn(_without(column, faults), faults)
 
 
-def _plain(column: pa.Array) -> pa.Array:
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    return column.dictionary_decode() if types.is_dictionary(column.type) else column
+def _floats(column: pa.Array) -> TextColumn:
+    """The fewest digits that tell a number from its neighbours of the same type."""
+    texts: list[str | None] = [None] * len(column)
+    faults = {}
+    rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)).tolist()
+    numbers = column.drop_null().to_numpy(zero_copy_only=False)
+    for row, number in zip(rows, numbers, strict=True):
+        if math.isfinite(number):
+            # numpy knows the fewest digits of each width. They are those of a double, too.
+            texts[row] = repr(float(str(number)))
+        else:
+            faults[row] = Fault(NOT_FINITE, f"is {number}, which isn't a number to place")
+    return TextColumn(pa.array(texts, pa.large_string()), faults)
 
 
-def _scalars(column: pa.Array) -> list[Text]:
-    column = _plain(column)
-    make = _scalar_texts(column.type)
-    assert make is not None, column.type  # the caller has asked `has_text`
-    return make(column)
+def _decimals(column: pa.Array) -> TextColumn:  # Arrow writes small ones with an exponent
+    texts = [v if v is None else format(v, "f") for v in column.to_pylist()]
+    return TextColumn(pa.array(texts, pa.large_string()), {})
 
 
-def _lists(column: pa.Array) -> Iterator[Text]:
+def _dates(column: pa.Array) -> TextColumn:
+    in_day = 1 if types.is_date32(column.type) else _DAY_S * 1000
+    known, faults = _in_range(column, _FIRST_DAY * in_day, _END_DAY * in_day)
+    text = known.view(pa.date32() if in_day == 1 else pa.timestamp("ms")).cast(pa.large_string())
+    return TextColumn(pc.utf8_slice_codeunits(text, 0, len("2026-01-31")), faults)
+
+
+def _timestamps(column: pa.Array) -> TextColumn:
+    """In UTC if the column has a time zone, else as they are."""
+    unit = column.type.unit
+    in_day = _TICKS[unit] * _DAY_S
+    known, faults = _in_range(column, _FIRST_DAY * in_day, _END_DAY * in_day)
+    text = _trimmed(known.view(pa.timestamp(unit)).cast(pa.large_string()))
+    text = pc.replace_substring(text, " ", "T")
+    if column.type.tz is not None:
+        text = pc.replace_substring_regex(text, "$", "Z")
+    return TextColumn(text, faults)
+
+
+def _times(column: pa.Array) -> TextColumn:
+    known, faults = _in_range(column, 0, _TICKS[column.type.unit] * _DAY_S)
+    return TextColumn(_trimmed(known.view(column.type).cast(pa.large_string())), faults)
+
+
+def _trimmed(text: pa.Array) -> pa.Array:
+    """Without zeros at the end of a second's fraction, nor a point that nothing follows."""
+    return pc.replace_substring_regex(text, r"(\.\d*[1-9])0+$|\.0+$", r"\1")
+
+
+def _in_range(column: pa.Array, first: int, end: int) -> tuple[pa.Array, dict[int, Fault]]:
+    """The integers that are stored, null where they aren't in [first, end), with a fault there."""
+    stored = column.view(pa.int64() if column.type.bit_width == 64 else pa.int32())
+    low, high = (pa.scalar(min(max(v, _INT64.min), _INT64.max)) for v in (first, end - 1))
+    is_out = pc.or_(pc.less(stored, low), pc.greater(stored, high)).fill_null(False)
+    reason = "holds no time of the years 1 to 9999, or of a day"
+    rows = np.flatnonzero(is_out.to_numpy(zero_copy_only=False))
+    faults = dict.fromkeys(rows.tolist(), Fault(OUT_OF_RANGE, reason))
+    return _without(stored, faults), faults
+
+
+def _lists(column: pa.Array) -> TextColumn:
     """JSON, with numbers and booleans bare and all else as strings."""
+    elements = text_column(column.flatten())
     is_bare = _is_bare(column.type.value_type)
-    elements = iter(_scalars(column.flatten()))
-    for size in column.value_lengths().to_pylist():
-        if size is None:
-            yield None
-            continue
-        own = [next(elements) for _ in range(size)]
-        fault = next((each for each in own if isinstance(each, Fault)), None)
-        yield fault or f"[{', '.join(_json(each, is_bare) for each in own)}]"
+    texts = [
+        "null" if text is None else text if is_bare else json.dumps(text, ensure_ascii=False)
+        for text in elements.texts.to_pylist()
+    ]
+    sizes = column.value_lengths().to_pylist()
+    ends = list(accumulate(size or 0 for size in sizes))
+    lists = [
+        None if size is None else f"[{', '.join(texts[end - size : end])}]"
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    faults: dict[int, Fault] = {}
+    for idx, fault in elements.faults.items():
+        faults.setdefault(bisect_right(ends, idx), fault)
+    return TextColumn(_without(pa.array(lists, pa.large_string()), faults), faults)
 
 
 def _is_bare(kind: pa.DataType) -> bool:
@@ -152,99 +198,10 @@ def _is_bare(kind: pa.DataType) -> bool:
     return bool(is_number or types.is_boolean(kind))
 
 
-def _json(text: Text, is_bare: bool) -> str:
-    if text is None:
-        return "null"
-    assert isinstance(text, str)
-    return text if is_bare else json.dumps(text, ensure_ascii=False)
-
-
-def _strings(column: pa.Array) -> list[Text]:
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [_string(scalar) for scalar in column]
-
-
-def _string(scalar: pa.Scalar) -> Text:
-    try:
-        text: str | None = scalar.as_py()
-    except UnicodeDecodeError as error:
-        return Fault(NOT_UTF8, f"isn't valid UTF-8: {error.reason}")
-    return text
-
-
-def _floats(column: pa.Array) -> list[Text]:
-    """The fewest digits that tell a number from its neighbours of the same type."""
-    if not types.is_float64(column.type):
-        # numpy knows the fewest digits of each width. They are those of a double, too.
-        narrow = column.drop_null().to_numpy(zero_copy_only=False)
-        doubles = iter([float(str(value)) for value in narrow])
-        values = [next(doubles) if valid else None for valid in column.is_valid().to_pylist()]
-    else:
-        values = column.to_pylist()
-    return [_float(value) for value in values]
-
-
-def _float(value: float | None) -> Text:
-    if value is None:
-        return None
-    if not math.isfinite(value):
-        return Fault(NOT_FINITE, f"is {value}, which isn't a number to place")
-    return repr(value)
-
-
-def _dates(column: pa.Array) -> list[Text]:
-    if types.is_date64(column.type):  # milliseconds
-        days = [v if v is None else v // (_DAY_S * 1000) for v in _integers(column)]
-    else:
-        days = _integers(column)
-    return [v if v is None else _in_range(_date, v) for v in days]
-
-
-def _date(days: int) -> str:
-    return date.fromordinal(_EPOCH_DAY + days).isoformat()
-
-
-def _timestamps(column: pa.Array) -> list[Text]:
-    """In UTC if the column has a time zone, else as they are."""
-    ticks = _TICKS[column.type.unit]
-    zone = "Z" if column.type.tz is not None else ""
-    found = _integers(column)
-    return [v if v is None else _in_range(_timestamp, v, ticks, zone) for v in found]
-
-
-def _timestamp(value: int, ticks: int, zone: str) -> str:
-    seconds, fraction = divmod(value, ticks)
-    return (_EPOCH + timedelta(seconds=seconds)).isoformat() + _fraction(fraction, ticks) + zone
-
-
-def _times(column: pa.Array) -> list[Text]:
-    ticks = _TICKS[column.type.unit]
-    return [v if v is None else _in_range(_time, v, ticks) for v in _integers(column)]
-
-
-def _time(value: int, ticks: int) -> str:
-    seconds, fraction = divmod(value, ticks)
-    if not 0 <= seconds < _DAY_S:
-        raise OverflowError
-    return (_EPOCH + timedelta(seconds=seconds)).time().isoformat() + _fraction(fraction, ticks)
-
-
-def _fraction(value: int, ticks: int) -> str:
-    """Of a second: nothing, or a point and digits up to the last that isn't 0."""
-    num_digits = len(str(ticks)) - 1
-    return f".{value:0{num_digits}d}".rstrip("0") if value else ""
-
-
-def _integers(column: pa.Array) -> list[int | None]:
-    """What is stored, of a type that has more than an integer's meaning."""
-    wide = column.type.bit_width == 64
-    return list(column.view(pa.int64() if wide else pa.int32()).to_pylist())
-
-
-def _in_range(make: Callable[..., str], *value: Any) -> Text:
-    try:
-        return make(*value)
-    except (OverflowError, ValueError):
-        return Fault(OUT_OF_RANGE, "holds no time of the years 1 to 9999, or of a day")
+def _without(column: pa.Array, faults: dict[int, Fault]) -> pa.Array:
+    """`column`, null where there is a fault."""
+    if not faults:
+        return column
+    is_out = np.zeros(len(column), dtype=np.bool_)
+    is_out[list(faults)] = True
+    return pc.if_else(pa.array(is_out), pa.scalar(None, column.type), column)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import prefix_sharing_groups
+from batchllm_operator.planner import TokenTable, prefix_sharing_groups, saving_ratios
 
 
 @settings(deadline=None)
@@ -27,6 +27,26 @@ def test_output_shape_and_order() -> None:
 
 def test_nothing_in_nothing_out() -> None:
     assert prefix_sharing_groups([]) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=12))
+def test_equal_prompts_are_computed_once_if_their_outputs_are_equal(
+    prompts: list[list[int]],
+) -> None:
+    distinct = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
+    num_saved = sum(map(len, prompts)) - sum(map(len, distinct))
+    merged = saving_ratios(TokenTable.from_lists(prompts), merge=True)
+    once = saving_ratios(TokenTable.from_lists(distinct), merge=False)
+    for ratio, ratio_once in zip(merged, once, strict=True):
+        assert ratio * sum(map(len, prompts)) == pytest.approx(
+            num_saved + ratio_once * sum(map(len, distinct))
+        )
+
+
+def test_prompts_whose_outputs_differ_are_computed_each() -> None:
+    tokens = TokenTable.from_lists([[1, 2], [1, 2], [1, 3]])
+    assert saving_ratios(tokens, merge=False) == (pytest.approx(1 / 3), 0.5)
+    assert saving_ratios(tokens, merge=True) == (0.5, 0.5)
 
 
 def test_bad_tokens_are_refused() -> None:

@@ -91,6 +91,7 @@ def test_scalars_and_lists_of_them(values: list[Any], kind: pa.DataType, expecte
         (pa.array([0, 86400 * 10**9], pa.int64()).view(pa.time64("ns")), "out_of_range"),
         (BROKEN, "not_utf8"),
         (BROKEN.dictionary_encode(), "not_utf8"),
+        (pa.array([b"x", b"\xff"], pa.binary_view()).view(pa.string_view()), "not_utf8"),
         (pa.ListArray.from_arrays([0, 1, 2], BROKEN), "not_utf8"),
     ],
 )

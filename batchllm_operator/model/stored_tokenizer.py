@@ -8,13 +8,15 @@ changes it; tests compare the result with what transformers loads.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 _AS_STORED: Final = ("llama", "gpt_oss")
 _STORED_CLASSES: Final = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -49,11 +51,45 @@ _LEGACY_FILES: Final = ("special_tokens_map.json", "added_tokens.json")
 class StoredTokenizer:
     """What transformers would load, without it."""
 
-    backend: Tokenizer
+    backend: Backend
     """Set not to cut or pad."""
     special_tokens: dict[str, str]
     """The text of each named one, such as `eos_token`."""
-    max_position_embeddings: int
+    position_limit: int
+    """How long a prompt may be."""
+
+    @property
+    def commit(self) -> None:
+        """The hub's, which a folder has none of."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the tokenizer does; the same as `TransformersTokenizer.fingerprint`."""
+        return fingerprint(
+            self.backend.to_str(), json.dumps(self.special_tokens, sort_keys=True), ""
+        )
+
+    def vocabulary(self) -> dict[str, int]:
+        return self.backend.get_vocab()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, special tokens included."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.backend.decode(list(token_ids), skip_special_tokens=False)
+
+
+def fingerprint(backend: str | None, *more: str) -> str:
+    """A digest of a backend's JSON, and of whatever else a tokenizer's ids depend on."""
+    parts = list(more)
+    if backend is not None:
+        content = json.loads(backend)
+        # Set anew by each call that encodes; prompts are never cut or padded here.
+        content.pop("truncation", None)
+        content.pop("padding", None)
+        parts.insert(0, json.dumps(content, sort_keys=True))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def read_stored(folder: Path) -> StoredTokenizer | None:
@@ -82,7 +118,7 @@ def read_stored(folder: Path) -> StoredTokenizer | None:
             return None
         if not _adds_nothing(config, named, stored):
             return None
-        backend = Tokenizer.from_str(json.dumps(stored))
+        backend = Backend.from_str(json.dumps(stored))
     # Damaged files: transformers says what is wrong with them. tokenizers raises plain exceptions.
     except Exception:  # noqa: BLE001
         return None
@@ -122,7 +158,7 @@ def _more(config: dict[str, Any]) -> Iterator[Any]:
         yield from found if isinstance(found, list) else [None]
 
 
-def _is_qwens(backend: Tokenizer, stored: dict[str, Any]) -> bool:
+def _is_qwens(backend: Backend, stored: dict[str, Any]) -> bool:
     """Whether the class of Qwen2 would build the same from the vocabulary and the merges."""
     split = pre_tokenizers.Split(Regex(_QWEN_PATTERN), behavior="isolated", invert=False)
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -15,9 +15,9 @@ from prompts.test_tokenizer import job
 from support.prompt_texts import FRAGMENTS, long_text
 from support.tokenizer_families import END, FAMILIES, START
 
+from batchllm_operator.model import read_stored
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.prompts import tokenizer as tokenizer_module
-from batchllm_operator.prompts.stored_tokenizer import read_stored
 from batchllm_operator.prompts.tokenizer import ModelTokenizer
 
 Change = Callable[[dict[str, Any]], object]

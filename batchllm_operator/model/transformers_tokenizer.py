@@ -1,0 +1,162 @@
+"""A model's tokenizer as transformers loads it: any, with its chat template, by its own call."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from batchllm_operator.errors import ModelError
+from batchllm_operator.model.stored_tokenizer import fingerprint
+from batchllm_operator.spec import ModelSpec
+
+
+class TransformersTokenizer:
+    """The tokenizer of a model, and what its configuration says.
+
+    Args:
+        model: a folder or a name on the hub.
+        chat: whether prompts go through its chat template.
+
+    Attributes:
+        backend: a copy of what its call hands its texts to, set not to cut or pad; None if the
+            call does things of its own.
+        fingerprint: see `StoredTokenizer`; of the chat template, too, if there is one to use.
+        position_limit: whatever the configuration says of how long a prompt may be.
+        commit: the hub's, None for a folder.
+
+    Raises:
+        ModelError: they can't be loaded, or there is no chat template.
+    """
+
+    def __init__(self, model: ModelSpec, *, chat: bool) -> None:
+        self._path = model.path
+        self._tokenizer, config = _load(model)
+        self._chat = chat
+        template = self._tokenizer.chat_template if chat else ""
+        if chat and not template:
+            raise ModelError(
+                f"model {model.path}: has no chat template; set prompt.chat_template: false"
+            )
+        self.backend = _copy_backend(self._tokenizer)
+        self.fingerprint = self._fingerprint(json.dumps(template) if chat else "")
+        self.position_limit: object = getattr(
+            config.get_text_config(), "max_position_embeddings", None
+        )
+        self.commit: str | None = getattr(config, "_commit_hash", None)
+
+    def vocabulary(self) -> dict[str, int]:
+        found: dict[str, int] = self._tokenizer.get_vocab()
+        return found
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text; a chat template writes its special tokens itself."""
+        # verbose=False: who calls this checks the lengths.
+        encoded = self._tokenizer(
+            list(texts),
+            add_special_tokens=not self._chat,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids)))
+
+    def render_chats(self, texts: Sequence[str], system: str | None, ds: str) -> list[str]:
+        """Each text as a user's message behind the system's, as the chat template writes it.
+
+        Args:
+            texts: of users.
+            system: what the system says, if anything.
+            ds: the date, for templates that ask for it, so that a plan can be repeated.
+
+        Raises:
+            ModelError: the chat template refuses one, or asks for a date and `ds` isn't one.
+        """
+        from jinja2 import TemplateError  # transformers renders chat templates with it
+
+        head = [] if system is None else [{"role": "system", "content": system}]
+
+        def format_date(date_format: str) -> str:
+            try:
+                return datetime.date.fromisoformat(ds).strftime(date_format)
+            except ValueError as error:
+                raise ModelError(
+                    f"model {self._path}: its chat template asks for the date, and partition"
+                    f" {ds!r} isn't one (YYYY-MM-DD); set prompt.chat_template: false"
+                ) from error
+
+        try:
+            chats: list[str] = self._tokenizer.apply_chat_template(
+                [[*head, {"role": "user", "content": text}] for text in texts],
+                tokenize=False,
+                add_generation_prompt=True,
+                strftime_now=format_date,
+            )
+        except TemplateError as error:
+            raise ModelError(
+                f"model {self._path}: its chat template refuses the prompt: {error}; change"
+                " prompt.system, or set prompt.chat_template: false"
+            ) from error
+        return chats
+
+    def _fingerprint(self, chat_template: str) -> str:
+        """Of the backend if there is one, else of what transformers says of its own kind."""
+        special = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str)
+        if self._tokenizer.is_fast:
+            return fingerprint(self._tokenizer.backend_tokenizer.to_str(), special, chat_template)
+        kind = type(self._tokenizer).__name__
+        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+        return fingerprint(None, kind, vocabulary, special, chat_template)
+
+
+def _load(model: ModelSpec) -> tuple[Any, Any]:
+    """The tokenizer and the configuration of a model.
+
+    Raises:
+        ModelError: they can't be loaded.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    from transformers import AutoConfig, AutoTokenizer  # seconds to import
+
+    origin: dict[str, Any] = {
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, **origin)
+        return tokenizer, AutoConfig.from_pretrained(model.path, **origin)
+    # A damaged folder, an unknown name, a missing package: each library on the way has its
+    # own kind of error, and all mean that the spec's model can't be used.
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        is_folder = Path(model.path).is_absolute()
+        hint = "" if is_folder else " (a folder begins with ./, ../, ~/ or /)"
+        raise ModelError(f"model {model.path}: can't be loaded{hint}: {first_line}") from error
+
+
+def _copy_backend(tokenizer: Any) -> Backend | None:
+    kind = type(tokenizer)
+    if not tokenizer.is_fast or kind.__module__.partition(".")[0] != "transformers":
+        return None
+    from transformers import PreTrainedTokenizerFast  # seconds to import
+
+    is_usual = all(
+        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("__call__", "_encode_plus")
+    )
+    if not is_usual or hasattr(tokenizer, "_switch_to_input_mode"):
+        return None
+    backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    return backend
