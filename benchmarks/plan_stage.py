@@ -45,7 +45,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import Qwen2Tokenizer
 
 from batchllm_operator.demo.documents import demo_documents
 from batchllm_operator.pipeline import plan, rows
@@ -150,9 +150,10 @@ def read_prompts(lake: Path, most: int) -> Iterator[str]:
 
 
 def make_model(folder: Path, tokenizer: Tokenizer) -> None:
-    """A model's folder without weights, which planning doesn't need."""
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    fast.save_pretrained(folder)
+    """A model's folder as Qwen2's and Qwen3's are, without weights, which planning doesn't need."""
+    model = json.loads(tokenizer.to_str())["model"]
+    merges: Any = [tuple(merge) for merge in model["merges"]]
+    Qwen2Tokenizer(vocab=model["vocab"], merges=merges).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
 
 

@@ -95,10 +95,9 @@ def fingerprint(backend: str | None, *more: str) -> str:
 def read_stored(folder: Path) -> StoredTokenizer | None:
     """The tokenizer in a model's folder; None if it takes transformers to say, or to refuse it."""
     try:
-        model, config, stored = (
-            json.loads((folder / name).read_text(encoding="utf-8"))
-            for name in ("config.json", "tokenizer_config.json", "tokenizer.json")
-        )
+        names = ("config.json", "tokenizer_config.json", "tokenizer.json")
+        texts = [(folder / name).read_text(encoding="utf-8") for name in names]
+        model, config, stored = map(json.loads, texts)
         if "added_tokens_decoder" not in config and any(
             (folder / name).exists() for name in _LEGACY_FILES
         ):
@@ -118,7 +117,7 @@ def read_stored(folder: Path) -> StoredTokenizer | None:
             return None
         if not _adds_nothing(config, named, stored):
             return None
-        backend = Backend.from_str(json.dumps(stored))
+        backend = Backend.from_str(texts[-1])
     # Damaged files: transformers says what is wrong with them. tokenizers raises plain exceptions.
     except Exception:  # noqa: BLE001
         return None

@@ -61,6 +61,8 @@ the group's place in the plan; `num_prefix_tokens` is what the request shares wi
 _SHARD_ENCODING: Final = {"prompt_token_ids.list.element": "BYTE_STREAM_SPLIT"}
 """All first bytes of the ids, then all second ones, ...: smaller than plain, and compressed faster,
 as half of them are zero."""
+_SHARD_BATCH: Final = 1 << 20
+"""Values that are encoded at once. Arrow's 1024 make writing ids take half as long again."""
 
 REQUIRED_SHARD_SCHEMA: Final = pa.schema(
     [field for field in SHARD_SCHEMA if field.name != "num_output_tokens"]
@@ -419,6 +421,7 @@ def write_shard(
     """
     bounds = part_bounds(group_ids, requests.lengths[request_idxs], part_rows)
     parts = [request_idxs[start:end] for start, end in pairwise(bounds)]
+    num_rows = requests.num_rows
     # The next part is read while one is compressed; more would only take memory.
     wanted = ((requests.prompt_idxs[part], requests.lengths[part]) for part in parts)
     tables = read_ahead(requests.prompts, wanted, most=1)
@@ -428,6 +431,8 @@ def write_shard(
         compression="zstd",
         use_dictionary=False,
         column_encoding=_SHARD_ENCODING,
+        write_statistics=[name for name in SHARD_SCHEMA.names if name != "prompt_token_ids"],
+        write_batch_size=_SHARD_BATCH,
     ) as writer:
         for (start, end), part, prompts in zip(pairwise(bounds), parts, tables, strict=True):
             writer.write_table(
@@ -437,7 +442,7 @@ def write_shard(
                         pa.array(group_ids[start:end]),
                         pa.array(num_prefix_tokens[start:end].astype(np.int32)),
                         pa.array(num_output_tokens[start:end]),
-                        _list_array(requests.rows_of(part), requests.num_rows[part]),
+                        _list_array(requests.rows_of(part), num_rows[part]),
                         _list_array(prompts.token_ids, prompts.lengths),
                     ],
                     schema=SHARD_SCHEMA,

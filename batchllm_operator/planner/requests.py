@@ -43,9 +43,10 @@ class Requests:
 
     def rows_of(self, idxs: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of some requests, one request after the other."""
-        num_rows = self.num_rows[idxs]
+        begins = self.offsets[idxs]
+        num_rows = self.offsets[idxs + 1] - begins
         ends = np.cumsum(num_rows)
-        first = np.repeat(self.offsets[idxs] - (ends - num_rows), num_rows)
+        first = np.repeat(begins - (ends - num_rows), num_rows)
         rows: NDArray[np.int64] = self.row_idxs[first + np.arange(len(first))]
         return rows
 
