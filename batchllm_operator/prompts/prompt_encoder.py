@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from batchllm_operator.errors import ModelError
 from batchllm_operator.planner import TokenTable
 
 _FIRST_SAMPLE: Final = 64
@@ -79,6 +80,7 @@ class PromptEncoder:
 
         Raises:
             TokenIdsDifferError: at most once; later calls don't use fastokens.
+            ModelError: `tokenizers` gives up on a text, as on megabytes of spaces.
         """
         if self._fast is None or not texts or any(_DISPUTED in text for text in texts):
             return self._encode_plainly(texts)
@@ -90,7 +92,7 @@ class PromptEncoder:
         except (ValueError, RuntimeError) as error:  # a limit of its expressions, for example
             self._give_up(f"it can't encode a prompt: {error}")
         else:
-            if _agree(encoded, sample, expected.result()):
+            if _agree(encoded, sample, _result(expected)):
                 self._num_encoded += len(texts)
                 return encoded
             self._give_up("its token ids of a prompt differ; please report this")
@@ -142,16 +144,40 @@ class PromptEncoder:
     def _encode_plainly(self, texts: Sequence[str]) -> TokenTable:
         if self._backend is None or not texts:
             return TokenTable.from_lists(self._reference(texts) if texts else [])
-        # What the tokenizer's own call comes to, but without offsets.
-        encodings = self._backend.encode_batch_fast(
-            list(texts), add_special_tokens=self._add_special_tokens
-        )
+        try:
+            # What the tokenizer's own call comes to, but without offsets.
+            encodings = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=self._add_special_tokens
+            )
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise ModelError(
+                f"{self._name}: its tokenizer gives up on one of {len(texts)} prompts, of which the"
+                f" longest has {max(map(len, texts))} characters: {error}; leave the row out"
+                " (input.filter)"
+            ) from error
         return TokenTable.from_lists([encoding.ids for encoding in encodings])
 
 
-def _agree(encoded: TokenTable, sample: range, expected: Sequence[Sequence[int]]) -> bool:
+def _result(expected: Future[Sequence[Sequence[int]]]) -> Sequence[Sequence[int]] | None:
+    """None if the tokenizer's own call gives up on a text: then there is nothing to compare."""
+    try:
+        return expected.result()
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        return None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether Rust code gave up, such as a search in megabytes of spaces that takes too long."""
+    return type(error).__name__ == "PanicException"  # each library has its own, to be had nowhere
+
+
+def _agree(encoded: TokenTable, sample: range, expected: Sequence[Sequence[int]] | None) -> bool:
     """Whether the prompts at `sample` have the expected ids."""
-    return all(
+    return expected is None or all(
         np.array_equal(encoded.prompt(idx), token_ids)
         for idx, token_ids in zip(sample, expected, strict=True)
     )

@@ -80,27 +80,15 @@ class ModelTokenizer:
         assert own is not None
         self._decode = own.decode
         # Now, because encoding changes what a tokenizer says of itself.
-        self._fingerprint = own.fingerprint
+        self.fingerprint = own.fingerprint
         _check_token_ids(own.vocabulary(), model.path)
         limit = spec.engine.max_model_len or _position_limit(own.position_limit, model.path)
-        self._max_model_len = limit
-        self._model_version = f"commit:{own.commit}" if own.commit else folder_digest(folder)
+        self.max_model_len = limit
+        self.model_version = f"commit:{own.commit}" if own.commit else folder_digest(folder)
         # Made now, so that what it takes counts as resident before any row is read.
         self._encoder = PromptEncoder(
             own.encode, own.backend, f"model {model.path}", add_special_tokens=not chat
         )
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @property
-    def model_version(self) -> str:
-        return self._model_version
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
 
     @property
     def library(self) -> str:
@@ -119,20 +107,11 @@ class ModelTokenizer:
 class Utf8Tokenizer:
     """One token per UTF-8 byte: for the `fake` engine where there is no model."""
 
+    fingerprint = "utf-8"
+    model_version = "none"
+
     def __init__(self, spec: JobSpec) -> None:
-        self._max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
-
-    @property
-    def fingerprint(self) -> str:
-        return "utf-8"
-
-    @property
-    def model_version(self) -> str:
-        return "none"
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
+        self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
         encoded = [text.encode("utf-8", errors="replace") for text in texts]

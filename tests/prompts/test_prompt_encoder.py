@@ -17,6 +17,7 @@ from support.prompt_texts import FRAGMENTS, family, long_text, texts, whole
 from support.tokenizer_families import CORPUS, FAMILIES
 from tokenizers import AddedToken
 
+from batchllm_operator.errors import ModelError
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder, TokenIdsDifferError
 
 # With their added tokens, fastokens finds a normalized one ("   ") before one that isn't (" vi").
@@ -170,6 +171,32 @@ def test_a_prompt_that_fastokens_fails_at_is_encoded_by_the_other_library(
     found._fast = Failing()
     assert found.encode(["fox"]).to_lists() == whole(family("qwen2"), ["fox"])
     assert "match limit exceeded" in caplog.text
+
+
+def test_a_prompt_that_the_tokenizers_library_gives_up_on_isnt_compared() -> None:
+    class PanicException(BaseException):
+        pass
+
+    def reference(texts: Sequence[str]) -> list[list[int]]:
+        if " " * 1000 in texts:
+            raise PanicException("retry-limit-in-match over")
+        return whole(tokenizer, list(texts))
+
+    tokenizer = family("qwen2")
+    found = PromptEncoder(reference, tokenizer, "t", add_special_tokens=True)
+    batch = [" " * 1000, "fox"]
+    assert found.encode(batch).to_lists() == whole(tokenizer, batch)
+    assert found.library == "fastokens"
+
+    class Backend:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> None:
+            raise PanicException("retry-limit-in-match over")
+
+    found._fast, found._backend = None, Backend()  # type: ignore[assignment]
+    with pytest.raises(
+        ModelError, match=r"one of 2 prompts, .* longest has 1000 characters: retry"
+    ):
+        found.encode(batch)
 
 
 def test_without_fastokens_one_line_says_so(
