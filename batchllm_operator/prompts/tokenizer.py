@@ -46,6 +46,7 @@ class Tokenizer(Protocol):
 
         Raises:
             TokenIdsDifferError: earlier calls may have given wrong ids: ask for all again.
+            ModelError: the chat template refuses a text, or the tokenizer gives up on one.
         """
         ...
 
@@ -62,7 +63,7 @@ class ModelTokenizer:
 
     Raises:
         ModelError: the folder or hub name can't be loaded, or lacks a chat template
-            that the spec asks for; from `encode`, the chat template refuses a prompt.
+            that the spec asks for.
     """
 
     def __init__(self, spec: JobSpec, ds: str) -> None:
