@@ -13,7 +13,7 @@ COMPAT_TESTS := $(addprefix tests/engine/test_,arguments.py vllm_attention.py vl
 STANDALONE_TESTS := tests/dags/test_standalone.py
 AIRFLOW_TESTS := tests/dags/test_dags.py \
   $(addprefix tests/operators/test_,arrival.py credentials.py metrics.py operators.py tries.py) \
-  $(addprefix tests/report/web/test_,access.py jobs.py lake_access.py plugin.py roots.py)
+  $(addprefix tests/web/test_,access.py jobs.py lake_access.py plugin.py roots.py)
 # What calls Airflow's provider of pods, of which all locks have one version (tests/tooling/test_environment.py): with the
 # oldest Airflow and the newest.
 POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py credentials_of_pods.py) \
@@ -28,7 +28,7 @@ AIRFLOWS := airflow31 airflow32
 # Airflow's scheduler parses DAGs over and over, and each of its processes loads plugins: no heavy
 # import may run at module level.
 DAG_CODE := batchllm_operator/operators dags plugins \
-  $(addprefix batchllm_operator/report/web/,__init__.py links.py plugin.py)
+  $(addprefix batchllm_operator/web/,__init__.py links.py plugin.py)
 DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
   ["numba", "numpy", "pandas", "pyarrow", "s3fs", "tokenizers", "torch", "transformers", "vllm"]
 

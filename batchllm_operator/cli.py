@@ -18,6 +18,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator import __version__, standard_streams
+from batchllm_operator.commands import gc as gc_command
+from batchllm_operator.commands import report as report_command
+from batchllm_operator.commands import run as run_command
+from batchllm_operator.commands import simulate as simulate_command
+from batchllm_operator.commands import status as status_command
+from batchllm_operator.commands.plan_argument import add_plan, check_plan, plan_uri
 from batchllm_operator.errors import (
     ERROR_MARK,
     BatchLLMError,
@@ -26,14 +32,6 @@ from batchllm_operator.errors import (
     MissingLibraryError,
 )
 from batchllm_operator.named_file import parse_file, write_file
-from batchllm_operator.pipeline import (
-    gc_command,
-    report_command,
-    run_command,
-    simulate_command,
-    status_command,
-)
-from batchllm_operator.pipeline.plan_argument import add_plan, check_plan, plan_uri
 from batchllm_operator.standard_streams import say
 
 if TYPE_CHECKING:
@@ -123,7 +121,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Result:
-    from batchllm_operator.pipeline.plan import plan_job
+    from batchllm_operator.plan.stage import plan_job
     from batchllm_operator.report import format_plan
     from batchllm_operator.spec.masking import print_unmasked
 
@@ -144,7 +142,7 @@ def _plan(args: argparse.Namespace) -> Result:
         **counts.model_dump(),
     }
     if args.record is not None:
-        from batchllm_operator.pipeline.verify import record_plan
+        from batchllm_operator.inspect.verify import record_plan
 
         record_plan(spec, args.ds, args.record, result)
     return result
@@ -159,7 +157,7 @@ def _load_job(args: argparse.Namespace) -> JobSpec:
 
 
 def _advise(args: argparse.Namespace) -> Result:
-    from batchllm_operator.pipeline.advise import advise
+    from batchllm_operator.plan.advise import advise
     from batchllm_operator.report import format_advice
 
     advice = advise(_load_job(args), args.ds)
@@ -168,7 +166,7 @@ def _advise(args: argparse.Namespace) -> Result:
 
 
 def _verify(args: argparse.Namespace) -> Result:
-    from batchllm_operator.pipeline.verify import verify_plan, verify_shard
+    from batchllm_operator.inspect.verify import verify_plan, verify_shard
 
     if args.record is not None:
         return verify_plan(_load_job(args), args.ds, args.record)
@@ -181,7 +179,7 @@ def _verify(args: argparse.Namespace) -> Result:
 
 
 def _commit(args: argparse.Namespace) -> Result:
-    from batchllm_operator.pipeline.commit import commit_run
+    from batchllm_operator.commit.stage import commit_run
     from batchllm_operator.report import share
     from batchllm_operator.spec.masking import print_unmasked
 
@@ -208,11 +206,11 @@ def _schema(args: argparse.Namespace) -> Result:
 
 def _schema_model(what: str) -> type[BaseModel]:
     if what == "report":
-        from batchllm_operator.report.run_report import RunReport
+        from batchllm_operator.artifacts.run_report import RunReport
 
         return RunReport
     if what == "progress":
-        from batchllm_operator.report.shard_progress import ShardProgress
+        from batchllm_operator.artifacts.shard_progress import ShardProgress
 
         return ShardProgress
     from batchllm_operator.spec import JobSpec

@@ -48,8 +48,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 from batchllm_operator.demo.documents import demo_documents
-from batchllm_operator.pipeline import plan, rows
-from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.plan import rows
+from batchllm_operator.plan import stage as plan
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import PrefixSearch, PromptStore
 from batchllm_operator.prompts import PromptRenderer
 from batchllm_operator.prompts.tokenizer import ModelTokenizer

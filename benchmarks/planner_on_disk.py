@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from batchllm_operator.pipeline.memory import MemoryBudget
+from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.planner import (
     PrefixGroups,
     PrefixSearch,

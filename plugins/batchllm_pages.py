@@ -3,6 +3,6 @@
 from importlib.metadata import entry_points
 
 if not entry_points(group="airflow.plugins", name="batchllm"):  # else Airflow has it already
-    from batchllm_operator.report.web.plugin import BatchLLMPlugin
+    from batchllm_operator.web.plugin import BatchLLMPlugin
 
     __all__ = ["BatchLLMPlugin"]

@@ -66,7 +66,7 @@ def memory_of_a_command() -> Iterator[None]:
     if find_spec("pyarrow") is None:  # a GPU's host that only tests the kernels
         yield
         return
-    from batchllm_operator.pipeline import memory
+    from batchllm_operator.plan import memory
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "_resident_bytes", lambda: 400 << 20)
@@ -124,9 +124,8 @@ def commands() -> Iterator[ForkServer]:
 
     Not for those that start vLLM.
     """
-    stages = ("plan", "run", "commit", "verify", "report_command", "status_command")
-    modules = ("s3fs", "batchllm_operator.metrics")
-    server = ForkServer(*modules, *(f"batchllm_operator.pipeline.{each}" for each in stages))
+    rooms = ("plan.stage", "run.stage", "commit.stage", "inspect.verify", "cli", "metrics")
+    server = ForkServer("s3fs", *(f"batchllm_operator.{each}" for each in rooms))
     yield server
     server.close()
 

@@ -18,7 +18,7 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 from support.fork_server import ForkServer
 
 from batchllm_operator.errors import ExitCode
-from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spec import load_spec
 
 Batchllm = Callable[..., Any]  # the fixture in conftest.py

@@ -12,7 +12,7 @@ from conftest import Batchllm
 from support.fake_job import DS, document_rows, job_fields, write_table
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.pipeline import simulate
+from batchllm_operator.inspect import simulations as simulate
 
 
 @pytest.fixture

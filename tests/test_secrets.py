@@ -242,7 +242,7 @@ def test_damaged_plans_and_unknown_tables(job: Path, batchllm: Batchllm, tmp_pat
 def test_an_error_that_nobody_expects_is_printed_without_them(
     job: Path, batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import batchllm_operator.pipeline.plan as stage
+    import batchllm_operator.plan.stage as stage
 
     def fail(*_: object) -> None:
         secret = os.environ["AWS_SECRET_ACCESS_KEY"]
@@ -408,7 +408,7 @@ def test_keys_of_rows_are_printed_whatever_the_column_is_called(
     batchllm: Batchllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = SimpleNamespace(figures=dict)
-    run_report = "batchllm_operator.pipeline.run_report"
+    run_report = "batchllm_operator.commit.report"
     monkeypatch.setattr(f"{run_report}.load_report", lambda uri: report)
     monkeypatch.setattr(f"{run_report}.refresh_page", lambda uri, report: None)
     monkeypatch.setattr("batchllm_operator.report.format_summary", lambda report: "token=x1y2z3-4")

@@ -17,11 +17,12 @@ from conftest import Batchllm
 from support.fake_job import DS, job_fields
 from support.staged_job import Engines, plan_one_shard
 
+from batchllm_operator.artifacts import job_status
+from batchllm_operator.artifacts.status import JobStatus, ShardState, ShardStatus
+from batchllm_operator.commands import status as status_command
 from batchllm_operator.errors import EngineError, ExitCode, Interrupted
-from batchllm_operator.pipeline import job_status, status_command
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.report import JobStatus, ShardStatus, format_status, format_totals
-from batchllm_operator.report.status import ShardState
+from batchllm_operator.report import format_status, format_totals
+from batchllm_operator.run.stage import run_shard
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 

@@ -15,7 +15,7 @@ from support.fake_job import fake_spec
 
 import batchllm_operator
 from batchllm_operator.errors import ModelError
-from batchllm_operator.pipeline.estimate import find_target
+from batchllm_operator.plan.estimate import find_target
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.spec import JobSpec, ModelSpec
 

@@ -70,7 +70,7 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
 
 
 def _start_replicas(spec: JobSpec, job: EngineJob) -> Engine:
-    from batchllm_operator.engine.replicas import ReplicaEngines
+    from batchllm_operator.engine.replicas.engine import ReplicaEngines
 
     _log.info("starting %d replicas of model %s", spec.engine.replicas, spec.model.path)
     num_started = count()

@@ -15,8 +15,8 @@ from batchllm_operator.engine.fake import ARGUMENTS as FAKE_ARGUMENTS
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.limits import shown
-from batchllm_operator.vllm_plugin.attention_settings import AttentionSettings
-from batchllm_operator.vllm_plugin.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
+from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 
 _WHERE: Final = "engine.extra_args"
 _SOURCE: Final = Path("engine", "arg_utils.py")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from batchllm_operator.vllm_plugin.hints import StepCost
+from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 _FAST_ENOUGH: Final = 0.97  # of the best rate
 _MIN_BLOCKS_FREE: Final = 2

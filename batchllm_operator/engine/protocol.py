@@ -10,8 +10,8 @@ from typing import Final, Protocol
 from batchllm_operator.engine.chain_profile import ChainProfile
 from batchllm_operator.engine.device_profile import ProfileStore
 from batchllm_operator.errors import EngineError
-from batchllm_operator.vllm_plugin.hints import StepCost
-from batchllm_operator.vllm_plugin.runahead_plan import RunaheadGroup
+from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
+from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 ENGINE_ERROR: Final = "engine_error"
 

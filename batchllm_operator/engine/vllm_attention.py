@@ -43,7 +43,7 @@ def check_model(spec: JobSpec, vllm_config: Any) -> None:
         SpecError: `engine.attention` is batchllm, and something isn't taken.
     """
     if spec.engine.attention == "batchllm":
-        from batchllm_operator.vllm_plugin import attention
+        from batchllm_operator.vllm_plugin.attention import backend as attention
 
         attention.check_model(vllm_config)
 
@@ -65,7 +65,7 @@ def start_attention(spec: JobSpec, engine: Any) -> str:
         chosen = engine.vllm_config.attention_config.backend
         name = f", {chosen.name} (engine.extra_args)" if chosen is not None else ""
         return f"attention: vLLM's own{name} (engine.attention: stock, the default)"
-    from batchllm_operator.vllm_plugin.attention_report import (
+    from batchllm_operator.vllm_plugin.attention.report import (
         report_attention,
         warm_up_attention,
     )

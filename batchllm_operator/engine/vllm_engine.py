@@ -27,8 +27,8 @@ from batchllm_operator.engine.protocol import (
 from batchllm_operator.engine.vllm_logs import configure_logs, drop_broken_preloads
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
-from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
-from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
+from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
 # Read by vLLM when it is imported. The first is what this module is about; the others keep a
 # batch job from phoning home. A user's own setting wins.
@@ -55,7 +55,7 @@ from batchllm_operator.engine.vllm_attention import (  # noqa: E402
 )
 from batchllm_operator.engine.vllm_profiling import measure_device, profile_subject  # noqa: E402
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
-from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler  # noqa: E402
+from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler  # noqa: E402
 
 _log = logging.getLogger(__name__)
 _LOOK_AHEAD: Final = 2

@@ -20,10 +20,10 @@ from vllm.platforms import current_platform
 
 from batchllm_operator.engine.device_profile import DeviceProfile, step_sizes
 from batchllm_operator.progress import Progress
-from batchllm_operator.vllm_plugin.attention_settings import AttentionSettings
-from batchllm_operator.vllm_plugin.hints import SchedulerSettings
-from batchllm_operator.vllm_plugin.runahead_plan import CONNECTOR
-from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
+from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
+from batchllm_operator.vllm_plugin.runahead.plan import CONNECTOR
+from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
 _STEPS: Final = 4  # timed together
 _REPETITIONS: Final = 3  # after one to warm up

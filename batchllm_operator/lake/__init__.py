@@ -11,7 +11,7 @@ from batchllm_operator.lake.many_files import (
     remove_files,
 )
 from batchllm_operator.lake.opening import open_table
-from batchllm_operator.lake.parquet import ParquetTable
+from batchllm_operator.lake.parquet.table import ParquetTable
 from batchllm_operator.lake.parquet_footer import published_schema
 from batchllm_operator.lake.scanning import listed_columns, row_condition
 from batchllm_operator.lake.table import InputFile, LakeTable, Publication, Snapshot

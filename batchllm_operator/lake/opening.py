@@ -8,7 +8,7 @@ from typing import Final
 
 from batchllm_operator.errors import MissingLibraryError, SpecError, TableError
 from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.parquet import ParquetTable
+from batchllm_operator.lake.parquet.table import ParquetTable
 from batchllm_operator.lake.table import LakeTable
 from batchllm_operator.spec import TARGET_FILE_BYTES, TableAddress
 
@@ -38,13 +38,13 @@ def open_table(
         raise SpecError(f"{uri}: {error}") from error
     if address.format == "iceberg":
         with _library(uri):
-            from batchllm_operator.lake.iceberg import IcebergTable
+            from batchllm_operator.lake.iceberg.table import IcebergTable
 
             return IcebergTable(address, partition_column, most_file_bytes)
     folder = Folder.open(address.location)
     if address.format == "delta" or folder.exists(_DELTA_LOG):
         with _library(uri):
-            from batchllm_operator.lake.delta import DeltaTable
+            from batchllm_operator.lake.delta.table import DeltaTable
 
             return DeltaTable(folder.uri, partition_column, most_file_bytes)
     if any(name.endswith(".metadata.json") for name in folder.child(_ICEBERG_METADATA).find()):

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from batchllm_operator.report.shard_progress import ShardProgress, State
+from batchllm_operator.artifacts.shard_progress import ShardProgress, State
 
 Snapshot = Callable[[], ShardProgress]
 """How far the shard is now; called in a thread of the endpoint's."""

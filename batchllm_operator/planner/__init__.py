@@ -15,9 +15,18 @@ in which the prompts are given. Files are local ones, in a folder that the calle
 (`PromptStore`, `PrefixSearch`), or the persisted form (`plan`). Nothing knows of an engine.
 """
 
+from batchllm_operator.planner.algorithm1 import (
+    PrefixGroups,
+    group_prefill_tokens,
+    maximize_reuse,
+    num_processed_tokens,
+    saving_ratio,
+)
 from batchllm_operator.planner.block_cache import cached_tokens
 from batchllm_operator.planner.choice import PrefixChoice, choose_prefixes
-from batchllm_operator.planner.cost import (
+from batchllm_operator.planner.cost.gpu import GPU, find_gpu, read_gpu_table
+from batchllm_operator.planner.cost.model_shape import MODEL_SHAPES, ModelShape, model_shape
+from batchllm_operator.planner.cost.roofline import (
     EngineLimits,
     Prediction,
     Rates,
@@ -29,21 +38,21 @@ from batchllm_operator.planner.cost import (
     prompt_work,
     rates,
 )
-from batchllm_operator.planner.gpu import GPU, find_gpu, read_gpu_table
+from batchllm_operator.planner.cost.step_time import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.planner.groups import prefix_sharing_groups, saving_ratios
-from batchllm_operator.planner.lcp_tree import RankedPrompts, build_prefix_tree
-from batchllm_operator.planner.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from batchllm_operator.planner.order import order_groups, order_groups_by_subtree
-from batchllm_operator.planner.prefix_tree import PrefixTree
+from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts, build_prefix_tree
+from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
+from batchllm_operator.planner.prefixes.search import (
+    Phase,
+    PrefixSearch,
+    SearchMemory,
+    build_block_tree,
+)
+from batchllm_operator.planner.prefixes.segment_hashes import SegmentHasher
+from batchllm_operator.planner.prefixes.sorted_runs import Advance
 from batchllm_operator.planner.prompt_store import Prompts, PromptStore
 from batchllm_operator.planner.requests import Requests, make_requests
-from batchllm_operator.planner.reuse import (
-    PrefixGroups,
-    group_prefill_tokens,
-    maximize_reuse,
-    num_processed_tokens,
-    saving_ratio,
-)
 from batchllm_operator.planner.runahead import (
     AllGather,
     Chain,
@@ -61,12 +70,8 @@ from batchllm_operator.planner.runahead import (
     find_table,
     search_split,
 )
-from batchllm_operator.planner.search import Phase, PrefixSearch, SearchMemory, build_block_tree
-from batchllm_operator.planner.segment_hashes import SegmentHasher
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
 from batchllm_operator.planner.sharing import PlanSharing, describe_sharing
-from batchllm_operator.planner.sorted_runs import Advance
-from batchllm_operator.planner.step_time import StepWork, matrix_seconds, step_seconds
 from batchllm_operator.planner.token_table import TokenTable
 
 __all__ = [

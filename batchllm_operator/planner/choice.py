@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.algorithm1 import PrefixGroups, maximize_reuse
 from batchllm_operator.planner.exact import cut_exactly
-from batchllm_operator.planner.prefix_tree import PrefixTree
-from batchllm_operator.planner.reuse import PrefixGroups, maximize_reuse
+from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
 
 Method = Literal["auto", "algorithm_1", "exact"]
 

@@ -33,9 +33,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from batchllm_operator.planner.algorithm1 import PrefixGroups, contained_groups
 from batchllm_operator.planner.jit import compiled
-from batchllm_operator.planner.prefix_tree import ROOT, PrefixTree
-from batchllm_operator.planner.reuse import PrefixGroups, contained_groups
+from batchllm_operator.planner.prefixes.prefix_tree import ROOT, PrefixTree
 
 _NONE = -1
 

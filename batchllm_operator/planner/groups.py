@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from batchllm_operator.planner.algorithm1 import maximize_reuse, num_processed_tokens, saving_ratio
 from batchllm_operator.planner.choice import choose_prefixes
-from batchllm_operator.planner.lcp_tree import build_prefix_tree, rank_prompts
 from batchllm_operator.planner.order import order_groups
+from batchllm_operator.planner.prefixes.lcp_tree import build_prefix_tree, rank_prompts
 from batchllm_operator.planner.requests import make_requests
-from batchllm_operator.planner.reuse import maximize_reuse, num_processed_tokens, saving_ratio
 from batchllm_operator.planner.token_table import TokenTable
 
 

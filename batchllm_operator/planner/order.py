@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner.prefix_tree import PrefixTree
-from batchllm_operator.planner.reuse import PrefixGroups, group_prefill_tokens
+from batchllm_operator.planner.algorithm1 import PrefixGroups, group_prefill_tokens
+from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
 from batchllm_operator.planner.subtrees import find_subtrees
 
 MIN_SHARED_TOKENS = 64

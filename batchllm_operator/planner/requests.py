@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.planner.lcp_tree import RankedPrompts
+from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts
 from batchllm_operator.planner.prompt_store import Prompts
 
 

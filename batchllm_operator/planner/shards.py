@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.algorithm1 import PrefixGroups
 from batchllm_operator.planner.jit import compiled
-from batchllm_operator.planner.reuse import PrefixGroups
 
 _LIMIT_STEPS = 40  # halvings of the interval in which the limit of a part is searched
 _ROUNDING = 1e-9  # more than sums of costs can be off by

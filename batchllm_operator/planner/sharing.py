@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from batchllm_operator.planner.algorithm1 import PrefixGroups
 from batchllm_operator.planner.requests import Requests
-from batchllm_operator.planner.reuse import PrefixGroups
 
 _NUM_GROUPS: Final = 10
 _NUM_WORD_TOKENS: Final = 40

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from batchllm_operator.artifacts.run_report import Bill, RunReport
 from batchllm_operator.report.pages import Trail, count, duration, ratio, render, usd
-from batchllm_operator.report.run_report import Bill, RunReport
 
 Verdict = Literal["better", "worse", "same", "changed"]
 """`changed`: neither is better, such as more rows. A change that is hardly one is the `same`."""

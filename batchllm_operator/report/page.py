@@ -9,6 +9,7 @@ from typing import Final
 
 from markupsafe import Markup
 
+from batchllm_operator.artifacts.run_report import RunReport, Timeline
 from batchllm_operator.report.drawing import Plot
 from batchllm_operator.report.pages import Trail, render
 from batchllm_operator.report.plots import (
@@ -19,7 +20,6 @@ from batchllm_operator.report.plots import (
     timeline_plot,
     token_plot,
 )
-from batchllm_operator.report.run_report import RunReport, Timeline
 
 _NUM_SLOWEST: Final = 10
 _MOST_KEPT: Final = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchllm_operator.planner.plan import CostEstimate, PlanManifest
+from batchllm_operator.artifacts.manifest import CostEstimate, PlanManifest
 
 
 def format_plan(manifest: PlanManifest, uri: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, get_args
 
+from batchllm_operator.artifacts.status import JobStatus, ShardState, ShardStatus
 from batchllm_operator.progress import duration
-from batchllm_operator.report.status import JobStatus, ShardState, ShardStatus
 
 _MOST_SHARDS: Final = 30
 _MAX_ERROR_CHARS: Final = 120

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from batchllm_operator.report.run_report import RunReport
+from batchllm_operator.artifacts.run_report import RunReport
 
 _MAX_TEXT_CHARS: Final = 70
 

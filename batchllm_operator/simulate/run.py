@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchllm_operator.planner import saving_ratio
-from batchllm_operator.vllm_plugin.step_row import in_valley
+from batchllm_operator.vllm_plugin.scheduler.step_row import in_valley
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.structured_output import StructuredOutputManager
 
 from batchllm_operator.simulate.machine import Machine, Policy
-from batchllm_operator.vllm_plugin.hints import SchedulerSettings
-from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
+from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
 _CONFIG: Final = {  # of a model that is never loaded; the scheduler only asks for its kind
     "architectures": ["LlamaForCausalLM"],

@@ -1,7 +1,7 @@
 """vLLM's scheduler and KV cache manager, or ours on top of them, driven without a model.
 
 The scheduler is the real one, so steps, blocks and preemptions are exact. Tokens are made up,
-output lengths are given, and a step's time on the GPU comes from `planner.step_time`.
+output lengths are given, and a step's time on the GPU comes from `planner.cost.step_time`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from batchllm_operator.simulate.machine import ARRIVALS_PER_S, Machine, Policy
 from batchllm_operator.simulate.run import Run, Timeline
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
-from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings, StepCost
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
 
 _ANY_TOKEN, _STOP_TOKEN = 5, 6
 _NO_LIMIT: Final = 1 << 20  # of output tokens, where a stop token ends them

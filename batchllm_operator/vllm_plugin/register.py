@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 VARIABLE: Final = "BATCHLLM_ATTENTION"
-BACKEND: Final = "batchllm_operator.vllm_plugin.attention.PrefixAttentionBackend"
+BACKEND: Final = "batchllm_operator.vllm_plugin.attention.backend.PrefixAttentionBackend"
 Attention = Literal["batchllm", "stock"]
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.engine import EngineJob, EngineRequest
-from batchllm_operator.vllm_plugin.hints import RequestHints
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 from benchmarks.drawn_weights import LOAD_FORMAT, register_loader
 from benchmarks.end_to_end.engine_run import Prompts, Task, make_spec
 from benchmarks.end_to_end.models import MODELS, max_model_len

@@ -38,7 +38,7 @@ from batchllm_operator.planner import (
 from batchllm_operator.progress import Progress
 from batchllm_operator.simulate.machine import POLICIES as SIMULATED
 from batchllm_operator.simulate.machine import Machine
-from batchllm_operator.vllm_plugin.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from benchmarks.end_to_end.models import TINY, model_config
 from benchmarks.end_to_end.policies import POLICIES
 from benchmarks.provenance import provenance

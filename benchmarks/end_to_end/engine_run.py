@@ -22,7 +22,7 @@ from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.planner import MODEL_SHAPES, TokenTable, find_gpu, matrix_seconds
 from batchllm_operator.simulate.workload import Shape
 from batchllm_operator.spec import JobSpec, SamplingSpec, parse_spec
-from batchllm_operator.vllm_plugin.hints import StepCost
+from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 from benchmarks.end_to_end.models import TINY, max_model_len, model_config, write_model
 from benchmarks.end_to_end.policies import NO_CASCADE, POLICIES, SETTINGS, TINY_SETTINGS
 from benchmarks.end_to_end.requests import (

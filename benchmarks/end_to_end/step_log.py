@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchllm_operator.vllm_plugin.step_row import in_valley
+from batchllm_operator.vllm_plugin.scheduler.step_row import in_valley
 
 
 @dataclass(frozen=True, slots=True, eq=False)

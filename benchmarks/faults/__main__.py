@@ -53,11 +53,11 @@ import deltalake  # noqa: F401 - so that no command has to
 import pyiceberg.catalog.sql  # noqa: F401
 import s3fs  # noqa: F401
 
-import batchllm_operator.lake.delta
-import batchllm_operator.lake.iceberg
-import batchllm_operator.pipeline.commit
-import batchllm_operator.pipeline.plan
-import batchllm_operator.pipeline.run  # noqa: F401
+import batchllm_operator.commit.stage
+import batchllm_operator.lake.delta.table
+import batchllm_operator.lake.iceberg.table
+import batchllm_operator.plan.stage
+import batchllm_operator.run.stage  # noqa: F401
 from benchmarks.faults.tables import FORMATS
 from benchmarks.faults.trial import FATAL
 from benchmarks.faults.worker import Worker

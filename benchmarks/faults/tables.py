@@ -92,7 +92,7 @@ class IcebergTables:
         from pyiceberg.partitioning import PartitionField, PartitionSpec
         from pyiceberg.transforms import IdentityTransform
 
-        from batchllm_operator.lake.iceberg_schema import iceberg_schema
+        from batchllm_operator.lake.iceberg.schema import iceberg_schema
 
         table = _with_ds(rows)
         if not self._catalog.table_exists("ns.documents"):

@@ -84,8 +84,8 @@ class _Replica:
     def __init__(self, settings: ReplicaSettings) -> None:
         from vllm import EngineArgs, LLMEngine
 
-        from batchllm_operator.vllm_plugin.runahead_phase import open_chain
-        from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
+        from batchllm_operator.vllm_plugin.runahead.phase import open_chain
+        from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
         from benchmarks.drawn_weights import LOAD_FORMAT, register_loader
 
         register_loader()
@@ -114,7 +114,7 @@ class _Replica:
 
     def prepare(self, work: Mapping[str, Any]) -> None:
         """Make prompts and empty the cache."""
-        from batchllm_operator.vllm_plugin.runahead_plan import RunaheadGroup
+        from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
 
         self._work = ReplicaWork.from_json(work)
         self._prompts = {each: self._sizes.prompt(*each) for each in self._work.members}
@@ -134,7 +134,7 @@ class _Replica:
             Seconds from then to the end and to each group's first token here; each member's
             tokens; outcomes of the chains.
         """
-        from batchllm_operator.vllm_plugin.runahead_phase import run_prefill_phase
+        from batchllm_operator.vllm_plugin.runahead.phase import run_prefill_phase
 
         time.sleep(max(0.0, start_at - time.monotonic()))
         outcomes = run_prefill_phase(self._engine, self._groups) if self._groups else []
@@ -158,7 +158,7 @@ class _Replica:
 
     def time_steps(self, sizes: list[tuple[int, int]], repetitions: int) -> list[float]:
         """Median seconds of a step of (tokens, tokens before them that are cached)."""
-        from batchllm_operator.vllm_plugin.runahead_phase import time_prefill
+        from batchllm_operator.vllm_plugin.runahead.phase import time_prefill
 
         return [seconds for *_, seconds in time_prefill(self._engine, sizes, repetitions)]
 

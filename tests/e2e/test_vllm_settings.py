@@ -66,7 +66,7 @@ def test_every_setting_reaches_vllm(demo: Demo) -> None:
         "max_model_len": 777,
         "kv_cache_dtype": "fp8",
         "enable_prefix_caching": True,
-        "scheduler_cls": "batchllm_operator.vllm_plugin.scheduler.BatchLLMScheduler",
+        "scheduler_cls": "batchllm_operator.vllm_plugin.scheduler.scheduler.BatchLLMScheduler",
     }
     assert {name: shown["engine"][name] for name in expected} == expected
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchllm_operator.engine.placing import Placer
 from batchllm_operator.engine.protocol import EngineRequest
+from batchllm_operator.engine.replicas.placing import Placer
 
 
 def group(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from batchllm_operator.engine import EngineDiedError, replica
-from batchllm_operator.engine.replica_messages import Channel
+from batchllm_operator.engine import EngineDiedError
+from batchllm_operator.engine.replicas import replica
+from batchllm_operator.engine.replicas.messages import Channel
 from batchllm_operator.errors import SpecError
 
 

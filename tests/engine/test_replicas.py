@@ -23,15 +23,15 @@ from batchllm_operator.engine import (
     EngineJob,
     EngineOutput,
     EngineRequest,
-    replica_process,
     start_engine,
 )
 from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.engine.device_profile import DeviceProfile
-from batchllm_operator.engine.replicas import ReplicaEngines
+from batchllm_operator.engine.replicas import process as replica_process
+from batchllm_operator.engine.replicas.engine import ReplicaEngines
 from batchllm_operator.errors import EngineError, ModelError, SpecError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.vllm_plugin.runahead_plan import RunaheadGroup
+from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
 
 TESTS = Path(__file__).parent.parent
 

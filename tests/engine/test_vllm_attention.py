@@ -10,7 +10,7 @@ from support.fake_job import fake_spec
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
-from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
+from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 
 vllm_attention = pytest.importorskip("batchllm_operator.engine.vllm_attention")
 KNOWN: dict[str, object] = {"attention_backend": None}
@@ -56,7 +56,7 @@ class Engine:
     """Workers that report what they are told to."""
 
     def __init__(self, *reports: tuple[int, list[str]], backend: str | None = None) -> None:
-        from batchllm_operator.vllm_plugin.attention_report import AttentionReport
+        from batchllm_operator.vllm_plugin.attention.report import AttentionReport
 
         self._reports = [AttentionReport(*report, "Triton on sm90") for report in reports]
         self.asked: list[str] = []

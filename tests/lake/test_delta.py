@@ -32,8 +32,8 @@ from batchllm_operator.errors import (
     TableError,
 )
 from batchllm_operator.lake import Folder, LakeTable, Publication
-from batchllm_operator.lake.delta import DeltaTable
-from batchllm_operator.lake.delta_log import CommitRefusedError, DeltaLog
+from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
+from batchllm_operator.lake.delta.table import DeltaTable
 from batchllm_operator.spec import FilterTerm
 
 DS = "2026-01-31"
@@ -712,7 +712,7 @@ def test_commits_to_other_partitions_are_no_conflict(
 def test_a_table_that_never_rests(
     folder: Folder, table: DeltaTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchllm_operator.lake.delta._ATTEMPTS", 3)
+    monkeypatch.setattr("batchllm_operator.lake.delta.table._ATTEMPTS", 3)
     table.publish(by("a"), outputs(tmp_path, by("a"), 1), replaces=None)
     meanwhile(monkeypatch, lambda: write(folder, raw_rows(9, ds="other")), times=99)
     with pytest.raises(StorageError, match="another commit to the table always came first"):
@@ -830,6 +830,6 @@ def test_places_that_delta_rs_takes_for_others(lake_uri: str) -> None:
 
 
 def test_the_lake_is_imported_without_it() -> None:
-    code = "import sys, batchllm_operator.lake.delta; print('deltalake' in sys.modules)"
+    code = "import sys, batchllm_operator.lake.delta.table; print('deltalake' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr

@@ -61,7 +61,7 @@ def test_the_iceberg_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     from pyiceberg.transforms import IdentityTransform
     from pyiceberg.utils.config import Config
 
-    from batchllm_operator.lake.iceberg_schema import iceberg_schema
+    from batchllm_operator.lake.iceberg.schema import iceberg_schema
 
     lake = tmp_path / "lake"
     lake.mkdir()

@@ -33,11 +33,11 @@ from pyiceberg.types import LongType
 from pyiceberg.utils.config import Config
 from support.lake_tables import DS, IcebergLake, of_plan, open_lake, publish, wrapped
 
-import batchllm_operator.lake.iceberg_read as iceberg_read
+import batchllm_operator.lake.iceberg.read as iceberg_read
 from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake import LakeTable, open_table
-from batchllm_operator.lake.iceberg_schema import iceberg_schema
-from batchllm_operator.lake.iceberg_write import StagedFiles
+from batchllm_operator.lake.iceberg.schema import iceberg_schema
+from batchllm_operator.lake.iceberg.write import StagedFiles
 from batchllm_operator.spec import FilterTerm
 
 

@@ -649,7 +649,7 @@ def test_s3_that_does_not_take_a_file(
         cause = ClientError(answer, "PutObject") if status else None  # type: ignore[arg-type]
         raise OSError(5, "no luck") from cause
 
-    monkeypatch.setattr("batchllm_operator.lake.swap._upload", fail)
+    monkeypatch.setattr("batchllm_operator.lake.parquet.swap._upload", fail)
     with pytest.raises(kind, match="no luck"):
         table.publish(publication(), source, replaces=None)
     assert len(pauses) == num_tries

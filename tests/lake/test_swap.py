@@ -13,7 +13,7 @@ import pytest
 
 from batchllm_operator.errors import CommitUnknownError, StorageError
 from batchllm_operator.lake import Folder
-from batchllm_operator.lake.swap import FileChangedError, etag_of, exclusive, replace_file
+from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
 
 
 def seen(folder: Folder, name: str) -> str | None:
@@ -30,7 +30,7 @@ def source(tmp_path: Path) -> Path:
 def test_s3_compares(
     s3_bucket: str, source: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
-    monkeypatch.setattr("batchllm_operator.lake.swap._PART_BYTES", part_bytes)
+    monkeypatch.setattr("batchllm_operator.lake.parquet.swap._PART_BYTES", part_bytes)
     folder = Folder.open(f"{s3_bucket}/table")
     data = os.urandom(13 << 20)
     source.write_bytes(data)
@@ -52,7 +52,7 @@ def test_s3_compares(
 def test_a_part_that_fails_leaves_no_upload(
     s3_bucket: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchllm_operator.lake.swap._PART_BYTES", 6 << 20)
+    monkeypatch.setattr("batchllm_operator.lake.parquet.swap._PART_BYTES", 6 << 20)
     folder = Folder.open(f"{s3_bucket}/table")
     source.write_bytes(bytes(13 << 20))
     real = type(folder.fs).call_s3

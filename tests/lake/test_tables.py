@@ -17,7 +17,7 @@ from support.lake_tables import DS, HIVE_NULL, LAKES, Lake, of_plan, open_lake, 
 
 from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
 from batchllm_operator.lake import LakeTable, open_table
-from batchllm_operator.lake.parquet import ParquetTable
+from batchllm_operator.lake.parquet.table import ParquetTable
 from batchllm_operator.lake.schema import plain_type
 from batchllm_operator.spec import FilterTerm
 

@@ -10,9 +10,9 @@ import yaml
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
 from batchllm_operator.errors import EmptyPartitionError, SpecError
-from batchllm_operator.pipeline import advise as advise_module
-from batchllm_operator.pipeline.advise import advise
-from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.plan import advise as advise_module
+from batchllm_operator.plan.advise import advise
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import TokenTable
 from batchllm_operator.prompts import TokenIdsDifferError, load_tokenizer
 from batchllm_operator.report import format_advice

@@ -21,25 +21,25 @@ from support.demo_job import wait_until
 from support.fork_server import ForkServer
 from support.staged_job import NUM_PARTS, NUM_ROWS, Engines, check_published, plan_one_shard
 
-from batchllm_operator.errors import ExitCode, FencedError, IncompleteRunError, StorageError
-from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline import attempts as attempts_module
-from batchllm_operator.pipeline import run as run_module
-from batchllm_operator.pipeline.attempts import (
+from batchllm_operator.artifacts import attempts as attempts_module
+from batchllm_operator.artifacts.attempts import (
     CLAIM_FILE,
     Attempt,
     attempt_name,
     check_free,
     claim_attempt,
 )
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.draining import Drain
-from batchllm_operator.pipeline.live_progress import INTERVAL_VARIABLE
-from batchllm_operator.pipeline.parts import read_ledger
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.pipeline.verify import verify_shard
-from batchllm_operator.report.shard_progress import PROGRESS_FILE, ShardProgress
+from batchllm_operator.artifacts.parts import read_ledger
+from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.errors import ExitCode, FencedError, IncompleteRunError, StorageError
+from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.lake import Folder
+from batchllm_operator.run import stage as run_module
+from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
+from batchllm_operator.run.stage import run_shard
 
 
 @pytest.fixture
@@ -362,8 +362,8 @@ def plan_of_slow_requests(lake_uri: str) -> StoredPlan:
 
 KILLED_BEFORE_AN_ENTRY = """
 import os, signal, sys
-from batchllm_operator.pipeline.attempts import Attempt
-from batchllm_operator.pipeline.run import run_shard
+from batchllm_operator.artifacts.attempts import Attempt
+from batchllm_operator.run.stage import run_shard
 
 looks = []
 def check(self):

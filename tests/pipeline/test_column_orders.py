@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchllm_operator.pipeline.column_orders import column_orders, take_apart
+from batchllm_operator.plan.column_orders import column_orders, take_apart
 from batchllm_operator.spec import template_columns
 
 

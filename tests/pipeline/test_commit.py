@@ -13,16 +13,17 @@ import pytest
 from conftest import Batchllm
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
+from batchllm_operator.artifacts import buckets
+from batchllm_operator.artifacts.parts import read_ledger
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit import partition
+from batchllm_operator.commit.report import load_report
+from batchllm_operator.commit.stage import commit_run, published_plan_uri
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import FailedRowsError, IncompleteRunError, PlanError, TableError
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline import buckets, partition
-from batchllm_operator.pipeline.commit import commit_run, published_plan_uri
-from batchllm_operator.pipeline.parts import read_ledger
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.run_report import load_report
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 

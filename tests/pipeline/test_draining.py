@@ -14,15 +14,15 @@ from support.demo_job import wait_until
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 from support.fork_server import ForkServer
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import Interrupted, SpecError
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline import run as run_module
-from batchllm_operator.pipeline.draining import Drain
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run import stage as run_module
+from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 

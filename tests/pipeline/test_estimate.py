@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import SpecError
-from batchllm_operator.pipeline.estimate import Target, estimate_cost, find_target, work_costs
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.plan.estimate import Target, estimate_cost, find_target, work_costs
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import (
     MODEL_SHAPES,
     EngineLimits,
@@ -50,7 +50,7 @@ def targeted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Target], None]:
     """Plan jobs of the fake engine as if they had a model."""
 
     def set_target(target: Target) -> None:
-        monkeypatch.setattr("batchllm_operator.pipeline.plan.find_target", lambda spec: target)
+        monkeypatch.setattr("batchllm_operator.plan.stage.find_target", lambda spec: target)
 
     set_target(TARGET)
     return set_target

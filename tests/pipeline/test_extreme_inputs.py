@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, fake_spec, write_table
 
-from batchllm_operator.pipeline.memory import MemoryBudget
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import SearchMemory
 
 

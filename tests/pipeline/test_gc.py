@@ -17,22 +17,22 @@ from conftest import Batchllm
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 from support.staged_job import NUM_PARTS, Engines, check_published, plan_one_shard, put_table
 
+from batchllm_operator.artifacts.attempts import Attempt, claim_attempt
+from batchllm_operator.artifacts.committed import COMMITTED_FILE
+from batchllm_operator.artifacts.stored_plan import StoredPlan, job_root
+from batchllm_operator.commands.gc import parse_age
+from batchllm_operator.commit import stage as commit_module
+from batchllm_operator.commit.partition import write_partition
+from batchllm_operator.commit.report import load_report
+from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.errors import PlanError, StorageError
+from batchllm_operator.inspect import gc as gc_module
+from batchllm_operator.inspect.gc import Garbage, Kept, find_garbage, remove_garbage
+from batchllm_operator.inspect.verify import record_plan, verify_shard
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline import commit as commit_module
-from batchllm_operator.pipeline import gc as gc_module
-from batchllm_operator.pipeline import run as run_module
-from batchllm_operator.pipeline.attempts import Attempt, claim_attempt
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.committed import COMMITTED_FILE
-from batchllm_operator.pipeline.gc import Garbage, Kept, find_garbage, remove_garbage
-from batchllm_operator.pipeline.gc_command import parse_age
-from batchllm_operator.pipeline.partition import write_partition
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.run_report import load_report
-from batchllm_operator.pipeline.stored_plan import StoredPlan, job_root
-from batchllm_operator.pipeline.verify import record_plan, verify_shard
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run import stage as run_module
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 DAY_S = 86_400.0

@@ -10,13 +10,13 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec
 from support.staged_job import put_table
 
-from batchllm_operator.pipeline.attempts import attempt_name
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.job_status import read_attempts, read_status
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.report.shard_progress import ShardProgress
+from batchllm_operator.artifacts.attempts import attempt_name
+from batchllm_operator.artifacts.job_status import read_attempts, read_status
+from batchllm_operator.artifacts.shard_progress import ShardProgress
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 NUM_SHARDS = 3

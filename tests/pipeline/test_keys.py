@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from support.levels import examples
 from support.spilling import file_size_limit
 
+from batchllm_operator.artifacts.row_keys import check_key_types
 from batchllm_operator.errors import KeyColumnError
-from batchllm_operator.pipeline.keys import check_key_types, check_keys
+from batchllm_operator.plan.keys import check_keys
 from batchllm_operator.planner import PrefixSearch, SearchMemory
 
 

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import PlanError
-from batchllm_operator.pipeline.known_rows import KnownRows
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.plan.known_rows import KnownRows
+from batchllm_operator.plan.stage import plan_job
 
 DAY = datetime.date(2026, 1, 1)
 TIME = datetime.datetime(2026, 1, 1, 12)

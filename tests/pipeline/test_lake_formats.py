@@ -15,6 +15,10 @@ import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec
 from support.lake_tables import LAKES, Lake, open_lake
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan, check_publisher
+from batchllm_operator.commit.partition import write_partition
+from batchllm_operator.commit.report import load_report
+from batchllm_operator.commit.stage import commit_run, published_plan_uri
 from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import (
@@ -24,15 +28,11 @@ from batchllm_operator.errors import (
     SpecError,
     TableError,
 )
+from batchllm_operator.inspect.gc import find_garbage, remove_garbage
+from batchllm_operator.inspect.verify import verify_shard
 from batchllm_operator.lake import Folder, Publication
-from batchllm_operator.pipeline.commit import commit_run, published_plan_uri
-from batchllm_operator.pipeline.gc import find_garbage, remove_garbage
-from batchllm_operator.pipeline.partition import write_partition
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.run_report import load_report
-from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher
-from batchllm_operator.pipeline.verify import verify_shard
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import FilterTerm, JobSpec
 
 
@@ -149,7 +149,7 @@ def test_a_commit_that_somebody_else_got_ahead_of(
             commit_run(fast.folder.uri)
         return data
 
-    monkeypatch.setattr("batchllm_operator.pipeline.commit.write_partition", overtaken)
+    monkeypatch.setattr("batchllm_operator.commit.stage.write_partition", overtaken)
     with pytest.raises(ConflictError, match=fast.manifest.plan_id):
         commit_run(slow.folder.uri)
     with pytest.raises(PlanError, match="a later plan's outputs"):  # a retry doesn't win, either
@@ -199,7 +199,7 @@ def test_an_older_plan_does_not_fill_what_a_newer_one_has_emptied(
             commit_run(newer.folder.uri)
         return data
 
-    monkeypatch.setattr("batchllm_operator.pipeline.commit.write_partition", overtaken)
+    monkeypatch.setattr("batchllm_operator.commit.stage.write_partition", overtaken)
     with pytest.raises(ConflictError, match=newer.manifest.plan_id):
         commit_run(older.folder.uri)
     assert read(lakes[1], ["row_key"]) == []

@@ -20,20 +20,20 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.fork_server import ForkServer
 from support.staged_job import NUM_PARTS, NUM_ROWS, Engines, check_published, plan_one_shard
 
+from batchllm_operator.artifacts.attempts import attempt_name, claim_attempt
+from batchllm_operator.artifacts.job_status import read_attempts, read_status
+from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.errors import EngineError, FencedError, Interrupted, StorageError
+from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline import live_progress as live
-from batchllm_operator.pipeline.attempts import attempt_name, claim_attempt
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.draining import Drain
-from batchllm_operator.pipeline.gc import find_garbage, remove_garbage
-from batchllm_operator.pipeline.job_status import read_attempts, read_status
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.shard_tally import ShardTally
-from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.report.shard_progress import PROGRESS_FILE, ShardProgress
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run import live_progress as live
+from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.shard_tally import ShardTally
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 

@@ -9,11 +9,11 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.spilling import file_size_limit
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import SpecError, StorageError
-from batchllm_operator.pipeline import memory
-from batchllm_operator.pipeline.memory import MemoryBudget
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.plan import memory
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import SearchMemory
 
 

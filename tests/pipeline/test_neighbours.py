@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from batchllm_operator.pipeline.neighbours import OneBehind, one_ahead
+from batchllm_operator.plan.neighbours import OneBehind, one_ahead
 
 WAIT_S = 30  # for another thread that has nothing else to do
 

@@ -18,24 +18,24 @@ from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.lake_tables import LAKES, IcebergLake
 
+from batchllm_operator.artifacts.manifest import LearnedOutputs, LengthBucket
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine import EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.errors import SpecError
 from batchllm_operator.lake import open_table
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.group_lengths import GroupLengths
-from batchllm_operator.pipeline.output_lengths import (
+from batchllm_operator.plan.group_lengths import GroupLengths
+from batchllm_operator.plan.output_lengths import (
     Learned,
     _bucket,
     estimate_output_tokens,
     learn_output_lengths,
 )
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import PrefixGroups, Requests, TokenTable
-from batchllm_operator.planner.plan import LearnedOutputs, LengthBucket
 from batchllm_operator.report import format_plan
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 LEARN = {"estimated_output_tokens": {"learned": True}}

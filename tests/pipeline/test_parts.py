@@ -8,11 +8,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from batchllm_operator.artifacts.attempts import Attempt, claim_attempt
+from batchllm_operator.artifacts.parts import PART_SCHEMA, PartEntry, read_ledger, write_part
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import FencedError, StorageError
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline.attempts import Attempt, claim_attempt
-from batchllm_operator.pipeline.parts import PART_SCHEMA, PartEntry, read_ledger, write_part
 
 PLAN = "0123456789abcdef"
 

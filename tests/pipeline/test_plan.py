@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import KeyColumnError, SpecError, StorageError
 from batchllm_operator.lake import Folder, ParquetTable
-from batchllm_operator.pipeline import plan as plan_module
-from batchllm_operator.pipeline.memory import MemoryBudget
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.plan import stage as plan_module
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import TokenTable
 from batchllm_operator.prompts import TokenIdsDifferError, load_tokenizer
 

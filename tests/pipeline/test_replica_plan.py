@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
+from batchllm_operator.artifacts.manifest import ReplicaPlacement
+from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
 from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.errors import SpecError
-from batchllm_operator.pipeline.estimate import Target, engine_limits
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.replica_plan import ReplicaPlanner
-from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_folder
+from batchllm_operator.plan.estimate import Target, engine_limits
+from batchllm_operator.plan.replicas import ReplicaPlanner
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import MODEL_SHAPES, PrefixGroups, find_gpu
-from batchllm_operator.planner.plan import ReplicaPlacement
 from batchllm_operator.report import format_plan
 from batchllm_operator.spec import JobSpec, parse_spec
 
@@ -270,7 +270,7 @@ def targeted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Plan jobs of the fake engine as if they had a model."""
 
     def set_target() -> None:
-        monkeypatch.setattr("batchllm_operator.pipeline.plan.find_target", target)
+        monkeypatch.setattr("batchllm_operator.plan.stage.find_target", target)
 
     return set_target
 

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
+from batchllm_operator.artifacts.manifest import ReplicaPlacement
+from batchllm_operator.artifacts.plan_file import PlanFile
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
 from batchllm_operator.engine import ChainJob, Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.engine.fake import FakeEngine
-from batchllm_operator.pipeline import run as run_module
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.plan_file import PlanFile
-from batchllm_operator.pipeline.replica_work import chain_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.shard_work import ShardWork
-from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_folder
-from batchllm_operator.planner.plan import ReplicaPlacement
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run import stage as run_module
+from batchllm_operator.run.replicas import chain_job
+from batchllm_operator.run.shard_work import ShardWork
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 FAKE = {"engine": {"replicas": 2}, "planner": {"num_shards": 1, "part_rows": 10}}

@@ -16,15 +16,8 @@ from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 from support.lake_tables import LAKES
 
-from batchllm_operator.engine.fake import fake_text
-from batchllm_operator.errors import PlanError, SpecError
-from batchllm_operator.lake import Folder, open_table
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.gc import find_garbage, remove_garbage
-from batchllm_operator.pipeline.memory import MemoryBudget
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.reuse import Reuse, find_indexes
-from batchllm_operator.pipeline.reuse_index import (
+from batchllm_operator.artifacts.manifest import REUSED_FILE
+from batchllm_operator.artifacts.reuse_index import (
     INDEX_SCHEMA,
     ReuseIndex,
     fingerprint_array,
@@ -33,14 +26,22 @@ from batchllm_operator.pipeline.reuse_index import (
     load_fingerprints,
     reuse_identity,
 )
-from batchllm_operator.pipeline.row_groups import RowGroupWriter
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.pipeline.verify import verify_shard
+from batchllm_operator.artifacts.row_groups import RowGroupWriter
+from batchllm_operator.artifacts.run_report import RunReport
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.engine.fake import fake_text
+from batchllm_operator.errors import PlanError, SpecError
+from batchllm_operator.inspect.gc import find_garbage, remove_garbage
+from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.lake import Folder, open_table
+from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import TokenTable
-from batchllm_operator.planner.plan import REUSED_FILE
 from batchllm_operator.prompts.tokenizer import Utf8Tokenizer
-from batchllm_operator.report import RunReport, format_plan, format_summary
+from batchllm_operator.report import format_plan, format_summary
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 NEXT, THIRD = "2026-02-01", "2026-02-02"

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.levels import examples
 
+from batchllm_operator.artifacts import manifest as plan_module
+from batchllm_operator.artifacts.attempts import claim_attempt
+from batchllm_operator.artifacts.committed import COMMITTED_FILE
+from batchllm_operator.artifacts.manifest import PlanManifest
+from batchllm_operator.artifacts.parts import read_ledger, write_part
+from batchllm_operator.artifacts.run_report import RunReport
+from batchllm_operator.artifacts.stored_plan import StoredPlan, job_folder
+from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import BatchLLMError, FencedError, PlanError
+from batchllm_operator.inspect.gc import find_garbage
+from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_shard
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline.attempts import claim_attempt
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.committed import COMMITTED_FILE
-from batchllm_operator.pipeline.gc import find_garbage
-from batchllm_operator.pipeline.parts import read_ledger, write_part
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.stored_plan import StoredPlan, job_folder
-from batchllm_operator.pipeline.verify import record_plan, verify_plan, verify_shard
-from batchllm_operator.planner import plan as plan_module
-from batchllm_operator.planner.plan import PlanManifest
-from batchllm_operator.report import RunReport
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
 
 DEEP = b"[" * 100_000
 HALF_A_PAIR = b'{"plan_id": "\\ud800"}'

@@ -22,18 +22,18 @@ from hypothesis import strategies as st
 from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.levels import examples
 
+from batchllm_operator.artifacts.committed import COMMITTED_FILE
+from batchllm_operator.artifacts.manifest import MANIFEST_FILE, SHARD_SCHEMA, describe_file
+from batchllm_operator.artifacts.parts import PART_SCHEMA
+from batchllm_operator.artifacts.reuse_index import INDEX_FILE
+from batchllm_operator.artifacts.stored_plan import TURN_FILE, StoredPlan
+from batchllm_operator.artifacts.stored_profiles import StoredProfiles
+from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.errors import BatchLLMError, PlanError
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.committed import COMMITTED_FILE
-from batchllm_operator.pipeline.parts import PART_SCHEMA
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.reuse_index import INDEX_FILE
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.stored_plan import TURN_FILE, StoredPlan
-from batchllm_operator.pipeline.stored_profiles import StoredProfiles
-from batchllm_operator.planner.plan import MANIFEST_FILE, SHARD_SCHEMA, describe_file
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
 
 NEXT_DS = "2026-02-01"
 CHANGES: dict[str, Any] = {

@@ -10,15 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
+from batchllm_operator.artifacts.manifest import PlanManifest
+from batchllm_operator.artifacts.parts import read_ledger
+from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import PlanError
-from batchllm_operator.pipeline import run as run_module
-from batchllm_operator.pipeline.parts import read_ledger
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.planner.plan import PlanManifest
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run import stage as run_module
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 

@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
+from batchllm_operator.artifacts.committed import COMMITTED_FILE
+from batchllm_operator.artifacts.job_status import read_attempts
+from batchllm_operator.artifacts.run_report import PAGE_FILE, RunReport
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit import report as run_report
+from batchllm_operator.commit import row_errors
+from batchllm_operator.commit.report import load_report, refresh_page
+from batchllm_operator.commit.row_errors import RowErrors
+from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine import Engine, EngineJob
 from batchllm_operator.errors import EngineError, PlanError, StorageError
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline import row_errors, run_report
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.committed import COMMITTED_FILE
-from batchllm_operator.pipeline.job_status import read_attempts
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.row_errors import RowErrors
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.run_report import load_report, refresh_page
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.report.page import render_report
-from batchllm_operator.report.run_report import PAGE_FILE, RunReport
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 

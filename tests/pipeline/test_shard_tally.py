@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.staged_job import NUM_ROWS, plan_one_shard
 
+from batchllm_operator.artifacts.attempts import Attempt
+from batchllm_operator.artifacts.parts import PartEntry
+from batchllm_operator.artifacts.shard_report import ShardReport
+from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.engine.gpus import num_gpus_of
-from batchllm_operator.pipeline.attempts import Attempt
-from batchllm_operator.pipeline.parts import PartEntry
-from batchllm_operator.pipeline.shard_report import ShardReport
-from batchllm_operator.pipeline.shard_tally import ShardTally
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.run.shard_tally import ShardTally
 
 BEGAN_AT = datetime(2026, 1, 31, tzinfo=UTC)
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
+from batchllm_operator.commands import simulate as simulate_command
 from batchllm_operator.errors import (
     ExitCode,
     MissingLibraryError,
@@ -20,16 +21,15 @@ from batchllm_operator.errors import (
     PlanError,
     SpecError,
 )
-from batchllm_operator.pipeline import simulate as simulate_stage
-from batchllm_operator.pipeline import simulate_command
-from batchllm_operator.pipeline.estimate import Target
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.simulate import (
+from batchllm_operator.inspect import simulations as simulate_stage
+from batchllm_operator.inspect.simulations import (
     SimulationOptions,
     shape_to_simulate,
     shard_to_simulate,
     simulate_policies,
 )
+from batchllm_operator.plan.estimate import Target
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import MODEL_SHAPES, EngineLimits, find_gpu
 from batchllm_operator.simulate.machine import POLICIES
 from batchllm_operator.simulate.workload import Shape
@@ -43,7 +43,7 @@ SMALL = ("--requests", 20, "--degree", 4, "--prefix-tokens", 60, "--distinct-tok
 def plan_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Two shards, of a job that is estimated for Qwen2-7B on two H200."""
     target = Target(find_gpu("H200"), MODEL_SHAPES["Qwen2-7B"], EngineLimits())
-    monkeypatch.setattr("batchllm_operator.pipeline.plan.find_target", lambda spec: target)
+    monkeypatch.setattr("batchllm_operator.plan.stage.find_target", lambda spec: target)
     rows = [{**row, "length": idx % 7 + 1} for idx, row in enumerate(document_rows())]
     write_table(tmp_path / "documents", rows)
     spec = fake_spec(

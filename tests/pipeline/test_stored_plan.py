@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import open_table
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.stored_plan import StoredPlan, check_publisher, job_folder
+from batchllm_operator.plan.stage import plan_job
 
 
 @pytest.fixture

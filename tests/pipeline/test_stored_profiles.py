@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
+from batchllm_operator.artifacts.stored_profiles import StoredProfiles
 from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline.stored_profiles import StoredProfiles
 
 PROFILE = DeviceProfile(subject={"device": "a GPU"}, steps=((64, 0.01),), num_kv_blocks=100)
 

@@ -13,16 +13,16 @@ from conftest import Batchllm
 from support.fake_job import DS, fake_spec, job_fields, write_table
 from support.lake_tables import LAKES, Lake, ParquetLake, of_plan, open_lake, publish
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.report import load_report
+from batchllm_operator.commit.stage import commit_run, published_plan_uri
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import BatchLLMError
+from batchllm_operator.inspect.gc import find_garbage, remove_garbage
+from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_shard
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline.commit import commit_run, published_plan_uri
-from batchllm_operator.pipeline.gc import find_garbage, remove_garbage
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.run_report import load_report
-from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.pipeline.verify import record_plan, verify_plan, verify_shard
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec, parse_spec
 
 PATHS = [

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.levels import examples
 
+from batchllm_operator.commit import timelines
+from batchllm_operator.commit.timelines import read_timeline
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline import timelines
-from batchllm_operator.pipeline.timelines import read_timeline
-from batchllm_operator.vllm_plugin.step_row import StepRow
-from batchllm_operator.vllm_plugin.trace import StepTrace
+from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
+from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
 
 CHUNK = 1000
 

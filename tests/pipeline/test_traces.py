@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchllm_operator.lake import Folder
-from batchllm_operator.pipeline.traces import traced
+from batchllm_operator.run.traces import traced
 
 
 def test_every_trace_of_every_attempt_is_published(lake_uri: str) -> None:

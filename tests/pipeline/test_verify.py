@@ -7,9 +7,9 @@ import pytest
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
 from batchllm_operator.errors import IncompleteRunError, PlanError, SpecError
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.run import run_shard
-from batchllm_operator.pipeline.verify import record_plan, verify_plan, verify_shard
+from batchllm_operator.inspect.verify import record_plan, verify_plan, verify_shard
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import parse_spec_json
 
 

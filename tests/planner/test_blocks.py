@@ -20,7 +20,7 @@ from batchllm_operator.planner import (
     maximize_reuse,
     num_processed_tokens,
 )
-from batchllm_operator.planner.segment_hashes import HASH_BITS
+from batchllm_operator.planner.prefixes.segment_hashes import HASH_BITS
 
 Blocks = tuple[tuple[int, ...], ...]
 

@@ -24,7 +24,7 @@ from batchllm_operator.planner import (
     prompt_work,
     rates,
 )
-from batchllm_operator.planner.cost import kv_capacity_tokens
+from batchllm_operator.planner.cost.roofline import kv_capacity_tokens
 
 MISTRAL = MODEL_SHAPES["Mistral-7B"]
 H100 = find_gpu("H100")

@@ -14,9 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchllm_operator.errors import ExitCode, PlanError
-from batchllm_operator.planner import Requests, TokenTable
-from batchllm_operator.planner.plan import (
+from batchllm_operator.artifacts.manifest import (
     PART_TOKENS,
     SHARD_SCHEMA,
     DataFile,
@@ -35,6 +33,8 @@ from batchllm_operator.planner.plan import (
     shard_file,
     write_shard,
 )
+from batchllm_operator.errors import ExitCode, PlanError
+from batchllm_operator.planner import Requests, TokenTable
 from batchllm_operator.spec import JobSpec
 
 FILES = {

@@ -23,9 +23,9 @@ from batchllm_operator.planner import (
     TokenTable,
     build_prefix_tree,
 )
-from batchllm_operator.planner import refine as refine_module
+from batchllm_operator.planner.prefixes import refine as refine_module
+from batchllm_operator.planner.prefixes.segment_hashes import HASH_BITS, SegmentHasher
 from batchllm_operator.planner.prompt_store import chunks
-from batchllm_operator.planner.segment_hashes import HASH_BITS, SegmentHasher
 
 
 @st.composite
@@ -140,7 +140,7 @@ def test_a_collision_is_noticed_and_other_hashes_are_tried(
                 return found
             return TokenTable(np.zeros_like(found.token_ids), found.offsets)
 
-    monkeypatch.setattr("batchllm_operator.planner.search.SegmentHasher", Forgetful)
+    monkeypatch.setattr("batchllm_operator.planner.prefixes.search.SegmentHasher", Forgetful)
     prompts = [[1] * 10, [2] * 10, [1] * 10, [3] * 4]
     found = search(prompts, tmp_path, segment_tokens=4, memory=SearchMemory(1, 1))
     assert seeds == [0, 1]

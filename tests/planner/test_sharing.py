@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from batchllm_operator.planner import PlanSharing, TokenTable, describe_sharing
+from batchllm_operator.planner.algorithm1 import PrefixGroups
 from batchllm_operator.planner.requests import Requests
-from batchllm_operator.planner.reuse import PrefixGroups
 from batchllm_operator.planner.sharing import Histogram, _first_words
 
 SIZES = st.lists(st.integers(1, 2**52), max_size=50)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.spilling import file_size_limit
 
 from batchllm_operator.planner import TokenTable
-from batchllm_operator.planner.row_sort import SortedRows
-from batchllm_operator.planner.sorted_runs import RowSorter
+from batchllm_operator.planner.prefixes.row_sort import SortedRows
+from batchllm_operator.planner.prefixes.sorted_runs import RowSorter
 
 # Few symbols, so that rows of different runs are often equal or extend one another.
 ROWS = st.lists(st.lists(st.sampled_from([0, 1, 2**31 - 1]), max_size=7), max_size=40)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.run_reports import PLAN_URI, make_full_report, make_report, make_timeline
 
+from batchllm_operator.artifacts.run_report import Bill
 from batchllm_operator.report.comparison import (
     Comparison,
     Measure,
@@ -14,7 +15,6 @@ from batchllm_operator.report.comparison import (
     format_comparison,
     render_comparison,
 )
-from batchllm_operator.report.run_report import Bill
 
 
 def measures(comparison: Comparison) -> dict[str, Measure]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from support.run_reports import make_report
 
-from batchllm_operator.pipeline import row_errors, run_report, timelines
+from batchllm_operator.artifacts.run_report import RunReport
+from batchllm_operator.commit import report as run_report
+from batchllm_operator.commit import row_errors, timelines
 from batchllm_operator.planner import sharing
-from batchllm_operator.report.run_report import RunReport
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
+from batchllm_operator.artifacts.run_report import Bill, ErrorKind, RunReport, TokenKinds
 from batchllm_operator.planner.sharing import Histogram, LargeGroup, PlanSharing
 from batchllm_operator.report import page
 from batchllm_operator.report.drawing import Table, draw
 from batchllm_operator.report.page import render_report
-from batchllm_operator.report.run_report import Bill, ErrorKind, RunReport, TokenKinds
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
 SVG = re.compile(r"<svg.*?</svg>", re.DOTALL)

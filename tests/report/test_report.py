@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
+from batchllm_operator.artifacts.run_report import RunReport, SampleRow
 from batchllm_operator.errors import ExitCode, PlanError
-from batchllm_operator.report import RunReport, SampleRow, format_summary, share
+from batchllm_operator.report import format_summary, share
 
 BINS = [name for name, value in make_timeline() if isinstance(value, tuple)]
 

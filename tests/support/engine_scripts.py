@@ -76,8 +76,8 @@ def without_pyarrow() -> bool:
     for name in [each for each in sys.modules if each.startswith(("batchllm_", "pyarrow"))]:
         del sys.modules[name]
     sys.modules["pyarrow"] = None  # type: ignore[assignment]
-    import batchllm_operator.vllm_plugin.attention
-    import batchllm_operator.vllm_plugin.scheduler  # noqa: F401
+    import batchllm_operator.vllm_plugin.attention.backend
+    import batchllm_operator.vllm_plugin.scheduler.scheduler  # noqa: F401
 
     return sys.modules["pyarrow"] is None
 

@@ -17,8 +17,8 @@ from batchllm_operator.planner import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.vllm_config import make_scheduler
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
-from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
-from batchllm_operator.vllm_plugin.scheduler import BatchLLMScheduler
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
 BLOCK_SIZE = 16
 STOP = 1

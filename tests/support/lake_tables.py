@@ -73,7 +73,7 @@ class ParquetLake:
     def __init__(
         self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
     ) -> None:
-        import batchllm_operator.lake.parquet as parquet
+        import batchllm_operator.lake.parquet.table as parquet
 
         self.address, self.staging = f"{uri}/{name}", f"{uri}/staging"
         self.folder = Folder.open(self.address)
@@ -147,7 +147,7 @@ class IcebergLake:
         return self.catalog.load_table(self.name)
 
     def append(self, partition: str | None, rows: pa.Table, **options: Any) -> None:
-        from batchllm_operator.lake.iceberg_schema import storable_schema
+        from batchllm_operator.lake.iceberg.schema import storable_schema
 
         rows = rows.cast(storable_schema("test", rows.schema))
         if not self.catalog.table_exists(self.name):
@@ -159,7 +159,7 @@ class IcebergLake:
         from pyiceberg.partitioning import PartitionField, PartitionSpec
         from pyiceberg.transforms import IdentityTransform
 
-        from batchllm_operator.lake.iceberg_schema import iceberg_schema
+        from batchllm_operator.lake.iceberg.schema import iceberg_schema
 
         schema = iceberg_schema(columns.append(pa.field("ds", pa.string())))
         field = PartitionField(schema.find_field("ds").field_id, 1000, IdentityTransform(), "ds")
@@ -188,7 +188,7 @@ class DeltaLake:
     def __init__(
         self, uri: str, spool: Path, monkeypatch: pytest.MonkeyPatch, name: str = "table"
     ) -> None:
-        from batchllm_operator.lake.delta_log import DeltaLog
+        from batchllm_operator.lake.delta.log import DeltaLog
 
         self.folder = Folder.open(f"{uri}/{name}")
         self.address, self.staging = f"delta+{uri}/{name}", f"{uri}/staging"

@@ -19,9 +19,9 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from batchllm_operator.vllm_plugin.hints import RequestHints
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 
-OURS = "batchllm_operator.vllm_plugin.scheduler.BatchLLMScheduler"
+OURS = "batchllm_operator.vllm_plugin.scheduler.scheduler.BatchLLMScheduler"
 NUM_BLOCKS = 24  # of 32 tokens
 
 

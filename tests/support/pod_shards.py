@@ -14,9 +14,9 @@ from support.kubernetes.cluster import Cluster
 from support.pod_arguments import pod_arguments
 from support.task_runs import Mode, TaskInstance, TaskRun
 
+from batchllm_operator.inspect.verify import verify_shard
 from batchllm_operator.operators import BatchLLMGenerateOperator
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.verify import verify_shard
+from batchllm_operator.plan.stage import plan_job
 
 MODES: tuple[Mode, ...] = ("sync", "deferred")
 in_worker = pytest.mark.parametrize("shards", ["sync"], indirect=True)

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from batchllm_operator.engine.replica_messages import Channel, Started
-from batchllm_operator.vllm_plugin.runahead_plan import ChainLimits
+from batchllm_operator.engine.replicas.messages import Channel, Started
+from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits
 
 LIMITS = ChainLimits(block_size=16, num_blocks=100, max_step_tokens=256, max_model_len=1024)
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from batchllm_operator.artifacts.run_report import (
+    Bill,
+    ErrorKind,
+    RunReport,
+    SampleRow,
+    ShardRun,
+    Timeline,
+    TokenKinds,
+)
 from batchllm_operator.planner.sharing import Histogram, LargeGroup, PlanSharing
-from batchllm_operator.report import RunReport, SampleRow
-from batchllm_operator.report.run_report import Bill, ErrorKind, ShardRun, Timeline, TokenKinds
 
 PLAN_URI = "/lake/out/_batchllm/snippets/2026-01-31/plan-0123456789abcdef"
 

@@ -21,9 +21,9 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.sampling_params import RequestOutputKind
 
-from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
-from batchllm_operator.vllm_plugin.runahead_phase import open_chain, run_prefill_phase
-from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings, RunaheadGroup
+from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
+from batchllm_operator.vllm_plugin.runahead.phase import open_chain, run_prefill_phase
+from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings, RunaheadGroup
 
 _gather, _scatter = KVBlocks.gather, KVBlocks.scatter
 

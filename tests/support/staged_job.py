@@ -9,11 +9,11 @@ from typing import Any
 
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.engine.fake import FakeEngine, fake_text
 from batchllm_operator.lake import Folder, open_table
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spec import JobSpec
 
 NUM_ROWS = 30

@@ -14,14 +14,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from batchllm_kernels.prefix_attention import UnsupportedError
 from batchllm_operator.errors import SpecError
-from batchllm_operator.vllm_plugin import attention, compat
-from batchllm_operator.vllm_plugin.attention import (
+from batchllm_operator.vllm_plugin import compat
+from batchllm_operator.vllm_plugin.attention import backend as attention
+from batchllm_operator.vllm_plugin.attention.backend import (
     PrefixAttentionBackend,
     PrefixAttentionBuilder,
     PrefixAttentionImpl,
 )
-from batchllm_operator.vllm_plugin.attention_report import warm_up_attention
-from batchllm_operator.vllm_plugin.kv_writes import fp8_dtype
+from batchllm_operator.vllm_plugin.attention.kv_writes import fp8_dtype
+from batchllm_operator.vllm_plugin.attention.report import warm_up_attention
 
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_SIZE, NUM_BLOCKS = 16, 4, 2, 64, 12
 CPU = torch.device("cpu")

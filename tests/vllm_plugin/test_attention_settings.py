@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.vllm_plugin.attention_settings import KEY, AttentionSettings
+from batchllm_operator.vllm_plugin.attention.settings import KEY, AttentionSettings
 
 
 @pytest.mark.parametrize("config", [None, {}, {"batchllm": {"pace": False}}, "an object of vLLM's"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings, StepCost
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
 
 
 def through_json(value: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from batchllm_operator.simulate.machine import POLICIES
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
-from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
 NO_PACE = SchedulerSettings(pace=False)
 

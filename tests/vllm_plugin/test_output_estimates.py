@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from batchllm_operator.vllm_plugin.output_estimates import OutputEstimates
+from batchllm_operator.vllm_plugin.scheduler.output_estimates import OutputEstimates
 
 
 def test_before_anything_is_known_estimates_stand_with_a_margin() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchllm_operator.vllm_plugin.hints import StepCost
-from batchllm_operator.vllm_plugin.pacing import AverageRequest, Pace, Waiting, fill_share
+from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
+from batchllm_operator.vllm_plugin.scheduler.pacing import AverageRequest, Pace, Waiting, fill_share
 
 # 320 prompt tokens in 20 blocks, and 160 output tokens in 10 more, 5 on average.
 REQUEST = AverageRequest(

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchllm_operator.vllm_plugin.projection import BlockProjection, Growth
+from batchllm_operator.vllm_plugin.scheduler.projection import BlockProjection, Growth
 
 SIZE = 4
 

@@ -13,7 +13,7 @@ from support.levels import examples
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.simulate.machine import POLICIES
-from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
 NO_PACE = SchedulerSettings(pace=False)
 

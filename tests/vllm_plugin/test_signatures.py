@@ -19,7 +19,7 @@ import pytest
 from batchllm_operator.engine.arguments import vllm_arguments
 from batchllm_operator.planner import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
-from batchllm_operator.vllm_plugin.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
 
 @dataclass(frozen=True)

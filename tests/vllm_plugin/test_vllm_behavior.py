@@ -16,7 +16,7 @@ from batchllm_operator.planner import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
 from batchllm_operator.simulate.vllm_scheduling import make_scheduler
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
-from batchllm_operator.vllm_plugin.hints import KEY, RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.hints import KEY, RequestHints, SchedulerSettings
 
 SIZE = 16  # tokens of a block
 PROMPT = 3 * SIZE + 4

@@ -3,7 +3,7 @@
 A group is *whole* if one replica computes its prefix and has all its members, and *spread* if the
 members are on all replicas: then each of them computes the prefix, or a chain of all of them does.
 The makespan is that of the chains, one after the other while all replicas take part, and then that
-of the slowest replica, whose time is, as in `planner.cost`,
+of the slowest replica, whose time is, as in `planner.cost.roofline`,
 
     prefill_s + max(decode tokens * s per token, steps * weights_s) + KV reads + steps * overhead
 

@@ -22,8 +22,8 @@ from itertools import combinations
 import numpy as np
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner.gpu import GPU
-from batchllm_operator.planner.model_shape import ModelShape
+from batchllm_operator.planner.cost.gpu import GPU
+from batchllm_operator.planner.cost.model_shape import ModelShape
 
 _MAY_NOT_BE_ZERO = ("num_layers", "qkv_s_per_token", "other_s_per_token", "kv_bytes_per_token")
 
@@ -81,7 +81,7 @@ class ReplicaCost:
         score_bytes: float = 0.0,
         copies_kv: bool = True,
     ) -> ReplicaCost:
-        """A replica on one GPU, by the same roofline as `planner.cost`.
+        """A replica on one GPU, by the same roofline as `planner.cost.roofline`.
 
         Args:
             model: whose layers.

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from support.demo_job import DS, Demo, live_processes, wait_until
 
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
+from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
-from batchllm_operator.pipeline.commit import commit_run
-from batchllm_operator.pipeline.plan import plan_job
-from batchllm_operator.pipeline.stored_plan import StoredPlan
-from batchllm_operator.pipeline.stored_profiles import StoredProfiles, profiles_folder
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spec import load_spec
 
 GPUS = """

@@ -15,7 +15,7 @@ from lake.test_delta import DS, by, outputs, values
 
 from batchllm_operator.errors import CommitUnknownError, StorageError
 from batchllm_operator.lake import Folder
-from batchllm_operator.lake.delta import DeltaTable
+from batchllm_operator.lake.delta.table import DeltaTable
 
 
 class LossyProxy(ThreadingHTTPServer):

@@ -9,7 +9,7 @@ from pipeline.test_lake_formats import input_rows, lakes, read, run_job, spec_of
 from support.fake_job import DS
 from support.lake_tables import Lake, open_lake
 
-from batchllm_operator.pipeline.commit import commit_run
+from batchllm_operator.commit.stage import commit_run
 
 __all__ = ["lakes"]
 

@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 from model.test_stored_tokenizer import make_qwen
 from support.fake_job import DS, job_fields
 
-from batchllm_operator.pipeline.stored_plan import StoredPlan
+from batchllm_operator.artifacts.stored_plan import StoredPlan
 
 NUM_CORES = len(os.sched_getaffinity(0))
 PLAN_AND_REPORT = """
 import json, os, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[3])])
-from batchllm_operator.pipeline.plan import plan_job
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spec import parse_spec
 plan = plan_job(parse_spec(json.loads(sys.argv[1]), source="test"), sys.argv[2])
 print(json.dumps({"uri": plan.folder.uri, "status": open("/proc/self/status").read()}))

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from batchllm_operator.errors import RunaheadError, RunaheadMismatchError
-from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
-from batchllm_operator.vllm_plugin.runahead_chain import Chain
-from batchllm_operator.vllm_plugin.runahead_links import Extent, Load, Send
-from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings
+from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
+from batchllm_operator.vllm_plugin.runahead.chain import Chain
+from batchllm_operator.vllm_plugin.runahead.links import Extent, Load, Send
+from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 
 LAYERS, BLOCKS, BLOCK = 3, 8, 16
 
@@ -126,7 +126,7 @@ def test_replicas_that_differ_all_say_in_what(open_chain: Open) -> None:
 def test_a_replica_of_another_version_is_refused(
     open_chain: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchllm_operator.vllm_plugin import runahead_chain
+    from batchllm_operator.vllm_plugin.runahead import chain as runahead_chain
 
     dumps = json.dumps
 
@@ -178,7 +178,7 @@ def test_kv_that_was_not_expected_is_not_written(open_chain: Open, other: Extent
 
 @pytest.mark.parametrize("field", range(8))
 def test_every_field_of_a_header_is_looked_at(field: int) -> None:
-    from batchllm_operator.vllm_plugin.runahead_links import _read_header, _write_header
+    from batchllm_operator.vllm_plugin.runahead.links import _read_header, _write_header
 
     extent, buffer = Extent(4, 99, 16, 32), torch.zeros(64, dtype=torch.uint8)
     _write_header(buffer, 7, extent, 2)
@@ -224,7 +224,7 @@ def test_blocks_that_a_gpu_still_gathers_when_a_fault_is_found_are_not_sent(
     open_chain: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From then on they may be another request's: what counts is when the gathering has ended."""
-    from batchllm_operator.vllm_plugin import runahead_links
+    from batchllm_operator.vllm_plugin.runahead import links as runahead_links
 
     class Slow(runahead_links._SideStream):
         def synchronize(self) -> None:
@@ -251,7 +251,7 @@ def test_a_neighbour_that_is_too_late_is_given_up(open_chain: Open) -> None:
 
 
 def test_on_a_gpu_what_is_posted_is_given_up_with_the_chain() -> None:
-    from batchllm_operator.vllm_plugin.runahead_links import _wait
+    from batchllm_operator.vllm_plugin.runahead.links import _wait
 
     blocks = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     waited: list[bool] = []

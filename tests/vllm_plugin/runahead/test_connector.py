@@ -12,15 +12,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin import compat
-from batchllm_operator.vllm_plugin.runahead import (
+from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
+from batchllm_operator.vllm_plugin.runahead.connector import (
     _check_engine,
     _limits,
     fingerprint,
     weights_digest,
 )
-from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
-from batchllm_operator.vllm_plugin.runahead_plan import ChainLimits
-from batchllm_operator.vllm_plugin.runahead_working import Working
+from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits
+from batchllm_operator.vllm_plugin.runahead.working import Working
 
 
 def config(**changes: Any) -> tuple[Any, Any]:

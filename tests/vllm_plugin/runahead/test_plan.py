@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.vllm_plugin.runahead_plan import (
+from batchllm_operator.vllm_plugin.runahead.plan import (
     KEY,
     ChainLimits,
     ChainSettings,

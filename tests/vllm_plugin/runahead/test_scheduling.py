@@ -24,11 +24,11 @@ from vllm.v1.request import RequestStatus
 from batchllm_operator.errors import SpecError
 from batchllm_operator.planner import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
-from batchllm_operator.vllm_plugin import runahead
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
-from batchllm_operator.vllm_plugin.hints import SchedulerSettings
-from batchllm_operator.vllm_plugin.runahead_plan import ChainSettings, RunaheadGroup
-from batchllm_operator.vllm_plugin.runahead_scheduling import RunaheadMetadata
+from batchllm_operator.vllm_plugin.runahead import connector as runahead
+from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings, RunaheadGroup
+from batchllm_operator.vllm_plugin.runahead.scheduling import RunaheadMetadata
+from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 
 BLOCK, STEP = 16, 64
 SPLIT = (64, 64, 40)  # 168 tokens, 160 of them in whole blocks

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from batchllm_operator.vllm_plugin.runahead_blocks import KVBlocks
-from batchllm_operator.vllm_plugin.runahead_links import Extent, Load, Send
-from batchllm_operator.vllm_plugin.runahead_plan import ChainLimits
-from batchllm_operator.vllm_plugin.runahead_scheduling import RunaheadMetadata, StepLoad, StepSend
-from batchllm_operator.vllm_plugin.runahead_working import Working
+from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
+from batchllm_operator.vllm_plugin.runahead.links import Extent, Load, Send
+from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits
+from batchllm_operator.vllm_plugin.runahead.scheduling import RunaheadMetadata, StepLoad, StepSend
+from batchllm_operator.vllm_plugin.runahead.working import Working
 
 BLOCKS, BLOCK = 8, 16
 DOWN, UP, BACK = Extent(3, 9, 0, 64), Extent(3, 9, 64, 96), Extent(3, 9, 32, 96)

@@ -18,7 +18,7 @@ VOCABULARY = range(300, 4000)  # of the demo model: ordinary tokens
 MEMBERS = 3
 
 
-OURS = "batchllm_operator.vllm_plugin.scheduler.BatchLLMScheduler"
+OURS = "batchllm_operator.vllm_plugin.scheduler.scheduler.BatchLLMScheduler"
 
 
 class Group:

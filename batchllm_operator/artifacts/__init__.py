@@ -1,0 +1,1 @@
+"""What stages leave in the lake under `_batchllm/`, and in which form: the only room that knows."""

@@ -1,0 +1,185 @@
+"""Attempts at a shard: each in a folder of its own, and the later one fences the earlier (ADR 19).
+
+A process that its cluster believes dead may go on beside the one that took its place. Nobody
+can stop it from outside, so it looks for itself: before anything of its counts, it asks whether a
+higher number has been claimed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from batchllm_operator.artifacts.shard_progress import (
+    LIVE_STATES,
+    MOST_INTERVAL_S,
+    PROGRESS_FILE,
+    ShardProgress,
+)
+from batchllm_operator.errors import FencedError, PlanError
+from batchllm_operator.lake import Folder
+
+CLAIM_FILE: Final = "claim.json"
+_LOOK_AGAIN_INTERVALS: Final = 3.0
+_NAME: Final = re.compile(r"attempt-([0-9]{5,})")
+
+
+class Claim(BaseModel):
+    """What an attempt says of itself, for people who look for it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    claim_version: Literal[1] = 1
+    token: str
+    """Random: by it an attempt knows its own claim again when the answer was lost."""
+    host: str
+    """A pod's name, or a machine's."""
+    process_id: int
+    claimed_at: str
+    """UTC, ISO 8601."""
+    owner: str | None = None
+    """What all tries of one task have in common; None of a run by hand or an older release."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt at a shard, by the process that has claimed its number."""
+
+    shard_folder: Folder
+    number: int
+    """From 1; 0 stands for what older releases have left in the shard's folder itself."""
+
+    @property
+    def folder(self) -> Folder:
+        """Where its parts lie."""
+        return self.shard_folder.child(attempt_name(self.number))
+
+    def check_current(self) -> None:
+        """Make sure that no later attempt has begun.
+
+        Raises:
+            FencedError: one has; says which.
+        """
+        latest = max(_claimed(self.shard_folder, above=self.number), default=None)
+        if latest is None:
+            return
+        who = _who(_claim(self.shard_folder, latest))
+        raise FencedError(
+            f"{self.shard_folder.uri}: attempt {latest} ({who}) has taken over from"
+            f" attempt {self.number}, which stops; the parts that it has finished are kept"
+        )
+
+
+def attempt_name(number: int) -> str:
+    """The name of an attempt's folder in that of its shard."""
+    return f"attempt-{number:05d}"
+
+
+def check_free(shard_folder: Folder, owner: str) -> None:
+    """Make sure that the newest attempt isn't another owner's that gives signs, or by hand.
+
+    A second attempt would fence the first, whose next try would fence the second.
+
+    Raises:
+        FencedError: it is; says which.
+    """
+    latest = max(_claimed(shard_folder, above=0), default=None)
+    if latest is None:
+        return
+    claim = _claim(shard_folder, latest)
+    if (claim is None or claim.owner != owner) and _gives_signs(shard_folder, latest):
+        raise FencedError(
+            f"{shard_folder.uri}: attempt {latest} ({_who(claim)}) is working for another run, so"
+            " this one doesn't start"
+        )
+
+
+def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
+    """Begin an attempt: its number is above those of all before it, and nobody else's.
+
+    Args:
+        shard_folder: the shard's.
+        owner: see `Claim`.
+
+    Raises:
+        StorageError: the claim can't be written.
+    """
+    claim = Claim(
+        token=secrets.token_hex(16),
+        host=socket.gethostname(),
+        process_id=os.getpid(),
+        claimed_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        owner=owner,
+    )
+    data = claim.model_dump_json(indent=1).encode()
+    number = 0
+    while True:
+        number = max([number, *attempt_numbers(shard_folder)]) + 1
+        if shard_folder.create(f"{attempt_name(number)}/{CLAIM_FILE}", data):
+            return Attempt(shard_folder, number)
+
+
+def attempt_numbers(shard_folder: Folder) -> list[int]:
+    """Numbers that there are folders of, whatever lies in them, ascending."""
+    found = map(_NAME.fullmatch, shard_folder.subfolder_names())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
+    """Numbers above `above` that have been claimed. A folder without a claim is nobody's yet."""
+    return [
+        number
+        for number in attempt_numbers(shard_folder)
+        if number > above and shard_folder.exists(f"{attempt_name(number)}/{CLAIM_FILE}")
+    ]
+
+
+def _claim(shard_folder: Folder, number: int) -> Claim | None:
+    """An attempt's claim; None if it can't be read."""
+    try:
+        data = shard_folder.read_bytes(f"{attempt_name(number)}/{CLAIM_FILE}")
+        return Claim.model_validate_json(data)
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def _who(claim: Claim | None) -> str:
+    """Whose attempt it is, as far as its claim can be read."""
+    if claim is None:
+        return "its claim can't be read"
+    return f"process {claim.process_id} on {claim.host!r}, since {claim.claimed_at}"
+
+
+def _gives_signs(shard_folder: Folder, number: int) -> bool:
+    """Whether an attempt is live: its last sign is young, or another one comes.
+
+    Clocks differ. So one that looks old, or is from the future, is looked at again.
+    """
+    seen = _live_progress(shard_folder, number)
+    if seen is None:
+        return False
+    age_s = (datetime.now(UTC) - seen.updated_at).total_seconds()
+    if abs(age_s) <= seen.silent_after_s:
+        return True
+    time.sleep(_LOOK_AGAIN_INTERVALS * min(seen.interval_s, MOST_INTERVAL_S))
+    again = _live_progress(shard_folder, number)
+    return again is not None and again.updated_at != seen.updated_at
+
+
+def _live_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
+    """An attempt's progress; None if it has ended, or has left none that can be read."""
+    path = f"{attempt_name(number)}/{PROGRESS_FILE}"
+    try:
+        data = shard_folder.read_bytes(path)
+        progress = ShardProgress.from_bytes(data, source=f"{shard_folder.uri}/{path}")
+    except (FileNotFoundError, PlanError):
+        return None
+    return progress if progress.state in LIVE_STATES else None

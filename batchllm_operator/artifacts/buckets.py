@@ -1,0 +1,128 @@
+"""Outputs come in the order of the plan, and go out in the order of the input: a sort on disk.
+
+They are spread over files of neighbouring rows, and each file is put in order in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchllm_operator.artifacts.parts import PART_SCHEMA
+from batchllm_operator.errors import PlanError
+from batchllm_operator.lake import ahead
+from batchllm_operator.spec import OUTPUT_COLUMNS
+
+_BUCKET_ROWS: Final = 1 << 16
+_MAX_BUCKETS: Final = 256
+_SLICE_ROWS: Final = 1 << 14
+_SLICE_BYTES: Final = 32 << 20
+
+
+def _large(field: pa.Field) -> pa.Field:
+    """Texts of a whole bucket may be more than the 2 GiB that `string` can address."""
+    return field.with_type(pa.large_string()) if pa.types.is_string(field.type) else field
+
+
+OUTPUT_FIELDS: Final = [_large(field) for field in PART_SCHEMA if field.name in OUTPUT_COLUMNS]
+_BUCKET_SCHEMA: Final = pa.schema([pa.field("row_idx", pa.int64()), *OUTPUT_FIELDS])
+
+
+class Outputs(Protocol):
+    """Finished outputs of a plan's rows."""
+
+    def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Read these columns of `PART_SCHEMA`, some requests at a time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Files of outputs, each of `num_rows_each` neighbouring rows."""
+
+    paths: Sequence[Path]
+    num_rows_each: int
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        """Each bucket's outputs by row_idx: `OUTPUT_FIELDS` after `row_idx`."""
+        return ahead(self.paths, _read_bucket, num_threads=1)
+
+
+def spread(sources: Sequence[Outputs], num_rows: int, folder: Path) -> Buckets:
+    """Spread outputs, one for each row that they stand for, into files in `folder`.
+
+    Memory holds some parts, whatever the number of rows. Above 16 million rows buckets grow, so
+    that there are never more than 256 files.
+
+    Raises:
+        PlanError: an output is for a row beyond `num_rows`.
+    """
+    bucket_rows = max(_BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
+    paths = [folder / f"bucket-{idx}" for idx in range(-(-num_rows // bucket_rows))]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(pa.ipc.new_stream(path, _BUCKET_SCHEMA)) for path in paths]
+        for part in _merged(sources):
+            for outputs in _one_per_row(part):
+                of_bucket = outputs["row_idx"].to_numpy() // bucket_rows
+                bucket_idxs, starts = np.unique(of_bucket, return_index=True)
+                ends = [*starts[1:], len(of_bucket)]
+                for idx, start, end in zip(bucket_idxs, starts, ends, strict=True):
+                    if not 0 <= idx < len(writers):
+                        raise PlanError(f"a part answers a row beyond the plan's {num_rows}")
+                    writers[idx].write_table(outputs.slice(start, end - start))
+    return Buckets(paths, bucket_rows)
+
+
+def _read_bucket(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
+        outputs = reader.read_all().combine_chunks()
+        return outputs.take(pc.sort_indices(outputs["row_idx"]))
+
+
+def _merged(sources: Sequence[Outputs]) -> Iterator[pa.Table]:
+    """The parts of all sources, small ones put together: each costs as much as a large one."""
+    kept: list[pa.Table] = []
+    num_rows = num_bytes = 0
+    for source in sources:
+        for part in source.parts(["row_idxs", *(field.name for field in OUTPUT_FIELDS)]):
+            kept.append(part)
+            num_rows += part.num_rows
+            num_bytes += part.get_total_buffer_size()
+            if num_rows >= _SLICE_ROWS or num_bytes >= _SLICE_BYTES:
+                yield pa.concat_tables(kept)
+                kept, num_rows, num_bytes = [], 0, 0
+    if kept:
+        yield pa.concat_tables(kept)
+
+
+def _one_per_row(part: pa.Table) -> Iterator[pa.Table]:
+    """The outputs of a part's requests, repeated for each row that a request stands for.
+
+    In slices, as one request may stand for millions of rows; in a slice, rows ascend. A row that
+    only shares another's output had nothing computed: all its prompt is cached.
+    """
+    row_idxs = part["row_idxs"].combine_chunks()
+    request = pc.list_parent_indices(row_idxs).to_numpy()
+    rows = pc.list_flatten(row_idxs).to_numpy()
+    is_repeat = np.zeros(len(request), dtype=bool)
+    is_repeat[1:] = request[1:] == request[:-1]
+    names = [field.name for field in OUTPUT_FIELDS]
+    columns = part.select(names).cast(pa.schema(OUTPUT_FIELDS)).combine_chunks()
+    for start in range(0, len(request), _SLICE_ROWS):
+        some = rows[start : start + _SLICE_ROWS]
+        order = np.argsort(some, kind="stable")
+        chosen = start + order
+        table = columns.take(pa.array(request[chosen]))
+        table = table.add_column(0, "row_idx", pa.array(some[order]))
+        cached = pc.if_else(
+            pa.array(is_repeat[chosen]), table["num_prompt_tokens"], table["num_cached_tokens"]
+        )
+        position = table.schema.get_field_index("num_cached_tokens")
+        yield table.set_column(position, "num_cached_tokens", cached).cast(_BUCKET_SCHEMA)

@@ -1,0 +1,99 @@
+"""What a plan's folder says after its commit: enough to know that nothing is left to do.
+
+The parts may be removed then. A task that is cleared and runs again must neither miss them nor
+pay for them a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from batchllm_operator.artifacts.shard_report import ShardReport
+from batchllm_operator.artifacts.stored_plan import StoredPlan, check_publisher
+from batchllm_operator.errors import MissingLibraryError, SpecError
+from batchllm_operator.lake import open_table
+
+COMMITTED_FILE: Final = "committed.json"
+_log = logging.getLogger(__name__)
+
+
+class Committed(BaseModel):
+    """Version 1 of committed.json. Committing again writes the same bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    committed_version: Literal[1] = 1
+    plan_id: str
+    shards: tuple[ShardReport, ...]
+    """All parts count as resumed: they were finished before whoever asks."""
+    reuse_sha256: str | None = None
+    """Of the index of outputs that later plans may reuse, where the spec asks for one."""
+
+
+def mark_committed(
+    plan: StoredPlan, shards: Sequence[ShardReport], reuse_sha256: str | None = None
+) -> None:
+    """Note in the plan's folder that the output table holds its rows, after it was seen to."""
+    committed = Committed(
+        plan_id=plan.manifest.plan_id, shards=tuple(shards), reuse_sha256=reuse_sha256
+    )
+    data = committed.model_dump_json(indent=1, exclude_none=True).encode()
+    plan.folder.write_bytes(COMMITTED_FILE, data)
+
+
+def find_committed(plan: StoredPlan) -> Committed | None:
+    """The note, if it is there and the output table still holds the plan's rows.
+
+    A note alone proves too little: a later plan may have replaced the rows, or somebody may have
+    dropped them, to have them made again. One that can't be read is none.
+
+    Raises:
+        TableError: the output partition holds what another job or program wrote.
+        StorageError: the storage fails.
+    """
+    try:
+        committed = Committed.model_validate_json(plan.folder.read_bytes(COMMITTED_FILE))
+    except FileNotFoundError:
+        return None
+    except ValidationError:
+        _log.warning("%s/%s doesn't count: it can't be read", plan.folder.uri, COMMITTED_FILE)
+        return None
+    manifest = plan.manifest
+    is_its_own = committed.plan_id == manifest.plan_id
+    if not is_its_own or len(committed.shards) != len(manifest.shards):
+        _log.warning("%s/%s doesn't count: it belongs elsewhere", plan.folder.uri, COMMITTED_FILE)
+        return None
+    return committed if holds_outputs(plan) else None
+
+
+def holds_outputs(plan: StoredPlan) -> bool:
+    """Whether the output table holds the plan's rows, as far as that can be seen from here.
+
+    Raises:
+        TableError: the output partition holds what another job or program wrote.
+        StorageError: the storage fails.
+    """
+    spec = plan.manifest.spec
+    try:
+        table = open_table(spec.output.uri, spec.input.partition_column)
+    except (MissingLibraryError, SpecError) as error:
+        # A GPU's image needs no libraries of tables: a worker has looked.
+        _log.info("Whether the plan is committed can't be seen from here: %s", error)
+        return False
+    return check_publisher(table, spec, plan.manifest.ds) == plan.publication
+
+
+def committed_shard(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
+    """The report of a shard of a committed plan, see `find_committed`.
+
+    Raises:
+        PlanError: the plan has no such shard.
+        TableError, StorageError: see `find_committed`.
+    """
+    plan.shard(shard_idx)
+    committed = find_committed(plan)
+    return None if committed is None else committed.shards[shard_idx]

@@ -1,0 +1,244 @@
+"""How far a plan's run is, read from what its attempts leave in the lake. Only reads."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Final
+
+from pydantic import ValidationError
+
+from batchllm_operator.artifacts.attempts import attempt_name, attempt_numbers
+from batchllm_operator.artifacts.committed import find_committed
+from batchllm_operator.artifacts.manifest import MANIFEST_FILE
+from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
+from batchllm_operator.artifacts.shard_report import REPORT_FILE, ShardReport
+from batchllm_operator.artifacts.status import JobStatus, ShardStatus, shard_status
+from batchllm_operator.artifacts.stored_plan import (
+    PLAN_FOLDER,
+    RUNS_FOLDER,
+    StoredPlan,
+    job_folder,
+    turn_of,
+)
+from batchllm_operator.errors import PlanError, TableError
+from batchllm_operator.lake import Folder, ahead
+from batchllm_operator.spec import JobSpec
+
+_log = logging.getLogger(__name__)
+_NUM_THREADS: Final = 32
+"""Shards that are looked at together: each is a listing and some small files, one after another."""
+_SHARD: Final = re.compile(r"shard-([0-9]{5,})")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAttempts:
+    """What the attempts at a shard have left of their progress."""
+
+    num_attempts: int
+    """Attempts that have a folder; parts of releases without attempts are none."""
+    progress: tuple[ShardProgress, ...]
+    """Of each that has left some which can be read, the earliest first."""
+    notes: tuple[str, ...] = ()
+    """What can't be read."""
+
+    @property
+    def latest(self) -> ShardProgress | None:
+        """Of the latest attempt that has left some."""
+        return self.progress[-1] if self.progress else None
+
+    @property
+    def gpu_s(self) -> float:
+        """GPU seconds that the attempts have held; short by those that have left no progress."""
+        return sum(each.gpu_s for each in self.progress)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every attempt has left progress, so that a bill can be made of it."""
+        return len(self.progress) == self.num_attempts
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What lies in a shard's run folder."""
+
+    attempts: ShardAttempts
+    report: ShardReport | None
+
+
+def read_attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
+    """The progress of all attempts, for each shard that somebody has begun, by shard_idx.
+
+    Progress that is corrupted, foreign or of another version is left out, with a warning.
+
+    Raises:
+        StorageError: the storage fails.
+    """
+    found = {idx: each.attempts for idx, each in _read_shards(plan, with_reports=False).items()}
+    for attempts in found.values():
+        for note in attempts.notes:
+            _log.warning("%s", note)
+    return found
+
+
+def newest_plan_uri(spec: JobSpec, ds: str) -> str | None:
+    """Where the plan of a job and partition lies that was planned last; None if there is none.
+
+    Raises:
+        SpecError: the partition's name is wrong.
+        StorageError: the storage fails.
+    """
+    parent = job_folder(spec, ds)
+    folders = [parent.child(n) for n in parent.subfolder_names() if PLAN_FOLDER.fullmatch(n)]
+    complete = [folder for folder in folders if folder.exists(MANIFEST_FILE)]
+    return max(complete, key=turn_of).uri if complete else None
+
+
+def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobStatus:
+    """How far the run of a plan is: each shard by its report, else by its latest attempt.
+
+    A shard that has a report is finished, unless an attempt is at work on it again. After a commit
+    all are, and what they did is what the commit noted, whatever was removed since.
+
+    Args:
+        plan: a plan or its URI.
+        now: when it is; for tests.
+
+    Raises:
+        PlanError: there is no plan, or it is corrupted, foreign or of another version.
+        StorageError: the storage fails.
+    """
+    if isinstance(plan, str):
+        plan = StoredPlan.open(plan)
+    now = now or datetime.now(UTC)
+    manifest = plan.manifest
+    notes: list[str] = []
+    try:
+        committed = find_committed(plan)
+    except TableError as error:
+        committed = None
+        notes.append(f"whether it is committed can't be told: {error}")
+    found = _read_shards(plan, with_reports=committed is None)
+    shards = []
+    for shard_idx in range(len(manifest.shards)):
+        each = found.get(shard_idx, _Found(ShardAttempts(0, ()), None))
+        report = None if committed is None else committed.shards[shard_idx]
+        shards.append(_status(plan, shard_idx, each, report, now))
+        notes += each.attempts.notes
+    return JobStatus(
+        plan_uri=plan.folder.uri,
+        plan_id=manifest.plan_id,
+        job=manifest.spec.name,
+        ds=manifest.ds,
+        is_committed=committed is not None,
+        read_at=now,
+        shards=tuple(shards),
+        notes=tuple(notes),
+    )
+
+
+def _status(
+    plan: StoredPlan, shard_idx: int, found: _Found, committed: ShardReport | None, now: datetime
+) -> ShardStatus:
+    shard = plan.manifest.shards[shard_idx]
+    waiting = ShardStatus(shard_idx, "waiting", shard.num_rows, shard.num_parts)
+    attempts, latest = found.attempts, found.attempts.latest
+    report = committed or found.report
+    is_at_work = committed is None and latest is not None and latest.is_live(now)
+    if report is not None and not is_at_work:
+        status = _finished(waiting, report, latest, now)
+    elif latest is not None:
+        status = shard_status(latest, now)
+    else:
+        status = replace(waiting, state="silent" if attempts.num_attempts else "waiting")
+    return replace(status, num_attempts=attempts.num_attempts, gpu_s=attempts.gpu_s)
+
+
+def _finished(
+    waiting: ShardStatus, report: ShardReport, latest: ShardProgress | None, now: datetime
+) -> ShardStatus:
+    return replace(
+        waiting,
+        state="finished",
+        num_rows_done=report.num_rows,
+        num_rows_failed=report.num_failed_rows,
+        num_parts_done=report.num_parts,
+        num_logical_tokens=report.num_logical_tokens,
+        num_prompt_tokens=report.num_prompt_tokens,
+        num_cached_tokens=report.num_cached_tokens,
+        num_output_tokens=report.num_output_tokens,
+        age_s=latest.age_s(now) if latest is not None else None,
+        host=latest.host if latest is not None else "",
+    )
+
+
+def _read_shards(plan: StoredPlan, *, with_reports: bool) -> dict[int, _Found]:
+    """What lies in the run folders, by shard_idx; those of no shard of the plan are left out."""
+    names = plan.folder.child(RUNS_FOLDER).subfolder_names()
+    matches = filter(None, map(_SHARD.fullmatch, names))
+    begun = [int(match[1]) for match in matches if int(match[1]) < len(plan.manifest.shards)]
+
+    def read(shard_idx: int) -> _Found:
+        return _read_shard(plan, shard_idx, with_report=with_reports)
+
+    return dict(zip(begun, ahead(begun, read, num_threads=_NUM_THREADS), strict=True))
+
+
+def _read_shard(plan: StoredPlan, shard_idx: int, *, with_report: bool) -> _Found:
+    folder = plan.run_folder(shard_idx)
+    numbers = attempt_numbers(folder)
+    progress: list[ShardProgress] = []
+    notes: list[str] = []
+    for number in numbers:
+        try:
+            found = _progress(folder, number, plan.manifest.plan_id, shard_idx)
+        except PlanError as error:
+            notes.append(str(error))
+        else:
+            progress += [found] if found is not None else []
+    report = None
+    # After the progress, for it is written before the last of that, which then says the same.
+    is_told = bool(progress) and progress[-1].state == "finished"
+    if with_report and not is_told:
+        try:
+            report = _report(folder, plan.manifest.plan_id, shard_idx)
+        except PlanError as error:
+            notes.append(str(error))
+    return _Found(ShardAttempts(len(numbers), tuple(progress), tuple(notes)), report)
+
+
+def _progress(folder: Folder, number: int, plan_id: str, shard_idx: int) -> ShardProgress | None:
+    """What an attempt has left; None if that is nothing.
+
+    Raises:
+        PlanError: it can't be read, or belongs elsewhere.
+    """
+    path = f"{attempt_name(number)}/{PROGRESS_FILE}"
+    try:
+        data = folder.read_bytes(path)
+    except FileNotFoundError:
+        return None
+    progress = ShardProgress.from_bytes(data, source=f"{folder.uri}/{path}")
+    if (progress.plan_id, progress.shard_idx, progress.attempt) != (plan_id, shard_idx, number):
+        raise PlanError(f"progress {folder.uri}/{path}: belongs elsewhere")
+    return progress
+
+
+def _report(folder: Folder, plan_id: str, shard_idx: int) -> ShardReport | None:
+    """The report of a shard; None if there is none yet.
+
+    Raises:
+        PlanError: it can't be read, or belongs elsewhere.
+    """
+    where = f"report {folder.uri}/{REPORT_FILE}"
+    try:
+        report = ShardReport.model_validate_json(folder.read_bytes(REPORT_FILE))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise PlanError(f"{where}: can't be read by this release") from error
+    if (report.plan_id, report.shard_idx) != (plan_id, shard_idx):
+        raise PlanError(f"{where}: belongs elsewhere")
+    return report

@@ -1,0 +1,480 @@
+"""The persisted plan: a manifest that names, checks and explains the plan's data files.
+
+Nothing here touches storage: bytes and local files in, bytes and local files out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.algorithm1 import saving_ratio
+from batchllm_operator.planner.cost.gpu import GPU
+from batchllm_operator.planner.cost.model_shape import ModelShape
+from batchllm_operator.planner.prefixes.sorted_runs import Advance, ignore
+from batchllm_operator.planner.prompt_store import read_ahead
+from batchllm_operator.planner.requests import Requests
+from batchllm_operator.planner.sharing import PlanSharing
+from batchllm_operator.spec import SPEC_VERSION, JobSpec
+from batchllm_operator.spec.faults import describe
+
+PLAN_VERSION: Final = 1
+PLAN_KIND: Final = "batchllm-plan"
+MANIFEST_FILE: Final = "manifest.json"
+ROWS_FILE: Final = "rows.parquet"
+GROUPS_FILE: Final = "groups.parquet"
+FINGERPRINTS_FILE: Final = "fingerprints.parquet"
+"""One row per row of the partition: what its prompt is known by, where outputs are reused."""
+REUSED_FILE: Final = "reused.parquet"
+"""Outputs that the plan takes from an earlier commit, like a part of a shard."""
+ERROR_COLUMN: Final = "error"
+"""Column of rows.parquet: why a row can't be prompted; null where it can."""
+
+PART_TOKENS: Final = 1 << 23
+"""Prompt tokens of a full part, whatever `part_rows` says: 32 MiB."""
+
+SHARD_SCHEMA: Final = pa.schema(
+    [
+        pa.field("request_idx", pa.int64(), nullable=False),
+        pa.field("group_id", pa.int64(), nullable=False),
+        pa.field("num_prefix_tokens", pa.int32(), nullable=False),
+        pa.field("num_output_tokens", pa.int64(), nullable=False),
+        pa.field("row_idxs", pa.list_(pa.int64()), nullable=False),
+        pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),
+    ]
+)
+"""One row per request, in plan order. `request_idx` counts through all shards; `group_id` is
+the group's place in the plan; `num_prefix_tokens` is what the request shares with its group;
+`num_output_tokens` is an estimate."""
+
+_SHARD_ENCODING: Final = {"prompt_token_ids.list.element": "BYTE_STREAM_SPLIT"}
+"""All first bytes of the ids, then all second ones, ...: smaller than plain, and compressed faster,
+as half of them are zero."""
+_SHARD_BATCH: Final = 1 << 20
+"""Values that are encoded at once. Arrow's 1024 make writing ids take half as long again."""
+
+REQUIRED_SHARD_SCHEMA: Final = pa.schema(
+    [field for field in SHARD_SCHEMA if field.name != "num_output_tokens"]
+)
+"""What shards of all releases have."""
+
+ERRORS_SCHEMA: Final = pa.schema([pa.field(ERROR_COLUMN, pa.string())])
+"""What rows.parquet has, beside the columns that the job keeps."""
+
+GROUPS_SCHEMA: Final = pa.schema(
+    [pa.field("prefix_hash", pa.int64()), pa.field("upper_prefix_hash", pa.int64())]
+)
+"""One row per group, in plan order: what a later plan knows its prefix by, null for nothing."""
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataFile(_Frozen):
+    """A file of the plan, with what proves that it is the one that was written."""
+
+    size_bytes: Count
+    sha256: str
+
+
+class SpreadGroup(_Frozen):
+    """A group whose members are on all replicas of a run."""
+
+    group_id: Count
+    split: tuple[Annotated[int, Field(ge=1, lt=1 << 31)], ...] = ()
+    """Tokens of the chunk that each replica computes of the prefix (KV-Runahead); of a group of
+    one request, of its prompt but the last token. Empty: each computes the whole prefix."""
+
+
+class ReplicaPlacement(_Frozen):
+    """How the replicas of a run share a shard (ADR 26); predictions are in seconds."""
+
+    num_replicas: int = Field(ge=2)
+    spread: tuple[SpreadGroup, ...] = ()
+    """In the order in which they are begun, those with a split first. All others are whole."""
+    whole_first: tuple[Count, ...] = ()
+    """Whole groups that take longest, in the order in which they are begun."""
+    makespan_s: float
+    """As placed."""
+    without_chains_s: float
+    """The best without chains."""
+    measure: bool = False
+    """Whether the link between replicas is to be measured: nobody knows it, and it may pay."""
+
+    @model_validator(mode="after")
+    def _check_splits(self) -> ReplicaPlacement:
+        if any(len(group.split) not in (0, self.num_replicas) for group in self.spread):
+            raise ValueError("a split isn't for these replicas")
+        first = [*(group.group_id for group in self.spread), *self.whole_first]
+        if len(set(first)) < len(first):
+            raise ValueError("a group is placed twice")
+        return self
+
+    @property
+    def num_chained(self) -> int:
+        """Groups whose prefix is computed by a chain."""
+        return sum(bool(group.split) for group in self.spread)
+
+
+class ShardInfo(_Frozen):
+    """One shard: the work of one GPU task."""
+
+    file: str
+    num_groups: Count
+    num_requests: Count
+    num_rows: Count
+    num_parts: Count
+    """Row groups of the shard file; each becomes one output part."""
+    num_prefill_tokens: Count
+    """Prefill tokens after sharing."""
+    predicted_gpu_s: float | None = None
+    """Its part of the estimate: the parts of all shards add up to it. None without one."""
+    replicas: ReplicaPlacement | None = None
+    """How the replicas of a run share it; None for one replica, or where nothing is gained by
+    placing groups otherwise than as they come."""
+
+
+class PlanCounts(_Frozen):
+    """What was planned, in rows, requests and tokens."""
+
+    num_rows: Count
+    num_rejected_rows: Count
+    """Rows that can't be prompted; their error is in rows.parquet."""
+    num_duplicate_rows: Count
+    """Rows whose prompt another row's request stands for."""
+    num_requests: Count
+    num_groups: Count
+    num_shared_groups: Count
+    """Groups of two requests or more."""
+    num_logical_tokens: Count
+    """Prompt tokens of all rows that can be prompted and reuse nothing (Eq. 2, N_logical)."""
+    num_planned_tokens: Count
+    """Prefill tokens when each group computes its one prefix once (Eq. 2, N_processed)."""
+    num_optimal_tokens: Count
+    """The same when every shared prefix, at every level, is computed once."""
+    num_algorithm_1_saved_tokens: Count
+    """What the paper's Algorithm 1 saves of the requests' tokens, before groups are cut."""
+    num_exact_saved_tokens: Count
+    """What the best single-level choice saves; the plan takes the better of the two."""
+    num_reused_rows: Count = 0
+    """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
+
+    @property
+    def planned_saving_ratio(self) -> float:
+        """Eq. 2 of the single-level plan, 0 to 1."""
+        return saving_ratio(self.num_planned_tokens, self.num_logical_tokens)
+
+    @property
+    def optimal_saving_ratio(self) -> float:
+        """Eq. 2 of the multi-level optimum, 0 to 1."""
+        return saving_ratio(self.num_optimal_tokens, self.num_logical_tokens)
+
+
+class CostEstimate(_Frozen):
+    """What the job will take on the spec's `target_gpu`; formulas in `planner.cost.roofline`."""
+
+    gpu: GPU
+    model: ModelShape
+    num_saved_tokens: int
+    """Prefill tokens that sharing and duplicates save: logical - planned."""
+    num_output_tokens: int
+    """Estimated, of all requests."""
+    prefill_s: float
+    decode_s: float
+    attention_bytes: float
+    """KV that decoding reads."""
+    num_steps: float
+    gpu_s: float
+    cost_usd: float
+    unshared_gpu_s: float
+    """The same if each row's prompt were computed alone."""
+    unshared_cost_usd: float
+    assumptions: tuple[str, ...]
+
+
+class LengthBucket(_Frozen):
+    """Outputs to prompts of a range of lengths."""
+
+    min_prompt_tokens: Count
+    """A power of two; the bucket ends before the next."""
+    num_rows: Count
+    num_output_tokens: Count
+
+
+class LearnedOutputs(_Frozen):
+    """How long an earlier partition's outputs were."""
+
+    ds: str
+    plan_id: str
+    buckets: tuple[LengthBucket, ...]
+    """Those with rows, ascending."""
+    num_known_prefixes: Count = 0
+    """Prefixes of that partition's groups by which groups can be known again."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(bucket.num_rows for bucket in self.buckets)
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Of all rows."""
+        return sum(bucket.num_output_tokens for bucket in self.buckets) / self.num_rows
+
+
+class SnapshotFile(_Frozen):
+    """One input file as it was when the plan read it."""
+
+    name: str
+    size_bytes: Count
+    version: str
+
+
+class PlanManifest(_Frozen):
+    """All about a plan but its data. Equal inputs give equal bytes."""
+
+    kind: Literal["batchllm-plan"] = PLAN_KIND
+    plan_version: Literal[1] = PLAN_VERSION
+    plan_id: str = Field(pattern=r"^[0-9a-f]{16}$")
+    spec_version: int
+    spec: JobSpec
+    spec_identity: str
+    ds: str = Field(min_length=1)
+    input_uri: str
+    input_version: str | None = None
+    """State of the table that was read, such as `delta:<version>`; None in plans of releases
+    that read nothing but Parquet."""
+    input_files: tuple[SnapshotFile, ...]
+    tokenizer_fingerprint: str
+    model_version: str
+    """The hub's commit (`commit:...`) or a digest of the model's folder."""
+    max_model_len: Count
+    counts: PlanCounts
+    planned_saving_ratio: float
+    optimal_saving_ratio: float
+    learned: LearnedOutputs | None = None
+    """What output lengths were estimated from, where the spec asks for that and it exists."""
+    estimate: CostEstimate | None = None
+    """None where no GPU is named, or the model's shape isn't known."""
+    sharing: PlanSharing | None = None
+    """None in plans of older releases."""
+    imbalance: float = 1.0
+    """Predicted work of the largest shard / that of an average one."""
+    files: Mapping[str, DataFile]
+    shards: tuple[ShardInfo, ...]
+
+    @model_validator(mode="after")
+    def _check_files(self) -> PlanManifest:
+        """No place of a file is ever taken from a manifest, only whether it is to be there."""
+        expected = [ROWS_FILE, *(shard_file(idx) for idx in range(len(self.shards)))]
+        if self.spec.reuse_outputs:
+            expected += [FINGERPRINTS_FILE, REUSED_FILE]
+        if [shard.file for shard in self.shards] != expected[1 : 1 + len(self.shards)]:
+            raise ValueError("shards have other files than theirs")
+        if not self.files.keys() >= set(expected):
+            raise ValueError("files of the plan aren't named")
+        return self
+
+    @property
+    def run_id(self) -> str:
+        """Names this plan's run in the output table."""
+        return f"{self.spec.name}/{self.ds}/{self.plan_id}"
+
+    def to_bytes(self) -> bytes:
+        """The manifest as it is stored, closed by a digest of itself."""
+        body = self.model_dump(mode="json")
+        return _dump({**body, "manifest_sha256": _digest(body)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, source: str) -> PlanManifest:
+        """Read a stored manifest; `source` names it in errors.
+
+        Raises:
+            PlanError: not a plan, another version, not as it was written, or refused by this
+                release.
+        """
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"plan {source}: the manifest is corrupted: not JSON") from error
+        if not isinstance(body, dict) or body.get("kind") != PLAN_KIND:
+            raise PlanError(f"plan {source}: this isn't a plan made by `batchllm plan`")
+        for field, ours in (("plan_version", PLAN_VERSION), ("spec_version", SPEC_VERSION)):
+            if body.get(field) != ours:
+                raise PlanError(
+                    f"plan {source}: has {field} {body.get(field)!r}; this release reads {ours};"
+                    " make the plan again with this release"
+                )
+        try:
+            is_whole = body.pop("manifest_sha256", None) == _digest(body)
+        except (ValueError, RecursionError):  # half a surrogate pair, which UTF-8 can't say
+            is_whole = False
+        if not is_whole:
+            raise PlanError(f"plan {source}: the manifest is corrupted: its checksum doesn't hold")
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            # It is as it was written: by a release that knew other rules.
+            raise PlanError(
+                f"plan {source}: this release refuses it ({describe(error, cls)}); make the plan"
+                " again, with a spec that this release takes"
+            ) from error
+
+
+def compute_plan_id(
+    spec: JobSpec,
+    ds: str,
+    model_version: str,
+    files: Mapping[str, DataFile],
+    learned: LearnedOutputs | None = None,
+) -> str:
+    """16 hex digits that stand for what is asked, of which model, about which data."""
+    content = {name: file.sha256 for name, file in files.items()}
+    identity: dict[str, Any] = {
+        "spec": spec.identity,
+        "ds": ds,
+        "model": model_version,
+        "files": content,
+    }
+    if learned is not None:
+        identity["learned"] = learned.model_dump(mode="json")
+    return _digest(identity)[:16]
+
+
+def shard_file(shard_idx: int) -> str:
+    """Name of a shard's file in the plan."""
+    return f"shard-{shard_idx:05d}.parquet"
+
+
+def part_bounds(
+    group_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], part_rows: int
+) -> list[int]:
+    """Where a shard's parts begin and end: `[0, ..., num_requests]`.
+
+    A part closes at the first end of a group at which it is full: at which it holds `part_rows`
+    requests, or `PART_TOKENS` prompt tokens. A group that would more than double that is cut,
+    so that a part never grows without bound.
+
+    Args:
+        group_ids: int64 [num_requests], groups adjacent.
+        lengths: int64 [num_requests], prompt tokens.
+        part_rows: at least 1.
+    """
+    tokens_before = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=tokens_before[1:])
+
+    def fullness(start: int, end: int) -> float:
+        tokens = int(tokens_before[end] - tokens_before[start])
+        return max((end - start) / part_rows, tokens / PART_TOKENS)
+
+    bounds = [0]
+    group_ends = np.flatnonzero(np.diff(group_ids)) + 1
+    for group_end in [*group_ends.tolist(), len(group_ids)]:
+        while fullness(bounds[-1], group_end) >= 2 and group_end - bounds[-1] > 1:
+            full = np.searchsorted(tokens_before, tokens_before[bounds[-1]] + PART_TOKENS)
+            bounds.append(max(bounds[-1] + 1, min(bounds[-1] + part_rows, int(full))))
+        if group_end > bounds[-1] and fullness(bounds[-1], group_end) >= 1:
+            bounds.append(group_end)
+    if bounds[-1] != len(group_ids):
+        bounds.append(len(group_ids))
+    return bounds
+
+
+def write_shard(
+    path: Path,
+    requests: Requests,
+    *,
+    request_idx_start: int,
+    request_idxs: npt.NDArray[np.int64],
+    group_ids: npt.NDArray[np.int64],
+    num_prefix_tokens: npt.NDArray[np.int64],
+    num_output_tokens: npt.NDArray[np.int64],
+    part_rows: int,
+    written: Advance = ignore,
+) -> int:
+    """Write one shard, a row group for each part, and return the number of parts.
+
+    Args:
+        path: local file to create.
+        requests: all requests of the plan.
+        request_idx_start: number of requests in the shards before.
+        request_idxs: int64 [num_requests of the shard], in plan order.
+        group_ids: int64, the same shape.
+        num_prefix_tokens: int64, the same shape.
+        num_output_tokens: int64, the same shape; estimates.
+        part_rows: see `part_bounds`.
+        written: told of each number of requests that is written.
+    """
+    bounds = part_bounds(group_ids, requests.lengths[request_idxs], part_rows)
+    parts = [request_idxs[start:end] for start, end in pairwise(bounds)]
+    num_rows = requests.num_rows
+    # The next part is read while one is compressed; more would only take memory.
+    wanted = ((requests.prompt_idxs[part], requests.lengths[part]) for part in parts)
+    tables = read_ahead(requests.prompts, wanted, most=1)
+    with pq.ParquetWriter(
+        path,
+        SHARD_SCHEMA,
+        compression="zstd",
+        use_dictionary=False,
+        column_encoding=_SHARD_ENCODING,
+        write_statistics=[name for name in SHARD_SCHEMA.names if name != "prompt_token_ids"],
+        write_batch_size=_SHARD_BATCH,
+    ) as writer:
+        for (start, end), part, prompts in zip(pairwise(bounds), parts, tables, strict=True):
+            writer.write_table(
+                pa.table(
+                    [
+                        pa.array(np.arange(start, end) + request_idx_start),
+                        pa.array(group_ids[start:end]),
+                        pa.array(num_prefix_tokens[start:end].astype(np.int32)),
+                        pa.array(num_output_tokens[start:end]),
+                        _list_array(requests.rows_of(part), num_rows[part]),
+                        _list_array(prompts.token_ids, prompts.lengths),
+                    ],
+                    schema=SHARD_SCHEMA,
+                ),
+                row_group_size=max(end - start, 1),
+            )
+            written(end - start)
+    return len(bounds) - 1
+
+
+def describe_file(path: Path) -> DataFile:
+    """Size and checksum of a local file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return DataFile(size_bytes=path.stat().st_size, sha256=digest)
+
+
+def read_parts(file: pq.ParquetFile, part_idxs: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
+    """Yield (part_idx, its requests) of a shard file, one part in memory at a time."""
+    for part_idx in part_idxs:
+        yield part_idx, file.read_row_group(part_idx)
+
+
+def _list_array(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> pa.Array:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_dump(body)).hexdigest()
+
+
+def _dump(body: Mapping[str, Any]) -> bytes:
+    return (json.dumps(body, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()

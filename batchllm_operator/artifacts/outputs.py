@@ -1,0 +1,33 @@
+"""The columns of a published table, and what names the model in them."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from batchllm_operator.artifacts.parts import PART_SCHEMA
+from batchllm_operator.spec import OUTPUT_COLUMNS, JobSpec
+
+
+def output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
+    """Columns of the output table: key, the job's own, carried ones.
+
+    Args:
+        spec: the job.
+        rows_schema: holds the key and the carried columns.
+    """
+    own = {field.name: field for field in PART_SCHEMA}
+    return pa.schema(
+        [
+            *(rows_schema.field(name).remove_metadata() for name in spec.input.key),
+            *(own.get(name, pa.field(name, pa.string())) for name in OUTPUT_COLUMNS),
+            *(
+                rows_schema.field(name).remove_metadata()
+                for name in spec.kept_columns
+                if name not in spec.input.key
+            ),
+        ]
+    )
+
+
+def model_name(spec: JobSpec) -> str:
+    return f"{spec.model.path}@{spec.model.revision}" if spec.model.revision else spec.model.path

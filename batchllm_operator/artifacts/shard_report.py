@@ -1,0 +1,87 @@
+"""The report of a shard: what says, together with its ledger, that the shard is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from batchllm_operator.artifacts.parts import Count, PartEntry
+from batchllm_operator.errors import IncompleteRunError, PlanError
+from batchllm_operator.lake import Folder
+
+REPORT_FILE: Final = "report.json"
+_REPORT_VERSION: Final = 1
+
+
+class ShardReport(BaseModel):
+    """What became of a shard, all attempts together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    report_version: Literal[1] = 1
+    plan_id: str
+    shard_idx: Count
+    num_parts: Count
+    num_resumed_parts: Count
+    """Parts that earlier attempts had finished."""
+    num_requests: Count
+    num_rows: Count
+    num_failed_rows: Count
+    num_logical_tokens: Count
+    num_prompt_tokens: Count
+    num_cached_tokens: Count
+    num_output_tokens: Count
+    engine_s: float
+
+    @classmethod
+    def of(
+        cls, plan_id: str, shard_idx: int, entries: Sequence[PartEntry], num_resumed_parts: Count
+    ) -> ShardReport:
+        """Add up the ledger entries of a finished shard."""
+        return cls(
+            plan_id=plan_id,
+            shard_idx=shard_idx,
+            num_parts=len(entries),
+            num_resumed_parts=num_resumed_parts,
+            num_requests=sum(e.num_requests for e in entries),
+            num_rows=sum(e.num_rows for e in entries),
+            num_failed_rows=sum(e.num_failed_rows for e in entries),
+            num_logical_tokens=sum(e.num_logical_tokens for e in entries),
+            num_prompt_tokens=sum(e.num_prompt_tokens for e in entries),
+            num_cached_tokens=sum(e.num_cached_tokens for e in entries),
+            num_output_tokens=sum(e.num_output_tokens for e in entries),
+            engine_s=round(sum(e.engine_s for e in entries), 3),
+        )
+
+
+def write_report(folder: Folder, report: ShardReport) -> None:
+    """Create or replace the report in a shard's run folder."""
+    folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
+
+
+def read_report(folder: Folder, where: str) -> ShardReport:
+    """The report in a shard's run folder; `where` names the shard in errors.
+
+    Raises:
+        IncompleteRunError: there is none, or it isn't whole.
+        PlanError: it is of another version.
+    """
+    try:
+        fields = json.loads(folder.read_bytes(REPORT_FILE))
+    except FileNotFoundError:
+        raise IncompleteRunError(f"{where}: there is no report; run the shard") from None
+    except (ValueError, RecursionError) as error:
+        raise IncompleteRunError(f"{where}: the report isn't JSON; run the shard again") from error
+    version = fields.get("report_version") if isinstance(fields, dict) else None
+    if version != _REPORT_VERSION:
+        raise PlanError(
+            f"{where}: the report is of version {version!r}, this release reads version"
+            f" {_REPORT_VERSION}; use one release of batchllm-operator everywhere"
+        )
+    try:
+        return ShardReport.model_validate(fields)
+    except ValidationError as error:
+        raise IncompleteRunError(f"{where}: the report isn't whole; run the shard again") from error

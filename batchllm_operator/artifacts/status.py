@@ -1,0 +1,199 @@
+"""How far a job's run is, shard by shard, as its progress objects and reports tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from batchllm_operator.artifacts.shard_progress import ShardProgress
+from batchllm_operator.planner import saving_ratio
+
+ShardState = Literal["waiting", "starting", "running", "silent", "stopped", "failed", "finished"]
+"""`waiting`: no attempt has begun. `silent`: one has and gives no sign any more: it was killed, or
+its release writes no progress. The others are those of `ShardProgress`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """One shard, by its report or else by its latest attempt.
+
+    Rows, parts and tokens count what is finished, by all attempts. Of a shard whose attempts have
+    left no progress they are 0 until it is finished: its ledger isn't read for this.
+    """
+
+    shard_idx: int
+    state: ShardState
+    num_rows: int
+    num_parts: int
+    num_rows_done: int = 0
+    num_rows_failed: int = 0
+    num_parts_done: int = 0
+    num_logical_tokens: int = 0
+    """Prompt tokens of the rows that got a text, duplicates included."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of the requests that got a text."""
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    tokens_per_s: float = 0.0
+    """Of a live shard; 0 of any other."""
+    eta_s: float | None = None
+    """Of a live shard, from `JobStatus.read_at` on; None if it isn't known."""
+    age_s: float | None = None
+    """Since its latest attempt's last sign; None if there is none."""
+    num_attempts: int = 0
+    gpu_s: float = 0.0
+    """GPU seconds that its attempts have held, as far as they have left progress."""
+    host: str = ""
+    """Of the latest attempt."""
+    error: str | None = None
+    """Of a failed one."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether an attempt works on it."""
+        return self.state in ("starting", "running")
+
+    @property
+    def saving_ratio(self) -> float | None:
+        """Eq. 2 so far, over the rows that got a text; None before there is one."""
+        return _saving_ratio([self])
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """All shards of a plan, at one moment.
+
+    Rows are those that are generated for: neither rows that can't be prompted nor those that reuse
+    an earlier output are among them.
+    """
+
+    plan_uri: str
+    plan_id: str
+    job: str
+    ds: str
+    is_committed: bool
+    """Whether the output table holds the plan's rows."""
+    read_at: datetime
+    shards: tuple[ShardStatus, ...]
+    """In order; all of them."""
+    notes: tuple[str, ...] = ()
+    """What was found and couldn't be read."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def num_rows_done(self) -> int:
+        return sum(shard.num_rows_done for shard in self.shards)
+
+    @property
+    def num_rows_failed(self) -> int:
+        return sum(shard.num_rows_failed for shard in self.shards)
+
+    @property
+    def num_parts(self) -> int:
+        return sum(shard.num_parts for shard in self.shards)
+
+    @property
+    def num_parts_done(self) -> int:
+        return sum(shard.num_parts_done for shard in self.shards)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the live shards together."""
+        return sum(shard.tokens_per_s for shard in self.shards)
+
+    @property
+    def gpu_s(self) -> float:
+        """GPU seconds that all attempts have held, as far as they have left progress."""
+        return sum(shard.gpu_s for shard in self.shards)
+
+    @property
+    def saving_ratio(self) -> float | None:
+        """Eq. 2 so far, over the rows that got a text; None before there is one."""
+        return _saving_ratio(self.shards)
+
+    @property
+    def num_finished(self) -> int:
+        """Shards that are finished."""
+        return sum(shard.state == "finished" for shard in self.shards)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to generate."""
+        return self.num_finished == len(self.shards)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last row of all shards, 0 if all are finished.
+
+        That of the live shard that takes longest; and, if others still have to be begun or gone on
+        with, at least the rows that are left at the speed of the live shards together. That
+        supposes that as many shards run at a time until the end, as a pool of Airflow has it;
+        starts of engines to come aren't in it. None if no live shard knows its own: nothing says
+        then how fast rows go or when anybody begins.
+        """
+        if self.is_finished:
+            return 0.0
+        # What is left as of the last sign takes from then on, not from now.
+        live = [
+            (shard.num_rows - shard.num_rows_done, shard.eta_s, shard.age_s or 0.0)
+            for shard in self.shards
+            if shard.is_live and shard.eta_s is not None
+        ]
+        if not live:
+            return None
+        speeds = [
+            num_left / (eta_s + age_s) if eta_s + age_s else 0.0 for num_left, eta_s, age_s in live
+        ]
+        rows_per_s = sum(speeds)
+        since = sum(speed * age_s for speed, (_, _, age_s) in zip(speeds, live, strict=True))
+        latest_s = max(eta_s for _, eta_s, _ in live)
+        num_left = self.num_rows - self.num_rows_done - since
+        return max(latest_s, num_left / rows_per_s) if rows_per_s > 0 else None
+
+    def num_in(self, state: ShardState) -> int:
+        """Shards in a state."""
+        return sum(shard.state == state for shard in self.shards)
+
+
+def shard_status(latest: ShardProgress, now: datetime) -> ShardStatus:
+    """What the progress of a shard's latest attempt says at `now`, of that attempt alone."""
+    is_live = latest.is_live(now)
+    state: ShardState = latest.state
+    if state in ("starting", "running") and not is_live:
+        state = "silent"
+    age_s = latest.age_s(now)
+    eta_s = latest.eta_s if is_live else None
+    return ShardStatus(
+        shard_idx=latest.shard_idx,
+        state=state,
+        num_rows=latest.num_rows,
+        num_parts=latest.num_parts,
+        num_rows_done=latest.num_rows_done,
+        num_rows_failed=latest.num_rows_failed,
+        num_parts_done=latest.num_parts_done,
+        num_logical_tokens=latest.num_logical_tokens,
+        num_prompt_tokens=latest.num_prompt_tokens,
+        num_cached_tokens=latest.num_cached_tokens,
+        num_output_tokens=latest.num_output_tokens,
+        tokens_per_s=latest.tokens_per_s if is_live else 0.0,
+        eta_s=None if eta_s is None else max(0.0, eta_s - age_s),
+        age_s=age_s,
+        num_attempts=1,
+        gpu_s=latest.gpu_s,
+        host=latest.host,
+        error=latest.error,
+    )
+
+
+def _saving_ratio(shards: Iterable[ShardStatus]) -> float | None:
+    shards = list(shards)
+    num_logical = sum(shard.num_logical_tokens for shard in shards)
+    if not num_logical:
+        return None
+    num_computed = sum(shard.num_prompt_tokens - shard.num_cached_tokens for shard in shards)
+    return saving_ratio(num_computed, num_logical)

@@ -1,0 +1,305 @@
+"""A plan in the lake: where its files lie, and whether they are what they were."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Final
+from urllib.parse import quote
+
+import pyarrow as pa
+
+from batchllm_operator.artifacts.manifest import (
+    MANIFEST_FILE,
+    REQUIRED_SHARD_SCHEMA,
+    PlanManifest,
+    ShardInfo,
+)
+from batchllm_operator.artifacts.plan_file import PlanFile
+from batchllm_operator.errors import PlanError, SpecError, TableError
+from batchllm_operator.lake import Folder, LakeTable, Publication
+from batchllm_operator.spec import JobSpec
+
+SUPERSEDED_FILE: Final = "superseded.json"
+COMMITTING_FILE: Final = "committing.json"
+TURN_FILE: Final = "turn.json"
+RUNS_FOLDER: Final = "runs"
+PLAN_FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlan:
+    """A complete plan and the folder that it lies in."""
+
+    folder: Folder
+    manifest: PlanManifest
+
+    @classmethod
+    def open(cls, uri: str) -> StoredPlan:
+        """Read the manifest of the plan at `uri`.
+
+        Raises:
+            PlanError: there is no plan, or it is corrupted, foreign or of another version.
+        """
+        folder = Folder.open(uri)
+        try:
+            data = folder.read_bytes(MANIFEST_FILE)
+        except FileNotFoundError as error:
+            raise PlanError(
+                f"plan {uri}: there is no {MANIFEST_FILE}: not a plan, or one never completed"
+            ) from error
+        return cls(folder, PlanManifest.from_bytes(data, source=uri))
+
+    @property
+    def publication(self) -> Publication:
+        """What a partition with the plan's outputs holds."""
+        return Publication(self.manifest.spec.name, self.manifest.ds, self.manifest.plan_id)
+
+    @contextmanager
+    def open_shard(self, shard_idx: int) -> Iterator[PlanFile]:
+        """Open the requests of a shard, a row group for each part.
+
+        Raises:
+            PlanError: the plan has no such shard, or its file isn't the one that was planned.
+        """
+        shard = self.shard(shard_idx)
+        with self.open_parquet(shard.file, REQUIRED_SHARD_SCHEMA, shard.num_requests) as file:
+            if file.num_row_groups != shard.num_parts:
+                raise PlanError(
+                    f"plan {self.folder.uri}: {shard.file} has {file.num_row_groups} parts where"
+                    f" the manifest says {shard.num_parts}; make the plan again"
+                )
+            yield file
+
+    @contextmanager
+    def open_file(self, name: str) -> Iterator[IO[bytes]]:
+        """Open a data file of the plan, after its checksum was found to hold.
+
+        Raises:
+            PlanError: the file is absent or isn't the one that was planned.
+        """
+        expected = self.manifest.files[name]
+        try:
+            found = self.folder.sha256(name)
+        except FileNotFoundError as error:
+            raise PlanError(
+                f"plan {self.folder.uri}: {name} is missing; make the plan again"
+            ) from error
+        if found != expected.sha256:
+            raise PlanError(
+                f"plan {self.folder.uri}: {name} is corrupted: its checksum doesn't hold; make the"
+                " plan again"
+            )
+        with self.folder.open_file(name) as file:
+            yield file
+
+    @contextmanager
+    def open_parquet(
+        self, name: str, columns: pa.Schema, num_rows: int | None = None
+    ) -> Iterator[PlanFile]:
+        """Open a data file of the plan as what it must be; see `open_file` and `PlanFile`.
+
+        Raises:
+            PlanError: the file is absent, or isn't the one that was planned.
+        """
+        with self.open_file(name) as file:
+            where = f"plan {self.folder.uri}: {name}"
+            with PlanFile(file, where, columns, num_rows) as parquet:
+                yield parquet
+
+    def shard(self, shard_idx: int) -> ShardInfo:
+        """What the manifest says of a shard.
+
+        Raises:
+            PlanError: the plan has no such shard.
+        """
+        num_shards = len(self.manifest.shards)
+        if not 0 <= shard_idx < num_shards:
+            known = f"shards 0 to {num_shards - 1}" if num_shards else "no shards"
+            raise PlanError(f"plan {self.folder.uri}: has {known}, not shard {shard_idx}")
+        return self.manifest.shards[shard_idx]
+
+    def run_folder(self, shard_idx: int) -> Folder:
+        """Where the parts of a shard lie.
+
+        Raises:
+            PlanError: the plan has no such shard.
+        """
+        self.shard(shard_idx)
+        return self.folder.child(RUNS_FOLDER, f"shard-{shard_idx:05d}")
+
+    def note_turn(self) -> None:
+        """Note that this plan was planned after the others of its job and partition.
+
+        Written each time that planning gives this plan, and before its manifest completes it.
+        A plan's own content says nothing of when it was made, and clocks differ.
+        """
+        turn = 1 + max(map(turn_of, self._others().values()), default=0)
+        self.folder.write_bytes(TURN_FILE, json.dumps({"turn": turn}).encode())
+
+    def mark_older_plans(self, published: Publication | None) -> None:
+        """Note in the folders of older plans that this one's outputs take the place of theirs.
+
+        Whether they have been committed or not: a late commit would bring old outputs back.
+
+        Args:
+            published: whose outputs are about to be replaced; it counts as older, too.
+        """
+        others = self._others()
+        marked = {each for each in self.older_plans() if self._shares_table(others[each])}
+        if published is not None:
+            marked.add(published.plan_id)
+        for each in sorted(marked & others.keys()):
+            is_marked = _superseded_by(others[each]) is not None  # again, it would grow young
+            if not is_marked and others[each].exists(MANIFEST_FILE):
+                self.mark_superseded_at(others[each], by=self.manifest.plan_id)
+
+    def older_plans(self) -> set[str]:
+        """Ids of the plans of this job and partition that were planned before this one last was.
+
+        Of two that were planned at the same time, neither is older.
+        """
+        own = turn_of(self.folder)
+        return {plan_id for plan_id, folder in self._others().items() if turn_of(folder) < own}
+
+    def _shares_table(self, folder: Folder) -> bool:
+        """Whether another plan writes the same output table, as far as can be told.
+
+        Specs with one name and one `staging_uri` may write different tables.
+        """
+        try:
+            other = StoredPlan.open(folder.uri).manifest
+        except PlanError:
+            return True
+        return other.spec.output.uri == self.manifest.spec.output.uri
+
+    def _others(self) -> dict[str, Folder]:
+        """Folders of the other plans of this job and partition, by plan_id."""
+        parent = Folder(self.folder.fs, self.folder.path.rpartition("/")[0])
+        found = filter(None, map(PLAN_FOLDER.fullmatch, parent.subfolder_names()))
+        return {m[1]: parent.child(m[0]) for m in found if m[1] != self.manifest.plan_id}
+
+    @staticmethod
+    def mark_superseded_at(folder: Folder, *, by: str) -> None:
+        """Note in a plan's folder that the outputs of plan `by` take the place of its own."""
+        folder.write_bytes(SUPERSEDED_FILE, json.dumps({"superseded_by": by}).encode())
+
+    def mark_current(self) -> None:
+        """Take the note away: the input was planned again and gave this plan."""
+        self.folder.remove(SUPERSEDED_FILE)
+
+    def mark_committing(self) -> None:
+        """Note that a commit is at work: a plan with young files isn't collected.
+
+        Raises:
+            PlanError: it was collected just now.
+        """
+        self.folder.write_bytes(COMMITTING_FILE, json.dumps({"committing": True}).encode())
+        self.check_stays()
+
+    def check_stays(self) -> None:
+        """Make sure that what was just written keeps the plan: `gc` removes its manifest first.
+
+        Raises:
+            PlanError: it was collected before that.
+        """
+        if not self.folder.exists(MANIFEST_FILE):
+            raise PlanError(
+                f"plan {self.folder.uri}: `batchllm gc` has just removed it; make the plan again"
+            )
+
+    def superseded_by(self) -> str | None:
+        """The id of the plan whose outputs take the place of this one's; None if none do."""
+        return _superseded_by(self.folder)
+
+    def check_current(self) -> None:
+        """Refuse a plan whose outputs were replaced by a later plan's.
+
+        Raises:
+            PlanError: committing it would bring old outputs back.
+        """
+        if self.superseded_by() is not None:
+            raise PlanError(
+                f"plan {self.folder.uri}: a later plan's outputs have replaced this one's; to bring"
+                " these back, plan the job again with the input and spec that they were made from"
+            )
+
+
+def _superseded_by(folder: Folder) -> str | None:
+    try:
+        return str(json.loads(folder.read_bytes(SUPERSEDED_FILE))["superseded_by"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "a plan whose note can't be read"
+
+
+def turn_of(folder: Folder) -> int:
+    """When a plan was planned last, counted from 1; 0 for plans of older releases."""
+    try:
+        return int(json.loads(folder.read_bytes(TURN_FILE))["turn"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        _log.warning("%s/%s can't be read", folder.uri, TURN_FILE)
+        return 0
+
+
+def check_partition(ds: str) -> None:
+    """Refuse what can't name a partition: any text can.
+
+    Raises:
+        SpecError: it is empty, or holds what no text does.
+    """
+    if not ds:
+        raise SpecError("ds: is empty; name a partition, such as 2026-01-31")
+    try:
+        is_text = b"\0" not in ds.encode()
+    except UnicodeEncodeError:  # bytes of an argument that aren't UTF-8
+        is_text = False
+    if not is_text:
+        raise SpecError(f"ds: {ds!r} isn't text that can name a partition")
+
+
+def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | None:
+    """Which of the job's plans partition `ds` holds the outputs of, None if it has none.
+
+    Raises:
+        TableError: the partition was published by another job, for another partition, or by
+            another program.
+    """
+    found = table.published(ds)
+    if found is not None and found.job != spec.name:
+        raise TableError(
+            f"output {table.uri}: partition {ds!r} holds the outputs of job {found.job!r}; give"
+            f" job {spec.name!r} an output table of its own"
+        )
+    if found is not None and found.partition != ds:
+        raise TableError(
+            f"output {table.uri}: partition {ds!r} holds the outputs for partition"
+            f" {found.partition!r}; move it away or choose another output table"
+        )
+    return found
+
+
+def job_folder(spec: JobSpec, ds: str) -> Folder:
+    """Where the plans of a job and partition lie.
+
+    Raises:
+        SpecError: see `check_partition`.
+    """
+    check_partition(ds)
+    name = quote(ds, safe="")
+    if name in (".", ".."):  # a value like any other, but not as a folder's name
+        name = name.replace(".", "%2E")
+    return job_root(spec).child(name)
+
+
+def job_root(spec: JobSpec) -> Folder:
+    """Where the folders of a job's partitions lie, named as `unquote` reads it."""
+    return Folder.open(spec.output.staging_folder).child("_batchllm", spec.name)

@@ -1,0 +1,75 @@
+"""The command `batchllm gc`: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from batchllm_operator.spec import JobSpec
+
+# Heavy imports wait until the command runs, so that --help answers at once.
+
+_UNIT_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Give the command its arguments, besides those that name the job."""
+    command.add_argument(
+        "--older-than",
+        type=parse_age,
+        default="7d",
+        metavar="AGE",
+        help="only what hasn't changed for so long, such as 36h, 7d or 2w (default: 7d): longer"
+        " than any part, and any commit, takes",
+    )
+    command.add_argument("--ds", help="only this partition")
+    command.add_argument("--yes", action="store_true", help="remove it; without, only list it")
+
+
+def parse_age(text: str) -> float:
+    """Seconds of an age such as `36h`.
+
+    Raises:
+        argparse.ArgumentTypeError: it isn't one.
+    """
+    match = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} isn't an age: write a number and s, m, h, d or w, such as 7d"
+        )
+    return float(int(match[1]) * _UNIT_S[match[2]])
+
+
+def run(spec: JobSpec, args: argparse.Namespace) -> Mapping[str, Any]:
+    """List what may go, remove it if that is asked for, and return the counts."""
+    from batchllm_operator.inspect.gc import find_garbage, remove_garbage
+
+    now = time.time()
+    garbage, kept = find_garbage(spec, before=now - args.older_than, ds=args.ds)
+    if args.yes:
+        garbage, changed = remove_garbage(garbage)
+        kept += changed
+    for each in garbage:
+        days = (now - each.modified_at) / _UNIT_S["d"]
+        print(
+            f"{'removed' if args.yes else 'would remove'} {len(each.files):,} files,"
+            f" {each.num_bytes:,} bytes, {days:,.1f} days old: {each.folder.uri} ({each.what})"
+        )
+    for stays in kept:
+        print(f"kept: {stays.folder.uri}: {stays.why}")
+    result = {
+        "is_removed": args.yes,
+        "num_files": sum(len(each.files) for each in garbage),
+        "num_bytes": sum(each.num_bytes for each in garbage),
+        "num_folders": len(garbage),
+        "num_kept": len(kept),
+    }
+    print(
+        f"{result['num_files']:,} files, {result['num_bytes']:,} bytes in all"
+        + ("" if args.yes or not garbage else "; to remove them, add --yes")
+    )
+    return result

@@ -1,0 +1,93 @@
+"""How a command is told which plan: `--plan URI`, or `--job FILE --ds DS` for the newest one."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchllm_operator.spec import JobSpec
+
+# Heavy imports wait until the command runs, so that --help answers at once.
+
+_log = logging.getLogger(__name__)
+
+
+def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
+    """Give the command the arguments that name a plan; returns the group that takes one of them.
+
+    `check_plan` sees whether they go together.
+    """
+    which = command.add_mutually_exclusive_group(required=required)
+    which.add_argument("--plan", metavar="URI", help="the last line that `plan` printed")
+    which.add_argument(
+        "--job", type=Path, metavar="FILE", help="job spec (YAML), for its newest plan; needs --ds"
+    )
+    command.add_argument("--ds", help="the partition")
+    return which
+
+
+def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the process with the usage if the arguments don't go together."""
+    if args.job is not None and args.ds is None:
+        parser.error(f"{args.name}: --job needs --ds")
+    if args.job is None and args.ds is not None:
+        parser.error(f"{args.name}: --ds goes with --job")
+
+
+def plan_uri(args: argparse.Namespace) -> str:
+    """Where the plan lies: as given, or the newest of the job and partition, which is logged.
+
+    Raises:
+        SpecError: the spec or the partition's name is wrong.
+        PlanError: there is no plan, or it is of another version.
+        StorageError: the storage fails.
+    """
+    if args.plan is not None:
+        return str(args.plan)
+    from batchllm_operator.artifacts.job_status import newest_plan_uri
+    from batchllm_operator.errors import PlanError
+    from batchllm_operator.spec import load_spec
+
+    spec = load_spec(args.job)
+    uri = newest_plan_uri(spec, args.ds)
+    if uri is None:
+        command = shlex.join(["batchllm", "plan", "--job", str(args.job), "--ds", args.ds])
+        raise PlanError(f"job {spec.name}, partition {args.ds}: there is no plan; run `{command}`")
+    tell_plan(spec, args.job, uri, "newest")
+    return uri
+
+
+def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
+    """Log which plan was found, with a warning if the spec says anything else.
+
+    Raises:
+        PlanError: it is of another version.
+        StorageError: the storage fails.
+    """
+    from batchllm_operator.artifacts.stored_plan import StoredPlan
+
+    manifest = StoredPlan.open(uri).manifest
+    _log.info("%s plan of job %s, partition %s: %s", which, spec.name, manifest.ds, uri)
+    now, then = spec.model_dump(mode="json"), manifest.spec.model_dump(mode="json")
+    if changed := sorted(_changed(now, then)):
+        _log.warning(
+            "%s and that plan differ in %s: the file has changed, or another release made the"
+            " plan. What the plan says counts; to have the file count, plan again",
+            file,
+            ", ".join(changed),
+        )
+
+
+def _changed(now: Mapping[str, Any], then: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Names of the fields that differ."""
+    for name in now.keys() | then.keys():
+        old, new = then.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _changed(new, old, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}"

@@ -1,0 +1,64 @@
+"""The command `batchllm report`: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchllm_operator.commands.plan_argument import add_plan, tell_plan
+from batchllm_operator.named_file import parse_file, write_file
+
+# Heavy imports wait until the command runs, so that --help answers at once.
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    add_plan(command).add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="URIs of two committed plans: print what changed from A to B",
+    )
+    command.add_argument(
+        "--out", type=parse_file, metavar="FILE", help="write the page (HTML) there as well"
+    )
+
+
+def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Print the summary of a run, or what changed between two, and return the figures."""
+    if args.compare is not None:
+        return _compare(args.compare, args.out)
+    from batchllm_operator.commit.report import load_report, refresh_page
+    from batchllm_operator.commit.stage import published_plan_uri
+    from batchllm_operator.report import format_summary
+    from batchllm_operator.spec import load_spec
+    from batchllm_operator.spec.masking import print_unmasked
+
+    plan_uri = args.plan
+    if plan_uri is None:  # not the newest, which may have to be run yet
+        spec = load_spec(args.job)
+        plan_uri = published_plan_uri(spec, args.ds)
+        tell_plan(spec, args.job, plan_uri, "published")
+    report = load_report(plan_uri)
+    refresh_page(plan_uri, report)
+    if args.out is not None:
+        from batchllm_operator.report.page import render_report
+
+        write_file(args.out, render_report(report).encode())
+    print_unmasked(format_summary(report))  # with keys of rows, of columns of any name
+    return report.figures()
+
+
+def _compare(plan_uris: list[str], out: Path | None) -> Mapping[str, Any]:
+    from batchllm_operator.commit.report import load_report
+    from batchllm_operator.report.comparison import compare, format_comparison, render_comparison
+    from batchllm_operator.spec.masking import print_unmasked
+
+    before, after = map(load_report, plan_uris)
+    comparison = compare(before, after)
+    if out is not None:
+        write_file(out, render_comparison(comparison).encode())
+    print_unmasked(format_comparison(comparison))
+    return {"before": before.figures(), "after": after.figures()}

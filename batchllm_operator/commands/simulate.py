@@ -1,0 +1,200 @@
+"""The command `batchllm simulate`: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from batchllm_operator.commands.plan_argument import add_plan, plan_uri
+
+if TYPE_CHECKING:
+    from batchllm_operator.inspect.simulations import SimulationOptions
+    from batchllm_operator.simulate.workload import Shape
+
+# Heavy imports wait until the command runs, so that --help answers at once.
+
+_MADE_UP: Final[Mapping[str, tuple[str, int | float, str]]] = {
+    "num_requests": ("--requests", 3000, "made-up requests"),
+    "share_degree": ("--degree", 7.0, "requests per document"),
+    "prefix_tokens": ("--prefix-tokens", 1100, "tokens of a document"),
+    "distinct_tokens": ("--distinct-tokens", 400, "tokens of a request besides"),
+    "output_tokens": ("--output-tokens", 100, "tokens of an output"),
+    "instruction_tokens": ("--instruction-tokens", 30, "tokens that all requests begin with"),
+}
+"""Options of `simulate` by field of its shape, with their defaults: the paper's case 1."""
+_POLICIES: Final = (
+    "static",
+    "dynamic",
+    "continuous",
+    "chunked_prefill",
+    "stock_shuffled",
+    "stock_sorted",
+    "batchllm_stock_attention",
+    "batchllm",
+)
+_NOT_WITH_RUNAHEAD: Final[Mapping[str, str]] = {
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in (
+            "plan",
+            "job",
+            "ds",
+            "shard",
+            "policies",
+            "gpu",
+            "gpu_table",
+            "model",
+            "num_gpus",
+            "num_blocks",
+            "chunk_size",
+            "arrivals_per_s",
+            "seed",
+            "estimate_error",
+            "out",
+        )
+    },
+    **{name: option for name, (option, _, _) in _MADE_UP.items()},
+}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    add_plan(command, required=False)  # none: made-up requests
+    command.add_argument("--shard", type=int, metavar="I", help="of the plan (default: 0)")
+    for name, (option, default, text) in _MADE_UP.items():
+        command.add_argument(
+            option, dest=name, type=type(default), metavar="N", help=f"{text} (default: {default})"
+        )
+    command.add_argument(
+        "--policies",
+        nargs="+",
+        metavar="NAME",
+        help=f"of {', '.join(_POLICIES)}; or all (default: stock_shuffled stock_sorted batchllm)",
+    )
+    command.add_argument(
+        "--gpu", metavar="NAME", help="such as H100 (default: the plan's, or H100)"
+    )
+    command.add_argument("--gpu-table", type=Path, metavar="FILE", help="GPUs of your own (TOML)")
+    command.add_argument(
+        "--model",
+        metavar="NAME",
+        help="Mistral-7B, Llama-3-8B, Qwen2-7B, or a folder or hub id (default: the plan's, or"
+        " Mistral-7B)",
+    )
+    command.add_argument("--num-gpus", type=int, metavar="N", help="that the engine spans")
+    command.add_argument("--num-blocks", type=int, metavar="N", help="of the KV cache")
+    command.add_argument("--chunk-size", type=int, metavar="N", help="most tokens of a step")
+    command.add_argument(
+        "--arrivals-per-s", type=float, metavar="X", help="for policy dynamic (default: 100)"
+    )
+    command.add_argument("--seed", type=int, metavar="N", help="of all that is random (default: 0)")
+    command.add_argument(
+        "--estimate-error",
+        type=float,
+        metavar="SHARE",
+        help="let estimated output lengths be off by up to this, such as 0.3 (default: 0)",
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="write timelines there, as Parquet and PNG"
+    )
+    command.add_argument(
+        "--runahead",
+        action="store_true",
+        help="instead, predict TTFT of prefixes computed by several GPUs, beside the KV-Runahead"
+        " paper's figures; takes no other option than --result",
+    )
+
+
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the process with the usage if arguments don't go together."""
+    if args.runahead:
+        for name, option in _NOT_WITH_RUNAHEAD.items():
+            if getattr(args, name) is not None:
+                parser.error(f"simulate: {option} isn't for --runahead")
+    is_made_up = args.plan is None and args.job is None
+    if is_made_up and args.shard is not None:
+        parser.error("simulate: --shard needs --plan, or --job and --ds")
+    for name, (option, _, _) in _MADE_UP.items():
+        if not is_made_up and getattr(args, name) is not None:
+            parser.error(f"simulate: {option} is for made-up requests, not for those of a plan")
+
+
+def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Simulate as the arguments say, print the table, and return its numbers.
+
+    Raises:
+        BatchLLMError: see `inspect.simulations`.
+    """
+    if args.runahead:
+        return _run_runahead()
+    from batchllm_operator.inspect.simulations import (
+        make_folder,
+        shape_to_simulate,
+        shard_to_simulate,
+        simulate_policies,
+        write_plot,
+        write_timeline,
+    )
+    from batchllm_operator.simulate.summary import format_runs, relative_times
+
+    options = _simulation_options(args)
+    if args.out is not None:
+        make_folder(args.out)
+    if args.plan is not None or args.job is not None:
+        workload, machine = shard_to_simulate(plan_uri(args), args.shard or 0, options)
+    else:
+        workload, machine = shape_to_simulate(_made_up_shape(args), options)
+    runs = []
+    for run in simulate_policies(workload, machine, options):
+        runs.append(run)
+        if args.out is not None:
+            write_timeline(run, args.out)
+    if args.out is not None:
+        write_plot(runs, machine, args.out)
+    print(format_runs(workload, machine, runs))
+    return {
+        "model": machine.model.name,
+        "gpu": machine.gpu.name,
+        "num_gpus": machine.num_gpus,
+        "num_blocks": machine.num_blocks,
+        "block_size": machine.block_size,
+        "chunk_size": machine.max_num_batched_tokens,
+        "out": None if args.out is None else str(args.out),
+        "runs": [
+            {**run.row(), "relative_time": round(relative, 4)}
+            for run, relative in zip(runs, relative_times(runs), strict=True)
+        ],
+    }
+
+
+def _run_runahead() -> Mapping[str, Any]:
+    from batchllm_operator.simulate.runahead import PaperMachine, predict_rows, read_paper
+    from batchllm_operator.simulate.runahead_summary import format_rows, result
+
+    paper, rows = read_paper(), predict_rows()
+    machine = PaperMachine(paper)
+    splits = [machine.predict_split(each) for each in paper.splits]
+    print(format_rows(paper, rows, splits))
+    return result(paper, rows, splits)
+
+
+def _simulation_options(args: argparse.Namespace) -> SimulationOptions:
+    from batchllm_operator.inspect.simulations import SimulationOptions
+
+    given = {field.name: getattr(args, field.name) for field in fields(SimulationOptions)}
+    return SimulationOptions(**{key: value for key, value in given.items() if value is not None})
+
+
+def _made_up_shape(args: argparse.Namespace) -> Shape:
+    from batchllm_operator.simulate.workload import Shape
+
+    given = {name: getattr(args, name) for name in _MADE_UP}
+    sizes: dict[str, Any] = {
+        name: default if given[name] is None else given[name]
+        for name, (_, default, _) in _MADE_UP.items()
+    }
+    is_case_1 = all(value is None for value in given.values())
+    return Shape("the paper's case 1" if is_case_1 else "made-up requests", **sizes)

@@ -1,0 +1,167 @@
+"""The command `batchllm status`: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from batchllm_operator.commands.plan_argument import add_plan, plan_uri
+
+if TYPE_CHECKING:
+    from batchllm_operator.artifacts.status import JobStatus
+
+# Heavy imports wait until the command runs, so that --help answers at once.
+
+_DEFAULT_INTERVAL_S: Final = 5.0
+_NARROWEST: Final = 20
+_NOT_IN_RESULT: Final = ("shards", "notes", "read_at")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    add_plan(command)
+    command.add_argument(
+        "--follow",
+        action="store_true",
+        help="look again until all shards are finished, or the plan is committed",
+    )
+    command.add_argument(
+        "--interval",
+        type=parse_interval,
+        default=_DEFAULT_INTERVAL_S,
+        metavar="S",
+        help=f"seconds between two looks with --follow (default: {_DEFAULT_INTERVAL_S:g})",
+    )
+
+
+def parse_interval(text: str) -> float:
+    """Seconds to wait.
+
+    Raises:
+        argparse.ArgumentTypeError: nobody can wait so long.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a number of seconds, up to a day")
+    return seconds
+
+
+def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Print how far the run is, again and again if that is asked for, and return the last."""
+    from batchllm_operator.artifacts.job_status import read_status
+    from batchllm_operator.artifacts.stored_plan import StoredPlan
+
+    plan = StoredPlan.open(plan_uri(args))
+    if args.follow:
+        status = follow(lambda: read_status(plan), args.interval, sys.stdout)
+    else:
+        status = read_status(plan)
+        _show(status, sys.stdout)
+    return result_of(status)
+
+
+def result_of(status: JobStatus) -> dict[str, Any]:
+    """The status as a command's result."""
+    fields = asdict(status)
+    totals = (
+        "num_rows",
+        "num_rows_done",
+        "num_rows_failed",
+        "num_parts",
+        "num_parts_done",
+        "num_finished",
+        "is_finished",
+        "tokens_per_s",
+        "saving_ratio",
+        "eta_s",
+        "gpu_s",
+    )
+    shards = [
+        asdict(shard) | {"saving_ratio": shard.saving_ratio, "is_live": shard.is_live}
+        for shard in status.shards
+    ]
+    return {
+        **{name: value for name, value in fields.items() if name not in _NOT_IN_RESULT},
+        "read_at": status.read_at.isoformat(),
+        **{name: getattr(status, name) for name in totals},
+        "shards": shards,
+        "notes": list(status.notes),
+    }
+
+
+def follow(
+    read: Callable[[], JobStatus],
+    interval_s: float,
+    stream: TextIO,
+    sleep: Callable[[float], None] = time.sleep,
+) -> JobStatus:
+    """Show the status until nothing is left to generate; the last is shown in full.
+
+    On a terminal each takes the place of the one before. Elsewhere there is a line of totals
+    whenever rows or states have changed.
+
+    Args:
+        read: looks how far the run is.
+        interval_s: seconds between two looks.
+        stream: where to show it.
+        sleep: waits, for tests.
+    """
+    is_terminal = stream.isatty()
+    num_lines, seen = 0, None
+    while True:
+        status = read()
+        if is_terminal:
+            num_lines = _replace(status, stream, num_lines)
+        if status.is_finished or status.is_committed:
+            if is_terminal:
+                _erase(stream, num_lines)
+            _show(status, stream)
+            return status
+        found = [(shard.state, shard.num_rows_done) for shard in status.shards]
+        if not is_terminal and found != seen:
+            _show_totals(status, stream)
+        seen = found
+        sleep(interval_s)
+
+
+def _replace(status: JobStatus, stream: TextIO, num_lines: int) -> int:
+    """Show the status over the `num_lines` lines of the one before; how many lines it took.
+
+    A line that is longer than the terminal would take two, and what has scrolled away can't be
+    written over: so it is cut to fit.
+    """
+    from batchllm_operator.report import format_status
+
+    size = shutil.get_terminal_size()
+    lines = format_status(status).splitlines()[: max(1, size.lines - 1)]
+    _erase(stream, num_lines)
+    for line in lines:
+        print(line[: max(_NARROWEST, size.columns - 1)], file=stream)
+    stream.flush()
+    return len(lines)
+
+
+def _erase(stream: TextIO, num_lines: int) -> None:
+    if num_lines:
+        stream.write(f"\x1b[{num_lines}F\x1b[J")  # that many lines up, and clear below
+
+
+def _show(status: JobStatus, stream: TextIO) -> None:
+    from batchllm_operator.report import format_status
+
+    print(format_status(status), file=stream, flush=True)
+
+
+def _show_totals(status: JobStatus, stream: TextIO) -> None:
+    from batchllm_operator.report import format_totals
+
+    print(format_totals(status), file=stream, flush=True)

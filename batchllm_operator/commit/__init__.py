@@ -1,0 +1,1 @@
+"""The commit stage: output parts become one published partition, and its report."""

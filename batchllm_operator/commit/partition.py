@@ -1,0 +1,171 @@
+"""The published partition's rows: outputs spread by position, checked, joined with their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchllm_operator.artifacts.buckets import Buckets, Outputs, spread
+from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
+from batchllm_operator.artifacts.outputs import model_name, output_schema
+from batchllm_operator.artifacts.parts import PartEntry
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.errors import PlanError
+from batchllm_operator.lake import Folder, ahead, gather, published_schema, write_files
+
+_ROWS_AT_ONCE: Final = 1 << 13
+_TOKENS_AT_ONCE: Final = 1 << 19  # some 2 MiB of text
+_BATCH_ROWS: Final = 1 << 16
+_SLICE_ROWS: Final = 1 << 13
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedShard:
+    """A shard that has all its parts: where they lie, and their ledger."""
+
+    folder: Folder
+    entries: Sequence[PartEntry]
+
+    def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Read the parts, small ones together, a few ahead."""
+
+        def read(entries: Sequence[PartEntry]) -> pa.Table:
+            files = (self.folder.read_bytes(entry.path) for entry in entries)
+            readers = (pq.ParquetFile(pa.BufferReader(file)) for file in files)
+            return pa.concat_tables(each.read(list(columns), use_threads=False) for each in readers)
+
+        return ahead(self._together(), read)
+
+    def _together(self) -> Iterator[list[PartEntry]]:
+        """The entries, as many at a time as are read at once."""
+        chosen: list[PartEntry] = []
+        num_rows = num_tokens = 0
+        for entry in self.entries:
+            chosen.append(entry)
+            num_rows += entry.num_rows
+            num_tokens += entry.num_output_tokens
+            if num_rows >= _ROWS_AT_ONCE or num_tokens >= _TOKENS_AT_ONCE:
+                yield chosen
+                chosen, num_rows, num_tokens = [], 0, 0
+        if chosen:
+            yield chosen
+
+
+def write_partition(
+    plan: StoredPlan, sources: Sequence[Outputs], spool: Path, most_file_bytes: int | None = None
+) -> Path:
+    """Write the partition's rows, in input order, to files in a folder; return the folder.
+
+    Memory holds one bucket of rows and two row groups, whatever their number; see `spread` and
+    `write_files`.
+
+    Args:
+        plan: whose rows they are.
+        sources: their outputs.
+        spool: a local folder.
+        most_file_bytes: of a file; None for one file.
+
+    Raises:
+        PlanError: a row has no output, or more than one.
+    """
+    spec, manifest = plan.manifest.spec, plan.manifest
+    num_rows = manifest.counts.num_rows
+    buckets = spread(sources, num_rows, spool)
+    values = {"model": model_name(spec), "run_id": plan.publication.run_id}
+    constants = {name: pa.repeat(value, _SLICE_ROWS) for name, value in values.items()}
+    with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as rows_file:
+        _check_kept(plan, rows_file.schema_arrow)
+        schema = published_schema(output_schema(spec, rows_file.schema_arrow), plan.publication)
+        all_rows = _rebatch(rows_file, buckets.num_rows_each)
+        tables = _join_all(all_rows, buckets, constants, schema)
+        write_files(gather(tables, most_file_bytes), spool / "data", schema, most_file_bytes)
+    return spool / "data"
+
+
+def _check_kept(plan: StoredPlan, rows_schema: pa.Schema) -> None:
+    missing = set(plan.manifest.spec.kept_columns).difference(rows_schema.names)
+    if missing:
+        raise PlanError(
+            f"plan {plan.folder.uri}: {ROWS_FILE} lacks {', '.join(sorted(missing))}; make the plan"
+            " again"
+        )
+
+
+def _rebatch(rows_file: pq.ParquetFile, bucket_rows: int) -> Iterator[pa.Table]:
+    """The rows in tables of exactly `bucket_rows`, the last one shorter."""
+    kept: list[pa.RecordBatch] = []
+    num_kept = 0
+    for batch in rows_file.iter_batches(batch_size=min(bucket_rows, _BATCH_ROWS)):
+        while num_kept + batch.num_rows >= bucket_rows:
+            head = batch.slice(0, bucket_rows - num_kept)
+            yield pa.Table.from_batches([*kept, head])
+            batch = batch.slice(head.num_rows)
+            kept, num_kept = [], 0
+        if batch.num_rows:
+            kept.append(batch)
+            num_kept += batch.num_rows
+    if kept:
+        yield pa.Table.from_batches(kept)
+
+
+def _join_all(
+    all_rows: Iterable[pa.Table],
+    buckets: Buckets,
+    constants: Mapping[str, pa.Array],
+    schema: pa.Schema,
+) -> Iterator[pa.Table]:
+    """The rows of each bucket with their outputs, see `_join`."""
+    start = 0
+    for rows, outputs in zip(all_rows, buckets, strict=True):
+        yield from _join(rows, outputs, start, constants, schema)
+        start += rows.num_rows
+
+
+def _join(
+    rows: pa.Table,
+    outputs: pa.Table,
+    start: int,
+    constants: Mapping[str, pa.Array],
+    schema: pa.Schema,
+) -> Iterator[pa.Table]:
+    """Put each row's output beside it; rows that couldn't be prompted have none.
+
+    Raises:
+        PlanError: a row has no output, or more than one.
+    """
+    prompted = rows[ERROR_COLUMN].is_null().to_numpy()
+    expected = np.flatnonzero(prompted) + start
+    found = outputs["row_idx"].to_numpy()
+    if not np.array_equal(expected, found):
+        repeated = found[1:][found[1:] == found[:-1]]
+        wrong = repeated if len(repeated) else np.setxor1d(expected, found)
+        raise PlanError(
+            f"row {wrong[0]} has {np.count_nonzero(found == wrong[0])} outputs where the plan"
+            f" wants {np.count_nonzero(expected == wrong[0])}; {len(wrong)} such rows; nothing was"
+            " published"
+        )
+    outputs = outputs.drop_columns("row_idx")  # a name that a key may have, too
+    place = None if prompted.all() else np.cumsum(prompted) - 1
+    for first in range(0, rows.num_rows, _SLICE_ROWS):
+        chosen = slice(first, first + _SLICE_ROWS)
+        some = rows.slice(first, _SLICE_ROWS)
+        if place is None:
+            joined = outputs.slice(first, _SLICE_ROWS)
+        else:
+            joined = outputs.take(pa.array(place[chosen], mask=~prompted[chosen]))
+        columns = {name: joined[name] for name in joined.column_names}
+        columns[ERROR_COLUMN] = pc.coalesce(
+            some[ERROR_COLUMN].cast(pa.large_string()), joined[ERROR_COLUMN]
+        )
+        for name, value in constants.items():  # all rows share its memory
+            columns[name] = value.slice(0, some.num_rows)
+        for name in some.column_names:
+            columns.setdefault(name, some[name])
+        yield pa.table([columns[field.name].cast(field.type) for field in schema], schema=schema)

@@ -1,0 +1,241 @@
+"""What a committed plan did, gathered from what its stages have left; as JSON and as a page."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from batchllm_operator.artifacts.committed import COMMITTED_FILE, holds_outputs
+from batchllm_operator.artifacts.job_status import ShardAttempts, read_attempts
+from batchllm_operator.artifacts.manifest import PlanManifest
+from batchllm_operator.artifacts.outputs import model_name
+from batchllm_operator.artifacts.row_keys import key_texts
+from batchllm_operator.artifacts.run_report import (
+    PAGE_FILE,
+    REPORT_FILE,
+    Bill,
+    RunReport,
+    SampleRow,
+    ShardRun,
+    Timeline,
+    TokenKinds,
+)
+from batchllm_operator.artifacts.shard_report import ShardReport
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.partition import FinishedShard
+from batchllm_operator.commit.row_errors import RowErrors
+from batchllm_operator.commit.timelines import read_timeline
+from batchllm_operator.errors import PlanError, StorageError, TableError
+from batchllm_operator.lake import Folder, LakeTable
+from batchllm_operator.planner import saving_ratio
+
+_NUM_SAMPLE_ROWS: Final = 3
+_NUM_TIMELINES: Final = 3
+_log = logging.getLogger(__name__)
+
+
+def describe_run(
+    plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
+) -> RunReport:
+    """Gather the report of a plan whose outputs are published.
+
+    Args:
+        plan: the plan.
+        table: where its outputs are.
+        shards: all of its shards, in order.
+        errors: the rows that failed.
+
+    Raises:
+        StorageError: the storage fails.
+    """
+    manifest = plan.manifest
+    counts, spec = manifest.counts, manifest.spec
+    entries = [entry for shard in shards for entry in shard.entries]
+    total = ShardReport.of(manifest.plan_id, 0, entries, 0)
+    num_computed = total.num_prompt_tokens - total.num_cached_tokens
+    num_tokens = total.num_prompt_tokens + total.num_output_tokens
+    runs = _shard_runs(manifest, shards, _attempts(plan))
+    return RunReport(
+        job=spec.name,
+        ds=manifest.ds,
+        run_id=manifest.run_id,
+        plan_uri=plan.folder.uri,
+        table_uri=table.uri,
+        report_uri=f"{plan.folder.uri}/{REPORT_FILE}",
+        model=model_name(spec),
+        num_rows_in=counts.num_rows,
+        num_rows_out=counts.num_rows - errors.num_rows,
+        num_rows_failed=errors.num_rows,
+        num_rows_duplicate=counts.num_duplicate_rows,
+        num_rows_reused=counts.num_reused_rows,
+        errors_by_kind=dict(errors.counts),
+        num_requests=counts.num_requests,
+        num_groups=counts.num_groups,
+        num_shared_groups=counts.num_shared_groups,
+        num_shards=len(manifest.shards),
+        num_logical_tokens=counts.num_logical_tokens,
+        num_computed_tokens=num_computed,
+        num_output_tokens=total.num_output_tokens,
+        optimal_saving_ratio=manifest.optimal_saving_ratio,
+        planned_saving_ratio=manifest.planned_saving_ratio,
+        achieved_saving_ratio=saving_ratio(num_computed, total.num_logical_tokens),
+        engine_s=total.engine_s,
+        tokens_per_s=round(num_tokens / total.engine_s, 1) if total.engine_s else 0.0,
+        sample_rows=_sample(table, manifest),
+        committed_at=_first_committed(plan.folder) or datetime.now(UTC),
+        tokens=TokenKinds(
+            num_duplicate=total.num_logical_tokens - total.num_prompt_tokens,
+            num_cached=total.num_cached_tokens,
+            num_computed=num_computed,
+            num_output=total.num_output_tokens,
+        ),
+        bill=_bill(manifest, runs),
+        errors=errors.kinds(plan),
+        shards=runs,
+        timelines=_timelines(plan, runs),
+        sharing=manifest.sharing,
+    )
+
+
+def store_report(folder: Folder, report: RunReport) -> None:
+    """Create or replace `report.json` in the plan's folder."""
+    folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
+
+
+def store_page(folder: Folder, report: RunReport) -> None:
+    """Create or replace `report.html` in the plan's folder, if it isn't there as it should be.
+
+    A page that can't be made or written costs a warning: the rows are published without it.
+    """
+    from batchllm_operator.report.page import render_report  # imports matplotlib
+
+    try:
+        page = render_report(report).encode()
+        try:
+            if folder.read_bytes(PAGE_FILE) == page:
+                return
+        except FileNotFoundError:
+            pass
+        folder.write_bytes(PAGE_FILE, page)
+    # Whatever is wrong with a picture: no nightly job fails for it, and none is paid for again.
+    except Exception as error:  # noqa: BLE001
+        _log.warning("%s/%s isn't written: %r", folder.uri, PAGE_FILE, error)
+
+
+def refresh_page(plan_uri: str, report: RunReport) -> None:
+    """Bring the stored page to what this release makes of a report; see `store_page`."""
+    store_page(Folder.open(plan_uri), report)
+
+
+def load_report(plan_uri: str) -> RunReport:
+    """The stored report of a committed plan.
+
+    Raises:
+        PlanError: the plan isn't there, or wasn't committed, or this release can't read its report.
+        StorageError: the storage fails.
+    """
+    plan = StoredPlan.open(plan_uri)
+    try:
+        data = plan.folder.read_bytes(REPORT_FILE)
+    except FileNotFoundError as error:
+        why = "it wasn't committed yet"
+        if plan.folder.exists(COMMITTED_FILE):
+            why = "it was committed, and the file removed since; commit makes it again"
+        elif _is_published(plan):
+            why = "its rows are published, but a report wasn't written; commit again to write it"
+        raise PlanError(f"plan {plan_uri}: has no {REPORT_FILE}: {why}") from error
+    return RunReport.from_bytes(data, source=plan_uri)
+
+
+def _is_published(plan: StoredPlan) -> bool:
+    try:
+        return holds_outputs(plan)
+    except TableError:  # another's rows
+        return False
+
+
+def _first_committed(folder: Folder) -> datetime | None:
+    """When an earlier commit of the plan wrote its report; committing again changes nothing."""
+    try:
+        return RunReport.from_bytes(folder.read_bytes(REPORT_FILE), source=folder.uri).committed_at
+    except (FileNotFoundError, PlanError):
+        return None
+
+
+def _attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
+    """What is published doesn't depend on progress: without it, the bill is unknown."""
+    try:
+        return read_attempts(plan)
+    except StorageError as error:
+        _log.warning("plan %s: what its attempts took isn't known: %s", plan.folder.uri, error)
+        return {}
+
+
+def _shard_runs(
+    manifest: PlanManifest,
+    shards: Sequence[FinishedShard],
+    attempts: Mapping[int, ShardAttempts],
+) -> tuple[ShardRun, ...]:
+    runs = []
+    for shard_idx, shard in enumerate(shards):
+        done = ShardReport.of(manifest.plan_id, shard_idx, shard.entries, 0)
+        found = attempts.get(shard_idx, ShardAttempts(0, ()))
+        runs.append(
+            ShardRun(
+                shard_idx=shard_idx,
+                num_rows=done.num_rows,
+                num_rows_failed=done.num_failed_rows,
+                num_requests=done.num_requests,
+                num_tokens=done.num_prompt_tokens + done.num_output_tokens,
+                engine_s=done.engine_s,
+                num_attempts=found.num_attempts,
+                gpu_s=_gpu_s(found),
+                predicted_gpu_s=manifest.shards[shard_idx].predicted_gpu_s,
+            )
+        )
+    return tuple(runs)
+
+
+def _gpu_s(attempts: ShardAttempts) -> float | None:
+    """None where an attempt has left nothing, and where none had a GPU."""
+    if not attempts.is_complete or not attempts.gpu_s:
+        return None
+    return round(attempts.gpu_s, 1)
+
+
+def _bill(manifest: PlanManifest, runs: Sequence[ShardRun]) -> Bill:
+    known = [run.gpu_s for run in runs if run.gpu_s is not None]
+    gpu_s = sum(known) if len(known) == len(runs) else None  # 0 where there was nothing to do
+    estimate = manifest.estimate
+    if estimate is None:
+        return Bill(gpu_s=gpu_s, usd_per_hour=None)
+    return Bill(
+        gpu_s=gpu_s,
+        usd_per_hour=estimate.gpu.usd_per_hour,
+        gpu=estimate.gpu.name,
+        predicted_gpu_s=estimate.gpu_s,
+        unshared_gpu_s=estimate.unshared_gpu_s,
+    )
+
+
+def _timelines(plan: StoredPlan, runs: Sequence[ShardRun]) -> tuple[Timeline, ...]:
+    """Of the shards that took longest."""
+    longest = heapq.nlargest(_NUM_TIMELINES, runs, key=lambda run: run.engine_s)
+    found = (read_timeline(plan.run_folder(run.shard_idx), run.shard_idx) for run in longest)
+    return tuple(each for each in found if each is not None)
+
+
+def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:
+    """The first rows of the published partition that have a text."""
+    key = manifest.spec.input.key
+    samples: list[SampleRow] = []
+    for batch in table.scan(table.snapshot(manifest.ds), [*key, "generated_text"]):
+        for idx, text in enumerate(batch.column("generated_text").to_pylist()):
+            if text is not None and len(samples) < _NUM_SAMPLE_ROWS:
+                samples.append(SampleRow(key=key_texts(batch, idx, key), generated_text=text))
+        if len(samples) == _NUM_SAMPLE_ROWS:
+            break
+    return tuple(samples)

@@ -1,0 +1,178 @@
+"""The commit stage: every row checked, then the partition replaced in one step."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from batchllm_operator.artifacts.buckets import Outputs
+from batchllm_operator.artifacts.committed import find_committed, mark_committed
+from batchllm_operator.artifacts.parts import read_ledger
+from batchllm_operator.artifacts.reuse_index import ReusedOutputs, write_index
+from batchllm_operator.artifacts.run_report import REPORT_FILE, RunReport
+from batchllm_operator.artifacts.shard_report import ShardReport
+from batchllm_operator.artifacts.stored_plan import (
+    StoredPlan,
+    check_partition,
+    check_publisher,
+    job_folder,
+)
+from batchllm_operator.commit.partition import FinishedShard, write_partition
+from batchllm_operator.commit.report import (
+    describe_run,
+    load_report,
+    store_page,
+    store_report,
+)
+from batchllm_operator.commit.row_errors import RowErrors, find_errors
+from batchllm_operator.errors import (
+    ConflictError,
+    FailedRowsError,
+    IncompleteRunError,
+    TableError,
+)
+from batchllm_operator.lake import LakeTable, Publication, open_table
+from batchllm_operator.report import share
+from batchllm_operator.spec import JobSpec
+
+_NUM_NAMED_KINDS: Final = 5
+_log = logging.getLogger(__name__)
+
+
+def commit_run(plan_uri: str) -> RunReport:
+    """Publish the outputs of a finished plan, all rows or nothing.
+
+    Committing again what is already published changes nothing.
+
+    Raises:
+        PlanError: the plan is absent, corrupted or of another version, its parts don't
+            answer each row once, or a later plan's outputs have replaced its own.
+        IncompleteRunError: parts are missing; names the shards to run.
+        FailedRowsError: more rows failed than the spec allows.
+        TableError: the output partition holds what another job or program wrote, or the table
+            lacks a column of the outputs, or has it with another type.
+        ConflictError: somebody else has published the partition meanwhile; plan again to replace
+            that.
+        CommitUnknownError: it may have been published; commit again to find out.
+    """
+    plan = StoredPlan.open(plan_uri)
+    manifest = plan.manifest
+    spec = manifest.spec
+    table = open_table(spec.output.uri, spec.input.partition_column, spec.output.target_file_bytes)
+    if find_committed(plan) is not None and plan.folder.exists(REPORT_FILE):
+        _log.info("partition %s already holds the outputs of this plan", manifest.ds)
+        return load_report(plan_uri)
+    plan.mark_committing()
+    shards = _finished_shards(plan)
+    seen = check_publisher(table, spec, manifest.ds)
+    errors = find_errors(plan, shards)
+    if seen == plan.publication:
+        _log.info("partition %s already holds the outputs of this plan", manifest.ds)
+        return _write_report(plan, table, shards, errors)
+    plan.check_current()
+    _check_failed_fraction(plan, errors)
+    with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
+        sources: list[Outputs] = [*shards, ReusedOutputs(plan)]
+        data = write_partition(plan, sources, Path(spool), table.most_file_bytes)
+        plan.mark_committing()  # again: that may have taken long
+        plan.mark_older_plans(seen)
+        _publish(plan, table, data, seen)
+    return _write_report(plan, table, shards, errors)
+
+
+def published_plan_uri(spec: JobSpec, ds: str) -> str:
+    """Where the plan lies whose outputs partition `ds` of the output table holds.
+
+    Raises:
+        SpecError: `ds` can't name a partition.
+        TableError: nothing is published there, or not by this job.
+    """
+    check_partition(ds)
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    found = check_publisher(table, spec, ds)
+    if found is None:
+        raise TableError(f"table {table.uri}: partition {ds!r} has not been published")
+    return job_folder(spec, ds).child(f"plan-{found.plan_id}").uri
+
+
+def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
+    shards, unfinished = [], []
+    for shard_idx, shard in enumerate(plan.manifest.shards):
+        folder = plan.run_folder(shard_idx)
+        entries = read_ledger(folder, plan.manifest.plan_id)
+        if set(entries) != set(range(shard.num_parts)):
+            unfinished.append(f"shard {shard_idx} ({len(entries)} of {shard.num_parts} parts)")
+        shards.append(FinishedShard(folder, list(entries.values())))
+    if unfinished:
+        raise IncompleteRunError(
+            f"plan {plan.folder.uri}: unfinished: {', '.join(unfinished)}; run"
+            " `batchllm run --plan ... --shard I` for these, then commit again"
+        )
+    return shards
+
+
+def _publish(plan: StoredPlan, table: LakeTable, data: Path, seen: Publication | None) -> None:
+    """Publish; what an older plan has published since `seen` was looked at is replaced, too.
+
+    That plan passed its own check before it was marked. It can't come again: it has seen less.
+
+    Raises:
+        ConflictError: somebody else has published, or is about to.
+    """
+    spec, ds = plan.manifest.spec, plan.manifest.ds
+    add_columns = spec.output.add_columns
+    while True:
+        if (by := plan.superseded_by()) is not None:
+            raise ConflictError(
+                f"output {table.uri}: partition {ds!r} is published meanwhile by {by}, a later"
+                f" plan than {plan.folder.uri}, which wasn't published"
+            )
+        try:
+            table.publish(plan.publication, data, replaces=seen, add_columns=add_columns)
+            return
+        except ConflictError:
+            found = check_publisher(table, spec, ds)
+            if found is None or found == seen or found.plan_id not in plan.older_plans():
+                # A retry would see the winner's outputs, and replace what may be newer.
+                StoredPlan.mark_superseded_at(plan.folder, by="another plan, published meanwhile")
+                raise
+            _log.info("plan %s was published meanwhile; it is older, and replaced", found.plan_id)
+            seen = found
+
+
+def _check_failed_fraction(plan: StoredPlan, errors: RowErrors) -> None:
+    most = plan.manifest.spec.max_failed_fraction
+    num_rows, num_failed = plan.manifest.counts.num_rows, errors.num_rows
+    if num_failed and num_failed > most * num_rows:
+        kinds = errors.kinds(plan)
+        counts = ", ".join(f"{kind.num_rows:,} {kind.kind}" for kind in kinds[:_NUM_NAMED_KINDS])
+        more = ", ..." if len(kinds) > _NUM_NAMED_KINDS else ""
+        first = ", ".join(f"{name} {key}" for name, key in kinds[0].example_keys[0].items())
+        raise FailedRowsError(
+            f"{num_failed:,} of {num_rows:,} rows failed, {share(num_failed, num_rows)}"
+            f" ({counts}{more}), more than max_failed_fraction {most} allows; nothing was"
+            f" published. First {kinds[0].kind}: {first}: {kinds[0].example_error!r}."
+            " To publish all the same, raise max_failed_fraction in the spec, plan again and"
+            " commit: finished parts are kept. Or mend the rows, and plan again"
+        )
+
+
+def _write_report(
+    plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
+) -> RunReport:
+    """Write what the published plan did, then that it is committed: the report is there by then."""
+    report = describe_run(plan, table, shards, errors)
+    store_report(plan.folder, report)
+    mark_committed(
+        plan,
+        [
+            ShardReport.of(plan.manifest.plan_id, shard_idx, shard.entries, len(shard.entries))
+            for shard_idx, shard in enumerate(shards)
+        ],
+        write_index(plan, [*shards, ReusedOutputs(plan)]),
+    )
+    store_page(plan.folder, report)
+    return report

@@ -1,0 +1,1 @@
+"""Several engines behind the engine protocol, each in a process of its own (ADR 26)."""

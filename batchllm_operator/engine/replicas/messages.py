@@ -1,0 +1,130 @@
+"""What a run and its replicas say to each other: JSON objects of one field, over a socket.
+
+    run -> replica                              replica -> run
+    start    rank, spec, job, chain, cores      find_profile, keep_profile  (profile: the answer)
+    profile                                     started  limits, link; or failed
+    requests                                    outputs; or died
+    prefill  groups                             prefilled  tokens computed, failures
+    measure  repetitions                        measured  steps
+
+A replica that finds its socket closed ends.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits, RunaheadGroup
+from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
+
+_LENGTH_BYTES: Final = 8
+_Flat = TypeVar("_Flat", EngineRequest, EngineOutput, ChainLimits, RunaheadGroup)
+
+
+class Channel:
+    """One end of the socket; a thread may send while another one receives.
+
+    A message is its length, eight bytes with the lowest last, and that many bytes of JSON.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def fileno(self) -> int:
+        """To wait for messages with others."""
+        return self._end.fileno()
+
+    def send(self, kind: str, content: Any) -> None:
+        """Send one message; waits while the other end doesn't read.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        message = json.dumps({kind: content}).encode()
+        self._end.sendall(len(message).to_bytes(_LENGTH_BYTES) + message)
+
+    def receive(self) -> tuple[str, Any]:
+        """Wait for a message: its kind and content.
+
+        Raises:
+            EOFError, OSError: the other end is gone.
+        """
+        length = int.from_bytes(self._read(_LENGTH_BYTES))
+        message: dict[str, Any] = json.loads(self._read(length))
+        ((kind, content),) = message.items()
+        return kind, content
+
+    def close(self) -> None:
+        """Leave; the other end notices."""
+        self._end.close()
+
+    def _read(self, num_bytes: int) -> bytearray:
+        found, num_found = bytearray(num_bytes), 0
+        while num_found < num_bytes:
+            num_new = self._end.recv_into(memoryview(found)[num_found:])
+            if num_new == 0:
+                raise EOFError("the other end is gone")
+            num_found += num_new
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a replica says of itself when it has started."""
+
+    max_in_flight: int
+    """Requests that it holds at most."""
+    limits: ChainLimits | None
+    """Of its engine; None if it isn't in a chain."""
+    link_bytes_per_s: float | None
+    """Of the chain's slowest hop; None without a chain."""
+    device: str
+    chain_failure: str | None = None
+    """Why there is no chain though there was to be one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Started:
+        """What `to_json` made."""
+        limits = content["limits"]
+        return cls(**{**content, "limits": ChainLimits(**limits) if limits else None})
+
+
+def flat(value: _Flat) -> dict[str, Any]:
+    """A dataclass of plain values, without copying its lists."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def job_to_json(job: EngineJob, trace_folder: Path | None) -> dict[str, Any]:
+    """What a replica is told of the job: not where its groups go, and no objects of the run's."""
+    return {
+        "max_model_len": job.max_model_len,
+        "num_requests": job.num_requests,
+        "step_cost": asdict(job.step_cost) if job.step_cost is not None else None,
+        "trace_folder": str(trace_folder) if trace_folder is not None else None,
+    }
+
+
+def job_from_json(content: Mapping[str, Any]) -> EngineJob:
+    """What `job_to_json` made."""
+    step_cost, folder = content["step_cost"], content["trace_folder"]
+    return EngineJob(
+        max_model_len=content["max_model_len"],
+        num_requests=content["num_requests"],
+        step_cost=StepCost(**step_cost) if step_cost is not None else None,
+        trace_folder=Path(folder) if folder is not None else None,
+    )
+
+
+def group_from_json(content: Mapping[str, Any]) -> RunaheadGroup:
+    """What `flat` made of it."""
+    return RunaheadGroup(content["group_id"], content["prefix_token_ids"], tuple(content["split"]))

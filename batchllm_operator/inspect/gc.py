@@ -1,0 +1,233 @@
+"""Removing what jobs have left behind: by age, and never what may still be needed (ADR 19).
+
+What is still worked on has young files, so everything goes by the youngest file of a plan: a run
+writes its parts, a plan that is made again all of its files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final
+from urllib.parse import unquote
+
+from batchllm_operator.artifacts.committed import COMMITTED_FILE, find_committed
+from batchllm_operator.artifacts.manifest import (
+    FINGERPRINTS_FILE,
+    GROUPS_FILE,
+    MANIFEST_FILE,
+    REUSED_FILE,
+    ROWS_FILE,
+)
+from batchllm_operator.artifacts.stored_plan import (
+    COMMITTING_FILE,
+    SUPERSEDED_FILE,
+    StoredPlan,
+    check_publisher,
+    job_folder,
+    job_root,
+)
+from batchllm_operator.errors import PlanError, TableError
+from batchllm_operator.lake import Folder, StoredFile, list_files, open_table, remove_files
+from batchllm_operator.spec import JobSpec, TableAddress
+
+_PLAN: Final = re.compile(r"plan-([0-9a-f]{16})")
+_TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+"""As `Folder` names them on local disk; on S3 there are none."""
+_SHARD: Final = re.compile(r"shard-[0-9]+\.parquet")
+
+Files = Mapping[str, StoredFile]
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """Files of a folder that may go."""
+
+    folder: Folder
+    what: str
+    files: Files
+    """By name relative to the folder, in the order in which they go."""
+    seen: Files | None = None
+    """All files of the folder; if they are others when it comes to it, nothing is removed."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files.values())
+
+    @property
+    def modified_at(self) -> float:
+        """When the youngest was written, in seconds since 1970."""
+        return max(file.modified_at for file in self.files.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A plan that is old enough, but stays."""
+
+    folder: Folder
+    why: str
+
+
+def find_garbage(
+    spec: JobSpec, *, before: float, ds: str | None = None
+) -> tuple[list[Garbage], list[Kept]]:
+    """What may go of a job's plans, records and temporary files. Only reads.
+
+    Args:
+        spec: the job.
+        before: nothing counts that has changed since this time, in seconds since 1970.
+        ds: the only partition to look at.
+
+    Raises:
+        SpecError: the output table's address or library is wrong, or the storage doesn't say when
+            files were written.
+        StorageError: the storage fails.
+    """
+    root = job_root(spec)
+    folders = [root.child(name) for name in root.subfolder_names()]
+    if ds is not None:
+        folders = [job_folder(spec, ds)]
+    garbage: list[Garbage] = []
+    kept: list[Kept] = []
+    for folder in folders:
+        plans: dict[str, dict[str, StoredFile]] = defaultdict(dict)
+        loose: dict[str, StoredFile] = {}
+        for name, file in list_files(folder).items():
+            top, _, rest = name.partition("/")
+            if rest and _PLAN.fullmatch(top):
+                plans[top][rest] = file
+            elif top == "records" or _is_temporary(folder, name):
+                loose[name] = file
+        for name, files in plans.items():
+            found = _of_plan(spec, folder.child(name), files, before)
+            if isinstance(found, Garbage):
+                garbage.append(found)
+            else:
+                kept += [found] if found is not None else []
+                garbage += _temporary(folder.child(name), files, before)
+        garbage += _garbage(folder, "records and temporary files", loose, before)
+    for folder in _table_folders(spec, ds):
+        garbage += _temporary(folder, list_files(folder), before)
+    return garbage, kept
+
+
+def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept]]:
+    """Remove what was found, but what has changed since; what was removed, and what stays.
+
+    Raises:
+        StorageError: the storage fails; what is left is found again.
+    """
+    removed: list[Garbage] = []
+    kept: list[Kept] = []
+    for each in garbage:
+        if each.seen is not None and list_files(each.folder) != each.seen:
+            kept.append(Kept(each.folder, "it has changed meanwhile"))
+            continue
+        if _was_begun_anew(each):
+            kept.append(Kept(each.folder, "somebody has begun to work on it"))
+            continue
+        remove_files(each.folder, each.files)
+        removed.append(each)
+    return removed, kept
+
+
+def _was_begun_anew(garbage: Garbage) -> bool:
+    """Take away what makes a plan of it, so that nobody takes the rest for one, and look again.
+
+    Who works on a plan writes something there, then looks whether the manifest is there. So either
+    they see that it has gone, or this sees what they wrote, and puts it back.
+    """
+    if garbage.seen is None or MANIFEST_FILE not in garbage.files:
+        return False
+    try:
+        manifest = garbage.folder.read_bytes(MANIFEST_FILE)
+    except FileNotFoundError:
+        return False
+    garbage.folder.remove(MANIFEST_FILE)
+    rest = {name: file for name, file in garbage.seen.items() if name != MANIFEST_FILE}
+    if list_files(garbage.folder) == rest:
+        return False
+    garbage.folder.create(MANIFEST_FILE, manifest)
+    return True
+
+
+def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garbage | Kept | None:
+    """What may go of a plan; None if nothing may, for a reason that needs no words."""
+    if any(file.modified_at >= before for file in files.values()):
+        return None
+    try:
+        is_published, is_committed = _state(spec, folder, files)
+    except PlanError as error:
+        return Kept(folder, f"it can't be told what it is: {error}")
+    except TableError as error:
+        return Kept(folder, f"it can't be told whether it is published: {error}")
+    if not is_published:
+        if SUPERSEDED_FILE in files or COMMITTED_FILE in files:
+            what = "another plan has taken its place"
+        elif MANIFEST_FILE in files:
+            what = "was never published"
+        else:
+            what = "was never completed"
+        return Garbage(folder, what, files, files)
+    if not is_committed:
+        return Kept(folder, f"it is published, without a {COMMITTED_FILE}: commit it once more")
+    # A later plan learns output lengths by its groups: the shards say which rows they have, and
+    # the rows which keys.
+    learns = GROUPS_FILE in files
+    chosen = {
+        name: file
+        for name, file in files.items()
+        if name.startswith("runs/")
+        or name in (FINGERPRINTS_FILE, REUSED_FILE, COMMITTING_FILE)
+        or ((name == ROWS_FILE or _SHARD.fullmatch(name)) and not learns)
+        or _is_temporary(folder, name)
+    }
+    return Garbage(folder, "is published: parts and shards", chosen, files) if chosen else None
+
+
+def _state(spec: JobSpec, folder: Folder, files: Files) -> tuple[bool, bool]:
+    """Whether an output partition holds the plan's rows, and whether the plan knows it, too.
+
+    Raises:
+        PlanError: its manifest can't be read.
+        TableError: the output partition can't be read, or holds what another job wrote.
+    """
+    if MANIFEST_FILE in files:
+        plan = StoredPlan.open(folder.uri)
+        spec, ds, plan_id = plan.manifest.spec, plan.manifest.ds, plan.manifest.plan_id
+    else:
+        plan, name = None, PurePosixPath(folder.path)
+        ds, plan_id = unquote(name.parent.name), name.name.removeprefix("plan-")
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    published = check_publisher(table, spec, ds)
+    is_published = published is not None and published.plan_id == plan_id
+    return is_published, is_published and plan is not None and find_committed(plan) is not None
+
+
+def _table_folders(spec: JobSpec, ds: str | None) -> Iterator[Folder]:
+    """Folders of the output table's partitions, where a killed commit may have left its file."""
+    location = TableAddress.parse(spec.output.uri).folder
+    if location is None or not (table := Folder.open(location)).is_local:
+        return
+    for name in table.subfolder_names():
+        column, _, value = name.partition("=")
+        if unquote(column) == spec.input.partition_column and ds in (None, unquote(value)):
+            yield table.child(name)
+
+
+def _temporary(folder: Folder, files: Files, before: float) -> list[Garbage]:
+    chosen = {name: file for name, file in files.items() if _is_temporary(folder, name)}
+    return _garbage(folder, "temporary files", chosen, before)
+
+
+def _garbage(folder: Folder, what: str, files: Files, before: float) -> list[Garbage]:
+    """Those of the files that are old enough, each by itself."""
+    old = {name: file for name, file in files.items() if file.modified_at < before}
+    return [Garbage(folder, what, old)] if old else []
+
+
+def _is_temporary(folder: Folder, name: str) -> bool:
+    return folder.is_local and _TEMPORARY.fullmatch(name.rpartition("/")[2]) is not None

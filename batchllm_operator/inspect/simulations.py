@@ -1,0 +1,269 @@
+"""Simulations: a shard of a plan or a made-up job, played through vLLM's scheduler step by step."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.artifacts.manifest import read_parts
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.errors import (
+    EngineError,
+    MissingLibraryError,
+    ModelError,
+    PlanError,
+    SpecError,
+    StorageError,
+)
+from batchllm_operator.named_file import write_file
+from batchllm_operator.plan.estimate import engine_limits, read_shape, shape_of
+from batchllm_operator.planner import (
+    GPU,
+    MODEL_SHAPES,
+    EngineLimits,
+    ModelShape,
+    TokenTable,
+    find_gpu,
+)
+from batchllm_operator.simulate.machine import ARRIVALS_PER_S, BLOCK_SIZE, POLICIES, Machine
+from batchllm_operator.simulate.run import Run
+from batchllm_operator.simulate.timeline_plot import plot_timelines
+from batchllm_operator.simulate.workload import Shape, Workload
+
+DEFAULT_POLICIES: Final = ("stock_shuffled", "stock_sorted", "batchllm")
+ALL_POLICIES: Final = "all"
+_log = logging.getLogger(__name__)
+_DEFAULT_GPU: Final = "H100"
+_DEFAULT_MODEL: Final = "Mistral-7B"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """What to simulate on; None: as the plan says, else H100 and Mistral-7B.
+
+    Raises:
+        SpecError: a policy isn't known, or a number is out of its range.
+    """
+
+    policies: Sequence[str] = DEFAULT_POLICIES
+    """Names of `POLICIES`, or "all"."""
+    gpu: str | None = None
+    gpu_table: Path | None = None
+    """A table like `planner/gpus.toml`."""
+    model: str | None = None
+    """A built-in shape, or a folder or hub id with a `config.json`."""
+    num_gpus: int | None = None
+    num_blocks: int | None = None
+    """Of the KV cache; None: what the GPU has room for."""
+    chunk_size: int | None = None
+    """Tokens that a step may have."""
+    arrivals_per_s: float = ARRIVALS_PER_S
+    seed: int = 0
+    estimate_error: float = 0.0
+    """Estimated output lengths are off by up to this share, at random."""
+
+    def __post_init__(self) -> None:
+        for name in self.policies:
+            if name != ALL_POLICIES and name not in POLICIES:
+                raise SpecError(
+                    f"there is no policy {name!r}; there are {', '.join(POLICIES)}, and"
+                    f" {ALL_POLICIES}"
+                )
+        for name in ("num_gpus", "num_blocks", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SpecError(f"{name} must be at least 1, not {value}")
+        if self.seed < 0:
+            raise SpecError(f"seed must be at least 0, not {self.seed}")
+        if not (math.isfinite(self.arrivals_per_s) and self.arrivals_per_s > 0):
+            raise SpecError(f"arrivals_per_s must be above 0, not {self.arrivals_per_s}")
+        if not 0 <= self.estimate_error <= 1:
+            raise SpecError(f"estimate_error is a share, 0 to 1, not {self.estimate_error}")
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """Each policy once, in the order given."""
+        names = POLICIES if ALL_POLICIES in self.policies else self.policies
+        return tuple(dict.fromkeys(names))
+
+
+def shard_to_simulate(
+    plan_uri: str, shard_idx: int, options: SimulationOptions
+) -> tuple[Workload, Machine]:
+    """A shard's requests, and what its plan says they run on.
+
+    Outputs have the lengths that the plan has estimated.
+
+    Raises:
+        PlanError: the plan or the shard is absent, corrupted or of another version, or the
+            model leaves no room for KV.
+        ModelError: the model's shape isn't known.
+        SpecError: the table of GPUs is broken, or lacks the GPU.
+    """
+    plan = StoredPlan.open(plan_uri)
+    workload = _read_workload(plan, shard_idx)
+    spec, estimate = plan.manifest.spec, plan.manifest.estimate
+    if spec.engine.replicas > 1:
+        _log.warning(
+            "the shard is played on one engine; a run shares it between %d", spec.engine.replicas
+        )
+    if options.model is not None:
+        model = find_model(options.model)
+    elif estimate is not None:
+        model = estimate.model
+    elif spec.engine.backend == "fake":
+        raise ModelError(f"plan {plan_uri}: its job has no model; name one to simulate")
+    else:
+        model = shape_of(spec)
+    table = options.gpu_table or (Path(spec.planner.gpu_table) if spec.planner.gpu_table else None)
+    if estimate is not None and options.gpu is None and options.gpu_table is None:
+        gpu = estimate.gpu
+    else:
+        gpu = find_gpu(options.gpu or spec.planner.target_gpu or _DEFAULT_GPU, table)
+    machine = _machine(
+        model, gpu, engine_limits(spec), options, spec.engine.block_size or BLOCK_SIZE
+    )
+    return _told(workload, options), replace(machine, max_num_seqs=spec.engine.max_num_seqs)
+
+
+def shape_to_simulate(shape: Shape, options: SimulationOptions) -> tuple[Workload, Machine]:
+    """Made-up requests, and what they run on.
+
+    Raises:
+        PlanError: the model leaves no room for KV.
+        ModelError: the model's shape isn't known.
+        SpecError: the table of GPUs is broken, or lacks the GPU.
+    """
+    model = find_model(options.model or _DEFAULT_MODEL)
+    gpu = find_gpu(options.gpu or _DEFAULT_GPU, options.gpu_table)
+    machine = _machine(model, gpu, EngineLimits(), options, BLOCK_SIZE)
+    return _told(shape.make(options.seed), options), machine
+
+
+def simulate_policies(
+    workload: Workload, machine: Machine, options: SimulationOptions
+) -> Iterator[Run]:
+    """Run the workload under each policy, one after the other.
+
+    Raises:
+        PlanError: a request doesn't fit into the KV cache.
+        SpecError: vLLM's scheduler refuses a setting.
+        MissingLibraryError: vLLM isn't installed.
+        EngineError: vLLM can't be imported, or doesn't end.
+    """
+    try:
+        from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError.of(error, "vLLM's scheduler") from error
+    except ImportError as error:
+        raise EngineError(f"vLLM can't be imported ({error})") from error
+    for name in options.policy_names:
+        yield simulate(
+            workload,
+            POLICIES[name],
+            machine,
+            arrivals_per_s=options.arrivals_per_s,
+            seed=options.seed,
+        )
+
+
+def find_model(name: str) -> ModelShape:
+    """A built-in shape, or that of a folder's or hub id's `config.json`.
+
+    Raises:
+        ModelError: there is none, or it isn't of a kind that is known.
+    """
+    if name in MODEL_SHAPES:
+        return MODEL_SHAPES[name]
+    try:
+        return read_shape(name)
+    except ModelError as error:
+        raise ModelError(f"{error}; built in are {', '.join(MODEL_SHAPES)}") from error
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for timelines, with those above it.
+
+    Raises:
+        StorageError: that fails.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"the folder for timelines can't be made: {error}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"no timelines can be written to {folder}: no permission")
+
+
+def write_timeline(run: Run, folder: Path) -> None:
+    """Write a run's steps as `timeline-<policy>.parquet`.
+
+    Raises:
+        StorageError: that fails.
+    """
+    data = io.BytesIO()
+    pq.write_table(run.timeline.to_table(), data)
+    write_file(folder / f"timeline-{run.policy}.parquet", data.getvalue())
+
+
+def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
+    """Draw the steps of all runs as `timeline.png`.
+
+    Raises:
+        StorageError: writing it fails.
+    """
+    write_file(folder / "timeline.png", plot_timelines(runs, machine))
+
+
+def _told(workload: Workload, options: SimulationOptions) -> Workload:
+    if options.estimate_error == 0:
+        return workload
+    return workload.with_estimate_error(options.estimate_error, options.seed)
+
+
+def _machine(
+    model: ModelShape, gpu: GPU, limits: EngineLimits, options: SimulationOptions, block_size: int
+) -> Machine:
+    limits = replace(
+        limits,
+        num_gpus=options.num_gpus or limits.num_gpus,
+        max_num_batched_tokens=options.chunk_size or limits.max_num_batched_tokens,
+    )
+    return Machine.of(model, gpu, limits, block_size, num_blocks=options.num_blocks)
+
+
+def _read_workload(plan: StoredPlan, shard_idx: int) -> Workload:
+    shard, manifest = plan.shard(shard_idx), plan.manifest
+    with plan.open_shard(shard_idx) as file:
+        parts = read_parts(file, range(shard.num_parts))
+        table = pa.concat_tables([part for _, part in parts])
+    if "num_output_tokens" not in table.column_names:
+        raise PlanError(
+            f"plan {plan.folder.uri}: {shard.file} has no estimated output lengths; make the plan"
+            " again with this release"
+        )
+    prompts = table["prompt_token_ids"].chunks
+    offsets = np.zeros(table.num_rows + 1, dtype=np.int64)
+    np.cumsum(
+        np.concatenate([part.value_lengths().to_numpy() for part in prompts]), out=offsets[1:]
+    )
+    outputs = table["num_output_tokens"].to_numpy()
+    return Workload(
+        f"{manifest.spec.name} {manifest.ds}, shard {shard_idx}",
+        TokenTable(np.concatenate([part.flatten().to_numpy() for part in prompts]), offsets),
+        table["group_id"].to_numpy(),
+        table["num_prefix_tokens"].to_numpy().astype(np.int64),
+        outputs,
+        outputs,
+        max_output_tokens=manifest.spec.sampling.max_tokens,
+    )

@@ -1,0 +1,123 @@
+"""Whether a stage's results are in the lake, whole: what says that its task has succeeded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+from batchllm_operator.artifacts.attempts import check_free
+from batchllm_operator.artifacts.committed import committed_shard
+from batchllm_operator.artifacts.parts import read_ledger
+from batchllm_operator.artifacts.shard_report import ShardReport, read_report
+from batchllm_operator.artifacts.stored_plan import StoredPlan, job_folder
+from batchllm_operator.errors import FencedError, IncompleteRunError, PlanError
+from batchllm_operator.lake import Folder
+from batchllm_operator.spec import JobSpec
+
+_RECORDS: Final = "records"
+_RECORD_VERSION: Final = 1
+
+
+def verify_shard(plan_uri: str, shard_idx: int, owner: str | None = None) -> ShardReport:
+    """Check that all of a finished shard is there, and report what the ledger says of it.
+
+    There has to be a report of this plan, every part has to be in the ledger with a file
+    whose checksum holds, and both have to count the same requests and rows; or the output table
+    holds the plan's rows, and the plan says what it committed. Only reads.
+
+    Args:
+        plan_uri: the plan.
+        shard_idx: which shard of it.
+        owner: see `run_shard`; None not to look for the attempts of others.
+
+    Raises:
+        PlanError: the plan or the shard is absent or of another version, or the report is of
+            another plan or version.
+        FencedError: not all is there yet, and another owner's attempt is live.
+        IncompleteRunError: the report or a part isn't there, or they contradict each other.
+    """
+    plan = StoredPlan.open(plan_uri)
+    live: FencedError | None = None
+    if owner is not None:
+        try:  # first: an attempt that ends after this look has left what the other one finds
+            check_free(plan.run_folder(shard_idx), owner)
+        except FencedError as error:
+            live = error
+    try:
+        return _verify_shard(plan, shard_idx)
+    except IncompleteRunError:
+        if live is not None:
+            raise live from None
+        raise
+
+
+def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
+    manifest = plan.manifest
+    if len(manifest.shards) <= shard_idx < manifest.spec.planner.num_shards:
+        return ShardReport.of(manifest.plan_id, shard_idx, [], 0)  # as `run_shard` has it
+    shard = plan.shard(shard_idx)
+    if (committed := committed_shard(plan, shard_idx)) is not None:
+        return committed
+    folder = plan.run_folder(shard_idx)
+    where = f"shard {shard_idx} of plan {plan.folder.uri}"
+    report = read_report(folder, where)
+    if (report.plan_id, report.shard_idx) != (manifest.plan_id, shard_idx):
+        raise PlanError(f"{where}: its report is that of another plan or shard")
+    entries = read_ledger(folder, manifest.plan_id)
+    missing = [part_idx for part_idx in range(shard.num_parts) if part_idx not in entries]
+    if missing:
+        raise IncompleteRunError(
+            f"{where}: there is a report, but {len(missing)} of {shard.num_parts} parts are"
+            f" missing or altered, the first is part {missing[0]}; run the shard again"
+        )
+    found = ShardReport.of(
+        manifest.plan_id, shard_idx, list(entries.values()), report.num_resumed_parts
+    )
+    if (found.num_requests, found.num_rows) != (report.num_requests, report.num_rows):
+        raise IncompleteRunError(
+            f"{where}: the report doesn't say what the ledger says; run the shard again"
+        )
+    return found
+
+
+def record_plan(spec: JobSpec, ds: str, name: str, result: Mapping[str, Any]) -> None:
+    """Keep under `name` what planning gave, for who asked for it and can't see the process."""
+    body = {"record_version": _RECORD_VERSION, "result": dict(result)}
+    _records(spec, ds).write_bytes(_file_name(name), json.dumps(body, indent=1).encode())
+
+
+def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
+    """The result that `record_plan` kept, once the plan that it names is complete.
+
+    Raises:
+        IncompleteRunError: there is no such record, or it isn't whole.
+        PlanError: the record is of another version or names no plan, or its plan isn't there.
+    """
+    where = f"job {spec.name}, partition {ds}: record {name}"
+    try:
+        record = json.loads(_records(spec, ds).read_bytes(_file_name(name)))
+    except FileNotFoundError:
+        raise IncompleteRunError(f"{where}: planning hasn't come to its end") from None
+    except (ValueError, RecursionError) as error:
+        raise IncompleteRunError(f"{where}: isn't JSON; plan again") from error
+    version = record.get("record_version") if isinstance(record, dict) else None
+    if version != _RECORD_VERSION:
+        raise PlanError(
+            f"{where} is of version {version!r}, this release reads version {_RECORD_VERSION}; use"
+            " one release of batchllm-operator everywhere"
+        )
+    result = record.get("result")
+    if not isinstance(result, dict) or not isinstance(result.get("plan_uri"), str):
+        raise PlanError(f"{where}: names no plan; plan again")
+    StoredPlan.open(result["plan_uri"])
+    return result
+
+
+def _file_name(name: str) -> str:
+    return f"{quote(name, safe='')}.json"
+
+
+def _records(spec: JobSpec, ds: str) -> Folder:
+    return job_folder(spec, ds).child(_RECORDS)

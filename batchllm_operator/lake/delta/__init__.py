@@ -1,0 +1,1 @@
+"""Delta tables (ADR 18)."""

@@ -1,0 +1,224 @@
+"""A Delta table's transaction log: its versions, their files, and the next version.
+
+The log is read and written by delta-rs (`deltalake`). Data files are not: what a version's log says
+of them is enough to find them, and their rows are read and written as for any other format.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from batchllm_operator.errors import MissingLibraryError, SpecError, StorageError, TableError
+from batchllm_operator.lake.delta.version import TableVersion
+from batchllm_operator.lake.folder import Folder, fsync
+from batchllm_operator.spec import Masker
+
+if TYPE_CHECKING:
+    from deltalake.transaction import AddAction
+
+# Reader features that don't change what a data file's rows are.
+_HARMLESS_FEATURES: Final = {
+    "columnMapping",  # its mode is checked
+    "timestampNtz",
+    "v2Checkpoint",
+    "vacuumProtocolCheck",
+}
+_DELETES: Final = "deletionVectors"  # harmless while no file has one
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+_MOST_MESSAGE_CHARS: Final = 500
+
+
+class CommitRefusedError(Exception):
+    """The next version wasn't written, or no answer came; only another look tells which."""
+
+    def __init__(self, message: str, *, is_storage: bool) -> None:
+        super().__init__(message)
+        self.is_storage = is_storage
+        """Whether the storage failed, so that the request may yet be on its way."""
+
+
+class DeltaLog:
+    """The log of the table in a folder, which need not exist yet."""
+
+    def __init__(self, folder: Folder) -> None:
+        """Take a folder for a Delta table's.
+
+        Raises:
+            SpecError: a Delta table can't lie there.
+            MissingLibraryError: deltalake isn't installed.
+        """
+        self.uri = f"delta+{folder.uri}"
+        self._location = folder.uri
+        self._folder = folder
+        self._options = None if folder.is_local else _s3_options()
+        if not folder.is_local and not self._location.startswith("s3://"):
+            raise SpecError(f"{self.uri}: Delta tables can be on local disk or S3")
+        # delta-rs decodes these twice or reads another place.
+        refused = {"%"} if folder.is_local else {"%", "?", "#"}
+        if found := refused & set(self._location):
+            raise SpecError(
+                f"{self.uri}: a Delta table can't lie at a place with {min(found)!r} in its name"
+            )
+        try:
+            import deltalake  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise MissingLibraryError.of(error, f"table {self.uri}") from error
+
+    def latest(self) -> TableVersion | None:
+        """The table as it is now; None if there is none.
+
+        Raises:
+            TableError: the log is damaged, or needs a feature that can't be read.
+            StorageError: the storage fails.
+        """
+        from deltalake.exceptions import TableNotFoundError
+
+        with self._reading("its log can't be read"):
+            try:
+                return self._load(None)
+            except TableNotFoundError:
+                return None
+
+    def at(self, number: int) -> TableVersion:
+        """The table as it was then.
+
+        Raises:
+            TableError: that version is gone, or can't be read.
+            StorageError: the storage fails.
+        """
+        with self._reading(f"version delta:{number} is gone, or its log is damaged; plan again"):
+            return self._load(number)
+
+    def commit(
+        self,
+        seen: TableVersion | None,
+        partition: tuple[str, str],
+        files: Sequence[AddAction],
+        new_columns: pa.Schema,
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Write the version after `seen`, in which `files` are all that the partition has.
+
+        delta-rs would write a later one if it saw no conflict with those between. Without retries
+        it doesn't, so that the caller decides, knowing what was there in `seen`.
+
+        Args:
+            seen: the table; None makes one, of the new columns and the partition column.
+            partition: the partition column, and the value as the log has it.
+            files: lie in the table's folder already.
+            new_columns: to add to the table.
+            metadata: what the history says of the commit.
+
+        Raises:
+            CommitRefusedError: it wasn't written, as far as is known.
+        """
+        from deltalake.exceptions import DeltaError
+
+        try:
+            self._write(seen, partition, files, new_columns, metadata)
+        except (OSError, DeltaError) as error:
+            is_storage = isinstance(error, OSError) and not isinstance(error, PermissionError)
+            raise CommitRefusedError(_text(error), is_storage=is_storage) from None
+
+    def _write(
+        self,
+        seen: TableVersion | None,
+        partition: tuple[str, str],
+        files: Sequence[AddAction],
+        new_columns: pa.Schema,
+        metadata: Mapping[str, str],
+    ) -> None:
+        from deltalake import CommitProperties, Schema
+        from deltalake.transaction import create_table_with_add_actions
+
+        column, value = partition
+        properties = CommitProperties(dict(metadata), max_commit_retries=0)
+        if seen is None:
+            create_table_with_add_actions(
+                self._location,
+                Schema.from_arrow(new_columns.append(pa.field(column, pa.string()))),
+                list(files),
+                mode="error",
+                partition_by=column,
+                storage_options=self._options,
+                commit_properties=properties,
+            )
+            self._make_durable(0)
+            return
+        schema = seen.raw.schema()
+        if new_columns:
+            schema = Schema([*schema.fields, *Schema.from_arrow(new_columns).fields])
+        seen.raw.create_write_transaction(
+            list(files),
+            "overwrite",
+            schema,
+            list(seen.partition_columns),
+            [(column, "=", value)],
+            commit_properties=properties,
+        )
+        self._make_durable(seen.number + 1)
+
+    def _make_durable(self, number: int) -> None:
+        """Have a local version's entry on disk, as a crash takes what delta-rs has written."""
+        if self._folder.is_local:
+            entry = Path(self._folder.full_path(f"_delta_log/{number:020}.json"))
+            for path in (entry, entry.parent, entry.parent.parent):
+                fsync(path)
+
+    def _load(self, number: int | None) -> TableVersion:
+        from deltalake import DeltaTable
+
+        raw = DeltaTable(self._location, version=number, storage_options=self._options)
+        metadata, protocol = raw.metadata(), raw.protocol()
+        features = set(protocol.reader_features or ()) - _HARMLESS_FEATURES
+        if _DELETES in features and not any(b.num_rows for b in raw.deletion_vectors()):
+            features.remove(_DELETES)
+        if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
+            features.add("columnMapping")
+        if features:
+            raise TableError(
+                f"table {self.uri}: has Delta reader features that this package can't read:"
+                f" {', '.join(sorted(features))}; drop them, or copy the table to one without them"
+            )
+        return TableVersion.of(raw)
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        from deltalake.exceptions import DeltaError
+
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"table {self.uri}: {_text(error)}") from None
+        except DeltaError as error:
+            raise TableError(f"table {self.uri}: {what}: {_text(error)}") from None
+
+
+def _s3_options() -> dict[str, str]:
+    """What delta-rs doesn't take from the environment as s3fs does. Credentials it finds itself."""
+    environment = os.environ
+    options = {"aws_conditional_put": "etag"}  # a version is written once, whoever comes second
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        options["aws_endpoint"] = endpoint
+        options["aws_allow_http"] = str(endpoint.startswith("http://")).lower()
+    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    if region:
+        options["aws_region"] = region
+    attempts = environment.get("AWS_MAX_ATTEMPTS", "")
+    if attempts.isdecimal():
+        options["max_retries"] = str(max(0, int(attempts) - 1))
+    return options
+
+
+def _text(error: BaseException) -> str:
+    """The error's message: in one line, without colours, and without what an S3 server may echo."""
+    text = Masker.of(os.environ)(" ".join(_COLOUR.sub("", str(error)).split()))
+    return text if len(text) <= _MOST_MESSAGE_CHARS else f"{text[:_MOST_MESSAGE_CHARS]} ..."

@@ -1,0 +1,352 @@
+"""Delta tables on local disk or S3, partitioned by one column (ADR 18).
+
+A partition is replaced by Parquet files and one commit: the files are put beside the others as they
+are, and the commit adds them and removes the partition's. Files that a commit may have come to
+refer to are never removed: those of a refused commit are left to the table's vacuum.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import pyarrow as pa
+from pyarrow import types
+
+from batchllm_operator.errors import BatchLLMError, CommitUnknownError, StorageError, TableError
+from batchllm_operator.lake.data_files import files_of
+from batchllm_operator.lake.delta.data import FILE_PREFIX, OutputFiles, check_takes, delta_schema
+from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
+from batchllm_operator.lake.delta.version import DataFile, TableVersion, may_hold
+from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.parquet_footer import read_footer
+from batchllm_operator.lake.publishing import check_name, is_published, values_of
+from batchllm_operator.lake.row_stream import read_batches
+from batchllm_operator.lake.scanning import check_columns, reading, row_condition
+from batchllm_operator.lake.schema import check_cases
+from batchllm_operator.lake.table import InputFile, Publication, Snapshot
+from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm
+
+_RUN_ID: Final = "run_id"
+_VERSION_PREFIX: Final = "delta:"
+_ATTEMPTS: Final = 20  # while others commit to other partitions
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 2.0
+
+
+class DeltaTable:
+    """A Delta table; its partition column holds strings, integers or dates."""
+
+    def __init__(
+        self, uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
+    ) -> None:
+        """`uri` is a local path or an `s3://` URI; `most_file_bytes` is of new data files.
+
+        Raises:
+            SpecError: Delta tables can't lie there.
+            MissingLibraryError: deltalake isn't installed.
+        """
+        self._folder = Folder.open(uri)
+        self._log = DeltaLog(self._folder)
+        self._partition_column = partition_column
+        self._most_file_bytes = most_file_bytes
+
+    @property
+    def uri(self) -> str:
+        return self._log.uri
+
+    @property
+    def most_file_bytes(self) -> int:
+        return self._most_file_bytes
+
+    def partitions(self) -> list[str]:
+        """Those that hold files. Rows without a value of the column are in none."""
+        version = self._log.latest()
+        if version is None:
+            return []
+        self._check_partitioning(version)
+        found = {file.partition_values[self._partition_column] for file in version.files()}
+        return sorted(str(value) for value in found if value is not None)
+
+    def snapshot(self, partition: str) -> Snapshot:
+        version = self._log.latest()
+        if version is None:
+            raise TableError(f"table {self.uri}: there is no Delta table")
+        return self._snapshot_of(version, partition)
+
+    def scan(
+        self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+    ) -> Iterator[pa.RecordBatch]:
+        check_columns(self.uri, snapshot.schema, columns, conditions)
+        yield from self._rows(snapshot, self._pinned(snapshot), columns, conditions)
+
+    def published(self, partition: str) -> Publication | None:
+        return self._look(partition)[1]
+
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        check_name(self.uri, partition)
+        check_cases(f"table {self.uri}", [self._partition_column, *columns.names])
+        self._columns(self._log.latest(), partition, columns, add_columns)
+
+    def publish(
+        self,
+        publication: Publication,
+        data: Path,
+        *,
+        replaces: Publication | None,
+        add_columns: bool = False,
+    ) -> None:
+        partition = publication.partition
+        check_name(self.uri, partition)
+        subfolder = f"{quote(self._partition_column, safe='')}={quote(partition, safe='')}"
+        rows = OutputFiles(self._folder, subfolder, files_of(data), self.most_file_bytes)
+        try:
+            self._publish(publication, rows, replaces, add_columns)
+        finally:
+            rows.remove()
+
+    def _publish(
+        self,
+        publication: Publication,
+        rows: OutputFiles,
+        replaces: Publication | None,
+        add_columns: bool,
+    ) -> None:
+        partition = publication.partition
+        pauses_s = iter(_pauses_s())
+        seen, found = self._look(partition)
+        while True:
+            if is_published(self.uri, found, publication, replaces):
+                return
+            try:
+                self._commit(seen, publication, rows, add_columns)
+                return
+            except CommitRefusedError as error:
+                refusal = error
+            tried = seen
+            seen, found = self._look_again(partition, refusal)
+            if _number(seen) == _number(tried):
+                raise self._failure(refusal, partition)
+            # Somebody was first, elsewhere in the table or here; or it was us.
+            if (pause_s := next(pauses_s, None)) is None:
+                raise StorageError(
+                    f"output {self.uri}: partition {partition!r} wasn't published: another commit"
+                    " to the table always came first; commit again"
+                )
+            time.sleep(pause_s)
+
+    def _failure(self, refusal: CommitRefusedError, partition: str) -> BatchLLMError:
+        """What to tell when a commit was refused though nobody else has committed."""
+        if refusal.is_storage and not self._folder.is_local:  # the request may yet arrive
+            return CommitUnknownError(
+                f"output {self.uri}: no answer came whether partition {partition!r} was published;"
+                f" commit again to find out: {refusal}"
+            )
+        kind = StorageError if refusal.is_storage else TableError
+        return kind(f"output {self.uri}: partition {partition!r} wasn't published: {refusal}")
+
+    def _look(self, partition: str) -> tuple[TableVersion | None, Publication | None]:
+        """The table as it is now, and whose outputs the partition holds in that version."""
+        version = self._log.latest()
+        return version, None if version is None else self._published_in(version, partition)
+
+    def _look_again(
+        self, partition: str, refusal: CommitRefusedError
+    ) -> tuple[TableVersion | None, Publication | None]:
+        try:
+            return self._look(partition)
+        except StorageError as error:
+            raise CommitUnknownError(
+                f"output {self.uri}: no answer came whether partition {partition!r} was published"
+                f" ({refusal}), and the table can't be read; commit again to find out: {error}"
+            ) from error
+
+    def _commit(
+        self,
+        seen: TableVersion | None,
+        publication: Publication,
+        rows: OutputFiles,
+        add_columns: bool,
+    ) -> None:
+        """Write the version after `seen`.
+
+        Raises:
+            CommitRefusedError: it was not, as far as is known.
+            TableError: the table doesn't take the rows.
+            StorageError: the files can't be put there.
+        """
+        where = f"output {self.uri}"
+        column, partition = self._partition_column, publication.partition
+        columns, new = self._columns(seen, partition, rows.schema, add_columns)
+        values = {column: partition}
+        metadata = {
+            "batchllm.job": publication.job,
+            "batchllm.partition": partition,
+            "batchllm.plan-id": publication.plan_id,
+        }
+        known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
+        files = rows.put(where, pa.schema([known[name] for name in columns.names]), values)
+        if not (seen is None or files or new or self._files_of(seen, partition)):
+            return
+        # Whatever the answer: delta-rs tries again by itself, and is refused by its own first try.
+        rows.may_be_committed = True
+        self._log.commit(seen, (column, partition), files, new, metadata)
+
+    def _columns(
+        self, seen: TableVersion | None, partition: str, rows: pa.Schema, add_columns: bool
+    ) -> tuple[pa.Schema, pa.Schema]:
+        """The rows' columns as Delta has them, and those that the table lacks.
+
+        Raises:
+            TableError: the table doesn't take them, or can't be made.
+        """
+        where, column = f"output {self.uri}", self._partition_column
+        columns = delta_schema(where, rows)
+        if column in columns.names:
+            raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+        if seen is None:
+            self._check_free()
+            new = columns
+        else:
+            values = {column: partition}
+            new = check_takes(where, seen, values, columns, add_columns=add_columns)
+        if any(types.is_null(field.type) for field in new):
+            raise TableError(f"{where}: no row has a value in a new column, so it has no type")
+        return columns, new
+
+    def _rows(
+        self,
+        snapshot: Snapshot,
+        files: Sequence[DataFile],
+        columns: Sequence[str],
+        conditions: Sequence[FilterTerm],
+    ) -> Iterator[pa.RecordBatch]:
+        wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
+        schema = pa.schema([snapshot.schema.field(name) for name in wanted])
+        with reading(self.uri, snapshot.partition):
+            condition = row_condition(self.uri, conditions, schema) if files else None
+        for file in files:
+            if not all(may_hold(term, file, schema) for term in conditions):
+                continue
+            with reading(self.uri, snapshot.partition, file.name):
+                try:
+                    with self._folder.open_file(file.name, read_ahead=False) as source:
+                        values = file.partition_values
+                        for batch in read_batches(source, schema, values, condition):
+                            yield batch.select(list(columns))
+                except FileNotFoundError as error:
+                    raise TableError(
+                        f"table {self.uri}: partition {snapshot.partition!r} is gone as it was in"
+                        f" version {snapshot.version}: {file.name} vanished, as after a vacuum;"
+                        " plan again"
+                    ) from error
+
+    def _check_free(self) -> None:
+        """Refuse to make a table where other files lie: they would not be part of it."""
+        for name in self._folder.find():
+            hidden = any(segment.startswith(("_", ".")) for segment in name.split("/"))
+            if not hidden and not name.rpartition("/")[2].startswith(FILE_PREFIX):
+                raise TableError(
+                    f"output {self.uri}: holds {name!r}, but is no Delta table; move it away or"
+                    " choose another output table"
+                )
+
+    def _published_in(self, version: TableVersion, partition: str) -> Publication | None:
+        """Whose outputs the partition holds in this version.
+
+        Raises:
+            TableError: rows that no job of this package wrote.
+            StorageError: the storage fails.
+        """
+        self._check_partitioning(version)
+        files = self._files_of(version, partition)
+        if not files:
+            return None
+        foreign = (
+            f"output {self.uri}: partition {partition!r} holds rows that no job of this package"
+            " wrote; move them away or choose another output table"
+        )
+        if _RUN_ID not in version.schema.names:
+            raise TableError(f"{foreign} (there is no column {_RUN_ID!r})")
+        snapshot = self._snapshot_of(version, partition)
+        run_ids: set[Any] = set()
+        for batch in self._rows(snapshot, files, [_RUN_ID], ()):
+            run_ids |= values_of(batch.column(0))
+            if len(run_ids) > 1:
+                raise TableError(f"{foreign} (there are several values of {_RUN_ID!r})")
+        if not run_ids:
+            return None
+        run_id = run_ids.pop()
+        found = Publication.of_run_id(run_id) if isinstance(run_id, str) else None
+        if found is None or found.partition != partition:
+            raise TableError(f"{foreign} (their {_RUN_ID!r} is {run_id!r})")
+        return found
+
+    def _snapshot_of(self, version: TableVersion, partition: str) -> Snapshot:
+        return Snapshot(
+            partition=partition,
+            version=f"{_VERSION_PREFIX}{version.number}",
+            files=tuple(self._input_file(file) for file in self._files_of(version, partition)),
+            schema=version.schema,
+        )
+
+    def _input_file(self, file: DataFile) -> InputFile:
+        num_rows = file.num_rows
+        if num_rows is None:  # not every writer tells
+            num_rows = read_footer(self._folder, file.name, file.size_bytes)[0].num_rows
+        return InputFile(file.name, file.size_bytes, num_rows, f"modified:{file.modified_ms}")
+
+    def _files_of(self, version: TableVersion, partition: str) -> list[DataFile]:
+        """The partition's files, by name."""
+        self._check_partitioning(version)
+        value = version.partition_value(self._partition_column, partition)
+        if value is None:
+            return []
+        chosen = [
+            file
+            for file in version.files()
+            if file.partition_values[self._partition_column] == value
+        ]
+        for file in chosen:
+            if "://" in file.name or file.name.startswith("/") or ".." in file.name.split("/"):
+                raise TableError(
+                    f"table {self.uri}: refers to a file outside of its folder, {file.name!r}, as"
+                    " shallow clones do; copy it to a table of its own"
+                )
+        return sorted(chosen, key=lambda file: file.name)
+
+    def _pinned(self, snapshot: Snapshot) -> list[DataFile]:
+        """The snapshot's files, as its version describes them."""
+        number = snapshot.version.removeprefix(_VERSION_PREFIX)
+        if number == snapshot.version or not number.isdecimal():
+            raise TableError(f"table {self.uri}: {snapshot.version!r} is no version of Delta")
+        files = self._files_of(self._log.at(int(number)), snapshot.partition)
+        if [file.name for file in files] != [file.name for file in snapshot.files]:
+            raise TableError(
+                f"table {self.uri}: is another one than when {snapshot.version} was looked at; plan"
+                " again"
+            )
+        return files
+
+    def _check_partitioning(self, version: TableVersion) -> None:
+        if self._partition_column not in version.partition_columns:
+            raise TableError(
+                f"table {self.uri}: isn't partitioned by {self._partition_column!r}, but by"
+                f" {', '.join(version.partition_columns) or 'no column'}"
+            )
+
+
+def _number(version: TableVersion | None) -> int | None:
+    return None if version is None else version.number
+
+
+def _pauses_s() -> Iterator[float]:
+    """Longer and longer, and not in step with others who wait."""
+    for attempt in range(_ATTEMPTS - 1):
+        yield random.uniform(0, min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))

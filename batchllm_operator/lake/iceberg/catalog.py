@@ -1,0 +1,182 @@
+"""An Iceberg table in its catalog: found, created, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import (
+    NoSuchIcebergTableError,
+    NoSuchNamespaceError,
+    NoSuchTableError,
+    NotInstalledError,
+    ResolveError,
+    TableAlreadyExistsError,
+    ValidationException,
+)
+from pyiceberg.exceptions import ValidationError as IcebergValidationError
+from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
+from pyiceberg.table import Table
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.utils.config import Config
+
+from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
+from batchllm_operator.lake.iceberg.schema import iceberg_schema
+from batchllm_operator.spec import Masker, TableAddress
+
+_FAULTS_OF_THE_TABLE = (
+    *(FileNotFoundError, ValueError, TypeError, OverflowError, NotImplementedError),
+    *(pa.ArrowException, ResolveError, ValidationException, IcebergValidationError),
+)
+
+
+class CatalogTable:
+    """A table that may not exist yet."""
+
+    def __init__(self, address: TableAddress) -> None:
+        """Find the catalog by pyiceberg's own configuration.
+
+        Raises:
+            SpecError: there is no such catalog, or a library that it needs is missing.
+            StorageError: the catalog can't be reached.
+        """
+        self.uri = address.uri
+        self._identifier = tuple(address.identifier.split("."))
+        self._name = address.catalog
+        self._catalog = self._open()
+
+    def load(self) -> Table | None:
+        """The table as it is now; None if there is none.
+
+        Raises:
+            TableError: the catalog has another kind of table there.
+            StorageError: the catalog fails.
+        """
+        try:
+            return self._catalog.load_table(self._identifier)
+        except NoSuchIcebergTableError as error:
+            text, cause = without_secrets(error, self.uri)
+            raise TableError(f"table {self.uri}: isn't an Iceberg table: {text}") from cause
+        except NoSuchTableError:
+            return None
+        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
+            failure, cause = _failure(self.uri, error)
+            raise failure from cause
+
+    def load_anew(self) -> Table | None:
+        """The same after a commit that failed, as everybody else sees it.
+
+        A connection whose commit was refused (SQLite: database is locked) may still have the
+        transaction open, and answers as if it had been committed.
+
+        Raises:
+            TableError, StorageError: see `load`.
+        """
+        try:
+            self._catalog.close()
+        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
+            failure, cause = _failure(self.uri, error)
+            raise failure from cause
+        self._catalog = self._open()
+        return self.load()
+
+    def check_namespace(self) -> None:
+        """Refuse a place where no table can be created.
+
+        Raises:
+            TableError: there is no such namespace.
+            StorageError: the catalog fails.
+        """
+        with iceberg_errors(self.uri), self._namespace():
+            self._catalog.load_namespace_properties(self._identifier[:-1])
+
+    def create(self, rows: pa.Schema, partition_column: str) -> Table:
+        """Create the table for such rows, partitioned by a further column, of strings.
+
+        Raises:
+            TableError: there is no such namespace, or a column's type isn't one of Iceberg's.
+            StorageError: the catalog fails.
+        """
+        with iceberg_errors(self.uri), self._namespace():
+            schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
+            source = schema.find_field(partition_column)
+            field: Any = PartitionField(
+                source_id=source.field_id,
+                field_id=PARTITION_FIELD_ID_START,
+                transform=IdentityTransform(),
+                name=partition_column,
+            )
+            try:
+                return self._catalog.create_table(
+                    self._identifier, schema, partition_spec=PartitionSpec(field)
+                )
+            except TableAlreadyExistsError:  # just now
+                return self._catalog.load_table(self._identifier)
+
+    def _open(self) -> Catalog:
+        """Raises: see `__init__`."""
+        try:
+            return load_catalog(self._name)
+        except (ValueError, NotInstalledError) as error:
+            text, cause = without_secrets(error, self.uri)
+            raise SpecError(
+                f"table {self.uri}: catalog {self._name!r} can't be set up from pyiceberg's"
+                f" configuration (PYICEBERG_CATALOG__*, .pyiceberg.yaml): {text}"
+            ) from cause
+        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
+            failure, cause = _failure(self.uri, error)
+            raise failure from cause
+
+    @contextmanager
+    def _namespace(self) -> Iterator[None]:
+        try:
+            yield
+        except NoSuchNamespaceError as error:
+            raise TableError(
+                f"table {self.uri}: the catalog has no such namespace; create it first"
+            ) from error
+
+
+@contextmanager
+def iceberg_errors(uri: str) -> Iterator[None]:
+    """Turn what pyiceberg, its catalogs and its storage raise into this package's errors.
+
+    Raises:
+        TableError: the table is at fault, or what is asked of it can't be done.
+        StorageError: the storage or the catalog fails.
+    """
+    try:
+        yield
+    except BatchLLMError as error:
+        text, cause = without_secrets(error, uri)
+        if cause is None:
+            raise type(error)(text) from None
+        raise
+    except _FAULTS_OF_THE_TABLE as error:
+        text, cause = without_secrets(error, uri)
+        raise TableError(f"table {uri}: {text}") from cause
+    except Exception as error:  # noqa: BLE001 - what is left is the catalog's or its storage's
+        failure, cause = _failure(uri, error)
+        raise failure from cause
+
+
+def without_secrets(error: BaseException, uri: str) -> tuple[str, BaseException | None]:
+    """What the error says, and the error as a cause to be shown if its traceback may be.
+
+    Both without what pyiceberg's configuration keeps secret of the catalog of table `uri`.
+    """
+    settings = Config().get_catalog_config(TableAddress.parse(uri).catalog) or {}
+    masker = Masker.of(os.environ, settings)
+    shown = "".join(traceback.format_exception(error))
+    return masker(str(error)), error if masker(shown) == shown else None
+
+
+def _failure(uri: str, error: Exception) -> tuple[StorageError, BaseException | None]:
+    """What failed outside this package, as one typed error; and its cause."""
+    text, cause = without_secrets(error, uri)
+    return StorageError(f"table {uri}: {type(error).__name__}: {text}"), cause

@@ -1,0 +1,241 @@
+"""One partition of an Iceberg table as of one snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.dataset as pds
+from pyiceberg.expressions import (
+    And,
+    BooleanExpression,
+    EqualTo,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    LessThan,
+    LessThanOrEqual,
+)
+from pyiceberg.manifest import DataFile
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import FileScanTask, Table
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import (
+    BooleanType,
+    DoubleType,
+    IntegerType,
+    LongType,
+    NestedField,
+    StringType,
+)
+
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake.iceberg.catalog import iceberg_errors
+from batchllm_operator.lake.iceberg.read import IcebergFiles
+from batchllm_operator.lake.iceberg.schema import arrow_schema, partition_name, partition_value
+from batchllm_operator.lake.publishing import values_of
+from batchllm_operator.lake.scanning import check_columns, reading, row_condition
+from batchllm_operator.lake.table import Publication
+from batchllm_operator.spec import FilterTerm
+
+_RUN_ID: Final = "run_id"
+_COMPARISONS: Final[dict[str, Any]] = {
+    "==": EqualTo,
+    "<": LessThan,
+    "<=": LessThanOrEqual,
+    ">": GreaterThan,
+    ">=": GreaterThanOrEqual,
+    "in": In,
+}  # not those that statistics can't rule a file out by
+_LITERALS: Final[dict[type, tuple[type, ...]]] = {
+    bool: (BooleanType,),
+    int: (IntegerType, LongType, DoubleType),
+    float: (DoubleType,),
+    str: (StringType,),
+}  # types of columns for which pyiceberg takes such a value as it is
+
+
+class PartitionView:
+    """The rows of a partition, and what is to be known about its files.
+
+    Attributes:
+        uri, column, partition, snapshot_id: as given.
+        arrow_schema: all columns.
+        value: the partition column's, in the partition.
+
+    Args:
+        table: as it was loaded.
+        uri: names it in errors.
+        column: the partition column.
+        partition: its value, as text.
+        snapshot_id: which snapshot; None for a table that has none.
+        schema: the table's when the snapshot was looked at.
+
+    Raises:
+        TableError: the table isn't partitioned by the column, or the partition's name can't be a
+            value of it.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        uri: str,
+        column: str,
+        partition: str,
+        snapshot_id: int | None,
+        schema: Schema,
+    ) -> None:
+        self._table = table
+        self.uri = uri
+        self.column = column
+        self.partition = partition
+        self.snapshot_id = snapshot_id
+        self._schema = schema
+        self._field = _partition_field(table, uri, column, schema)
+        self.value = partition_value(f"table {uri}", self._field.field_type, partition)
+        self.arrow_schema = arrow_schema(schema)
+
+    @classmethod
+    def now(cls, table: Table, uri: str, column: str, partition: str) -> PartitionView:
+        """The partition in the table's newest state."""
+        current = table.current_snapshot()
+        snapshot_id = None if current is None else current.snapshot_id
+        return cls(table, uri, column, partition, snapshot_id, table.schema())
+
+    def tasks(self, conditions: Sequence[FilterTerm] = ()) -> list[FileScanTask]:
+        """Files that may hold rows of the partition that meet the conditions, by name."""
+        if self.snapshot_id is None:
+            return []
+        with iceberg_errors(self.uri):
+            scan = self._table.scan(self._row_filter(conditions), snapshot_id=self.snapshot_id)
+            tasks = list(scan.plan_files())
+        # By the last part of the path first: folders of some layouts are a hash of it.
+        return sorted(
+            tasks, key=lambda task: (PurePosixPath(task.file.file_path).name, task.file.file_path)
+        )
+
+    def scan(
+        self, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+    ) -> Iterator[pa.RecordBatch]:
+        """See `LakeTable.scan`."""
+        check_columns(self.uri, self.arrow_schema, columns, conditions)
+        tasks = self.tasks(conditions)
+        wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
+        if not all(self.is_whole(task.file) for task in tasks):
+            wanted[self.column] = None
+        schema = pa.schema([self.arrow_schema.field(name) for name in wanted])
+        # `reading` first: what it lets through is pyiceberg's.
+        with iceberg_errors(self.uri), reading(self.uri, self.partition):
+            condition = row_condition(self.uri, conditions, schema)
+            files = IcebergFiles(
+                self.uri,
+                self._table.metadata,
+                self._table.io,
+                self._schema,
+                list(wanted),
+                conditions,
+            )
+            for task in tasks:
+                in_file = condition
+                if not self.is_whole(task.file):
+                    own = pds.field(self.column) == pa.scalar(self.value)
+                    in_file = own if condition is None else own & condition
+                with reading(self.uri, self.partition, task.file.file_path):
+                    for batch in files.read(task):
+                        chosen = batch if in_file is None else batch.filter(in_file)
+                        if chosen.num_rows:
+                            yield chosen.select(list(columns))
+
+    def published(self) -> Publication | None:
+        """See `LakeTable.published`."""
+        names = self.arrow_schema.names
+        column = [_RUN_ID] if _RUN_ID in names else []
+        run_ids: set[Any] = set()
+        for batch in self.scan(column):
+            run_ids |= values_of(batch.column(0)) if column else {None}
+            if len(run_ids) > 1:
+                break
+        if not run_ids:
+            return None
+        (first, *others) = run_ids
+        found = Publication.of_run_id(first) if isinstance(first, str) and not others else None
+        if found is None:
+            raise TableError(
+                f"output {self.uri}: partition {self.partition!r} holds rows that no job of this"
+                " package wrote; move them away or choose another output table"
+            )
+        return found
+
+    def is_whole(self, file: DataFile) -> bool:
+        """Whether the file's partition says that all its rows are of this one."""
+        return self.is_identity(self._table.specs()[file.spec_id])
+
+    def is_identity(self, spec: PartitionSpec) -> bool:
+        """Whether files of a partition spec hold one value of the column each."""
+        return any(_is_identity(part, self._field.field_id) for part in spec.fields)
+
+    def _row_filter(self, conditions: Sequence[FilterTerm]) -> BooleanExpression:
+        """What statistics and partition values may rule files out by."""
+        # pyiceberg looks names up in the newest schema, where the column may have another.
+        now = self._table.schema()
+        name = now.find_column_name(self._field.field_id)
+        found: BooleanExpression = _COMPARISONS["=="](name, self.value)
+        for term in conditions:
+            if now == self._schema and (comparison := _pushed_down(term, now)) is not None:
+                found = And(found, comparison)
+        return found
+
+
+def partition_names(table: Table, uri: str, column: str) -> list[str]:
+    """Names of the partitions in the table's newest state, ascending.
+
+    Raises:
+        TableError: the table isn't partitioned by the column's values.
+    """
+    field = _partition_field(table, uri, column, table.schema())
+    names: set[str] = set()
+    with iceberg_errors(uri):
+        for task in table.scan().plan_files():
+            parts = table.specs()[task.file.spec_id].fields
+            places = [idx for idx, part in enumerate(parts) if _is_identity(part, field.field_id)]
+            if not places:
+                raise TableError(f"table {uri}: isn't partitioned by the values of {column!r}")
+            value = task.file.partition[places[0]]
+            if value is not None:
+                names.add(partition_name(field.field_type, value))
+    return sorted(names)
+
+
+def _is_identity(part: PartitionField, field_id: int) -> bool:
+    return part.source_id == field_id and isinstance(part.transform, IdentityTransform)
+
+
+def _partition_field(table: Table, uri: str, column: str, schema: Schema) -> NestedField:
+    found = [field for field in schema.fields if field.name == column]
+    if not found or not any(
+        part.source_id == found[0].field_id
+        for spec in table.specs().values()
+        for part in spec.fields
+    ):
+        raise TableError(f"table {uri}: isn't partitioned by {column!r}")
+    return found[0]
+
+
+def _pushed_down(term: FilterTerm, schema: Schema) -> BooleanExpression | None:
+    """The condition in pyiceberg's words; None if it might compare otherwise than Arrow does."""
+    comparison = _COMPARISONS.get(term.op)
+    kind = next((type(f.field_type) for f in schema.fields if f.name == term.column), None)
+    values = term.value if isinstance(term.value, tuple) else (term.value,)
+    if comparison is None or "." in term.column or not values:
+        return None
+    if not all(kind in _LITERALS[type(value)] for value in values):
+        return None
+    if kind is DoubleType:
+        values = tuple(float(value) for value in values)
+    expression: BooleanExpression = comparison(
+        term.column, values if term.op == "in" else values[0]
+    )
+    return expression

@@ -1,0 +1,212 @@
+"""Replacing a partition of an Iceberg table by one snapshot, and by none of ours twice."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.manifest import DataFile
+from pyiceberg.table import Table
+
+from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
+from batchllm_operator.lake.iceberg.catalog import (
+    CatalogTable,
+    iceberg_errors,
+    without_secrets,
+)
+from batchllm_operator.lake.iceberg.commit import NotCommittedError, Overwrite
+from batchllm_operator.lake.iceberg.partition import PartitionView
+from batchllm_operator.lake.iceberg.schema import iceberg_schema, storable_schema
+from batchllm_operator.lake.iceberg.write import StagedFiles
+from batchllm_operator.lake.publishing import check_name, is_published
+from batchllm_operator.lake.schema import check_fit
+from batchllm_operator.lake.table import Publication
+
+_NEWEST_FORMAT: Final = 2
+_ATTEMPTS: Final = 10
+_MIN_WAIT_S: Final = 0.1
+_MAX_WAIT_S: Final = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes one partition, however many commits that takes.
+
+    Data files are written once. They are removed when no snapshot can refer to them: not while
+    the outcome of a commit is open.
+    """
+
+    def __init__(
+        self,
+        catalog_table: CatalogTable,
+        column: str,
+        publication: Publication,
+        data: Sequence[Path],
+        most_file_bytes: int,
+    ) -> None:
+        """`data` are local files of the rows, at least one; `most_file_bytes` is of the table's."""
+        self._catalog_table = catalog_table
+        self._uri = catalog_table.uri
+        self._column = column
+        self._publication = publication
+        self._data = data
+        self._most_file_bytes = most_file_bytes
+        footers = [pq.read_metadata(file) for file in data]
+        self._num_rows = sum(footer.num_rows for footer in footers)
+        rows = footers[0].schema.to_arrow_schema()
+        self._rows = storable_schema(f"table {self._uri}", rows)
+        self._staged: StagedFiles | None = None
+        self._overwrites: list[Overwrite] = []
+        self._is_open = False  # whether a commit of the staged files may have happened
+
+    def publish(self, replaces: Publication | None, *, add_columns: bool) -> None:
+        """See `LakeTable.publish`."""
+        check_name(self._uri, self._publication.partition)
+        try:
+            for attempt in range(_ATTEMPTS):
+                if attempt:
+                    wait_s = min(_MIN_WAIT_S * 2**attempt, _MAX_WAIT_S)
+                    time.sleep(wait_s * random.uniform(0.5, 1.0))
+                failure = self._try(replaces, add_columns)
+                if failure is None:
+                    return
+        finally:
+            if self._staged is not None and not self._is_open:
+                self._staged.remove()
+        assert failure is not None  # of the last attempt
+        kind = CommitUnknownError if self._is_open else StorageError
+        text, cause = without_secrets(failure, self._uri)
+        raise kind(
+            f"output {self._uri}: partition {self._publication.partition!r}: gave up after"
+            f" {_ATTEMPTS} commits; commit again: {text}"
+        ) from cause
+
+    def _try(self, replaces: Publication | None, add_columns: bool) -> Exception | None:
+        """Look at the table and commit on top of it; return why that wasn't to be."""
+        with self._looking():
+            table = self._catalog_table.load()
+            if table is None:
+                table = self._catalog_table.create(self._rows, self._column)
+            if self._has_happened(table):
+                return None
+            view = PartitionView.now(table, self._uri, self._column, self._publication.partition)
+            found = view.published()
+        if found is None and self._num_rows == 0:
+            return None
+        if is_published(self._uri, found, self._publication, replaces):
+            return None
+        with iceberg_errors(self._uri):
+            overwrite = self._prepare(table, view, add_columns)
+        if overwrite is None:
+            return None
+        was_open, self._is_open = self._is_open, True
+        try:
+            overwrite.commit()
+            return None
+        except Exception as error:  # noqa: BLE001 - each catalog has its own; judged below
+            failure = error
+        with self._looking():
+            now = self._catalog_table.load_anew()
+        if now is not None and self._has_happened(now):
+            return None
+        if isinstance(failure, NotCommittedError):
+            self._is_open = was_open
+            overwrite.clean_up()
+        text, _ = without_secrets(failure, self._uri)
+        _log.warning("%s: not committed, trying again: %s", self._uri, text)
+        return failure
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """While a commit's outcome is open, what can't be read leaves it so."""
+        try:
+            yield
+        except StorageError as error:
+            if not self._is_open:
+                raise
+            raise CommitUnknownError(
+                f"output {self._uri}: no answer came whether partition"
+                f" {self._publication.partition!r} was published, and the table can't be read;"
+                f" commit again to find out: {error}"
+            ) from error
+
+    def _has_happened(self, table: Table) -> bool:
+        """Whether a commit of ours is part of the table, whatever its answer was."""
+        if not any(overwrite.is_in(table) for overwrite in self._overwrites):
+            return False
+        _log.info("%s: the answer was lost, but the snapshot is there", self._uri)
+        return True
+
+    def _prepare(self, table: Table, view: PartitionView, add_columns: bool) -> Overwrite | None:
+        """A commit over the table as it is now, its data files written; None for nothing to do.
+
+        Raises:
+            TableError: the table or its partition isn't one that can be replaced so.
+        """
+        old = [task.file for task in view.tasks()]
+        new_names = check_takes(table, view, old, self._rows, add_columns=add_columns)
+        new_columns = pa.schema([self._rows.field(name) for name in new_names])
+        overwrite = Overwrite(table, iceberg_schema(new_columns))
+        if self._staged is None or self._staged.schema != overwrite.metadata.schema():
+            if self._staged is not None and not self._is_open:
+                self._staged.remove()
+            self._staged = StagedFiles(table, overwrite.metadata, self._column, view.value)
+            self._staged.write(self._data, self._rows, self._most_file_bytes)
+        if not old and not self._staged.files:
+            return None
+        self._overwrites.append(overwrite)
+        whose = self._publication
+        properties = {
+            "batchllm.job": whose.job,
+            "batchllm.partition": whose.partition,
+            "batchllm.plan-id": whose.plan_id,
+        }
+        overwrite.stage(old, self._staged.files, properties)
+        return overwrite
+
+
+def check_takes(
+    table: Table,
+    view: PartitionView,
+    old: Sequence[DataFile],
+    rows: pa.Schema,
+    *,
+    add_columns: bool,
+) -> list[str]:
+    """Names of the columns that the table lacks of the rows to be published.
+
+    Args:
+        table: as it was loaded.
+        view: the partition in its newest state.
+        old: the partition's files.
+        rows: columns as `storable_schema` gives them.
+        add_columns: whether the table may get more.
+
+    Raises:
+        TableError: the table or its partition isn't one that can be replaced by such rows.
+    """
+    where = f"table {view.uri}"
+    if table.format_version > _NEWEST_FORMAT:
+        raise TableError(
+            f"{where}: has format version {table.format_version}, which pyiceberg can't write;"
+            " choose another output table"
+        )
+    if len(table.spec().fields) != 1 or not view.is_identity(table.spec()):
+        raise TableError(
+            f"{where}: outputs go to tables partitioned by the values of"
+            f" {view.column!r} alone; this one has {table.spec()}"
+        )
+    if not all(map(view.is_whole, old)):
+        raise TableError(
+            f"{where}: partition {view.partition!r} has files from before the table was"
+            f" partitioned by {view.column!r}; rewrite them first"
+        )
+    return check_fit(where, schema_to_pyarrow(table.schema()), rows, add_columns=add_columns)

@@ -1,0 +1,195 @@
+"""Rows of one Iceberg data file: columns found by field id, a few rows at a time."""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.io import FileIO
+from pyiceberg.io.pyarrow import _read_deletes, pyarrow_to_schema
+from pyiceberg.manifest import DataFile, FileFormat
+from pyiceberg.schema import Schema
+from pyiceberg.table import FileScanTask
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import NestedField
+
+from batchllm_operator.lake.iceberg.project import absent, project
+from batchllm_operator.lake.iceberg.schema import arrow_schema
+from batchllm_operator.lake.parquet_footer import file_schema
+from batchllm_operator.lake.row_stream import read_batches
+from batchllm_operator.lake.scanning import row_condition
+from batchllm_operator.lake.schema import plain_type
+from batchllm_operator.spec import FilterTerm
+
+
+class IcebergFiles:
+    """Reads data files as some of the table's columns.
+
+    Args:
+        uri: the table's, for errors.
+        metadata: the table's.
+        file_io: reaches the files.
+        schema: the snapshot's, all columns.
+        columns: those wanted, each once.
+        conditions: the scan's, on wanted columns; rows that don't meet them may come all the same.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        metadata: TableMetadata,
+        file_io: FileIO,
+        schema: Schema,
+        columns: Sequence[str],
+        conditions: Sequence[FilterTerm],
+    ) -> None:
+        self._uri = uri
+        self._metadata = metadata
+        self._io = file_io
+        fields = {field.name: field for field in schema.fields}
+        self._wanted = Schema(*(fields[name] for name in columns))
+        self._arrow_schema = arrow_schema(self._wanted)
+        self._conditions = conditions
+
+    def read(self, task: FileScanTask) -> Iterator[pa.RecordBatch]:
+        """The file's rows in their order, without those that were deleted.
+
+        Raises:
+            FileNotFoundError: the file is gone.
+            pa.ArrowException, OSError, ValueError: it is damaged or can't be read.
+        """
+        if task.file.file_format != FileFormat.PARQUET:
+            raise ValueError(f"{task.file.file_path}: only Parquet data files can be read")
+        deleted = self._deleted(task)
+        with _storage_errors():
+            opened = self._io.new_input(task.file.file_path).open()
+        with opened as stream:
+            source = cast(IO[bytes], StorageFile(stream))
+            held = self._held(file_schema(pq.read_metadata(source)))
+            fields = {field.field_id: field for _, field in held}
+            # With rows to leave out by their place, none may be left out before.
+            condition = None if deleted is not None else self._condition(fields, held)
+            start = 0
+            for batch in read_batches(source, pa.schema([kind for kind, _ in held]), {}, condition):
+                places = np.arange(start, start + batch.num_rows)
+                start += batch.num_rows
+                if deleted is not None:
+                    batch = batch.filter(pa.array(~np.isin(places, deleted)))
+                yield self._project(batch, fields, self._constants(task.file))
+
+    def _held(self, physical: pa.Schema) -> list[tuple[pa.Field, NestedField]]:
+        """Columns of the file that are wanted, in Arrow's words and Iceberg's."""
+        version = self._metadata.format_version
+        in_file = pyarrow_to_schema(
+            physical,
+            self._metadata.name_mapping(),
+            downcast_ns_timestamp_to_us=version <= 2,
+            format_version=version,
+        )
+        ids = [field.field_id for field in self._wanted.fields]
+        wanted = dict(zip(ids, self._arrow_schema.types, strict=True))
+        held = []
+        for field in in_file.fields:
+            kind = wanted.get(field.field_id)
+            if kind is not None and pa.types.is_nested(kind):  # its parts may have other names
+                kind = plain_type(physical.field(field.name).type)
+            if kind is not None:
+                held.append((pa.field(field.name, kind), field))
+        return held
+
+    def _project(
+        self, batch: pa.RecordBatch, held: dict[int, NestedField], constants: dict[int, Any]
+    ) -> pa.RecordBatch:
+        columns = []
+        for field, kind in zip(self._wanted.fields, self._arrow_schema.types, strict=True):
+            own = held.get(field.field_id)
+            columns.append(
+                absent(field, kind, batch.num_rows, constants)
+                if own is None
+                else project(batch.column(own.name), own.field_type, field.field_type, kind)
+            )
+        if not columns:
+            return batch.select([])  # keeps the number of rows
+        return pa.RecordBatch.from_arrays(columns, schema=self._arrow_schema)
+
+    def _constants(self, file: DataFile) -> dict[int, Any]:
+        """Values of columns that are the same in all of the file's partition, by field id."""
+        parts = enumerate(self._metadata.specs()[file.spec_id].fields)
+        return {
+            part.source_id: file.partition[place]
+            for place, part in parts
+            if isinstance(part.transform, IdentityTransform)
+        }
+
+    def _condition(
+        self, fields: dict[int, NestedField], held: list[tuple[pa.Field, NestedField]]
+    ) -> Any:
+        """The conditions whose columns the file has, by its own names, to leave out row groups."""
+        ids = {field.name: field.field_id for field in self._wanted.fields}
+        terms = [
+            term.model_copy(update={"column": fields[ids[term.column]].name})
+            for term in self._conditions
+            if ids[term.column] in fields
+        ]
+        return row_condition(self._uri, terms, pa.schema([kind for kind, _ in held]))
+
+    def _deleted(self, task: FileScanTask) -> npt.NDArray[np.int64] | None:
+        """Places of the file's rows that delete files name; None if there are no delete files."""
+        if not task.delete_files:
+            return None
+        places = [np.zeros(0, dtype=np.int64)]
+        for file in task.delete_files:
+            with _storage_errors():
+                found = _read_deletes(self._io, file).get(task.file.file_path)
+            if found is not None:
+                places.append(found.to_numpy().astype(np.int64))
+        return np.concatenate(places)
+
+
+class StorageFile(io.RawIOBase):
+    """A file whose failures to read carry an errno."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._stream.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def read(self, size: int = -1) -> bytes:
+        with _storage_errors():
+            return bytes(self._stream.read(*(() if size is None or size < 0 else (size,))))
+
+
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    """Give an errno to failures that lack one, as Arrow's own for remote files do.
+
+    It is by the errno that a storage that fails is told from a file that is damaged.
+
+    Raises:
+        OSError: with an errno, but for files that aren't there.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, str(error)) from error

@@ -1,0 +1,137 @@
+"""Iceberg tables of any catalog that pyiceberg knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+from pyiceberg.table import Table
+
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake.data_files import files_of
+from batchllm_operator.lake.iceberg.catalog import CatalogTable
+from batchllm_operator.lake.iceberg.partition import PartitionView, partition_names
+from batchllm_operator.lake.iceberg.publish import Publisher, check_takes
+from batchllm_operator.lake.iceberg.schema import arrow_schema, storable_schema
+from batchllm_operator.lake.publishing import check_name
+from batchllm_operator.lake.schema import check_cases
+from batchllm_operator.lake.table import InputFile, Publication, Snapshot
+from batchllm_operator.spec import FilterTerm, TableAddress
+
+_VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapshot, of the schema
+
+
+class IcebergTable:
+    """A table in a catalog, with one snapshot after the other."""
+
+    def __init__(self, address: TableAddress, partition_column: str, most_file_bytes: int) -> None:
+        """The table at an address; it need not exist yet. `most_file_bytes` is of new data files.
+
+        Raises:
+            SpecError: pyiceberg's configuration has no such catalog.
+            StorageError: the catalog can't be reached.
+        """
+        self._catalog_table = CatalogTable(address)
+        self._partition_column = partition_column
+        self._most_file_bytes = most_file_bytes
+
+    @property
+    def uri(self) -> str:
+        return self._catalog_table.uri
+
+    @property
+    def most_file_bytes(self) -> int:
+        return self._most_file_bytes
+
+    def partitions(self) -> list[str]:
+        """From the table's metadata, so the table must be partitioned by the column's values."""
+        table = self._catalog_table.load()
+        return [] if table is None else partition_names(table, self.uri, self._partition_column)
+
+    def snapshot(self, partition: str) -> Snapshot:
+        table = self._load()
+        view = PartitionView.now(table, self.uri, self._partition_column, partition)
+        root = f"{table.location().rstrip('/')}/"
+        snapshot_id = "none" if view.snapshot_id is None else view.snapshot_id
+        return Snapshot(
+            partition=partition,
+            version=f"iceberg:{snapshot_id}/{table.schema().schema_id}",
+            files=tuple(
+                InputFile(
+                    name=task.file.file_path.removeprefix(root),
+                    size_bytes=task.file.file_size_in_bytes,
+                    num_rows=task.file.record_count,
+                    version="immutable",
+                )
+                for task in view.tasks()
+            ),
+            schema=view.arrow_schema,
+        )
+
+    def scan(
+        self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+    ) -> Iterator[pa.RecordBatch]:
+        table = self._load()
+        where = f"table {self.uri}: snapshot {snapshot.version}"
+        known = _VERSION.fullmatch(snapshot.version)
+        if known is None:
+            raise TableError(f"{where} isn't one of an Iceberg table")
+        snapshot_id = None if known[1] == "none" else int(known[1])
+        if snapshot_id is not None and table.metadata.snapshot_by_id(snapshot_id) is None:
+            raise TableError(
+                f"{where} is gone: it was expired; keep snapshots for as long as jobs read"
+            )
+        # Names may mean other columns in the table's newest schema.
+        schema = table.schemas().get(int(known[2]))
+        if schema is None or arrow_schema(schema) != snapshot.schema:
+            raise TableError(f"{where}: its schema is gone from the table's metadata")
+        view = PartitionView(
+            table, self.uri, self._partition_column, snapshot.partition, snapshot_id, schema
+        )
+        yield from view.scan(columns, conditions)
+
+    def published(self, partition: str) -> Publication | None:
+        table = self._catalog_table.load()
+        if table is None:
+            return None
+        return PartitionView.now(table, self.uri, self._partition_column, partition).published()
+
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        check_name(self.uri, partition)
+        check_cases(f"table {self.uri}", [self._partition_column, *columns.names])
+        rows = storable_schema(f"table {self.uri}", columns)
+        table = self._catalog_table.load()
+        if table is None:
+            self._catalog_table.check_namespace()
+            return
+        view = PartitionView.now(table, self.uri, self._partition_column, partition)
+        old = [task.file for task in view.tasks()]
+        check_takes(table, view, old, rows, add_columns=add_columns)
+
+    def publish(
+        self,
+        publication: Publication,
+        data: Path,
+        *,
+        replaces: Publication | None,
+        add_columns: bool = False,
+    ) -> None:
+        publisher = Publisher(
+            self._catalog_table,
+            self._partition_column,
+            publication,
+            files_of(data),
+            self.most_file_bytes,
+        )
+        publisher.publish(replaces, add_columns=add_columns)
+
+    def _load(self) -> Table:
+        table = self._catalog_table.load()
+        if table is None:
+            raise TableError(f"table {self.uri}: the catalog has no such table")
+        return table

@@ -1,0 +1,1 @@
+"""Hive-partitioned Parquet tables."""

@@ -1,0 +1,367 @@
+"""Hive-partitioned Parquet on local disk or S3.
+
+A published partition is one file, `<column>=<value>/data.parquet`, because one file can be
+replaced in one step both locally (rename) and on S3 (PUT), without a transaction log. Its footer
+says whose outputs it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
+from batchllm_operator.lake.data_files import files_of
+from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.parquet.hive_names import (
+    HIVE_NULL,
+    folder_name,
+    hive_values,
+    is_visible,
+    visible,
+)
+from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
+from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
+from batchllm_operator.lake.publishing import check_name, has_happened, is_published
+from batchllm_operator.lake.row_stream import read_batches
+from batchllm_operator.lake.scanning import check_columns, reading, row_condition
+from batchllm_operator.lake.schema import check_fit, merge_schemas
+from batchllm_operator.lake.table import InputFile, Publication, Snapshot
+from batchllm_operator.spec import FilterTerm
+
+DATA_FILE: Final = "data.parquet"
+_LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)
+"""Before each try, as another request was writing the file at the same time."""
+_log = logging.getLogger(__name__)
+
+
+class ParquetTable:
+    """A Parquet dataset whose folders are named `column=value`."""
+
+    def __init__(self, folder: Folder, partition_column: str) -> None:
+        self._folder = folder
+        self._partition_column = partition_column
+
+    @property
+    def uri(self) -> str:
+        return self._folder.uri
+
+    @property
+    def most_file_bytes(self) -> None:
+        return None
+
+    def partitions(self) -> list[str]:
+        """From the folders; a published partition is always at their first level."""
+        return sorted(set(self._names_in(self._folder)))
+
+    def snapshot(self, partition: str) -> Snapshot:
+        if not self._folder.exists():
+            raise TableError(f"table {self.uri}: there is no such folder")
+        files = self._files_near(partition)
+        if not files:
+            raise TableError(f"table {self.uri}: holds no Parquet files")
+        if not any(self._partition_column in hive_values(name) for name in files):
+            raise TableError(
+                f"table {self.uri}: isn't partitioned by {self._partition_column!r}: there are no"
+                f" folders named {self._partition_column}=..."
+            )
+        chosen = self._chosen(files, partition)
+        schemas: dict[str, pa.Schema] = {}
+        pinned: list[InputFile] = []
+        for name, details in chosen.items():
+            schemas[name], file = self._look_into(name, details, partition)
+            pinned.append(file)
+        return Snapshot(
+            partition=partition,
+            version=_listing_version(pinned),
+            files=tuple(pinned),
+            schema=self._merge(schemas or self._newest_schema(files, partition)),
+        )
+
+    def _look_into(
+        self, name: str, details: Mapping[str, Any], partition: str
+    ) -> tuple[pa.Schema, InputFile]:
+        footer, file = self._pin(name, details)
+        with reading(self.uri, partition, name):
+            return file_schema(footer), file
+
+    def _newest_schema(
+        self, files: Mapping[str, dict[str, Any]], partition: str
+    ) -> dict[str, pa.Schema]:
+        """The columns of an absent partition: those of the last file that can be read.
+
+        Others may just be written.
+        """
+        broken: TableError | None = None
+        for name, details in reversed(list(files.items())):
+            try:
+                return {name: self._look_into(name, details, partition)[0]}
+            except TableError as error:
+                broken = broken or error
+        assert broken is not None, "a table without files has been refused"
+        raise broken
+
+    def scan(
+        self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+    ) -> Iterator[pa.RecordBatch]:
+        """Stream the rows, and list the partition again after the last one.
+
+        Raises:
+            StorageError: it changed meanwhile.
+        """
+        check_columns(self.uri, snapshot.schema, columns, conditions)
+        wanted = dict.fromkeys([*columns, *(c.column for c in conditions)])
+        schema = pa.schema([snapshot.schema.field(name) for name in wanted])
+        with reading(self.uri, snapshot.partition):
+            condition = row_condition(self.uri, conditions, schema) if snapshot.files else None
+        for file in snapshot.files:
+            values = _folder_values(snapshot, file.name)
+            with (
+                reading(self.uri, snapshot.partition, file.name),
+                self._folder.open_file(file.name, read_ahead=False) as source,
+            ):
+                for batch in read_batches(source, schema, values, condition):
+                    yield batch.select(list(columns))
+        if not self._is_current(snapshot):
+            raise StorageError(
+                f"table {self.uri}, partition {snapshot.partition!r}: changed while it was read;"
+                " start again"
+            )
+
+    def published(self, partition: str) -> Publication | None:
+        return self._look(partition)[0]
+
+    def check_outputs(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> None:
+        check_name(self.uri, partition)
+        if partition == HIVE_NULL:
+            raise TableError(
+                f"output {self.uri}: a folder named {HIVE_NULL} means null; choose another name"
+            )
+        names = self._folder.subfolder_names()
+        if not any(self._partition_column in hive_values(f"{name}/") for name in names):
+            self._check_free()
+        known = self._published_schema(but=partition) or columns
+        check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
+
+    def publish(
+        self,
+        publication: Publication,
+        data: Path,
+        *,
+        replaces: Publication | None,
+        add_columns: bool = False,
+    ) -> None:
+        """See the protocol; the footer of `data` must name the publication (`published_schema`)."""
+        (file,) = files_of(data)
+        footer = pq.read_metadata(file)
+        rows = footer.schema.to_arrow_schema()
+        self.check_outputs(publication.partition, rows, add_columns=add_columns)
+        if publication_of(footer) != publication:
+            raise ValueError(f"{file}: its footer doesn't name {publication.run_id}")
+        folder, _ = self._partition_folder(publication.partition)
+        with exclusive(self._folder, self._folder_name(publication.partition)):
+            for longest_s in _LONGEST_PAUSES_S:
+                time.sleep(random.uniform(0, longest_s))
+                found, etag = self._look(publication.partition)
+                if is_published(self.uri, found, publication, replaces):
+                    return
+                try:
+                    replace_file(folder, file, DATA_FILE, etag=etag)
+                    return
+                except FileChangedError as error:
+                    failure: Exception = error
+                except (StorageError, CommitUnknownError) as error:
+                    failure = error
+                    break
+            if has_happened(self, publication, replaces):
+                _log.info("%s: the answer was lost, but the file is published", folder.uri)
+                return
+        if isinstance(failure, CommitUnknownError):
+            raise CommitUnknownError(
+                f"output {folder.uri}: no answer came whether it was published; commit again to"
+                f" find out: {failure}"
+            ) from failure
+        raise StorageError(f"output {folder.uri}: wasn't published: {failure}") from failure
+
+    def _look(self, partition: str) -> tuple[Publication | None, str | None]:
+        """Whose outputs the partition holds, and the ETag of its file where there are ETags.
+
+        Raises:
+            TableError: it holds anything else.
+        """
+        folder, names = self._partition_folder(partition)
+        foreign = [name for name in names if name != DATA_FILE]
+        if foreign:
+            raise TableError(
+                f"output {folder.uri}: holds {foreign[0]!r}, which no job of this package wrote;"
+                " move it away or choose another output table"
+            )
+        if not names:
+            return None, None
+        where = f"{folder.uri}/{DATA_FILE}"
+        try:
+            with folder.open_file(DATA_FILE) as file, reading(where, partition):
+                etag, found = etag_of(file), publication_of(pq.read_metadata(file))
+        except FileNotFoundError:  # it went since it was listed
+            return None, None
+        if found is None:
+            raise TableError(
+                f"output {where}: wasn't written by a job of this package; move it"
+                " away or choose another output table"
+            )
+        return found, etag
+
+    def _published_schema(self, but: str) -> pa.Schema | None:
+        """Columns of the newest partition with a file of ours, by name, other than `but`."""
+        for partition in reversed(self.partitions()):
+            folder, files = self._partition_folder(partition)
+            if partition == but or DATA_FILE not in files:
+                continue
+            footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
+            return file_schema(footer)
+        return None
+
+    def _check_free(self) -> None:
+        """Refuse to make a table where another lies: readers would take both for one."""
+        for name in self._folder.find():
+            if is_visible(name) and name.endswith(".parquet"):
+                raise TableError(
+                    f"output {self.uri}: holds {name!r}, but isn't partitioned by"
+                    f" {self._partition_column!r}; move it away or choose another output table"
+                )
+
+    def _folder_name(self, partition: str) -> str:
+        return folder_name(self._partition_column, partition)
+
+    def _partition_folder(self, partition: str) -> tuple[Folder, dict[str, dict[str, Any]]]:
+        """The partition's folder, and the files in it that readers see.
+
+        Another program may have escaped its name otherwise: to readers that is the same partition.
+
+        Raises:
+            TableError: two such folders hold files.
+        """
+        own = self._folder_name(partition)
+        holding = {}
+        for name in dict.fromkeys((own, *self._folders_of(partition))):
+            found = self._folder.child(name).find()
+            if files := {n: details for n, details in found.items() if is_visible(n)}:
+                holding[name] = files
+        if len(holding) > 1:
+            raise TableError(
+                f"output {self.uri}: partition {partition!r} lies in two folders,"
+                f" {' and '.join(map(repr, holding))}; move one away"
+            )
+        ((name, files),) = holding.items() or ((own, {}),)
+        return self._folder.child(name), files
+
+    def _names_in(self, folder: Folder) -> Iterator[str]:
+        """Names of the partitions whose folders are in this one, or in folders of other columns."""
+        for name in folder.subfolder_names():
+            values = hive_values(f"{name}/")
+            if self._partition_column not in values:
+                yield from self._names_in(folder.child(name)) if values else ()
+            elif (value := values[self._partition_column]) is not None:
+                yield value
+
+    def _folders_of(self, partition: str) -> list[str]:
+        """Names of the folders at the first level that stand for the partition."""
+        return [
+            name
+            for name in self._folder.subfolder_names()
+            if hive_values(f"{name}/").get(self._partition_column) == partition
+        ]
+
+    def _files_near(self, partition: str) -> dict[str, dict[str, Any]]:
+        """Parquet files that readers see, by name: the partition's, or all if it has none.
+
+        Where the table's first level of folders is the partition column, no other partition
+        is listed.
+        """
+        found = {
+            f"{name}/{below}": details
+            for name in self._folders_of(partition)
+            for below, details in self._folder.child(name).find().items()
+        }
+        if not visible(found):
+            found = self._folder.find()
+        self._check_files(found, partition)
+        return visible(found)
+
+    def _check_files(self, found: Mapping[str, dict[str, Any]], partition: str) -> None:
+        """Refuse what can't be read of the partition, before it is left out or taken for a file."""
+        for name, details in found.items():
+            if not is_visible(name):
+                continue
+            if hive_values(f"{name}/").get(self._partition_column) != partition:
+                continue
+            if details["type"] == "other" and not Path(self._folder.full_path(name)).is_file():
+                raise TableError(
+                    f"table {self.uri}: {name} is a broken link, a link to a folder, or not a"
+                    " regular file; put the files themselves there"
+                )
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                raise TableError(
+                    f"table {self.uri}: the name of {name!r} isn't UTF-8; rename it"
+                ) from error
+
+    def _chosen(
+        self, files: Mapping[str, dict[str, Any]], partition: str
+    ) -> dict[str, dict[str, Any]]:
+        return {
+            name: details
+            for name, details in files.items()
+            if hive_values(name).get(self._partition_column) == partition
+        }
+
+    def _is_current(self, snapshot: Snapshot) -> bool:
+        """Whether the partition still has the snapshot's files, as they were."""
+        now = self._chosen(self._files_near(snapshot.partition), snapshot.partition)
+        sizes = {name: int(details["size"]) for name, details in now.items()}
+        return sizes == {file.name: file.size_bytes for file in snapshot.files} and all(
+            (_etag_version(now[file.name]) or self._pin(file.name, now[file.name])[1].version)
+            == file.version
+            for file in snapshot.files
+        )
+
+    def _pin(self, name: str, details: Mapping[str, Any]) -> tuple[pq.FileMetaData, InputFile]:
+        """A file's footer, and the file as a snapshot has it."""
+        size_bytes = int(details["size"])
+        footer, digest = read_footer(self._folder, name, size_bytes)
+        version = _etag_version(details) or f"footer-sha256:{digest}"
+        return footer, InputFile(name, size_bytes, footer.num_rows, version)
+
+    def _merge(self, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
+        """One schema for all files, by name; the folders' columns are strings and win."""
+        merged = merge_schemas(f"table {self.uri}", schemas)
+        hive_columns = hive_values(next(iter(schemas)))
+        fields = [field for field in merged if field.name not in hive_columns]
+        return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
+
+
+def _etag_version(details: Mapping[str, Any]) -> str | None:
+    etag = str(details.get("ETag", "")).strip('"')
+    return f"etag:{etag}" if etag else None
+
+
+def _listing_version(files: Sequence[InputFile]) -> str:
+    listed = "".join(f"{file.name}\0{file.size_bytes}\0{file.version}\n" for file in files)
+    return f"listing:{hashlib.sha256(listed.encode()).hexdigest()}"
+
+
+def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:
+    """What the file's folders say of the partition's folder columns; None is null."""
+    known = hive_values(snapshot.files[0].name)  # others aren't in the schema
+    return {column: value for column, value in hive_values(name).items() if column in known}

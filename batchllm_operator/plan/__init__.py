@@ -1,0 +1,1 @@
+"""The plan stage: a partition of the input table becomes a persisted plan."""

@@ -1,0 +1,110 @@
+"""Template advice: what other orders of the template's columns would save. Writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchllm_operator.artifacts.stored_plan import check_partition
+from batchllm_operator.errors import EmptyPartitionError
+from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.plan.column_orders import column_orders, take_apart
+from batchllm_operator.plan.input_checks import check_columns, describe_empty
+from batchllm_operator.planner import TokenTable, saving_ratios
+from batchllm_operator.progress import Progress
+from batchllm_operator.prompts import (
+    PromptRenderer,
+    TokenIdsDifferError,
+    Tokenizer,
+    length_fault,
+    load_tokenizer,
+)
+from batchllm_operator.report import Advice, Alternative
+from batchllm_operator.spec import JobSpec
+
+SAMPLE_ROWS: Final = 2000
+
+
+def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
+    """Plan the first rows of partition `ds` with the template's columns in other orders.
+
+    The rows are the first that the table gives and the filter keeps, so that rows that lie
+    together are sampled together; sharing between rows that lie far apart is missed.
+    Up to four columns are tried in every order; of more, each is tried in the first place.
+
+    Raises:
+        SpecError, TableError, ModelError: as `plan_job`.
+        EmptyPartitionError: there are no rows.
+    """
+    check_partition(ds)
+    table = open_table(spec.input.uri, spec.input.partition_column)
+    snapshot = table.snapshot(ds)
+    check_columns(spec, table, snapshot)
+    tokenizer = load_tokenizer(spec, ds)
+    sample = _first_rows(spec, table, snapshot, sample_rows)
+    num_sampled = sum(batch.num_rows for batch in sample)
+    if num_sampled == 0:
+        raise EmptyPartitionError(
+            f"{describe_empty(table, snapshot)}; there is nothing to advise on"
+        )
+    try:
+        alternatives = _try_orders(spec, sample, tokenizer)
+    except TokenIdsDifferError:  # it won't happen again
+        alternatives = _try_orders(spec, sample, tokenizer)
+    # Stable, and the given order is the first.
+    alternatives.sort(key=lambda alternative: -alternative.planned_saving_ratio)
+    return Advice(num_sampled, snapshot.num_rows, tuple(alternatives))
+
+
+def _try_orders(
+    spec: JobSpec, sample: Sequence[pa.RecordBatch], tokenizer: Tokenizer
+) -> list[Alternative]:
+    """What each order would save, the given one first.
+
+    Raises:
+        TokenIdsDifferError: see `Tokenizer.encode`.
+    """
+    taken_apart = take_apart(spec.prompt.template)
+    orders = {
+        taken_apart.template(order): order for order in column_orders(len(taken_apart.columns))
+    }
+    alternatives: list[Alternative] = []
+    with Progress("try column orders", len(orders), unit="orders") as progress:
+        for template, order in orders.items():
+            tokens = _prompts(spec, template, sample, tokenizer)
+            planned, optimal = saving_ratios(tokens, merge=spec.sampling.is_greedy)
+            columns = tuple(taken_apart.columns[idx] for idx in order)
+            is_given = not alternatives
+            alternatives.append(Alternative(template, columns, planned, optimal, is_given))
+            progress.advance(1)
+    return alternatives
+
+
+def _first_rows(
+    spec: JobSpec, table: LakeTable, snapshot: Snapshot, sample_rows: int
+) -> list[pa.RecordBatch]:
+    batches: list[pa.RecordBatch] = []
+    num_left = sample_rows
+    for batch in table.scan(snapshot, spec.prompt.columns, spec.input.filter):
+        batches.append(batch.slice(0, num_left))
+        num_left -= batches[-1].num_rows
+        if num_left == 0:
+            break
+    return batches
+
+
+def _prompts(
+    spec: JobSpec, template: str, sample: Sequence[pa.RecordBatch], tokenizer: Tokenizer
+) -> TokenTable:
+    """Token ids of the sampled rows that can be prompted."""
+    renderer = PromptRenderer(spec.prompt.model_copy(update={"template": template}))
+    prompts: list[npt.NDArray[np.int32]] = []
+    for batch in sample:
+        tokens = tokenizer.encode(renderer.render(batch).present())
+        encoded = map(tokens.prompt, range(len(tokens)))
+        prompts += [ids for ids in encoded if not length_fault(len(ids), tokenizer.max_model_len)]
+    return TokenTable.from_lists(prompts)

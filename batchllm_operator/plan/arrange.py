@@ -1,0 +1,211 @@
+"""From requests to shards: which groups, in which order, on which worker."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchllm_operator.artifacts.manifest import CostEstimate, ShardInfo, shard_file, write_shard
+from batchllm_operator.plan.estimate import (
+    Target,
+    estimate_cost,
+    group_costs,
+    work_costs,
+)
+from batchllm_operator.plan.group_lengths import hash_prefixes
+from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens
+from batchllm_operator.plan.replicas import ReplicaPlanner
+from batchllm_operator.planner import (
+    PrefixGroups,
+    RankedPrompts,
+    Requests,
+    assign_shards,
+    choose_prefixes,
+    group_prefill_tokens,
+    imbalance,
+    order_groups_by_subtree,
+    split_large_groups,
+)
+from batchllm_operator.progress import Progress
+from batchllm_operator.spec import JobSpec
+
+_log = logging.getLogger(__name__)
+_WORTH_A_WARNING: Final = 1.2  # imbalance
+_STEPS: Final = ("tree built", "prefixes chosen", "outputs estimated", "groups ordered")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrangement:
+    """The groups in the order of the plan, and what their tree said."""
+
+    groups: PrefixGroups
+    output_tokens: npt.NDArray[np.int64]
+    """int64 [num_requests], estimates."""
+    prefix_hashes: npt.NDArray[np.int64]
+    """int64 [num_groups, 2], see `hash_prefixes`; of no group if nothing is to be learned."""
+    num_optimal_tokens: int
+    num_algorithm_1_saved_tokens: int
+    num_exact_saved_tokens: int
+
+
+def arrange(
+    spec: JobSpec,
+    requests: Requests,
+    ranked: RankedPrompts,
+    learned: Learned | None,
+    target: Target | None,
+    max_model_len: int,
+) -> Arrangement:
+    """Choose the groups, cut those too large for one shard, and put all in scheduling order.
+
+    The order is that of Eq. 4, subtrees together (ADR 8).
+
+    Args:
+        spec: the job.
+        requests: its requests.
+        ranked: their prompts in order, by request index.
+        learned: what an earlier partition says about output lengths.
+        target: the GPU by whose time groups are cut; None to cut by tokens.
+        max_model_len: where the engine ends an output, whatever it was to have.
+    """
+    with Progress("choose and order groups", len(_STEPS), unit="steps", announce=False) as progress:
+        tree = ranked.tree(requests.lengths)
+        progress.advance(1, _STEPS[0])
+        choice = choose_prefixes(tree)
+        groups = choice.groups
+        progress.advance(1, _STEPS[1])
+        prefix_hashes = np.zeros((0, 2), dtype=np.int64)
+        if spec.planner.learns_output_tokens:
+            prefix_hashes = hash_prefixes(requests, groups)
+        output_tokens = np.minimum(
+            estimate_output_tokens(spec, requests, learned, groups, prefix_hashes),
+            max_model_len - requests.lengths,
+        )
+        progress.advance(1, _STEPS[2])
+        if len(groups):
+            parts = _split(spec, groups, requests, output_tokens, target)
+            order = order_groups_by_subtree(parts, tree, output_tokens)
+            if len(prefix_hashes):  # parts of a group are neighbours, in the group's place
+                group_of_part = np.searchsorted(groups.offsets, parts.offsets[:-1], "right") - 1
+                prefix_hashes = prefix_hashes[group_of_part][order]
+            groups = parts.take(order)
+        progress.advance(1, _STEPS[3])
+    return Arrangement(
+        groups,
+        output_tokens,
+        prefix_hashes,
+        tree.num_distinct_prefix_tokens,
+        choice.algorithm_1_saved_tokens,
+        choice.exact_saved_tokens,
+    )
+
+
+def _split(
+    spec: JobSpec,
+    groups: PrefixGroups,
+    requests: Requests,
+    output_tokens: npt.NDArray[np.int64],
+    target: Target | None,
+) -> PrefixGroups:
+    members, prefixes = work_costs(target, groups, requests.lengths, output_tokens)
+    return split_large_groups(groups, members, prefixes, spec.planner.num_shards)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenShards:
+    """The shards of a plan, in order."""
+
+    infos: tuple[ShardInfo, ...]
+    imbalance: float
+    estimate: CostEstimate | None
+    """Of all of them together."""
+
+
+def write_shards(
+    spec: JobSpec,
+    requests: Requests,
+    arrangement: Arrangement,
+    target: Target | None,
+    replicas: ReplicaPlanner | None,
+    spool: Path,
+) -> WrittenShards:
+    """Deal the groups, in their order, out to shards of about equal work, and write these.
+
+    Args:
+        spec: the job.
+        requests: its requests.
+        arrangement: their groups.
+        target: the GPU by whose time shards are balanced; None to balance by tokens.
+        replicas: places the groups of each shard; None with one replica.
+        spool: the folder to write them in.
+    """
+    groups, output_tokens = arrangement.groups, arrangement.output_tokens
+    prefill = group_prefill_tokens(groups, requests.lengths)
+    costs = group_costs(groups, *work_costs(target, groups, requests.lengths, output_tokens))
+    shard_of_group, worst = _deal_out(costs, spec.planner.num_shards)
+    estimated = estimate_cost(
+        target, requests, output_tokens, groups, shard_of_group, spec.engine.replicas
+    )
+    estimate, gpu_s = estimated or (None, None)
+    if len(groups) == 0:
+        return WrittenShards((), worst, estimate)
+    shards: list[ShardInfo] = []
+    num_before = 0
+    with Progress("write shards", groups.num_prompts, unit="requests", announce=False) as progress:
+        for shard_idx in range(int(shard_of_group.max()) + 1):
+            group_ids = np.flatnonzero(shard_of_group == shard_idx)
+            taken = groups.take(group_ids)
+            name = shard_file(shard_idx)
+            num_parts = write_shard(
+                spool / name,
+                requests,
+                request_idx_start=num_before,
+                request_idxs=taken.member_idxs,
+                group_ids=np.repeat(group_ids, taken.sizes),
+                num_prefix_tokens=np.repeat(taken.num_prefix_tokens, taken.sizes),
+                num_output_tokens=output_tokens[taken.member_idxs],
+                part_rows=spec.planner.part_rows,
+                written=progress.advance,
+            )
+            num_before += taken.num_prompts
+            placement = None
+            if replicas is not None:
+                placement = replicas.place(
+                    taken,
+                    requests.lengths,
+                    output_tokens,
+                    costs[group_ids],
+                    group_ids,
+                )
+                if placement is not None and placement.measure:  # one shard's run is enough
+                    replicas = replace(replicas, wants_profile=False)
+            shards.append(
+                ShardInfo(
+                    file=name,
+                    num_groups=len(taken),
+                    num_requests=taken.num_prompts,
+                    num_rows=int(requests.num_rows[taken.member_idxs].sum()),
+                    num_parts=num_parts,
+                    num_prefill_tokens=int(prefill[group_ids].sum()),
+                    predicted_gpu_s=None if gpu_s is None else float(gpu_s[shard_idx]),
+                    replicas=placement,
+                )
+            )
+    return WrittenShards(tuple(shards), worst, estimate)
+
+
+def _deal_out(
+    costs: npt.NDArray[np.float64], num_shards: int
+) -> tuple[npt.NDArray[np.int64], float]:
+    """The shard of each group, none of them empty, and how uneven they are."""
+    num_shards = max(1, min(num_shards, len(costs)))
+    shard_of_group = assign_shards(costs, num_shards)
+    worst = imbalance(costs, shard_of_group, num_shards)
+    if worst > _WORTH_A_WARNING:
+        _log.warning("the largest shard has %.2f times the average work", worst)
+    return shard_of_group, worst

@@ -1,0 +1,253 @@
+"""Outputs that a plan takes over from what was committed before, row by row (ADR 20)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.artifacts.committed import find_committed
+from batchllm_operator.artifacts.manifest import FINGERPRINTS_FILE, REUSED_FILE
+from batchllm_operator.artifacts.parts import PART_SCHEMA
+from batchllm_operator.artifacts.reuse_index import (
+    BYTES_PER_ENTRY,
+    FINGERPRINT_DTYPE,
+    FINGERPRINTS_SCHEMA,
+    INDEX_FILE,
+    ReuseIndex,
+    fingerprint_array,
+    fingerprints_of,
+    from_array,
+    index_fault,
+    load_fingerprints,
+)
+from batchllm_operator.artifacts.row_groups import RowGroupWriter
+from batchllm_operator.artifacts.stored_plan import StoredPlan, check_publisher, job_folder
+from batchllm_operator.errors import PlanError, TableError
+from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.planner import TokenTable
+from batchllm_operator.spec import JobSpec
+
+_log = logging.getLogger(__name__)
+_COPY_BYTES: Final = 1 << 20
+_GROUP_FINGERPRINTS: Final = 1 << 16
+
+
+class Reuse:
+    """Keeps the prompts' fingerprints, and which rows reuse what, while rows stream by.
+
+    The files are written in the folder given: `FINGERPRINTS_FILE` and `REUSED_FILE`.
+    """
+
+    def __init__(self, indexes: Sequence[ReuseIndex], folder: Path) -> None:
+        """Begin with row 0.
+
+        Args:
+            indexes: where to look, the first that knows a prompt decides.
+            folder: a local one.
+        """
+        self._indexes, self._folder = indexes, folder
+        self._row_idxs: list[list[npt.NDArray[np.int64]]] = [[] for _ in indexes]
+        self._places: list[list[npt.NDArray[np.int64]]] = [[] for _ in indexes]
+        self._num_rows_read = 0
+        self.num_rows = 0
+        """Rows that take an output over."""
+        path = folder / FINGERPRINTS_FILE
+        self._fingerprints = RowGroupWriter(
+            path, FINGERPRINTS_SCHEMA, _GROUP_FINGERPRINTS, compression="none", use_dictionary=False
+        )
+
+    def __enter__(self) -> Reuse:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._fingerprints.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the indexes take."""
+        return sum(index.num_bytes for index in self._indexes)
+
+    def take(self, tokens: TokenTable, row_idxs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Look prompts up, and say which have an output already: [num_prompts].
+
+        Args:
+            tokens: prompts.
+            row_idxs: int64 [num_prompts], their rows, ascending and above those before.
+        """
+        fingerprints = fingerprints_of(tokens)
+        self._keep(fingerprints, row_idxs)
+        is_reused = np.zeros(len(row_idxs), dtype=np.bool_)
+        for idx, index in enumerate(self._indexes):
+            places = index.places(fingerprints)
+            is_found = (places >= 0) & ~is_reused
+            self._row_idxs[idx].append(row_idxs[is_found])
+            self._places[idx].append(places[is_found])
+            is_reused |= is_found
+        self.num_rows += int(is_reused.sum())
+        return is_reused
+
+    def finish(self, num_rows: int) -> None:
+        """Complete both files, of a partition of so many rows."""
+        self._keep(np.zeros(0, FINGERPRINT_DTYPE), np.zeros(0, np.int64), num_rows)
+        self._fingerprints.close()
+        num_before = 0
+        with RowGroupWriter(self._folder / REUSED_FILE, PART_SCHEMA, compression="zstd") as writer:
+            for idx, index in enumerate(self._indexes):
+                rows = np.concatenate([np.zeros(0, np.int64), *self._row_idxs[idx]])
+                places = np.concatenate([np.zeros(0, np.int64), *self._places[idx]])
+                for table in _reused(index, rows, places):
+                    numbers = pa.array(np.arange(num_before, num_before + table.num_rows))
+                    writer.write(table.add_column(0, PART_SCHEMA.field(0), numbers))
+                    num_before += table.num_rows
+                _log.info("%d rows reuse outputs of partition %s", len(rows), index.ds)
+
+    def _keep(
+        self,
+        fingerprints: npt.NDArray[np.bytes_],
+        row_idxs: npt.NDArray[np.int64],
+        num_rows: int | None = None,
+    ) -> None:
+        """Write fingerprints down, and zeros for the rows that were left out before them."""
+        if num_rows is None:
+            num_rows = int(row_idxs[-1]) + 1 if len(row_idxs) else self._num_rows_read
+        start, self._num_rows_read = self._num_rows_read, num_rows
+        gathered = np.zeros(num_rows - start, dtype=FINGERPRINT_DTYPE)
+        gathered[row_idxs - start] = fingerprints
+        self._fingerprints.write(
+            pa.table([fingerprint_array(gathered)], schema=FINGERPRINTS_SCHEMA)
+        )
+
+
+def find_indexes(
+    spec: JobSpec, ds: str, identity: str, budget: MemoryBudget, folder: Path
+) -> list[ReuseIndex]:
+    """What may be reused: of the partition itself, and of the latest before it by name.
+
+    Only what this job has published counts; partitions without a single text are passed over.
+    An index that is absent, altered or of another identity is none, and the log says so.
+
+    Args:
+        spec: the job.
+        ds: the partition that is planned.
+        identity: see `reuse_identity`.
+        budget: what the fingerprints have to fit in.
+        folder: a local one, for copies: nobody can remove or alter those.
+
+    Raises:
+        TableError: partition `ds` holds what another job or program wrote.
+        SpecError: they don't fit.
+        StorageError: the storage fails; giving up reuse for that would be dear.
+    """
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    found: list[ReuseIndex] = []
+    if (own := check_publisher(table, spec, ds)) is not None:
+        found += _open_index(spec, ds, own.plan_id, identity, budget, folder / "own.parquet")
+    for earlier in reversed([name for name in table.partitions() if name < ds]):
+        if (plan_id := _publisher(table, spec, earlier)) is None:
+            continue
+        held = budget.holding(sum(index.num_bytes for index in found))
+        index = _open_index(spec, earlier, plan_id, identity, held, folder / "earlier.parquet")
+        if any(len(each.fingerprints) == 0 for each in index):
+            continue
+        return found + index
+    return found
+
+
+def _publisher(table: LakeTable, spec: JobSpec, ds: str) -> str | None:
+    """The plan that an earlier partition was published by, None if it isn't this job's."""
+    try:
+        found = check_publisher(table, spec, ds)
+    except TableError:
+        return None
+    return None if found is None else found.plan_id
+
+
+def _open_index(
+    spec: JobSpec, ds: str, plan_id: str, identity: str, budget: MemoryBudget, path: Path
+) -> list[ReuseIndex]:
+    """The index of a published plan, none if it can't be used."""
+    try:
+        plan = StoredPlan.open(job_folder(spec, ds).child(f"plan-{plan_id}").uri)
+        fault = _copy_index(plan, path) or index_fault(path, identity)
+        if fault is None:
+            num_entries = pq.read_metadata(path).num_rows
+    except (PlanError, TableError, FileNotFoundError, pa.ArrowException) as error:
+        fault = str(error)
+    if fault is not None:
+        _log.warning("partition %s: no outputs are reused: %s", ds, fault)
+        return []
+    budget.holding(num_entries * BYTES_PER_ENTRY).check(0)
+    fingerprints = load_fingerprints(path)
+    fingerprints.sort()
+    return [ReuseIndex(ds, path, fingerprints)]
+
+
+def _copy_index(plan: StoredPlan, path: Path) -> str | None:
+    """Copy the index of a committed plan; what is wrong with it, if something is."""
+    committed = find_committed(plan)
+    if committed is None:
+        return f"plan {plan.folder.uri} isn't marked as committed"
+    if committed.reuse_sha256 is None:
+        return f"plan {plan.folder.uri} was committed without reuse_outputs"
+    digest = hashlib.sha256()
+    with plan.folder.open_file(INDEX_FILE) as source, path.open("wb") as target:
+        while data := source.read(_COPY_BYTES):
+            digest.update(data)
+            target.write(data)
+    if digest.hexdigest() != committed.reuse_sha256:
+        return f"{plan.folder.uri}/{INDEX_FILE} is corrupted: its checksum doesn't hold"
+    return None
+
+
+def _reused(
+    index: ReuseIndex, row_idxs: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+) -> Iterator[pa.Table]:
+    """Outputs of the index with the rows that take them, as `PART_SCHEMA` without its first field.
+
+    Args:
+        index: where the outputs are.
+        row_idxs: int64 [n], rows, ascending.
+        places: int64 [n], each row's place in the index.
+    """
+    by_place = np.argsort(places, kind="stable")
+    row_idxs = row_idxs[by_place]
+    num_rows = np.bincount(places, minlength=len(index.fingerprints))
+    ends = np.cumsum(num_rows)
+    for batch in index.outputs():
+        place = index.places(from_array(batch.column("fingerprint")))
+        firsts = np.sort(np.unique(place, return_index=True)[1])  # no output is taken twice
+        chosen = firsts[num_rows[place[firsts]] > 0]
+        lengths = num_rows[place[chosen]]
+        num_rows[place[chosen]] = 0
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        first = np.repeat(ends[place[chosen]] - lengths - offsets[:-1], lengths)
+        of_entry = row_idxs[first + np.arange(offsets[-1])]
+        outputs = batch.take(pa.array(chosen))
+        num_prompt_tokens = outputs.column("num_prompt_tokens")
+        yield pa.table(
+            [
+                pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(of_entry)),
+                outputs.column("generated_text"),
+                outputs.column("finish_reason"),
+                num_prompt_tokens,
+                num_prompt_tokens,  # as of other rows for which nothing is computed
+                outputs.column("num_output_tokens"),
+                pa.nulls(len(chosen), pa.string()),
+            ],
+            schema=pa.schema([PART_SCHEMA.field(i) for i in range(1, len(PART_SCHEMA))]),
+        )

@@ -1,0 +1,259 @@
+"""What the job's requests cost on the GPU that the spec names: for balance, and for the user."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchllm_operator.artifacts.manifest import CostEstimate
+from batchllm_operator.errors import ModelError, PlanError
+from batchllm_operator.planner import (
+    GPU,
+    EngineLimits,
+    ModelShape,
+    PrefixGroups,
+    Requests,
+    Work,
+    find_gpu,
+    group_work,
+    model_shape,
+    num_processed_tokens,
+    predict,
+    prompt_work,
+    rates,
+)
+from batchllm_operator.spec import JobSpec
+
+_log = logging.getLogger(__name__)
+_MAX_NUM_SEQS: Final = 1024  # vLLM's own for large GPUs
+_MAX_NUM_BATCHED_TOKENS: Final = 8192
+_ROOM: Final = 1.25  # memory for each byte of weights, so that there is some for KV
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the job is estimated for."""
+
+    gpu: GPU
+    model: ModelShape
+    limits: EngineLimits
+    """The spec's, for the estimate only."""
+
+    @property
+    def balance_limits(self) -> EngineLimits:
+        """Of the smallest usual engine that the model fits, whatever the spec's tuning is.
+
+        Shards are part of what a plan is, and tuning must not change that.
+        """
+        num_gpus = 1
+        while self.gpu.memory_bytes * self.gpu.achievable_memory * num_gpus < _ROOM * (
+            self.model.weight_bytes
+        ):
+            num_gpus *= 2
+        return EngineLimits(num_gpus=num_gpus)
+
+
+def find_target(spec: JobSpec) -> Target | None:
+    """The GPU that the spec names, with the shape of its model.
+
+    Returns:
+        None if the spec names no GPU or runs no model (the fake engine), or, with a note in
+        the log, if the model's `config.json` can't be read or has no known shape.
+
+    Raises:
+        SpecError: the table of GPUs is broken, or lacks the GPU.
+    """
+    if spec.planner.target_gpu is None:
+        return None
+    table = spec.planner.gpu_table
+    gpu = find_gpu(spec.planner.target_gpu, Path(table) if table else None)
+    if spec.engine.backend == "fake":
+        return None
+    try:
+        return Target(gpu, shape_of(spec), engine_limits(spec))
+    except ModelError as error:
+        _log.info("GPU time isn't predicted: %s", error)
+        return None
+
+
+def work_costs(
+    target: Target | None,
+    groups: PrefixGroups,
+    lengths: npt.NDArray[np.int64],
+    output_tokens: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """What each request costs beside its group's prefix, and what each prefix costs, once.
+
+    In nanoseconds of the target's time; without a target in tokens, prefilled and decoded.
+
+    Returns:
+        float64 [num_requests], whole numbers, and float64 [num_groups].
+    """
+    members, prefixes = group_work(groups, lengths, output_tokens)
+    if target is None:
+        tokens = members.num_prefill_tokens + members.num_decode_tokens
+        return tokens.astype(np.float64), prefixes.num_prefill_tokens.astype(np.float64)
+    total = members.total() + prefixes.total()
+    rate = rates(total, target.model, target.gpu, target.balance_limits)
+    return members.nanoseconds(rate), prefixes.nanoseconds(rate)
+
+
+def estimate_cost(
+    target: Target | None,
+    requests: Requests,
+    output_tokens: npt.NDArray[np.int64],
+    groups: PrefixGroups,
+    shard_of_group: npt.NDArray[np.int64],
+    num_replicas: int,
+) -> tuple[CostEstimate, npt.NDArray[np.float64]] | None:
+    """GPU time and price of the plan, and of the same rows each computed alone.
+
+    Args:
+        target: what it is estimated for.
+        requests: those of the job.
+        output_tokens: int64 [num_requests], estimates.
+        groups: the requests in their groups.
+        shard_of_group: int64 [num_groups]; no shard is empty.
+        num_replicas: engines that share a shard.
+
+    Returns:
+        The estimate, and float64 [num_shards], the part of its GPU seconds that each shard takes.
+        None without a target, and, with a note in the log, if the model doesn't fit it.
+    """
+    if target is None:
+        return None
+    num_shards = int(shard_of_group.max(initial=-1)) + 1
+    num_engines = num_shards * num_replicas
+    gpu, model, limits = target.gpu, target.model, target.limits
+    lengths, num_rows = requests.lengths, requests.num_rows
+    members, prefixes = group_work(groups, lengths, output_tokens)
+    total = members.total() + prefixes.total()
+    everything = prompt_work(lengths, output_tokens).total(num_rows)
+    try:
+        planned = predict(total, model, gpu, limits, num_engines=num_engines)
+        alone = predict(everything, model, gpu, limits, num_engines=num_engines)
+    except PlanError as error:
+        _log.info("GPU time isn't predicted: %s", error)
+        return None
+    num_logical = int((lengths * num_rows).sum())
+    estimate = CostEstimate(
+        gpu=gpu,
+        model=model,
+        num_saved_tokens=num_logical - num_processed_tokens(groups, lengths),
+        num_output_tokens=total.num_decode_tokens,
+        prefill_s=_rounded(planned.prefill_s),
+        decode_s=_rounded(planned.decode_s),
+        attention_bytes=planned.attention_bytes,
+        num_steps=_rounded(planned.num_steps),
+        gpu_s=_rounded(planned.gpu_s),
+        cost_usd=_rounded(planned.cost_usd),
+        unshared_gpu_s=_rounded(alone.gpu_s),
+        unshared_cost_usd=_rounded(alone.cost_usd),
+        assumptions=_assumptions(target, total),
+    )
+    # Rates add up to the whole but for the ramp, of which each engine has one.
+    rate = rates(total, model, gpu, limits)
+    ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
+    costs = group_costs(groups, members.nanoseconds(rate), prefixes.nanoseconds(rate)) / 1e9
+    parts = np.bincount(shard_of_group, weights=costs, minlength=num_shards) + ramp_s
+    return estimate, parts / (parts.sum() or 1.0) * estimate.gpu_s
+
+
+def group_costs(
+    groups: PrefixGroups,
+    members: npt.NDArray[np.float64],
+    prefixes: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    """What each group costs: its members and its prefix, from `work_costs`; [num_groups]."""
+    if len(groups) == 0:
+        return prefixes
+    return np.add.reduceat(members[groups.member_idxs], groups.offsets[:-1]) + prefixes
+
+
+def _assumptions(target: Target, total: Work) -> tuple[str, ...]:
+    gpu, model, limits = target.gpu, target.model, target.limits
+    share = limits.memory_share or gpu.achievable_memory
+    kv = f"{share:.0%} of {gpu.memory_bytes / 2**30:,.0f} GiB for weights and KV"
+    if limits.kv_cache_bytes is not None:
+        kv = f"{limits.kv_cache_bytes / 2**30:,.1f} GiB for KV"
+    return (
+        f"{total.num_decode_tokens:,} output tokens, at most {total.max_output_tokens:,} each;"
+        f" {model.num_parameters / 1e9:,.3g} B parameters in {model.bytes_per_weight:g} bytes,"
+        f" {model.kv_bytes_per_token:,.0f} bytes of KV a token",
+        f"{gpu.achievable_compute:.0%} of {gpu.bf16_flop_per_s / 1e12:,.0f} bf16 TFLOP/s,"
+        f" {gpu.achievable_bandwidth:.0%} of {gpu.hbm_bytes_per_s / 1e12:,.3g} TB/s, {kv},"
+        f" ${gpu.usd_per_hour:,.2f} an hour",
+        "a roofline, not measured: without starting the engine, preemption, and traffic between"
+        " GPUs; each request reads the KV of its shared prefix by itself; step by step:"
+        " `batchllm simulate --plan`",
+    )
+
+
+def shape_of(spec: JobSpec) -> ModelShape:
+    """The shape of the spec's model, in the types that its engine uses.
+
+    Raises:
+        ModelError: its `config.json` can't be read, or it isn't of a kind that is known.
+    """
+    extra, is_32_bit = spec.engine.extra_args, spec.engine.dtype == "float32"
+    bytes_per_weight = 4.0 if is_32_bit else None
+    if extra.get("quantization") == "fp8":
+        bytes_per_weight = 1.0
+    bytes_per_kv_element = 4.0 if is_32_bit else 2.0
+    if str(extra.get("kv_cache_dtype")).startswith("fp8"):
+        bytes_per_kv_element = 1.0
+    return read_shape(
+        spec.model.path,
+        spec.model.revision,
+        bytes_per_weight=bytes_per_weight,
+        bytes_per_kv_element=bytes_per_kv_element,
+    )
+
+
+def read_shape(
+    path: str,
+    revision: str | None = None,
+    *,
+    bytes_per_weight: float | None = None,
+    bytes_per_kv_element: float = 2.0,
+) -> ModelShape:
+    """The shape of the model in a folder or on the hub (or in its cache); see `model_shape`.
+
+    Raises:
+        ModelError: its `config.json` can't be read, or it isn't of a kind that is known.
+    """
+    from transformers import PretrainedConfig  # seconds to import
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {path}: its config.json can't be read") from error
+    return model_shape(
+        dict(config),
+        path,
+        bytes_per_weight=bytes_per_weight,
+        bytes_per_kv_element=bytes_per_kv_element,
+    )
+
+
+def engine_limits(spec: JobSpec) -> EngineLimits:
+    """The spec's, and vLLM's defaults."""
+    engine = spec.engine
+    return EngineLimits(
+        num_gpus=engine.tensor_parallel_size,
+        memory_share=engine.gpu_memory_utilization,
+        kv_cache_bytes=engine.kv_cache_memory_bytes,
+        max_num_seqs=engine.max_num_seqs or _MAX_NUM_SEQS,
+        max_num_batched_tokens=engine.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS,
+        spreads_prefill=engine.scheduler == "batchllm",
+    )
+
+
+def _rounded(value: float) -> float:
+    """Six digits: more than a prediction has, and the same on any machine."""
+    return float(f"{value:.6g}")

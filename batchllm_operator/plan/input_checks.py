@@ -1,0 +1,124 @@
+"""What is known of an input before its rows are read: columns, partition, lengths."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import pyarrow as pa
+
+from batchllm_operator.artifacts.row_keys import check_key_types
+from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
+from batchllm_operator.lake import LakeTable, Snapshot, listed_columns, row_condition
+from batchllm_operator.prompts import has_text
+from batchllm_operator.spec import JobSpec
+
+_MAX_NAMED: Final = 3  # partitions
+_log = logging.getLogger(__name__)
+
+
+def check_input(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
+    """The partition must be there if an empty one is to fail, and have what the spec names.
+
+    Raises:
+        EmptyPartitionError: the table has no such partition.
+        SpecError, KeyColumnError, TableError: see `check_columns`.
+    """
+    if not snapshot.files and spec.on_empty == "fail":
+        raise EmptyPartitionError(f"{describe_empty(table, snapshot)} (on_empty: fail)")
+    check_columns(spec, table, snapshot)
+
+
+def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
+    """Every column that the spec names must be there; say which field names it.
+
+    Raises:
+        SpecError: one isn't, or can't be placed in a prompt or taken for a length.
+        KeyColumnError, TableError: a key or filter column can't be compared.
+    """
+    places = {
+        "prompt.template": spec.prompt.columns,
+        "input.key": spec.input.key,
+        "output.carry": spec.output.carry,
+        "input.filter": tuple(term.column for term in spec.input.filter),
+        "planner.estimated_output_tokens": spec.planner.estimate_columns,
+    }
+    for place, columns in places.items():
+        for column in columns:
+            if column not in snapshot.schema.names:
+                raise SpecError(
+                    f"{place}: table {table.uri} has no column {column!r}; it has"
+                    f" {listed_columns(snapshot.schema)}"
+                )
+    check_key_types(snapshot.schema, spec.input.key, f"input.key: table {table.uri}")
+    row_condition(table.uri, spec.input.filter, snapshot.schema)
+    for column in spec.prompt.columns:
+        kind = snapshot.schema.field(column).type
+        if not has_text(kind):
+            raise SpecError(
+                f"prompt.template: column {column!r} of table {table.uri} holds {kind}; only text,"
+                " numbers, booleans, dates, times and lists of these can be placed: cast it to one"
+                " of them in the table"
+            )
+    for column in spec.planner.estimate_columns:
+        kind = snapshot.schema.field(column).type
+        if not pa.types.is_integer(kind):
+            raise SpecError(
+                f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
+                f" {kind}, not integers"
+            )
+
+
+def check_lengths(spec: JobSpec, max_model_len: int) -> None:
+    """Say what the model's length makes of the outputs' limits.
+
+    Raises:
+        SpecError: no output can have `min_tokens`.
+    """
+    most = max_model_len - 1  # a prompt has one at least
+    limit = f"prompt and output together have at most {max_model_len} tokens"
+    if spec.sampling.min_tokens > most:
+        raise SpecError(
+            f"sampling.min_tokens: {spec.sampling.min_tokens} can't be reached: {limit}"
+            f" (engine.max_model_len, or what model {spec.model.path} allows)"
+        )
+    if spec.sampling.max_tokens > most:
+        _log.warning(
+            "sampling.max_tokens: %d is never reached: %s, where every output ends",
+            spec.sampling.max_tokens,
+            limit,
+        )
+
+
+def describe_rows(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
+    """What an error that counts rows calls those that are read."""
+    where = f"table {table.uri}, partition {snapshot.partition!r}"
+    return f"{where}, counting rows that input.filter keeps" if spec.input.filter else where
+
+
+def describe_empty(table: LakeTable, snapshot: Snapshot) -> str:
+    """Why a partition has no rows: it isn't there, it is empty, or the filter keeps none."""
+    where = f"table {table.uri}"
+    if snapshot.num_rows:
+        return (
+            f"{where}, partition {snapshot.partition!r}: has no rows that meet input.filter"
+            f" (of {snapshot.num_rows})"
+        )
+    try:
+        names = [] if snapshot.files else table.partitions()
+    except TableError:  # partitioned by something else than the column's values
+        names = []
+    if snapshot.files or snapshot.partition in names:
+        return f"{where}, partition {snapshot.partition!r}: has no rows"
+    newest = ", ".join(map(repr, _newest(names))) or "none"
+    return f"{where}: there is no partition {snapshot.partition!r}; the newest are: {newest}"
+
+
+def _newest(names: Sequence[str]) -> list[str]:
+    """The last few partitions by value, the last first."""
+    try:
+        ascending = sorted(names, key=int)
+    except ValueError:  # dates and other text go by name
+        ascending = sorted(names)
+    return ascending[: -_MAX_NAMED - 1 : -1]

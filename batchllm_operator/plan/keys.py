@@ -1,0 +1,122 @@
+"""Whether the key columns identify rows, checked without holding the keys in memory.
+
+Keys are byte strings, and finding equal ones among millions is what the prefix search does with
+prompts: on disk where memory is short, and compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.artifacts.row_keys import encode_keys, shown_key
+from batchllm_operator.errors import KeyColumnError
+from batchllm_operator.lake.row_stream import read_batches
+from batchllm_operator.planner import (
+    Phase,
+    PrefixSearch,
+    PromptStore,
+    RankedPrompts,
+    SearchMemory,
+)
+
+_KEYS_FILE: Final = "keys.bin"
+_ENCODED_BYTES: Final = 4 << 20  # of keys at a time; the search takes four times as much for them
+_MAX_NAMED: Final = 10
+
+
+def check_keys(
+    rows_file: Path,
+    key: tuple[str, ...],
+    where: str,
+    spool: Path,
+    memory: SearchMemory,
+    phase: Phase | None = None,
+) -> None:
+    """Each row must have a key, and one of its own.
+
+    Args:
+        rows_file: local Parquet file that has the key columns.
+        key: their names.
+        where: what to call the table in an error.
+        spool: a folder for temporary files; nothing stays there.
+        memory: what the search may take.
+        phase: see `PrefixSearch.finish`.
+
+    Raises:
+        KeyColumnError: names up to ten offenders.
+        OSError: the disk is full.
+    """
+    with (
+        tempfile.TemporaryDirectory(dir=spool) as folder,
+        PromptStore(Path(folder) / _KEYS_FILE) as keys,
+    ):
+        _check_nulls(rows_file, key, where)
+        search = PrefixSearch(Path(folder), memory=memory)
+        for batch in _read(rows_file, key):
+            num_rows = max(1, batch.num_rows * _ENCODED_BYTES // max(1, batch.nbytes))
+            for start in range(0, batch.num_rows, num_rows):
+                encoded = encode_keys(batch.slice(start, num_rows), where)
+                keys.append(encoded)
+                search.add(encoded)
+        _check_repeats(rows_file, key, where, search.finish(keys, phase))
+
+
+def _read(rows_file: Path, key: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    """The key columns, in the order of `key`, in small batches."""
+    stored = pq.read_schema(rows_file)
+    with rows_file.open("rb") as file:
+        yield from read_batches(file, pa.schema([stored.field(name) for name in key]), {})
+
+
+def _check_nulls(rows_file: Path, key: tuple[str, ...], where: str) -> None:
+    for name in key:
+        first: list[int] = []
+        num_nulls, start = 0, 0
+        for batch in _read(rows_file, (name,)):
+            column = batch.column(0)
+            if column.null_count:
+                nulls = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) + start
+                first += nulls[: _MAX_NAMED - len(first)].tolist()
+                num_nulls += len(nulls)
+            start += batch.num_rows
+        if num_nulls:
+            raise KeyColumnError(
+                f"{where}: key column {name!r} is null in {num_nulls} rows, such as row"
+                f" {', '.join(map(str, first))} (counted from 0); fill it in the table, or choose"
+                " another key"
+            )
+
+
+def _check_repeats(
+    rows_file: Path, key: tuple[str, ...], where: str, ranked: RankedPrompts
+) -> None:
+    starts_repeat = ranked.is_repeat[1:] & ~ranked.is_repeat[:-1]
+    repeated = np.sort(ranked.prompt_idxs[:-1][starts_repeat])  # where each occurs first
+    if len(repeated) == 0:
+        return
+    named = ", ".join(_names(rows_file, key, repeated[:_MAX_NAMED].tolist()))
+    num_more = len(repeated) - _MAX_NAMED
+    more = f" and {num_more} more" if num_more > 0 else ""
+    raise KeyColumnError(
+        f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once; add"
+        " columns to input.key that tell the rows apart, or remove the copies"
+    )
+
+
+def _names(rows_file: Path, key: tuple[str, ...], row_idxs: list[int]) -> list[str]:
+    """The keys of some rows, ascending, for an error's message."""
+    names: list[str] = []
+    start = 0
+    for batch in _read(rows_file, key):
+        for idx in row_idxs:
+            if start <= idx < start + batch.num_rows:
+                names.append(" / ".join(shown_key(column[idx - start]) for column in batch.columns))
+        start += batch.num_rows
+    return names

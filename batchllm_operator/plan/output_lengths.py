@@ -1,0 +1,142 @@
+"""Estimated output lengths: a constant, a column, or learned from an earlier partition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from batchllm_operator.artifacts.manifest import LearnedOutputs, LengthBucket
+from batchllm_operator.artifacts.stored_plan import check_publisher
+from batchllm_operator.errors import TableError
+from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.plan.group_lengths import GroupLengths, LearnedGroups
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.planner import PrefixGroups, Requests
+from batchllm_operator.spec import JobSpec
+
+_NUM_BUCKETS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What an earlier partition says about output lengths."""
+
+    by_length: LearnedOutputs
+    by_group: GroupLengths | None
+    """None if it isn't known which rows were one group."""
+
+
+def estimate_output_tokens(
+    spec: JobSpec,
+    requests: Requests,
+    learned: Learned | None,
+    groups: PrefixGroups,
+    prefix_hashes: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Estimated output tokens of each request, in [1, max_tokens]: int64 [num_requests].
+
+    Where they are learned: as the earlier answers in a group with the same prefix, else as those
+    to prompts of about the same length.
+
+    Args:
+        spec: the job.
+        requests: its requests.
+        learned: what was learned, if that is asked for and there was something to learn from.
+        groups: the groups of the requests.
+        prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; none are needed if nothing
+            was learned.
+    """
+    if requests.output_tokens is not None:
+        return requests.output_tokens
+    most = spec.sampling.max_tokens
+    if learned is None:
+        constant = spec.planner.estimated_output_tokens
+        estimate = min(constant, most) if isinstance(constant, int) else most
+        return np.full(len(requests), estimate, dtype=np.int64)
+    estimates = _mean_tokens(learned.by_length)[_bucket(requests.lengths)]
+    if learned.by_group is not None:
+        of_group = learned.by_group.mean_tokens(prefix_hashes)
+        is_known = np.repeat(of_group >= 0, groups.sizes)
+        estimates[groups.member_idxs[is_known]] = np.repeat(of_group, groups.sizes)[is_known]
+    return np.clip(estimates, 1, most)
+
+
+def learn_output_lengths(
+    spec: JobSpec, ds: str, budget: MemoryBudget | None = None
+) -> Learned | None:
+    """What the latest partition before `ds` that this job has published says, if it is asked for.
+
+    Partitions are compared by name, and those without a single text, or of another job or
+    program, don't count. Nor do rows that the plan which they were published by doesn't have.
+
+    Raises:
+        TableError: that partition can't be read.
+        SpecError: it is too large to learn from within the budget.
+    """
+    if not spec.planner.learns_output_tokens:
+        return None
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    for earlier in reversed([name for name in table.partitions() if name < ds]):
+        try:
+            found = check_publisher(table, spec, earlier)
+        except TableError:
+            continue
+        if found is None:
+            continue
+        snapshot = table.snapshot(earlier)
+        groups = LearnedGroups.find(spec, earlier, found.plan_id, snapshot.schema, budget)
+        if buckets := _count(table, snapshot, groups):
+            by_group = None if groups is None else groups.lengths()
+            num_known = 0 if by_group is None else len(by_group.hashes)
+            by_length = LearnedOutputs(
+                ds=earlier, plan_id=found.plan_id, buckets=buckets, num_known_prefixes=num_known
+            )
+            return Learned(by_length, by_group)
+    return None
+
+
+def _count(
+    table: LakeTable, snapshot: Snapshot, groups: LearnedGroups | None
+) -> tuple[LengthBucket, ...]:
+    """The partition's rows that have a text, by prompt length.
+
+    `groups` counts them, too, and then rows that its plan doesn't have don't count.
+    """
+    num_rows = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+    num_tokens = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+    columns = ["num_prompt_tokens", "num_output_tokens", "error"]
+    for batch in table.scan(snapshot, [*columns, *(groups.columns if groups else ())]):
+        has_counts = (batch.column(name).is_valid() for name in columns[:2])
+        answered = batch.filter(reduce(pc.and_, has_counts, batch.column("error").is_null()))
+        if groups is not None:
+            answered = groups.add(answered)
+        buckets = _bucket(answered.column("num_prompt_tokens").to_numpy())
+        np.add.at(num_rows, buckets, 1)
+        np.add.at(num_tokens, buckets, answered.column("num_output_tokens").to_numpy())
+    return tuple(
+        LengthBucket(
+            min_prompt_tokens=1 << int(bucket),
+            num_rows=int(num_rows[bucket]),
+            num_output_tokens=int(num_tokens[bucket]),
+        )
+        for bucket in np.flatnonzero(num_rows)
+    )
+
+
+def _bucket(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Floor of log2 of each length; exact for lengths below 2**53."""
+    return np.frexp(np.maximum(lengths, 1).astype(np.float64))[1].astype(np.int64) - 1
+
+
+def _mean_tokens(learned: LearnedOutputs) -> npt.NDArray[np.int64]:
+    """Mean output tokens of each bucket, rounded up; of all rows where a bucket has none."""
+    total = sum(bucket.num_output_tokens for bucket in learned.buckets)
+    means = np.full(_NUM_BUCKETS, -(-total // learned.num_rows), dtype=np.int64)
+    for bucket in learned.buckets:
+        mean = -(-bucket.num_output_tokens // bucket.num_rows)
+        means[bucket.min_prompt_tokens.bit_length() - 1] = mean
+    return means

@@ -1,0 +1,199 @@
+"""From a table's rows to token ids: the streaming part of the plan stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchllm_operator.artifacts.manifest import ERROR_COLUMN
+from batchllm_operator.lake import LakeTable, Snapshot
+from batchllm_operator.plan.broken_text import check_text
+from batchllm_operator.plan.earlier_outputs import Reuse
+from batchllm_operator.plan.input_checks import describe_rows
+from batchllm_operator.plan.neighbours import OneBehind, one_ahead
+from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
+from batchllm_operator.progress import Progress
+from batchllm_operator.prompts import (
+    PromptRenderer,
+    RenderedPrompts,
+    Tokenizer,
+    length_fault,
+)
+from batchllm_operator.spec import JobSpec
+
+_BYTES_AT_ONCE: Final = 4 << 20  # of prompts that are rendered and tokenized together
+_FIRST_ROWS: Final = 64
+
+
+@dataclass(slots=True)
+class Rows:
+    """What is gathered while the rows stream by: their prompts, and some numbers of each."""
+
+    prompts: PromptStore
+    """Prompts of the rows that can be prompted and reuse nothing."""
+    search: PrefixSearch
+    """Has seen the same prompts."""
+    reuse: Reuse | None = None
+    """Has seen the prompts of all rows that can be prompted, and kept those that reuse an output
+    from the others here; None if nothing is to be reused."""
+    num_rows: int = 0
+    prompted: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """Rows of these prompts, batch by batch."""
+    estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """Their output tokens, where a column holds them."""
+
+    @property
+    def num_reused(self) -> int:
+        """Rows that take their output from an earlier commit."""
+        return 0 if self.reuse is None else self.reuse.num_rows
+
+    @property
+    def num_rejected(self) -> int:
+        """Rows that can't be prompted."""
+        return self.num_rows - self.num_reused - len(self.prompts)
+
+    def row_idxs(self) -> npt.NDArray[np.int64]:
+        """The row of each prompt: int64 [num_prompts]."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *self.prompted])
+
+    def output_tokens(self) -> npt.NDArray[np.int64] | None:
+        """Estimates for each prompt, where a column holds them: int64 [num_prompts]."""
+        return np.concatenate(self.estimates) if self.estimates else None
+
+
+def read_rows(
+    spec: JobSpec,
+    table: LakeTable,
+    snapshot: Snapshot,
+    tokenizer: Tokenizer,
+    rows: Rows,
+    path: Path,
+) -> None:
+    """Stream the rows into token ids, and write their keys, carried columns and faults to `path`.
+
+    Args:
+        spec: the job.
+        table: where the rows are.
+        snapshot: which they are.
+        tokenizer: the model's.
+        rows: empty; gathers what is read.
+        path: a file to create.
+
+    Raises:
+        TableError, StorageError: see `LakeTable.scan`; or a key or carried column isn't UTF-8.
+        ModelError: the chat template refuses a prompt.
+        OSError: the disk is full.
+    """
+    schema = pa.schema(
+        [
+            *(snapshot.schema.field(name) for name in spec.kept_columns),
+            pa.field(ERROR_COLUMN, pa.string()),
+        ]
+    )
+    renderer = PromptRenderer(spec.prompt)
+    where = describe_rows(spec, table, snapshot)
+    num_at_once = _FIRST_ROWS
+    scanned = table.scan(snapshot, spec.input_columns, spec.input.filter)
+    with (
+        pq.ParquetWriter(path, schema, compression="zstd") as writer,
+        Progress("read and tokenize", snapshot.num_rows) as progress,
+        one_ahead(scanned) as batches,
+        OneBehind() as keeper,
+    ):
+        for batch in batches:
+            if batch.num_rows == 0:
+                continue
+            check_text(spec, batch, rows.num_rows, where)
+            errors: dict[int, str] = {}
+            start = 0
+            while start < batch.num_rows:
+                piece = batch.slice(start, num_at_once)
+                rendered = renderer.render(piece)
+                num_at_once = _num_at_once(rendered)
+                found = _tokenize(rendered, _estimates(spec, piece), tokenizer, rows)
+                errors |= {start + row: error for row, error in found.errors.items()}
+                rows.num_rows += piece.num_rows
+                start += piece.num_rows
+                keeper.run(_keep, rows, found)
+            columns = [batch.column(name) for name in spec.kept_columns]
+            columns.append(_error_column(errors, batch.num_rows))
+            keeper.run(writer.write_table, pa.Table.from_arrays(columns, schema=schema))
+            progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
+        progress.complete()  # a filter leaves rows out
+    if rows.reuse is not None:
+        rows.reuse.finish(rows.num_rows)
+
+
+def _num_at_once(rendered: RenderedPrompts) -> int:
+    """Rows to render next, if they are as long as these."""
+    num_bytes = int(pc.sum(pc.binary_length(rendered.texts)).as_py() or 0)
+    return max(1, len(rendered.texts) * _BYTES_AT_ONCE // max(1, num_bytes))
+
+
+def _error_column(errors: dict[int, str], num_rows: int) -> pa.Array:
+    column: list[str | None] = [None] * num_rows
+    for row, error in errors.items():
+        column[row] = error
+    return pa.array(column, pa.string())
+
+
+def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
+    """Estimated output tokens of the batch's rows, where a column holds them."""
+    most, least = spec.sampling.max_tokens, max(1, spec.sampling.min_tokens)
+    for name in spec.planner.estimate_columns:
+        values = batch.column(name).to_pylist()
+        return [most if v is None else max(least, min(v, most)) for v in values]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenized:
+    """Prompts of a piece of a batch, as `Rows` keeps them."""
+
+    tokens: TokenTable
+    row_idxs: npt.NDArray[np.int64]
+    estimates: npt.NDArray[np.int64] | None
+    errors: dict[int, str]
+    """By row of the piece, too long prompts included."""
+
+
+def _tokenize(
+    rendered: RenderedPrompts,
+    estimates: list[int] | None,
+    tokenizer: Tokenizer,
+    rows: Rows,
+) -> _Tokenized:
+    """Token ids of the next rows, but for those that reuse an output, which `rows.reuse` keeps."""
+    is_prompt = rendered.texts.is_valid().to_numpy(zero_copy_only=False)
+    idxs = np.flatnonzero(is_prompt)
+    tokens = tokenizer.encode(rendered.present())
+    errors = dict(rendered.errors)
+    lengths = tokens.lengths
+    fits = (lengths > 0) & (lengths < tokenizer.max_model_len)
+    if not fits.all():
+        for number in np.flatnonzero(~fits).tolist():
+            fault = length_fault(int(lengths[number]), tokenizer.max_model_len)
+            assert fault is not None, number
+            errors[int(idxs[number])] = fault
+        idxs, tokens = idxs[fits], tokens.take(np.flatnonzero(fits))
+    if rows.reuse is not None:
+        is_new = ~rows.reuse.take(tokens, rows.num_rows + idxs)
+        if not is_new.all():
+            idxs, tokens = idxs[is_new], tokens.take(np.flatnonzero(is_new))
+    expected = None if estimates is None else np.asarray(estimates, dtype=np.int64)[idxs]
+    return _Tokenized(tokens, rows.num_rows + idxs, expected, errors)
+
+
+def _keep(rows: Rows, found: _Tokenized) -> None:
+    rows.prompts.append(found.tokens)
+    rows.search.add(found.tokens)
+    rows.prompted.append(found.row_idxs)
+    if found.estimates is not None:
+        rows.estimates.append(found.estimates)

@@ -1,0 +1,294 @@
+"""The plan stage: a partition's rows become a persisted plan."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from batchllm_operator.artifacts.manifest import (
+    FINGERPRINTS_FILE,
+    GROUPS_FILE,
+    MANIFEST_FILE,
+    REUSED_FILE,
+    ROWS_FILE,
+    DataFile,
+    PlanCounts,
+    PlanManifest,
+    SnapshotFile,
+    compute_plan_id,
+    describe_file,
+)
+from batchllm_operator.artifacts.outputs import output_schema
+from batchllm_operator.artifacts.reuse_index import reuse_identity
+from batchllm_operator.artifacts.stored_plan import (
+    StoredPlan,
+    check_partition,
+    check_publisher,
+    job_folder,
+)
+from batchllm_operator.engine import check_arguments
+from batchllm_operator.errors import EmptyPartitionError, SpecError
+from batchllm_operator.lake import Folder, LakeTable, Snapshot, open_table
+from batchllm_operator.plan.arrange import arrange, write_shards
+from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
+from batchllm_operator.plan.estimate import Target, find_target
+from batchllm_operator.plan.group_lengths import write_groups
+from batchllm_operator.plan.input_checks import (
+    check_input,
+    check_lengths,
+    describe_empty,
+    describe_rows,
+)
+from batchllm_operator.plan.keys import check_keys
+from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.output_lengths import learn_output_lengths
+from batchllm_operator.plan.replicas import ReplicaPlanner
+from batchllm_operator.plan.rows import Rows, read_rows
+from batchllm_operator.plan.scratch import open_spool
+from batchllm_operator.planner import (
+    Advance,
+    Phase,
+    PrefixSearch,
+    PromptStore,
+    RankedPrompts,
+    Requests,
+    describe_sharing,
+    make_requests,
+    num_processed_tokens,
+)
+from batchllm_operator.progress import Progress
+from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
+from batchllm_operator.spec import SPEC_VERSION, JobSpec, TableAddress
+
+_log = logging.getLogger(__name__)
+_PROMPTS_FILE: Final = "prompts.bin"
+
+
+def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
+    """Plan the job for partition `ds`, and persist the plan in the job's staging folder.
+
+    Nothing is written there before the whole plan stands. Equal inputs give equal bytes
+    in the same folder, so planning again is harmless.
+
+    Raises:
+        SpecError: input and output are the same table or one lies in the other; or an output folder
+            can't be made, as a file is in its way; or the spec
+            names a column that the table lacks, or one that can't be placed in a prompt, or an
+            argument that the engine lacks; or no output can have `min_tokens`; or the memory budget
+            is too small.
+        TableError: the table or a column of it isn't there, the output partition holds
+            what another job or program wrote, or the output table doesn't take the job's columns.
+        KeyColumnError: keys aren't unique or are null; names up to ten.
+        ModelError: the tokenizer can't be loaded, or refuses a prompt.
+        StorageError: the input changed while it was read, or the disk is full.
+        EmptyPartitionError: there is no such partition, or it has no rows, and the spec says
+            `on_empty: fail`.
+    """
+    if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
+        raise SpecError(
+            f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
+            " one would be read or overwritten as a part of the other"
+        )
+    check_partition(ds)
+    check_arguments(spec)
+    table = open_table(spec.input.uri, spec.input.partition_column)
+    snapshot = table.snapshot(ds)
+    check_input(spec, table, snapshot)
+    # What would stop the commit is better known before the GPU runs.
+    _check_folders(spec, ds)
+    output = open_table(spec.output.uri, spec.input.partition_column)
+    check_publisher(output, spec, ds)
+    columns = output_schema(spec, snapshot.schema)
+    output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
+    tokenizer = load_tokenizer(spec, ds)
+    check_lengths(spec, tokenizer.max_model_len)
+    gpu_target = find_target(spec)
+    replicas = ReplicaPlanner.of(spec, gpu_target)
+    budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
+    try:
+        with open_spool() as spool:
+            return _build(spec, ds, table, snapshot, tokenizer, gpu_target, replicas, budget, spool)
+    except TokenIdsDifferError as error:  # it won't happen again
+        _log.warning("%s: planning starts again", error)
+    with open_spool() as spool:  # not above: the error holds what the first attempt had in memory
+        return _build(spec, ds, table, snapshot, tokenizer, gpu_target, replicas, budget, spool)
+
+
+def _check_folders(spec: JobSpec, ds: str) -> None:
+    """Raises SpecError if a file is where a folder is to be made, on this machine's disk."""
+    table = TableAddress.parse(spec.output.uri).folder
+    folders = [("output.uri", Folder.open(table))] if table is not None else []
+    staging = "output.uri" if spec.output.staging_uri is None else "output.staging_uri"
+    for field, folder in [*folders, (staging, job_folder(spec, ds))]:
+        if not folder.is_local:
+            continue
+        path = Path(folder.path)
+        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        if not there.is_dir():
+            raise SpecError(f"{field}: {there} isn't a folder; choose another place")
+
+
+def _build(
+    spec: JobSpec,
+    ds: str,
+    table: LakeTable,
+    snapshot: Snapshot,
+    tokenizer: Tokenizer,
+    target: Target | None,
+    replicas: ReplicaPlanner | None,
+    budget: MemoryBudget,
+    spool: Path,
+) -> StoredPlan:
+    """Build the plan with `spool` for temporary files.
+
+    Raises:
+        TokenIdsDifferError: see `Tokenizer.encode`.
+    """
+    num_rows = snapshot.num_rows
+    with ExitStack() as stack:
+        prompts = stack.enter_context(PromptStore(spool / _PROMPTS_FILE))
+        reuse = None
+        if spec.reuse_outputs:
+            reuse = stack.enter_context(_open_reuse(spec, ds, tokenizer, budget, spool))
+            budget = budget.holding(reuse.num_bytes)
+        if not spec.input.filter:  # which may leave any number of rows out
+            budget.check(num_rows)
+        rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)), reuse)
+        read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
+        _check_rows(spec, rows, table, snapshot)
+        budget.check(rows.num_rows, rows.search.min_merge_bytes)
+        requests, ranked = _find_prefixes(spec, rows)
+        check_keys(
+            spool / ROWS_FILE,
+            spec.input.key,
+            describe_rows(spec, table, snapshot),
+            spool,
+            budget.search_memory(rows.num_rows, while_read=False),
+            _shown("keys"),
+        )
+        learned = learn_output_lengths(spec, ds, budget)
+        chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len)
+        sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
+        shards = write_shards(spec, requests, chosen, target, replicas, spool)
+    counts = PlanCounts(
+        num_rows=rows.num_rows,
+        num_rejected_rows=rows.num_rejected,
+        num_duplicate_rows=len(prompts) - len(requests),
+        num_requests=len(requests),
+        num_groups=len(chosen.groups),
+        num_shared_groups=int(np.count_nonzero(chosen.groups.sizes > 1)),
+        num_logical_tokens=prompts.num_tokens,
+        num_planned_tokens=num_processed_tokens(chosen.groups, requests.lengths),
+        num_optimal_tokens=chosen.num_optimal_tokens,
+        num_algorithm_1_saved_tokens=chosen.num_algorithm_1_saved_tokens,
+        num_exact_saved_tokens=chosen.num_exact_saved_tokens,
+        num_reused_rows=rows.num_reused,
+    )
+    names = [ROWS_FILE, *(shard.file for shard in shards.infos)]
+    if spec.planner.learns_output_tokens:
+        write_groups(spool / GROUPS_FILE, chosen.prefix_hashes)
+        names.append(GROUPS_FILE)
+    if spec.reuse_outputs:
+        names += [FINGERPRINTS_FILE, REUSED_FILE]
+    files = {name: describe_file(spool / name) for name in names}
+    by_length = learned.by_length if learned is not None else None
+    manifest = PlanManifest(
+        plan_id=compute_plan_id(spec, ds, tokenizer.model_version, files, by_length),
+        spec_version=SPEC_VERSION,
+        spec=spec,
+        spec_identity=spec.identity,
+        ds=ds,
+        input_uri=table.uri,
+        input_version=snapshot.version,
+        input_files=tuple(
+            SnapshotFile(name=file.name, size_bytes=file.size_bytes, version=file.version)
+            for file in snapshot.files
+        ),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        model_version=tokenizer.model_version,
+        max_model_len=tokenizer.max_model_len,
+        counts=counts,
+        planned_saving_ratio=counts.planned_saving_ratio,
+        optimal_saving_ratio=counts.optimal_saving_ratio,
+        learned=by_length,
+        estimate=shards.estimate,
+        sharing=sharing,
+        imbalance=shards.imbalance,
+        files=files,
+        shards=shards.infos,
+    )
+    return _persist(manifest, files, spool)
+
+
+def _open_reuse(
+    spec: JobSpec, ds: str, tokenizer: Tokenizer, budget: MemoryBudget, spool: Path
+) -> Reuse:
+    """Copy and load what rows may be reused from."""
+    identity = reuse_identity(
+        spec, tokenizer.model_version, tokenizer.fingerprint, tokenizer.max_model_len
+    )
+    return Reuse(find_indexes(spec, ds, identity, budget, spool), spool)
+
+
+def _shown(unit: str) -> Phase:
+    """Shows the progress of a search's phases."""
+
+    @contextmanager
+    def phase(name: str, total: int) -> Iterator[Advance]:
+        with Progress(f"{name} {unit}", total, unit=unit, announce=False) as progress:
+            yield progress.advance
+
+    return phase
+
+
+def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
+    """Sort the prompts, and make those that are equal one request."""
+    ranked = rows.search.finish(rows.prompts, _shown("prompts"))
+    return make_requests(
+        rows.prompts,
+        ranked,
+        rows.row_idxs(),
+        rows.output_tokens(),
+        merge=spec.sampling.is_greedy,
+    )
+
+
+def _check_rows(spec: JobSpec, rows: Rows, table: LakeTable, snapshot: Snapshot) -> None:
+    """Refuse an empty partition if it is to fail; warn of what the user will want to know now."""
+    if rows.num_rows == 0:
+        reason = describe_empty(table, snapshot)
+        if spec.on_empty == "fail":
+            raise EmptyPartitionError(f"{reason} (on_empty: fail)")
+        _log.warning("%s: an empty partition will be committed", reason)
+    if rows.num_rejected:
+        _log.warning(
+            "%d of %d rows can't be prompted; the reasons will be in the output's error column",
+            rows.num_rejected,
+            rows.num_rows,
+        )
+    if rows.num_rejected > spec.max_failed_fraction * rows.num_rows:
+        _log.warning(
+            "that is more than max_failed_fraction %s allows: commit will refuse this plan",
+            spec.max_failed_fraction,
+        )
+
+
+def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], spool: Path) -> StoredPlan:
+    """Copy the data files into the plan's folder, then the manifest, which completes it."""
+    folder = job_folder(manifest.spec, manifest.ds).child(f"plan-{manifest.plan_id}")
+    num_bytes = sum(file.size_bytes for file in files.values())
+    with Progress("publish the plan", num_bytes, unit="bytes", announce=False) as progress:
+        for name, file in files.items():
+            folder.publish_file(spool / name, name)
+            progress.advance(file.size_bytes)
+    plan = StoredPlan(folder, manifest)
+    plan.note_turn()
+    folder.write_bytes(MANIFEST_FILE, manifest.to_bytes())
+    plan.mark_current()
+    return plan

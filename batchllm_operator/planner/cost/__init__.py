@@ -1,0 +1,1 @@
+"""What a plan costs on a GPU: a roofline model."""

@@ -1,0 +1,336 @@
+"""What a plan will cost on a GPU: a roofline model, as pure functions.
+
+Prefill is bound by compute, decoding by memory traffic (paper, Sec. 2; Williams et al.,
+*Roofline*), and an engine step is taken to last as long as the slower of the two for its
+matrices, plus its attention. With C FLOP/s and B bytes/s that the GPU reaches:
+
+    prefill_s = prefill matrices + pairs * FLOP per pair / C
+    decode_s  = max(decode tokens * FLOP per token / C, steady steps * weights_s - hidden)
+              + attention_bytes / B
+              + steady steps * overhead
+              + ramp steps * (weights_s + overhead)
+
+    prefill matrices = max(prefill tokens * FLOP per token / C, prefill steps * weights_s)
+    prefill steps    = prefill tokens / chunk
+    weights_s        = step weight bytes / B
+
+A *pair* is a prefilled token and a token that it attends to. `attention_bytes` is the KV that
+decoding reads, 2 * n_bytes * n_layers * n_kvheads * d_head for each token of each context.
+Steady steps are what KV memory allows, sum of (KV tokens * steps that they are held) / (tokens
+that fit), or what `max_num_seqs` allows, or all tokens / chunk, whichever is most; a shared prefix
+is held once for its group. The ramp is one output length for each engine, in which memory fills
+and drains. *Hidden* are weights that are read while prefill computes. vLLM's own scheduler fills
+steps with prefill, and in between only decodes: that hides prefill steps * weights_s. Ours
+spreads prefill over all steps (`EngineLimits.spreads_prefill`), which hides as much as the prefill
+matrices take.
+
+Not counted: time to load the model, communication between GPUs (several GPUs are taken to divide
+all work evenly), sampling, preemption, idle steps, and reads of KV during prefill, which compute
+hides. The first output token is counted as decoded, though prefill yields it. All numbers are for
+the whole job, in GPU seconds: what one GPU would take. `batchllm simulate` plays the steps through
+one by one, with the same constants (`step_time`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.algorithm1 import PrefixGroups
+from batchllm_operator.planner.cost.gpu import GPU
+from batchllm_operator.planner.cost.model_shape import ModelShape
+
+_S_PER_HOUR: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What has to be computed, in counts; `max_output_tokens` is the longest output."""
+
+    num_prefill_tokens: int = 0
+    """After sharing: what is computed, not what is asked for."""
+    num_pairs: int = 0
+    """Sum over prefilled tokens of the tokens that each attends to, itself included."""
+    num_decode_tokens: int = 0
+    num_context_tokens: int = 0
+    """Sum over decoded tokens of the tokens whose KV is read for each."""
+    num_held_token_steps: int = 0
+    """Sum over KV tokens of the decode steps that each is held in memory."""
+    max_output_tokens: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        """The work of both."""
+        mine, theirs = _counts(self), _counts(other)
+        longest = max(self.max_output_tokens, other.max_output_tokens)
+        return Work(*[*(a + b for a, b in zip(mine, theirs, strict=True)), longest])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Settings of the engine that bound a step."""
+
+    num_gpus: int = 1
+    """GPUs that one engine spans."""
+    memory_share: float | None = None
+    """Share of the GPU's memory for weights and KV; unset: the GPU's `achievable_memory`."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache on each GPU, in place of a share."""
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    spreads_prefill: bool = False
+    """Whether all steps have their part of the prefill, or as few as possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """GPU seconds for one unit of each count of `Work`; linear, so that shares of it add up."""
+
+    s_per_prefill_token: float
+    s_per_pair: float
+    s_per_decode_token: float
+    s_per_context_token: float
+    s_per_held_token_step: float
+    s_per_ramp_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What `Work` takes on one kind of GPU."""
+
+    prefill_s: float
+    decode_s: float
+    attention_bytes: float
+    num_steps: float
+    """Engine steps, of all engines together."""
+    gpu_s: float
+    cost_usd: float
+
+
+def kv_capacity_tokens(model: ModelShape, gpu: GPU, limits: EngineLimits) -> int:
+    """Tokens whose KV fits beside the weights in one engine's memory.
+
+    Raises:
+        PlanError: not even one does.
+    """
+    if limits.kv_cache_bytes is not None:
+        kv_bytes = float(limits.kv_cache_bytes) * limits.num_gpus
+    else:
+        share = limits.memory_share or gpu.achievable_memory
+        kv_bytes = gpu.memory_bytes * share * limits.num_gpus - model.weight_bytes
+    capacity = int(kv_bytes // model.kv_bytes_per_token)
+    if capacity < 1:
+        raise PlanError(
+            f"model {model.name}: {model.weight_bytes / 1e9:.1f} GB of weights leave no room for KV"
+            f" in {limits.num_gpus} x {gpu.name}; raise engine.tensor_parallel_size (simulate:"
+            " --num-gpus)"
+        )
+    return capacity
+
+
+def rates(work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> Rates:
+    """The rates of a job with that much work in all, which says what its steps are bound by.
+
+    Raises:
+        PlanError: as `kv_capacity_tokens`.
+    """
+    capacity, chunk = kv_capacity_tokens(model, gpu, limits), limits.max_num_batched_tokens
+    weights_s = model.step_weight_bytes / gpu.bytes_per_s
+    overhead_s = gpu.step_overhead_s * limits.num_gpus
+    steps = _SteadySteps.of(work, capacity, limits)
+    matrices = _Matrices.of(work, model, gpu, limits, steps.num)
+    token_s, step_s = 0.0, overhead_s
+    if matrices.decode_s > matrices.unhidden_weights_s:
+        token_s = (model.flop_per_token + model.flop_per_sampled_token) / gpu.flop_per_s
+    elif steps.num:
+        step_s += matrices.unhidden_weights_s / steps.num
+    by_tokens_s = step_s / chunk if steps.bound == "tokens" else 0.0
+    by_seqs_s = step_s / limits.max_num_seqs if steps.bound == "seqs" else 0.0
+    return Rates(
+        s_per_prefill_token=max(model.flop_per_token / gpu.flop_per_s, weights_s / chunk)
+        + by_tokens_s,
+        s_per_pair=model.flop_per_pair / gpu.flop_per_s,
+        s_per_decode_token=token_s + by_seqs_s + by_tokens_s,
+        s_per_context_token=model.kv_bytes_per_token / gpu.bytes_per_s,
+        s_per_held_token_step=step_s / capacity if steps.bound == "memory" else 0.0,
+        s_per_ramp_step=weights_s + overhead_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _SteadySteps:
+    """Steps besides the ramp, and what their number is bound by."""
+
+    bound: Literal["memory", "seqs", "tokens"]
+    num: float
+
+    @classmethod
+    def of(cls, work: Work, capacity: int, limits: EngineLimits) -> _SteadySteps:
+        num_tokens = work.num_prefill_tokens + work.num_decode_tokens
+        steps = (
+            cls("memory", work.num_held_token_steps / capacity),
+            cls("seqs", work.num_decode_tokens / limits.max_num_seqs),
+            cls("tokens", num_tokens / limits.max_num_batched_tokens),
+        )
+        return max(steps, key=lambda each: each.num)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """Times of a job's matrices in its steady steps."""
+
+    prefill_s: float
+    decode_s: float
+    """To compute."""
+    unhidden_weights_s: float
+    """To read the weights, as far as prefill doesn't hide it."""
+
+    @classmethod
+    def of(
+        cls, work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits, num_steps: float
+    ) -> _Matrices:
+        weights_s = model.step_weight_bytes / gpu.bytes_per_s
+        decode_flop = model.flop_per_token + model.flop_per_sampled_token
+        prefill_steps_s = work.num_prefill_tokens / limits.max_num_batched_tokens * weights_s
+        prefill_s = max(
+            work.num_prefill_tokens * model.flop_per_token / gpu.flop_per_s, prefill_steps_s
+        )
+        hidden_s = prefill_s if limits.spreads_prefill else prefill_steps_s
+        return cls(
+            prefill_s,
+            work.num_decode_tokens * decode_flop / gpu.flop_per_s,
+            num_steps * weights_s - hidden_s,
+        )
+
+
+def predict(
+    work: Work,
+    model: ModelShape,
+    gpu: GPU,
+    limits: EngineLimits | None = None,
+    *,
+    num_engines: int = 1,
+) -> Prediction:
+    """GPU seconds and price of `work`, by the formulas at the top of this module.
+
+    Args:
+        work: counts, after sharing.
+        limits: of each engine.
+        num_engines: engines that the work is spread over; each has a ramp of its own.
+
+    Raises:
+        PlanError: the model leaves no room for KV.
+    """
+    limits = limits or EngineLimits()
+    steps = _SteadySteps.of(work, kv_capacity_tokens(model, gpu, limits), limits)
+    matrices = _Matrices.of(work, model, gpu, limits, steps.num)
+    num_ramp = work.max_output_tokens * num_engines
+    overhead_s = gpu.step_overhead_s * limits.num_gpus
+    attention_bytes = work.num_context_tokens * model.kv_bytes_per_token
+    prefill_s = matrices.prefill_s + work.num_pairs * model.flop_per_pair / gpu.flop_per_s
+    decode_s = (
+        max(matrices.decode_s, matrices.unhidden_weights_s)
+        + attention_bytes / gpu.bytes_per_s
+        + steps.num * overhead_s
+        + num_ramp * (model.step_weight_bytes / gpu.bytes_per_s + overhead_s)
+    )
+    return Prediction(
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        attention_bytes=attention_bytes,
+        num_steps=steps.num + num_ramp,
+        gpu_s=prefill_s + decode_s,
+        cost_usd=(prefill_s + decode_s) / _S_PER_HOUR * gpu.usd_per_hour,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkArrays:
+    """Counts as in `Work`, one entry for each prompt or each group: int64 arrays."""
+
+    num_prefill_tokens: NDArray[np.int64]
+    num_pairs: NDArray[np.int64]
+    num_decode_tokens: NDArray[np.int64]
+    num_context_tokens: NDArray[np.int64]
+    num_held_token_steps: NDArray[np.int64]
+
+    def total(self, weights: NDArray[np.int64] | None = None) -> Work:
+        """All of it, each entry taken `weights` times (once by default)."""
+        longest = int(self.num_decode_tokens.max()) if len(self.num_decode_tokens) else 0
+        counts = (getattr(self, field.name) for field in fields(self))
+        sums = (int(c.sum() if weights is None else (c * weights).sum()) for c in counts)
+        return Work(*[*sums, longest])
+
+    def nanoseconds(self, rate: Rates) -> NDArray[np.float64]:
+        """GPU time of each entry, in whole ns, so that sums don't depend on their order."""
+        seconds = (
+            self.num_prefill_tokens * rate.s_per_prefill_token
+            + self.num_pairs * rate.s_per_pair
+            + self.num_decode_tokens * rate.s_per_decode_token
+            + self.num_context_tokens * rate.s_per_context_token
+            + self.num_held_token_steps * rate.s_per_held_token_step
+        )
+        return np.asarray(np.rint(seconds * 1e9), dtype=np.float64)
+
+
+def prompt_work(
+    lengths: NDArray[np.int64],
+    output_tokens: NDArray[np.int64],
+    prefix_tokens: NDArray[np.int64] | int = 0,
+) -> WorkArrays:
+    """The work of each prompt, beside that of the `prefix_tokens` it shares.
+
+    A prompt of P shared and D distinct tokens with o output tokens prefills D, over
+    D * P + D * (D + 1) / 2 pairs; its o tokens read contexts of P + D + 1, ..., P + D + o; and its
+    own tokens are held for o steps as they grow.
+
+    Args:
+        lengths: [num_prompts] int64, P + D.
+        output_tokens: [num_prompts] int64, o.
+        prefix_tokens: [num_prompts] int64, or one for all, P.
+    """
+    distinct = lengths - prefix_tokens
+    grown = output_tokens * (output_tokens + 1) // 2
+    return WorkArrays(
+        num_prefill_tokens=distinct,
+        num_pairs=distinct * prefix_tokens + distinct * (distinct + 1) // 2,
+        num_decode_tokens=output_tokens,
+        num_context_tokens=output_tokens * lengths + grown,
+        num_held_token_steps=output_tokens * distinct + grown,
+    )
+
+
+def group_work(
+    groups: PrefixGroups, lengths: NDArray[np.int64], output_tokens: NDArray[np.integer[Any]]
+) -> tuple[WorkArrays, WorkArrays]:
+    """The work of all members beside their prefixes, and that of all prefixes.
+
+    A prefix of P tokens is prefilled once, over P * (P + 1) / 2 pairs, and held as long as its
+    group's longest output. Each member reads it when it decodes, as engines without
+    shared-prefix attention do.
+
+    Args:
+        groups: groups over prompts [0, num_prompts).
+        lengths: [num_prompts] int64, tokens per prompt.
+        output_tokens: [num_prompts] integers, estimated output tokens per prompt.
+
+    Returns:
+        Arrays [num_prompts] in the prompts' own order, and arrays [num_groups].
+    """
+    outputs = output_tokens.astype(np.int64)
+    prefix_of_prompt = np.zeros(len(lengths), dtype=np.int64)
+    prefix = groups.num_prefix_tokens
+    prefix_of_prompt[groups.member_idxs] = np.repeat(prefix, groups.sizes)
+    longest = np.zeros(len(groups), dtype=np.int64)
+    if len(groups):
+        longest = np.maximum.reduceat(outputs[groups.member_idxs], groups.offsets[:-1])
+    none = np.zeros(len(groups), dtype=np.int64)
+    prefixes = WorkArrays(prefix, prefix * (prefix + 1) // 2, none, none, prefix * longest)
+    return prompt_work(lengths, outputs, prefix_of_prompt), prefixes
+
+
+def _counts(work: Work) -> tuple[int, ...]:
+    return tuple(getattr(work, field.name) for field in fields(work)[:-1])

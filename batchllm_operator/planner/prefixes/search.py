@@ -1,0 +1,216 @@
+"""The prefix search over prompts that needn't be in memory.
+
+    add      prompts -> rows of segment hashes -> sorted runs on disk       (`sorted_runs`)
+    finish   runs -> order and common segments of neighbours
+             every pair of neighbours compared, token by token
+             the segment in which they part looked at, for the rest         (`refine`)
+
+What stays in memory is some numbers per prompt. The result doesn't depend on what was on disk:
+it is the lexicographic order, and what neighbours share, from which one pass with a stack makes
+the tree (`lcp_tree`), over tokens or over blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.planner.jit import compiled
+from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts, are_repeats
+from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
+from batchllm_operator.planner.prefixes.refine import Refinement
+from batchllm_operator.planner.prefixes.row_sort import SortedRows, num_equal
+from batchllm_operator.planner.prefixes.segment_hashes import (
+    HASH_BITS,
+    SEGMENT_TOKENS,
+    SegmentHasher,
+)
+from batchllm_operator.planner.prefixes.sorted_runs import Advance, RowSorter, ignore
+from batchllm_operator.planner.prompt_store import Prompts, chunks, read_ahead
+from batchllm_operator.planner.token_table import TokenTable
+
+_MAX_SEEDS: Final = 100  # with 62 bits, a second one is needed in one of many thousand plans
+
+
+Phase = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchMemory:
+    """What a search may take beside the numbers per prompt, in bytes.
+
+    Attributes:
+        run_bytes: until `finish`, for rows in memory, before they are written as a run.
+        merge_bytes: in `finish`, for reading the runs, and then for what is sorted there.
+    """
+
+    run_bytes: int = 256 << 20
+    merge_bytes: int = 64 << 20
+
+
+class PrefixSearch:
+    """Finds the common prefixes of prompts that are given batch by batch.
+
+    Args:
+        folder: an existing folder for runs, which are removed again; None to keep all in memory.
+        memory: what it may take.
+        segment_tokens: see `SegmentHasher`; it changes the work, not the result.
+        hash_bits: see `SegmentHasher`.
+
+    Raises:
+        PlanError: an argument is out of its range.
+        OSError: from all methods, such as a disk that is full.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        memory: SearchMemory | None = None,
+        segment_tokens: int = SEGMENT_TOKENS,
+        hash_bits: int = HASH_BITS,
+    ) -> None:
+        self._folder = folder
+        self._memory = memory if memory is not None else SearchMemory()
+        self._segment_tokens = segment_tokens
+        self._hash_bits = hash_bits
+        self._start(seed=0)
+
+    @property
+    def min_merge_bytes(self) -> int:
+        """What reading the runs takes at least, whatever `merge_bytes` is."""
+        return self._sorter.min_merge_bytes
+
+    def add(self, tokens: TokenTable) -> None:
+        """Take in the next prompts."""
+        for part in chunks(tokens.lengths):
+            begin, end = tokens.offsets[part.start], tokens.offsets[part.stop]
+            offsets = tokens.offsets[part.start : part.stop + 1] - begin
+            rows = self._hasher.rows(TokenTable.unchecked(tokens.token_ids[begin:end], offsets))
+            self._sorter.add(rows)
+
+    def finish(self, prompts: Prompts, phase: Phase | None = None) -> RankedPrompts:
+        """The prompts in lexicographic order, and what neighbours share.
+
+        Args:
+            prompts: all that were added, in the same order.
+            phase: called with the name of each phase ("sort", "compare") and the number of
+                prompts that it goes through; the context that it gives is told how many are
+                done.
+
+        Raises:
+            PlanError: no hash tells the segments apart; never for what `hash_bits` is by
+                default.
+        """
+        phase = phase if phase is not None else _silent
+        for seed in range(1, _MAX_SEEDS + 1):
+            with phase("sort", len(prompts)) as advance:
+                rows = self._sorter.sort(advance)
+            with phase("compare", len(prompts)) as advance:
+                ranked = self._compare(prompts, rows, advance)
+            if ranked is not None:
+                return ranked
+            self._start(seed)
+            for part in chunks(prompts.lengths):
+                idxs = np.arange(part.start, part.stop)
+                self.add(prompts.beginnings(idxs, prompts.lengths[part]))
+        raise PlanError(f"hashes of {self._hash_bits} bits don't tell all prompts apart")
+
+    def _start(self, seed: int) -> None:
+        self._hasher = SegmentHasher(
+            seed, segment_tokens=self._segment_tokens, hash_bits=self._hash_bits
+        )
+        self._sorter = self._new_sorter("segments", self._memory.run_bytes)
+
+    def _new_sorter(self, name: str, run_bytes: int) -> RowSorter:
+        return RowSorter(
+            self._folder, run_bytes=run_bytes, merge_bytes=self._memory.merge_bytes, name=name
+        )
+
+    def _compare(
+        self, prompts: Prompts, rows: SortedRows, advance: Advance
+    ) -> RankedPrompts | None:
+        """What prompts really share; None if that is less than hashes say."""
+        all_lengths = prompts.lengths
+        lengths = all_lengths[rows.row_idxs]
+        shared = self._hasher.num_shared_tokens(rows.num_shared, lengths)
+        are_equal = are_repeats(rows.num_shared, self._hasher.num_symbols(lengths))
+        segments = RankedPrompts(rows.row_idxs, shared, are_equal)
+        with closing(self._new_sorter("windows", self._memory.merge_bytes)) as sorter:
+            tree = segments.tree(all_lengths)
+            refinement = Refinement(tree, all_lengths, self._segment_tokens, sorter)
+            return self._read_and_refine(prompts, segments, refinement, advance)
+
+    def _read_and_refine(
+        self,
+        prompts: Prompts,
+        segments: RankedPrompts,
+        refinement: Refinement,
+        advance: Advance,
+    ) -> RankedPrompts | None:
+        """Compares neighbours by their tokens, and orders them where segments can't tell."""
+        ranked = segments.prompt_idxs
+        lengths = prompts.lengths[ranked]
+        shared = np.where(segments.is_repeat, lengths, segments.num_shared_tokens)
+        # As far as a prompt is looked at: what it shares with its neighbours, and one more.
+        wanted = np.maximum(shared, np.append(shared[1:], 0)) + self._segment_tokens
+        parts = list(chunks(np.minimum(wanted, lengths)))
+        looks = [slice(max(part.start - 1, 0), part.stop) for part in parts]  # with the one before
+        tables = read_ahead(prompts, ((ranked[look], wanted[look]) for look in looks))
+        for part, look, tokens in zip(parts, looks, tables, strict=True):
+            if not _agree(tokens.token_ids, tokens.offsets, shared[look]):
+                return None
+            refinement.read(tokens, look.start)
+            advance(part.stop - part.start)
+        return refinement.finish()
+
+
+def build_block_tree(
+    tokens: TokenTable, block_size: int, *, hash_bits: int = HASH_BITS
+) -> PrefixTree:
+    """Finds every common prefix of prompts in memory that ends with a full block.
+
+    A block is `block_size` consecutive tokens of a prompt, counted from its beginning: the unit
+    that an engine's cache shares. Depths are in tokens: whole blocks in inner nodes, and a
+    leaf's depth is its prompt's length. Ranks are those of `build_prefix_tree`.
+
+    Args:
+        tokens: the prompts.
+        block_size: tokens per block, at least 1.
+        hash_bits: see `SegmentHasher`.
+
+    Raises:
+        PlanError: an argument is out of its range, or hashes are too short to tell the
+            prompts apart.
+    """
+    search = PrefixSearch(None, hash_bits=hash_bits)
+    search.add(tokens)
+    return search.finish(tokens).in_blocks(block_size).tree(tokens.lengths)
+
+
+@contextmanager
+def _silent(_: str, __: int) -> Iterator[Advance]:
+    yield ignore
+
+
+@compiled
+def _agree(
+    token_ids: NDArray[np.int32], offsets: NDArray[np.int64], shared: NDArray[np.int64]
+) -> bool:
+    """Whether each prompt, but the first, really shares `shared` tokens with the one before."""
+    for position in range(1, len(shared)):
+        before = token_ids[offsets[position - 1] : offsets[position]]
+        prompt = token_ids[offsets[position] : offsets[position + 1]]
+        wanted = shared[position]
+        if wanted > min(len(before), len(prompt)):
+            return False
+        if num_equal(before[:wanted], prompt[:wanted]) < wanted:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""The run stage: one shard of a plan becomes output parts."""

@@ -1,0 +1,170 @@
+"""Keeps an attempt's progress.json true while it works, beside it and never in its way (ADR 22)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final
+
+from batchllm_operator.artifacts.shard_progress import MOST_INTERVAL_S, PROGRESS_FILE
+from batchllm_operator.errors import BatchLLMError
+from batchllm_operator.lake import Folder
+from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
+from batchllm_operator.spec.masking import Masker
+
+INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S"
+"""Environment variable: seconds between two writes; 0 or `off` for no progress object at all: then
+other runs take the attempt for a dead one."""
+_LEAST_INTERVAL_S: Final = 0.1
+_END_WAIT_S: Final = 5.0
+"""How long the end of a run waits for the last write."""
+_QUIET_S: Final = 86_400.0
+"""When nothing has been finished for so long, a process hangs. It isn't to keep a plan young for
+ever that `gc` would take."""
+_MAX_ERROR_CHARS: Final = 300
+
+Observe = Callable[[ShardTally], AbstractContextManager[object]]
+"""Called with the tally of an attempt when that begins; what it returns is entered then, and left
+when the attempt has come to its last state. `ShardTally.snapshot` may be called meanwhile, by any
+thread."""
+
+_log = logging.getLogger(__name__)
+
+
+def interval_s() -> float | None:
+    """Seconds between two writes, as the environment wants it; None for no writes."""
+    text = os.environ.get(INTERVAL_VARIABLE, "").strip()
+    if not text:
+        return DEFAULT_INTERVAL_S
+    if text.lower() == "off":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if seconds == 0:
+        return None
+    if not 0 < seconds < math.inf:
+        _log.warning("%s: %r isn't a number of seconds", INTERVAL_VARIABLE, text)
+        return DEFAULT_INTERVAL_S
+    return min(max(seconds, _LEAST_INTERVAL_S), MOST_INTERVAL_S)
+
+
+@contextmanager
+def live_progress(
+    folder: Folder,
+    tally: ShardTally,
+    every_s: float | None,
+    observe: Observe | None = None,
+) -> Iterator[ProgressWriter]:
+    """Write the tally to an attempt's folder for as long as the context is open, and its end.
+
+    The body's end is the attempt's: `finished` without an error, `stopped` by a `KeyboardInterrupt`
+    (such as `Interrupted`), `failed` by any other. Storage that fails costs a warning; one that
+    hangs holds up the end for five seconds at most.
+
+    Args:
+        folder: the attempt's.
+        tally: what is written.
+        every_s: seconds between two writes; None for none.
+        observe: who else looks at the tally.
+    """
+    writer = ProgressWriter(folder, tally, every_s)
+    with nullcontext() if observe is None else observe(tally):
+        writer.start()
+        try:
+            yield writer
+        except KeyboardInterrupt:
+            tally.end("stopped")
+            raise
+        except BaseException as error:
+            tally.end("failed", shown_error(error))
+            raise
+        else:
+            tally.end("finished")
+        finally:
+            writer.end(_END_WAIT_S)
+
+
+class ProgressWriter:
+    """A thread that writes a tally's snapshots; all of them come from it, in their order."""
+
+    def __init__(self, folder: Folder, tally: ShardTally, every_s: float | None) -> None:
+        self._folder, self._tally, self._every_s = folder, tally, every_s
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._has_warned = False
+        self._news: tuple[object, float] | None = None
+        """State and rows as they were when they last changed, and the attempt's seconds then."""
+
+    def start(self) -> None:
+        """Begin, with a first write at once."""
+        if self._every_s is None:
+            return
+        # A daemon: a write that hangs doesn't keep the process.
+        thread = threading.Thread(target=self._run, name="batchllm-progress", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the machine gives no more threads
+            self._warn(error)
+            return
+        self._thread = thread
+
+    def write_soon(self) -> None:
+        """Write at once, for the state has changed. Doesn't wait for it."""
+        self._wake.set()
+
+    def end(self, wait_s: float) -> None:
+        """Write once more, and wait for that, at most `wait_s` seconds."""
+        self._ended.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(wait_s)
+            if self._thread.is_alive():
+                _log.warning("the storage takes long: the end isn't in %s (yet)", PROGRESS_FILE)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            is_last = self._ended.is_set()
+            self._write(is_last=is_last)
+            if is_last:
+                return
+            self._wake.wait(self._every_s)
+
+    def _write(self, *, is_last: bool) -> None:
+        try:
+            self._write_news(is_last=is_last)
+        # Whatever it is: a thread that dies of it would say nothing of the attempt any more.
+        except Exception as error:  # noqa: BLE001
+            self._warn(error)
+
+    def _write_news(self, *, is_last: bool) -> None:
+        progress = self._tally.snapshot()
+        seen = (progress.state, progress.num_rows_done)
+        if self._news is None or self._news[0] != seen:
+            self._news = (seen, progress.elapsed_s)
+        elif progress.elapsed_s - self._news[1] > _QUIET_S and not is_last:
+            return
+        data = progress.model_dump_json(indent=1).encode()
+        self._folder.write_bytes(PROGRESS_FILE, data)
+
+    def _warn(self, error: Exception) -> None:
+        """Say it once: the next write may succeed, and nothing relies on any."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("the run goes on, but its progress can't be seen: %s", error)
+
+
+def shown_error(error: BaseException) -> str:
+    """The first line of an error, without credentials, clipped to 300 characters."""
+    text = Masker.of(os.environ)(str(error))
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    if not isinstance(error, BatchLLMError) or not line:
+        line = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    line = line.encode(errors="replace").decode()  # half of a character can't be stored
+    return line if len(line) <= _MAX_ERROR_CHARS else line[: _MAX_ERROR_CHARS - 1] + "…"

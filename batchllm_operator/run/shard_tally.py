@@ -1,0 +1,223 @@
+"""What an attempt at a shard has done so far, counted in memory for whoever looks on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+from batchllm_operator.artifacts.attempts import Attempt
+from batchllm_operator.artifacts.parts import PartEntry
+from batchllm_operator.artifacts.shard_progress import ShardProgress, State
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.engine import EngineOutput
+from batchllm_operator.planner import saving_ratio
+
+DEFAULT_INTERVAL_S: Final = 5.0
+_WINDOW_S: Final = 60.0
+_STEP_S: Final = 1.0
+"""What comes within a second is one entry of the window."""
+
+
+class Counts(NamedTuple):
+    """What is done. Replaced, never changed, so that no reader sees the half of a step."""
+
+    num_rows: int = 0
+    num_failed_rows: int = 0
+    num_parts: int = 0
+    num_logical_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def plus(self, other: Counts) -> Counts:
+        """The sums."""
+        return Counts(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+    @classmethod
+    def of_output(cls, output: EngineOutput, num_rows: int) -> Counts:
+        """Of one request that stands for `num_rows` rows, as its part's entry will count it."""
+        if output.error is not None:
+            return cls(num_rows=num_rows, num_failed_rows=num_rows)
+        return cls(
+            num_rows=num_rows,
+            num_logical_tokens=num_rows * output.num_prompt_tokens,
+            num_prompt_tokens=output.num_prompt_tokens,
+            num_cached_tokens=output.num_cached_tokens,
+            num_output_tokens=output.num_output_tokens,
+        )
+
+    @classmethod
+    def of_part(cls, entry: PartEntry) -> Counts:
+        """Of a part that is written."""
+        return cls(
+            num_rows=entry.num_rows,
+            num_failed_rows=entry.num_failed_rows,
+            num_parts=1,
+            num_logical_tokens=entry.num_logical_tokens,
+            num_prompt_tokens=entry.num_prompt_tokens,
+            num_cached_tokens=entry.num_cached_tokens,
+            num_output_tokens=entry.num_output_tokens,
+        )
+
+
+class ShardTally:
+    """Counts an attempt's outputs; one thread counts, any may take a `snapshot`.
+
+    Args:
+        plan: the plan; its shard `shard_idx` is worked on.
+        shard_idx: from 0.
+        attempt: who works on it, from now on.
+        entries: of the parts that earlier attempts have finished.
+        num_gpus: that the attempt holds.
+        interval_s: how often a snapshot goes to the lake.
+        clock: seconds that never go back.
+        now: the time of day.
+    """
+
+    def __init__(
+        self,
+        plan: StoredPlan,
+        shard_idx: int,
+        attempt: Attempt,
+        entries: Iterable[PartEntry],
+        *,
+        num_gpus: int,
+        interval_s: float = DEFAULT_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self.job, self.ds = plan.manifest.spec.name, plan.manifest.ds
+        self._plan_id, self._shard_idx = plan.manifest.plan_id, shard_idx
+        self._shard = plan.shard(shard_idx)
+        self._attempt, self._num_gpus, self._interval_s = attempt.number, num_gpus, interval_s
+        self._clock, self._now = clock, now
+        self._host = socket.gethostname()
+        self._kept = Counts()
+        for entry in entries:
+            self._kept = self._kept.plus(Counts.of_part(entry))
+        self._done = self._kept
+        self._num_rows_before = self._kept.num_rows
+        self._window = _Window()
+        self._began_at, self._started_at = clock(), now()
+        self._running_at: float | None = None
+        self._state: State = "starting"
+        self._error: str | None = None
+
+    def begin_running(self) -> None:
+        """The engine takes requests from now on."""
+        self._running_at = self._clock()
+        self._state = "running"
+
+    def count_output(self, output: EngineOutput, num_rows: int) -> None:
+        """Count what the engine gave for a request that stands for `num_rows` rows."""
+        counts = Counts.of_output(output, num_rows)
+        self._done = self._done.plus(counts)
+        num_tokens = counts.num_prompt_tokens + counts.num_output_tokens
+        self._window.add(self._clock(), num_tokens, num_rows)
+
+    def count_part(self, entry: PartEntry) -> None:
+        """Count a part as written; its outputs have been counted one by one."""
+        self._kept = self._kept.plus(Counts.of_part(entry))
+        self._done = self._done._replace(num_parts=self._kept.num_parts)
+
+    def end(self, state: State, error: str | None = None) -> None:
+        """Come to a last state; unless it is `finished`, what no written part holds is lost."""
+        if state != "finished":
+            self._done = self._kept
+        self._error = error
+        self._state = state
+
+    def snapshot(self) -> ShardProgress:
+        """How far the attempt is now."""
+        clock, done, state = self._clock(), self._done, self._state
+        elapsed_s = clock - self._began_at
+        running_at = self._running_at
+        running_s = 0.0 if running_at is None else clock - running_at
+        tokens_per_s, rows_per_s = self._window.rates(clock, running_s)
+        return ShardProgress(
+            plan_id=self._plan_id,
+            shard_idx=self._shard_idx,
+            attempt=self._attempt,
+            host=self._host,
+            state=state,
+            started_at=self._started_at,
+            updated_at=self._now(),
+            interval_s=self._interval_s,
+            elapsed_s=elapsed_s,
+            engine_start_s=elapsed_s if running_at is None else running_at - self._began_at,
+            num_gpus=self._num_gpus,
+            num_rows=self._shard.num_rows,
+            num_rows_done=done.num_rows,
+            num_rows_failed=done.num_failed_rows,
+            num_parts=self._shard.num_parts,
+            num_parts_done=done.num_parts,
+            num_logical_tokens=done.num_logical_tokens,
+            num_prompt_tokens=done.num_prompt_tokens,
+            num_cached_tokens=done.num_cached_tokens,
+            num_output_tokens=done.num_output_tokens,
+            tokens_per_s=tokens_per_s,
+            eta_s=self._eta_s(state, done, running_s, rows_per_s),
+            error=self._error,
+        )
+
+    def note(self) -> str:
+        """Speed over the last minute and what is saved so far, for a line of progress."""
+        clock, done = self._clock(), self._done
+        running_s = 0.0 if self._running_at is None else clock - self._running_at
+        tokens_per_s, _ = self._window.rates(clock, running_s)
+        saved = saving_ratio(
+            done.num_prompt_tokens - done.num_cached_tokens, done.num_logical_tokens
+        )
+        return f"{tokens_per_s:,.0f} tokens/s, {100 * saved:.0f} % saved"
+
+    def _eta_s(
+        self, state: State, done: Counts, running_s: float, recent_rows_per_s: float
+    ) -> float | None:
+        """Rows that are left, at the mean of this attempt's speed and that of the last minute.
+
+        The one is steady, the other follows a change: of the rows' lengths, or of the machine. Rows
+        count alike, whatever their lengths. None until the engine has given one.
+        """
+        if state == "finished":
+            return 0.0
+        num_rows = done.num_rows - self._num_rows_before
+        if state != "running" or num_rows <= 0 or running_s <= 0:
+            return None
+        rows_per_s = (num_rows / running_s + recent_rows_per_s) / 2
+        return max(0, self._shard.num_rows - done.num_rows) / rows_per_s
+
+
+class _Window:
+    """Tokens and rows of the last minute."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: deque[tuple[float, int, int]] = deque()
+        """When a step began, and its tokens and rows."""
+        self._num_tokens = self._num_rows = 0
+
+    def add(self, clock: float, num_tokens: int, num_rows: int) -> None:
+        with self._lock:
+            self._num_tokens += num_tokens
+            self._num_rows += num_rows
+            if self._steps and clock - self._steps[-1][0] < _STEP_S:
+                began_at, tokens, rows = self._steps[-1]
+                self._steps[-1] = (began_at, tokens + num_tokens, rows + num_rows)
+            else:
+                self._steps.append((clock, num_tokens, num_rows))
+
+    def rates(self, clock: float, running_s: float) -> tuple[float, float]:
+        """Tokens and rows per second, over the window or since the engine runs."""
+        with self._lock:
+            while self._steps and clock - self._steps[0][0] >= _WINDOW_S:
+                _, num_tokens, num_rows = self._steps.popleft()
+                self._num_tokens -= num_tokens
+                self._num_rows -= num_rows
+            sums = self._num_tokens, self._num_rows
+        span_s = min(running_s, _WINDOW_S)
+        return (sums[0] / span_s, sums[1] / span_s) if span_s > 0 else (0.0, 0.0)

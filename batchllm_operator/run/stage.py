@@ -1,0 +1,340 @@
+"""The run stage: one shard of a plan, streamed through an engine into output parts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from batchllm_operator.artifacts.attempts import Attempt, check_free, claim_attempt
+from batchllm_operator.artifacts.committed import committed_shard
+from batchllm_operator.artifacts.manifest import PlanManifest, ReplicaPlacement
+from batchllm_operator.artifacts.parts import PartEntry, read_ledger, write_part
+from batchllm_operator.artifacts.shard_report import ShardReport, write_report
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
+from batchllm_operator.engine import (
+    Engine,
+    EngineJob,
+    EngineOutput,
+    EngineRequest,
+    start_engine,
+)
+from batchllm_operator.engine.gpus import num_gpus_of, num_stages_of
+from batchllm_operator.errors import PlanError, SpecError
+from batchllm_operator.planner import matrix_seconds
+from batchllm_operator.progress import Progress
+from batchllm_operator.prompts import load_tokenizer
+from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.live_progress import (
+    Observe,
+    ProgressWriter,
+    interval_s,
+    live_progress,
+)
+from batchllm_operator.run.replicas import chain_job, first_groups, spread_groups
+from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
+from batchllm_operator.run.shard_work import ShardWork
+from batchllm_operator.run.traces import traced
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _OpenPart:
+    """A part of which some requests are still with the engine."""
+
+    row_idxs: dict[int, list[int]]
+    outputs: list[EngineOutput] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.outputs) == len(self.row_idxs)
+
+
+def run_shard(
+    plan_uri: str,
+    shard_idx: int,
+    *,
+    start: Callable[[JobSpec, EngineJob], Engine] = start_engine,
+    num_gpus: int | None = None,
+    owner: str | None = None,
+    drain: Drain | None = None,
+    observe: Observe | None = None,
+) -> ShardReport:
+    """Generate for every request of a shard that has no finished part yet.
+
+    Parts are written as they finish, by an attempt of its own; an interruption drops the open
+    ones, and the next run begins with them. Memory holds the open parts only. If nothing is left
+    to do, no attempt and no engine is started: so for a plan that is committed, and for a shard
+    below `planner.num_shards` that a small partition didn't need. An attempt keeps a progress
+    object in its folder, see `live_progress`.
+
+    Args:
+        plan_uri: where the plan lies.
+        shard_idx: which of its shards, from 0.
+        start: makes the engine.
+        num_gpus: GPUs that this process has been given, for `engine.replicas` times
+            `engine.tensor_parallel_size`; None for what the spec says.
+        owner: what all tries of one task have in common. While another's attempt gives signs, this
+            one isn't begun; None to begin it in any case.
+        drain: when it has begun, no further part is opened and the open ones are finished.
+        observe: looks on while an attempt works, see `live_progress.Observe`.
+
+    Raises:
+        PlanError: the plan or the shard is absent, corrupted or of another version, or the
+            model isn't the one that the plan was made with.
+        ModelError: the model's tokenizer can't be loaded.
+        SpecError: the engine doesn't know a setting, or the spec wants another number of GPUs.
+        EngineError: the engine can't start, or keeps dying.
+        FencedError: a later attempt at the shard has begun meanwhile, or another owner's is live.
+        Interrupted: `drain` has begun, and parts are left to do.
+    """
+    plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
+    drain = drain or Drain()
+    num_planned = plan.manifest.spec.planner.num_shards
+    if len(plan.manifest.shards) <= shard_idx < num_planned:
+        _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
+        return ShardReport.of(plan.manifest.plan_id, shard_idx, [], 0)
+    if (committed := committed_shard(plan, shard_idx)) is not None:
+        _log.info("shard %d is committed: there is nothing left to do", shard_idx)
+        return committed
+    folder = plan.run_folder(shard_idx)
+    entries = read_ledger(folder, plan.manifest.plan_id)
+    if not _missing(plan, shard_idx, entries):
+        return _report(plan, shard_idx, entries, len(entries))
+    if owner is not None:
+        check_free(folder, owner)
+    with plan.open_shard(shard_idx) as file:
+        _check_model(plan)
+        attempt = claim_attempt(folder, owner)
+        plan.check_stays()
+        # An earlier attempt may have gone on until it could see the claim.
+        entries = read_ledger(folder, plan.manifest.plan_id, entries)
+        resumed = len(entries)
+        if attempt.number > 1:
+            _log.info("attempt %d: %d parts are finished already", attempt.number, resumed)
+        tally, every_s = _tally(plan, shard_idx, attempt, entries, num_gpus)
+        with live_progress(attempt.folder, tally, every_s, observe) as writer:
+            run = _ShardRun(attempt, plan.manifest.plan_id, drain, tally, writer)
+            _generate(plan, shard_idx, file, run, entries, start)
+            drain.check(num_left=len(_missing(plan, shard_idx, entries)))
+            attempt.check_current()
+            return _report(plan, shard_idx, entries, resumed)
+
+
+def _tally(
+    plan: StoredPlan,
+    shard_idx: int,
+    attempt: Attempt,
+    entries: Mapping[int, PartEntry],
+    num_gpus: int | None,
+) -> tuple[ShardTally, float | None]:
+    """What counts an attempt's work, and how often that is written; None for never."""
+    every_s = interval_s()
+    held = num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus
+    tally = ShardTally(
+        plan,
+        shard_idx,
+        attempt,
+        entries.values(),
+        num_gpus=held,
+        interval_s=every_s or DEFAULT_INTERVAL_S,
+    )
+    return tally, every_s
+
+
+def _report(
+    plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry], num_resumed_parts: int
+) -> ShardReport:
+    """Write the report of a shard that has all its parts."""
+    in_order = [entries[part_idx] for part_idx in sorted(entries)]
+    report = ShardReport.of(plan.manifest.plan_id, shard_idx, in_order, num_resumed_parts)
+    write_report(plan.run_folder(shard_idx), report)
+    return report
+
+
+def _missing(plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry]) -> list[int]:
+    """The parts of a shard that aren't in the ledger."""
+    num_parts = plan.manifest.shards[shard_idx].num_parts
+    return [part_idx for part_idx in range(num_parts) if part_idx not in entries]
+
+
+def _generate(
+    plan: StoredPlan,
+    shard_idx: int,
+    file: pq.ParquetFile,
+    run: _ShardRun,
+    entries: dict[int, PartEntry],
+    start: Callable[[JobSpec, EngineJob], Engine],
+) -> None:
+    """Generate the parts that `entries` lacks, and add theirs; stop early if it is drained."""
+    missing = _missing(plan, shard_idx, entries)
+    if not missing:
+        return
+    spec, shard = plan.manifest.spec, plan.manifest.shards[shard_idx]
+    placement = shard.replicas
+    work = ShardWork(
+        file, missing, has_estimates=_has_estimates(spec), first=first_groups(placement)
+    )
+    with traced(run.attempt.folder) as trace_folder:
+        engine = start(_pin_revision(plan.manifest), _job(plan, work, placement, trace_folder))
+        try:
+            rows_before = sum(entry.num_rows for entry in entries.values())
+            with Progress(f"shard {shard_idx}", shard.num_rows, initial=rows_before) as progress:
+                for entry in run.entries(engine, work, progress):
+                    entries[entry.part_idx] = entry
+            run.drain.end()
+        finally:
+            engine.close()
+
+
+def _check_model(plan: StoredPlan) -> None:
+    """Token ids mean something only to the tokenizer that made them; one run has one model."""
+    manifest = plan.manifest
+    found = load_tokenizer(manifest.spec, manifest.ds)
+    for what, planned, present in (
+        ("tokenizer", manifest.tokenizer_fingerprint, found.fingerprint),
+        ("version", manifest.model_version, found.model_version),
+    ):
+        if planned != present:
+            raise PlanError(
+                f"plan {plan.folder.uri}: the {what} of model {manifest.spec.model.path} isn't"
+                " the one that the plan was made with; make the plan again"
+            )
+
+
+def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
+    """The plan for `num_gpus`, which its spec may say too, or leave open."""
+    spec = plan.manifest.spec
+    engine, num_stages = spec.engine, num_stages_of(spec)
+    num_workers = engine.replicas * num_stages
+    if num_gpus is None or num_workers * engine.tensor_parallel_size == num_gpus:
+        return plan
+    if engine.tensor_parallel_size != 1:
+        what = f"engine.tensor_parallel_size is {engine.tensor_parallel_size}"
+        if engine.replicas > 1:
+            what += f" and engine.replicas {engine.replicas}"
+        raise SpecError(
+            f"{what}, but the task has {num_gpus} GPUs; give it as many, or leave the setting out"
+        )
+    each, rest = divmod(num_gpus, num_workers)
+    if rest or not each:
+        what = f"engine.replicas is {engine.replicas}"
+        if num_stages > 1:
+            what += f" and pipeline_parallel_size {num_stages}"
+        raise SpecError(f"{what}, but the task has {num_gpus} GPUs, which they can't share evenly")
+    engine, planner = engine.model_copy(update={"tensor_parallel_size": each}), spec.planner
+    if engine.reason_against_chains is not None:  # the run says so where the plan marked a group
+        planner = planner.model_copy(update={"runahead": "off", "link_bytes_per_s": None})
+    spec = spec.model_copy(update={"engine": engine, "planner": planner})
+    return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
+
+
+def _pin_revision(manifest: PlanManifest) -> JobSpec:
+    """The spec with the hub's commit that was planned with, where the model is on the hub."""
+    kind, _, commit = manifest.model_version.partition(":")
+    if kind != "commit":
+        return manifest.spec
+    model = manifest.spec.model.model_copy(update={"revision": commit})
+    return manifest.spec.model_copy(update={"model": model})
+
+
+def _job(
+    plan: StoredPlan, work: ShardWork, placement: ReplicaPlacement | None, trace_folder: Path
+) -> EngineJob:
+    profiles = StoredProfiles(profiles_folder(plan.manifest.spec))
+    return EngineJob(
+        max_model_len=plan.manifest.max_model_len,
+        num_requests=work.num_requests,
+        step_cost=_step_cost(plan.manifest),
+        profiles=profiles,
+        trace_folder=trace_folder,
+        spread_groups=spread_groups(placement),
+        chain=chain_job(plan.manifest.spec, placement, work, profiles),
+    )
+
+
+def _has_estimates(spec: JobSpec) -> bool:
+    """Whether planned output lengths are more than the limit that the spec sets."""
+    return spec.planner.estimated_output_tokens is not None or spec.sampling.ignore_eos
+
+
+def _step_cost(manifest: PlanManifest) -> StepCost | None:
+    """What the plan's estimate says of a step; None if it has none."""
+    estimate = manifest.estimate
+    if estimate is None:
+        return None
+    num_gpus = manifest.spec.engine.tensor_parallel_size
+    token_s, weights_s = matrix_seconds(estimate.model, estimate.gpu, num_gpus)
+    return StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)
+
+
+class _ShardRun:
+    """Feeds parts to the engine and collects what comes back."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        plan_id: str,
+        drain: Drain,
+        tally: ShardTally,
+        writer: ProgressWriter,
+    ) -> None:
+        self.attempt, self.drain = attempt, drain
+        self._plan_id = plan_id
+        self._tally, self._writer = tally, writer
+        self._open_parts: dict[int, _OpenPart] = {}
+        self._part_of: dict[int, int] = {}  # request_idx -> part_idx, of requests with the engine
+
+    def entries(self, engine: Engine, work: ShardWork, progress: Progress) -> Iterator[PartEntry]:
+        """Run all parts through the engine; yield the ledger entry of each as it is written."""
+        part_started_at = time.monotonic()
+        self._tally.begin_running()
+        self._writer.write_soon()
+        for output in engine.stream(self._requests(work)):
+            part_idx = self._part_of.pop(output.request_idx)
+            part = self._open_parts[part_idx]
+            part.outputs.append(output)
+            num_rows = len(part.row_idxs[output.request_idx])
+            self._tally.count_output(output, num_rows)
+            progress.advance(num_rows, self._tally.note())
+            if part.is_finished:
+                del self._open_parts[part_idx]
+                now = time.monotonic()
+                entry = write_part(
+                    self.attempt,
+                    self._plan_id,
+                    part_idx,
+                    part.outputs,
+                    part.row_idxs,
+                    now - part_started_at,
+                )
+                self.drain.num_open_parts = len(self._open_parts)
+                self._tally.count_part(entry)
+                yield entry
+                part_started_at = now
+        assert not self._open_parts, "the engine left requests without an output"
+
+    def _requests(self, work: ShardWork) -> Iterator[EngineRequest]:
+        for part_idx, table in work.parts():
+            if self.drain.has_begun:
+                return
+            request_idxs = table["request_idx"].to_pylist()
+            row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
+            self._open_parts[part_idx] = _OpenPart(row_idxs)
+            self.drain.num_open_parts = len(self._open_parts)
+            known = table.drop_columns(["request_idx", "row_idxs", "prompt_token_ids"]).to_pylist()
+            for request_idx, hints, token_ids in zip(
+                request_idxs, known, table["prompt_token_ids"], strict=True
+            ):
+                self._part_of[request_idx] = part_idx
+                yield EngineRequest(
+                    request_idx=request_idx, prompt_token_ids=token_ids.as_py(), **hints
+                )

@@ -1,0 +1,1 @@
+"""Prefix-shared attention as a backend of vLLM."""

@@ -1,0 +1,383 @@
+"""Prefix-shared attention as a backend of vLLM, one for GPUs and for CPUs.
+
+    scheduler -> vLLM's block tables -> StepPlanner (groups, once a step) -> each layer's attention
+
+vLLM's metadata have no request ids; which requests share a prefix is seen in their block tables,
+on the device. A GPU runs the Triton kernel, a CPU the reference in plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from batchllm_kernels.prefix_attention import (
+    AttentionShape,
+    BatchLimits,
+    PagedBatch,
+    StepPlan,
+    StepPlanner,
+    UnsupportedError,
+    prefix_attention,
+)
+from batchllm_kernels.prefix_attention.api import Impl
+from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
+from batchllm_kernels.prefix_attention.config import ARCHITECTURES
+from batchllm_operator.errors import SpecError
+from batchllm_operator.vllm_plugin import compat
+from batchllm_operator.vllm_plugin.attention.kv_writes import fp8_dtype, write_kv
+from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
+
+
+def refusal(constraint: str) -> SpecError:
+    """The error that says what our attention doesn't take."""
+    return SpecError(
+        f"engine.attention: batchllm doesn't take {constraint}; engine.attention: stock does"
+    )
+
+
+@dataclass
+class PrefixAttentionMetadata(AttentionMetadata):
+    """What the layers of a KV cache group share in a step. vLLM makes subclasses of it."""
+
+    plan: StepPlan
+    num_actual_tokens: int
+    slot_mapping: Tensor
+    """[num_actual_tokens]."""
+
+
+class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
+    """Plans each step of a KV cache group once, for all of its layers.
+
+    Raises:
+        SpecError: the layers or their cache are of a kind that isn't taken.
+    """
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        settings = AttentionSettings.from_additional_config(vllm_config.additional_config)
+        try:
+            shape = _shape(kv_cache_spec, layer_names, vllm_config)
+            self.planner = StepPlanner(
+                shape, _limits(vllm_config), impl=chosen_impl(settings), device=device
+            )
+        except UnsupportedError as error:
+            raise refusal(f"this model: {error}") from error
+        for name in layer_names:
+            vllm_config.compilation_config.static_forward_context[name].impl.planner = self.planner
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Full graphs of steps of decode if they are asked for; piecewise ones in any case.
+
+        A captured launch has a fixed grid and reads its work from the planner's buffers, which
+        `build` fills before the graph is replayed; rows of padding have no query tokens.
+        """
+        settings = AttentionSettings.from_additional_config(vllm_config.additional_config)
+        # Scales found in the first steps would be captured as what they were before.
+        is_calibrating = getattr(vllm_config.cache_config, "calculate_kv_scales", False)
+        if settings.decode_graphs and not is_calibrating:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PrefixAttentionMetadata:
+        """Plan a step. Replaces the plan built before: layers of one step use one plan.
+
+        Raises:
+            SpecError: the step isn't causal.
+            UnsupportedError: it has more requests or tokens than vLLM's settings say.
+        """
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise refusal("attention that isn't causal")
+        limits, num_requests = self.planner.limits, common.num_reqs
+        if common.num_actual_tokens > limits.max_num_tokens:
+            raise UnsupportedError(
+                f"the step has {common.num_actual_tokens} tokens, the limit is "
+                f"{limits.max_num_tokens}"
+            )
+        batch = PagedBatch(
+            common.query_start_loc[: num_requests + 1],
+            common.seq_lens[:num_requests],
+            common.block_table_tensor[:num_requests],
+        )
+        return PrefixAttentionMetadata(
+            self.planner.plan(batch), common.num_actual_tokens, common.slot_mapping
+        )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> PrefixAttentionMetadata:
+        """A step to capture: contexts of no more than the query, whatever vLLM made up.
+
+        Block tables hold anything then, and long contexts would make each warm-up slow. The
+        lengths in vLLM's buffer are overwritten, as its own backends do.
+        """
+        common_attn_metadata.seq_lens.fill_(common_attn_metadata.max_query_len)
+        return self.build(0, common_attn_metadata)
+
+
+class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
+    """Attention of one layer.
+
+    Raises:
+        SpecError: the layer needs something that isn't taken; the message names it.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise refusal("ALiBi")
+        if attn_type != AttentionType.DECODER:
+            raise refusal(f"attention of the type {attn_type}")
+        for name, value in others.items():
+            if value is not None and value is not False:
+                raise refusal(f"{name} (of a layer's attention)")
+        if getattr(self, "dcp_world_size", 1) > 1 or getattr(self, "pcp_world_size", 1) > 1:
+            raise refusal("context parallelism")
+        if kv_cache_dtype not in PrefixAttentionBackend.supported_kv_cache_dtypes:
+            raise refusal(f"kv_cache_dtype {kv_cache_dtype}")
+        if kv_cache_dtype == "fp8_e5m2" and current_platform.is_rocm():
+            raise refusal("kv_cache_dtype fp8_e5m2 on ROCm, whose caches vLLM writes as e4m3")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.window = sliding_window
+        """vLLM means what we mean: a query sees so many keys, its own included."""
+        self.soft_cap = logits_soft_cap or None
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.planner: StepPlanner | None = None
+        """Set by the builder of the layer's KV cache group."""
+        self._fp8 = fp8_dtype(kv_cache_dtype)
+
+    def warm_up(self, kv_cache: Tensor, dtype: torch.dtype) -> None:
+        """Compile what this layer will launch; an empty step, which changes no tensor.
+
+        Args:
+            kv_cache: the layer's.
+            dtype: of queries.
+        """
+        assert self.planner is not None
+        k_cache, v_cache = self._caches(kv_cache)
+        shape = (1, self.num_heads, self.head_size)
+        query = torch.empty(shape, dtype=dtype, device=kv_cache.device)
+        variants = [(self.window, self.soft_cap)]
+        self.planner.warm_up(query, k_cache, v_cache, variants=variants)
+
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        k_cache, v_cache = compat.kv_cache_views(kv_cache, self.head_size)
+        if self._fp8 is not None:
+            k_cache, v_cache = k_cache.view(self._fp8), v_cache.view(self._fp8)
+        return k_cache, v_cache
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PrefixAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; the step's keys and values are in the cache already.
+
+        Args:
+            layer: has the scales of an FP8 cache.
+            query: [num_tokens, num_heads, head_size]; more tokens than the plan's are padding.
+            key: not used.
+            value: not used.
+            kv_cache: the layer's, in a layout that `compat.kv_cache_views` knows.
+            attn_metadata: the step's; None while vLLM measures memory.
+            output: like `query`; written to, but for padding.
+            output_scale: None.
+            output_block_scale: None.
+
+        Returns:
+            `output`.
+
+        Raises:
+            SpecError: the output is to be quantized.
+            UnsupportedError: a tensor isn't as it was said to be.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise refusal("outputs that attention is to quantize")
+        if attn_metadata is None:
+            return output.fill_(0)
+        k_cache, v_cache = self._caches(kv_cache)
+        k_scale = v_scale = 1.0
+        if self._fp8 is not None:
+            k_scale, v_scale = layer._k_scale_float, layer._v_scale_float
+        return prefix_attention(
+            query,
+            k_cache,
+            v_cache,
+            attn_metadata.plan,
+            scale=self.scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=output,
+        )
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write a step's keys and values, before `forward`."""
+        k_cache, v_cache = compat.kv_cache_views(kv_cache, self.head_size)
+        write_kv(
+            key,
+            value,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            self.kv_cache_dtype,
+            layer._k_scale,
+            layer._v_scale,
+        )
+
+
+class PrefixAttentionBackend(AttentionBackend):
+    """What vLLM asks before it chooses a backend, and what it then makes of it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+    ]
+    forward_includes_kv_cache_update = False
+    # Asked for before 0.30 only.
+    get_kv_cache_shape = staticmethod(compat.kv_cache_shape)
+    get_kv_cache_stride_order = staticmethod(compat.kv_cache_stride_order)
+
+    @staticmethod
+    def get_name() -> str:
+        """The member of vLLM's enumeration that the backend is registered as."""
+        return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[PrefixAttentionImpl]:
+        return PrefixAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PrefixAttentionBuilder]:
+        return PrefixAttentionBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """On a GPU one by one, so that vLLM splits larger blocks into some of these."""
+        if current_platform.is_cpu():
+            return [MultipleOf(1)]
+        return list(range(MIN_BLOCK_SIZE, MAX_BLOCK_SIZE + 1, MIN_BLOCK_SIZE))
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Empty: any."""
+        return [] if current_platform.is_cpu() else list(HEAD_DIMS)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Architectures that settings ship for; on ROCm the builder asks by name."""
+        return not current_platform.is_cuda() or f"sm{capability.to_int()}" in ARCHITECTURES
+
+
+def check_model(vllm_config: Any) -> None:
+    """Refuse by name, before anything is loaded, what vLLM would call a failure to start.
+
+    Raises:
+        SpecError: the GPU, the model's head size or its dtype isn't taken.
+    """
+    if current_platform.is_cpu():
+        return
+    model = vllm_config.model_config
+    capability = current_platform.get_device_capability()
+    if capability and not PrefixAttentionBackend.supports_compute_capability(capability):
+        known = ", ".join(ARCHITECTURES)
+        raise refusal(f"GPUs of sm{capability.to_int()} yet; there are settings for {known}")
+    if not PrefixAttentionBackend.supports_head_size(model.get_head_size()):
+        raise refusal(f"heads of {model.get_head_size()} elements, only {HEAD_DIMS}")
+    if not PrefixAttentionBackend.supports_dtype(model.dtype):
+        raise refusal(f"models in {model.dtype}")
+    if current_platform.is_rocm() and vllm_config.speculative_config is not None:
+        # vLLM's drafters know by name the backends that they take there.
+        raise refusal("speculative decoding on ROCm")
+
+
+def chosen_impl(settings: AttentionSettings) -> Impl:
+    """What attention is computed with on this platform."""
+    return settings.impl or ("reference" if current_platform.is_cpu() else "triton")
+
+
+def _shape(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> AttentionShape:
+    layers = vllm_config.compilation_config.static_forward_context
+    num_q_heads = {layers[name].num_heads for name in layer_names}
+    if len(num_q_heads) != 1:
+        raise refusal(f"layers with {sorted(num_q_heads)} query heads that share a KV cache group")
+    if getattr(kv_cache_spec, "attention_chunk_size", None) is not None:
+        raise refusal("attention in chunks of the context")
+    head_dim, dtype = kv_cache_spec.head_size, kv_cache_spec.dtype
+    if getattr(kv_cache_spec, "head_size_v", None) not in (None, head_dim):
+        raise refusal(f"keys of {head_dim} and values of {kv_cache_spec.head_size_v} elements")
+    if dtype.itemsize > 1 and dtype != vllm_config.model_config.dtype:
+        raise refusal(f"a KV cache of {dtype} with a model in {vllm_config.model_config.dtype}")
+    return AttentionShape(
+        num_q_heads=num_q_heads.pop(),
+        num_kv_heads=kv_cache_spec.num_kv_heads,
+        head_dim=head_dim,
+        block_size=kv_cache_spec.block_size,
+        kv_bits=8 if dtype.itemsize == 1 else 16,
+    )
+
+
+def _limits(vllm_config: Any) -> BatchLimits:
+    """The largest step; with drafts, each request may have some tokens more."""
+    scheduler = vllm_config.scheduler_config
+    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
+    return BatchLimits(
+        max_num_requests=scheduler.max_num_seqs,
+        max_num_tokens=scheduler.max_num_batched_tokens + drafts * scheduler.max_num_seqs,
+    )

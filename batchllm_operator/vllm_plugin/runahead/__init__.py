@@ -1,0 +1,1 @@
+"""KV-Runahead as a KV connector of vLLM: a prefix that replicas compute together."""

@@ -1,0 +1,358 @@
+"""A link of a chain: KV from one replica to a neighbour, one message per group and layer.
+
+A thread at either end does all the waiting, so no thread that computes waits for a send. A message
+is a header and blocks of one layer. Messages come in the order in which they were sent; a header
+that isn't the expected one ends the chain, as does a neighbour that is gone or too late.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from batchllm_operator.errors import RunaheadError
+from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
+from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
+
+if TYPE_CHECKING:
+    from batchllm_operator.vllm_plugin.runahead.chain import Chain
+
+PROTOCOL: Final = 1
+"""Version of what replicas say to each other; part of the handshake and of every header."""
+_MAGIC: Final = 0x52554E4148454144  # "RUNAHEAD"
+_HEADER_FIELDS: Final = 8
+_HEADER_BYTES: Final = 8 * _HEADER_FIELDS
+_POLL_S: Final = 2e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Which KV a message has: of tokens [begin, end) of a group's prefix."""
+
+    group_id: int
+    digest: int
+    begin: int
+    end: int
+
+
+class Load:
+    """KV of one group on its way from a neighbour into blocks of this replica.
+
+    Args:
+        extent: what comes.
+        num_blocks: that it has.
+        block_ids: of this replica, for the last of the blocks that come; earlier ones are here
+            already, and what comes of them is dropped.
+        num_layers: that come, in any order.
+        on_layer: called in the link's thread when a layer has been written.
+        writable: CUDA event after which the blocks may be written; None on a CPU.
+    """
+
+    def __init__(
+        self,
+        extent: Extent,
+        num_blocks: int,
+        block_ids: Sequence[int],
+        num_layers: int,
+        on_layer: Callable[[int], None] | None = None,
+        writable: Any = None,
+    ) -> None:
+        self.extent, self.num_blocks, self.block_ids = extent, num_blocks, block_ids
+        self.writable = writable
+        self._on_layer = on_layer
+        self._waited = threading.Condition()
+        self._missing = set(range(num_layers))
+        self._failed = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will be written, for better or worse."""
+        return self._failed or not self._missing
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether KV is missing, and will be."""
+        return self._failed
+
+    def wait(self, layer_idx: int) -> bool:
+        """Wait for a layer: until its link has it, or fails. Whether it is there."""
+        with self._waited:
+            self._waited.wait_for(lambda: self._failed or layer_idx not in self._missing)
+            return layer_idx not in self._missing
+
+    def write(self, layer_idx: int, write: Callable[[], None]) -> None:
+        """Write a layer's blocks, unless the load has failed: then they may be another's."""
+        with self._waited:
+            if self._failed:
+                return
+            write()
+            self._missing.discard(layer_idx)
+            self._waited.notify_all()
+        if self._on_layer is not None:
+            self._on_layer(layer_idx)
+
+    def fail(self) -> None:
+        """Give up what is missing. A load that has all it wanted stays."""
+        with self._waited:
+            if self._missing:
+                self._failed = True
+            self._waited.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One layer's KV of a group, to a neighbour.
+
+    The blocks stay as they are until `on_sent`, or until the chain has failed.
+    """
+
+    extent: Extent
+    layer_idx: int
+    block_ids: Sequence[int]
+    on_sent: Callable[[], None]
+    """Called in the link's thread when the message has gone."""
+    written: Any = None
+    """CUDA event after which the blocks hold the KV; None on a CPU."""
+
+
+class Sender:
+    """Gathers and sends, in a thread. Two buffers: one is filled while the other is sent."""
+
+    def __init__(self, chain: Chain, group: Any, peer: int) -> None:
+        self._chain = chain
+        self._queue: queue.SimpleQueue[Send | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=self._run, args=(group, peer), name="runahead-send", daemon=True
+        ).start()
+
+    def put(self, send: Send) -> None:
+        self._queue.put(send)
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+    def _run(self, group: Any, peer: int) -> None:
+        """Returning drops the group, which closes the connection."""
+        try:
+            self._send_all(group, peer)
+        # Whatever a transport raises, the chain is of no more use, and says why.
+        except Exception as error:  # noqa: BLE001
+            self._chain.fail(f"sending KV failed: {one_line(error)}")
+        finally:
+            _abort(group, self._chain.blocks.device)
+
+    def _send_all(self, group: Any, peer: int) -> None:
+        chain, blocks = self._chain, self._chain.blocks
+        side = _SideStream(blocks.device)
+        buffers = [_Buffer(blocks), _Buffer(blocks)]
+        under_way: deque[tuple[Any, Send]] = deque()
+        num_sent = num_gone = 0
+        while (send := self._queue.get()) is not None:
+            with side.after(send.written):
+                buffer = buffers[num_sent % 2].sized(len(send.block_ids))
+                blocks.gather(send.layer_idx, send.block_ids, buffer[_HEADER_BYTES:])
+                _write_header(buffer, num_sent, send.extent, send.layer_idx)
+                side.synchronize()
+                # Blocks are freed early only after a failure is set: so what was gathered before
+                # is what was meant.
+                if chain.failure is not None:
+                    return
+                under_way.append((group.send([buffer], peer, num_sent), send))
+            num_sent += 1
+            while len(under_way) > 1 or (under_way and self._queue.empty()):
+                work, oldest = under_way.popleft()
+                is_first = num_gone % blocks.num_layers == 0
+                _wait(chain, work, _timeout(chain.settings, is_first))
+                num_gone += 1
+                oldest.on_sent()
+
+
+class Receiver:
+    """Receives and writes into blocks, in a thread; one message more than it works at is posted."""
+
+    def __init__(self, chain: Chain, group: Any, peer: int) -> None:
+        self._chain = chain
+        self._queue: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._unfinished: list[Load] = []
+        self._lock = threading.Lock()
+        threading.Thread(
+            target=self._run, args=(group, peer), name="runahead-receive", daemon=True
+        ).start()
+
+    def put(self, load: Load) -> None:
+        with self._lock:
+            if self._chain.failure is None:
+                self._unfinished.append(load)
+                self._queue.put(load)
+                return
+        load.fail()
+
+    def stop(self) -> None:
+        """Fail all loads that aren't whole; the chain's failure is set before."""
+        with self._lock:
+            unfinished, self._unfinished = self._unfinished, []
+        for load in unfinished:
+            load.fail()
+        self._queue.put(None)
+
+    def _run(self, group: Any, peer: int) -> None:
+        """Returning drops the group, which closes the connection."""
+        buffers = [_Buffer(self._chain.blocks), _Buffer(self._chain.blocks)]
+        num_received = 0
+        try:
+            while (load := self._queue.get()) is not None and self._chain.failure is None:
+                self._take(load, group, peer, buffers, num_received)
+                num_received += self._chain.blocks.num_layers
+                with self._lock:
+                    if load in self._unfinished:
+                        self._unfinished.remove(load)
+        # Whatever a transport raises, the chain is of no more use, and says why.
+        except Exception as error:  # noqa: BLE001
+            self._chain.fail(f"receiving KV failed: {one_line(error)}")
+        finally:
+            _abort(group, self._chain.blocks.device)
+
+    def _take(
+        self, load: Load, group: Any, peer: int, buffers: Sequence[_Buffer], num_received: int
+    ) -> None:
+        """All layers of one load."""
+        blocks = self._chain.blocks
+        end = num_received + blocks.num_layers
+        first_byte = _HEADER_BYTES + (load.num_blocks - len(load.block_ids)) * blocks.block_bytes
+        posted: deque[tuple[Any, Tensor]] = deque()
+        side = _SideStream(blocks.device)
+        layer_idxs: set[int] = set()
+        with side.after(load.writable):
+            for number in range(num_received, end):
+                for ahead in range(number + len(posted), min(number + 2, end)):
+                    buffer = buffers[ahead % 2].sized(load.num_blocks)
+                    posted.append((group.recv([buffer], peer, ahead), buffer))
+                work, buffer = posted.popleft()
+                is_first = number == num_received
+                _wait(self._chain, work, _timeout(self._chain.settings, is_first))
+                layer_idx = _read_header(buffer, number, load.extent, blocks.num_layers)
+                if layer_idx in layer_idxs:  # then another one doesn't come, and is waited for
+                    raise RunaheadError(f"KV of layer {layer_idx} came twice")
+                layer_idxs.add(layer_idx)
+
+                def write(
+                    layer_idx: int = layer_idx, payload: Tensor = buffer[first_byte:]
+                ) -> None:
+                    blocks.scatter(layer_idx, load.block_ids, payload)
+                    side.synchronize()
+
+                load.write(layer_idx, write)
+
+
+class _Buffer:
+    """Memory for one message, which grows with the largest."""
+
+    def __init__(self, blocks: KVBlocks) -> None:
+        self._blocks = blocks
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=blocks.device)
+
+    def sized(self, num_blocks: int) -> Tensor:
+        """uint8 [header and so many blocks]."""
+        size = _HEADER_BYTES + num_blocks * self._blocks.block_bytes
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8, device=self._blocks.device)
+        return self._bytes[:size]
+
+
+class _SideStream:
+    """A stream beside the one that computes; on a CPU, nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = None
+        if device.type == "cuda":
+            stream: Any = torch.cuda.Stream
+            self._stream = stream(device)
+
+    @contextmanager
+    def after(self, event: Any) -> Iterator[None]:
+        """What is launched inside waits for an event of another stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if event is not None:
+                self._stream.wait_event(event)
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def mark(device: torch.device) -> Any:
+    """An event behind what this thread has launched so far, for a link's thread to wait for."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def _abort(group: Any, device: torch.device) -> None:
+    """End what a GPU still waits for; on a CPU, dropping the group does it."""
+    if device.type == "cuda":
+        group.abort()
+
+
+def _timeout(settings: ChainSettings, is_first: bool) -> float:
+    return settings.start_timeout_s if is_first else settings.layer_timeout_s
+
+
+def _wait(chain: Chain, work: Any, timeout_s: float) -> None:
+    """Until a message has gone or come, in memory. Raises what the transport raises.
+
+    On a GPU a fault of the chain ends it: what is posted holds multiprocessors until it is aborted.
+    """
+    if chain.blocks.device.type == "cpu":
+        work.wait(timedelta(seconds=timeout_s))
+        return
+    deadline = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if chain.failure is not None:
+            raise RunaheadError(chain.failure)
+        if time.monotonic() > deadline:
+            raise RunaheadError(f"nothing for {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    work.wait()
+
+
+def _write_header(buffer: Tensor, number: int, extent: Extent, layer_idx: int) -> None:
+    fields = [_MAGIC, PROTOCOL, number, extent.group_id, extent.digest, layer_idx]
+    header = torch.tensor([*fields, extent.begin, extent.end], dtype=torch.int64)
+    buffer[:_HEADER_BYTES].view(torch.int64).copy_(header)
+
+
+def _read_header(buffer: Tensor, number: int, extent: Extent, num_layers: int) -> int:
+    """The layer whose KV a message has.
+
+    Raises:
+        RunaheadError: it isn't the message that was expected.
+    """
+    header = buffer[:_HEADER_BYTES].cpu().view(torch.int64).tolist()
+    *start, layer_idx, begin, end = header
+    expected = [_MAGIC, PROTOCOL, number, extent.group_id, extent.digest]
+    if start != expected or (begin, end) != (extent.begin, extent.end):
+        raise RunaheadError(
+            f"KV of tokens {begin} to {end} of group {header[3]} came, that of tokens"
+            f" {extent.begin} to {extent.end} of group {extent.group_id} was expected; all replicas"
+            " have to take the same groups in the same order"
+        )
+    if not 0 <= layer_idx < num_layers:
+        raise RunaheadError(f"KV of layer {layer_idx} came, of {num_layers}")
+    return int(layer_idx)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,276 @@
+"""Groups of requests with a common prefix, and how long its blocks live (paper, Sec. 4.3.1).
+
+As long as a member runs, the prefix is in use through it. When the last running one leaves while
+others are still to come, its blocks are *pinned* until the next member has taken them over. When
+nobody is to come any more, they are made the first to be reused, except what the next group in
+the queue begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batchllm_operator.vllm_plugin.scheduler.projection import BlockProjection
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Requests that share a prefix, as far as they are known."""
+
+    group_id: object
+    num_prefix_blocks: int
+    """Full blocks of the prefix."""
+    num_unseen: int
+    """Members that are yet to come, by what was told of the group's size."""
+    num_waiting: int = 0
+    num_running: int = 0
+    num_counted: int = 0
+    """Blocks of the prefix that are counted in the projection; 0: it isn't in memory."""
+    counted_until: int | None = None
+    """Up to which step; None while members are to come."""
+    last_end: int = 0
+    """Step in which the last member ends, as far as they are admitted."""
+    leader: Request | None = None
+    """Computes the prefix."""
+    is_complete: bool = False
+    """Whether all blocks of the prefix have been allocated."""
+    block_hashes: Sequence[Any] = ()
+    """Of the prefix."""
+    pinned: list[Any] = field(default_factory=list)
+
+    @property
+    def num_left(self) -> int:
+        """Members that are to be admitted."""
+        return self.num_unseen + self.num_waiting
+
+
+class Groups:
+    """All groups with requests that wait or run.
+
+    Args:
+        kv_cache_manager: vLLM's; blocks are pinned in its pool.
+        projection: where prefixes are counted.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, kv_cache_manager: Any, projection: BlockProjection, block_size: int) -> None:
+        self._block_size = block_size
+        self._manager = kv_cache_manager
+        self._pool = kv_cache_manager.block_pool
+        self._projection = projection
+        self._groups: dict[object, Group] = {}
+        self._pinned: dict[object, Group] = {}
+        self._latest: Group | None = None
+
+    def is_pinned_beside(self, group: Group) -> bool:
+        """Whether the prefix of another group is held by nothing but a pin."""
+        return any(each is not group for each in self._pinned.values())
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that nothing but a pin holds."""
+        return sum(len(group.pinned) for group in self._pinned.values())
+
+    def pinned_blocks(self) -> list[Any]:
+        """All pinned blocks, as often as they are pinned."""
+        return [block for group in self._pinned.values() for block in group.pinned]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._groups and not self._pinned
+
+    def join(self, group_id: object, prefix: Sequence[Any], size: int) -> Group | None:
+        """The group of a request that has arrived.
+
+        Args:
+            group_id: told of the request.
+            prefix: hashes of the blocks that it shares with its group.
+            size: told of the group.
+
+        Returns:
+            None if the group has begun with another prefix: the request was told wrong.
+        """
+        group = self._groups.get(group_id)
+        if group is None:
+            group = Group(group_id, len(prefix), num_unseen=size, block_hashes=list(prefix))
+            self._groups[group_id] = group
+        elif len(prefix) < group.num_prefix_blocks or (
+            group.num_prefix_blocks
+            and prefix[group.num_prefix_blocks - 1] != group.block_hashes[-1]
+        ):
+            return None
+        group.num_unseen = max(group.num_unseen - 1, 0)  # there may be more than was told
+        group.num_waiting += 1
+        return group
+
+    def has_prefix_for(self, group: Group) -> bool:
+        """Whether a member would find the prefix, or is the one to compute it."""
+        if group.leader is None:
+            return True
+        if self._num_blocks(group.leader) < group.num_prefix_blocks:
+            return False
+        group.leader, group.is_complete = None, True
+        return True
+
+    def num_new_blocks(self, group: Group, request: Request) -> int:
+        """Blocks of the prefix that a member would bring into memory."""
+        if group.num_counted or not group.num_prefix_blocks:
+            return 0
+        return group.num_prefix_blocks - self._num_shared_with_latest(request, group)
+
+    def admitted(self, group: Group, request: Request, end: int) -> None:
+        """A member begins to run, and is expected to do so until a step."""
+        if not group.num_counted and group.num_prefix_blocks:
+            group.num_counted = self.num_new_blocks(group, request)
+            group.counted_until = None
+            self._projection.hold_for_now(group.num_counted)
+            self._latest = group
+        if group.num_prefix_blocks and not group.is_complete:
+            group.leader = request
+        group.num_running += 1
+        group.num_waiting -= 1
+        self.ends_at(group, end)
+
+    def ends_at(self, group: Group, end: int) -> None:
+        """A running member is expected to end in a step."""
+        group.last_end = max(group.last_end, end)
+        if group.num_left > 0 or not group.num_counted:
+            return
+        begin = group.counted_until
+        if begin is None:
+            self._projection.hold_for_now(-group.num_counted)
+            begin = self._projection.now
+        if group.last_end > begin:
+            self._projection.hold(group.num_counted, begin, group.last_end)
+        group.counted_until = max(begin, group.last_end)
+
+    def left(
+        self, group: Group, request: Request, next_one: Request | None, *, ended: bool
+    ) -> None:
+        """A running member is about to give its blocks back.
+
+        Args:
+            next_one: the first request in the queue.
+            ended: whether for good; else it was preempted, and memory is short.
+        """
+        group.num_running -= 1
+        group.num_waiting += not ended
+        if group.leader is request:
+            group.leader = None
+        if group.num_running > 0:
+            return
+        if ended and group.num_left > 0:
+            self._pin(group, request)
+        if not group.pinned:
+            self._uncount(group)
+            if ended:
+                self._reuse_first(group, request, next_one)
+        self._drop_if_over(group)
+
+    def never_ran(self, group: Group) -> None:
+        """A waiting member is gone."""
+        group.num_waiting -= 1
+        if group.num_left == 0 and group.num_running == 0:
+            self.unpin(group)
+        elif group.num_left == 0:
+            self.ends_at(group, group.last_end)
+        self._drop_if_over(group)
+
+    def unpin_taken_over(self) -> None:
+        """Give back the pins of groups in which a member runs again."""
+        for group in [each for each in self._pinned.values() if each.num_running > 0]:
+            self._free_pins(group)
+
+    def unpin(self, group: Group) -> None:
+        """Give back a group's pins."""
+        self._free_pins(group)
+        if group.num_running == 0:
+            self._uncount(group)
+
+    def unpin_all(self, but: Group | None = None) -> None:
+        """Give back all pins, or all but those of one group."""
+        for group in [each for each in self._pinned.values() if each is not but]:
+            self.unpin(group)
+
+    def forget_all(self) -> None:
+        """No request waits or runs."""
+        self.unpin_all()
+        self._groups.clear()
+        self._latest = None
+
+    def recount(self) -> None:
+        """Count all prefixes again, in a projection that was cleared."""
+        for group in self._groups.values():
+            if not group.num_counted:
+                continue
+            if group.counted_until is None:
+                self._projection.hold_for_now(group.num_counted)
+            else:
+                group.counted_until = group.last_end
+                self._projection.hold(group.num_counted, self._projection.now, group.last_end)
+
+    def _pin(self, group: Group, request: Request) -> None:
+        num_computed = request.num_computed_tokens // self._block_size
+        blocks = self._prefix_blocks(request, 0, min(group.num_prefix_blocks, num_computed))
+        if blocks:
+            self._pool.touch(blocks)
+            group.pinned = blocks
+            self._pinned[group.group_id] = group
+
+    def _free_pins(self, group: Group) -> None:
+        if group.pinned:
+            self._pool.free_blocks(reversed(group.pinned))
+            group.pinned = []
+            del self._pinned[group.group_id]
+
+    def _reuse_first(self, group: Group, request: Request, next_one: Request | None) -> None:
+        """Take the prefix out of the cache: blocks that aren't cached are reused first."""
+        kept = 0
+        if next_one is not None:
+            kept = _num_common(group.block_hashes, next_one.block_hashes)
+        blocks = self._prefix_blocks(request, kept, group.num_prefix_blocks)
+        self._pool.evict_blocks({block.block_id for block in blocks if block.ref_cnt == 1})
+
+    def _uncount(self, group: Group) -> None:
+        if not group.num_counted:
+            return
+        if group.counted_until is None:
+            self._projection.hold_for_now(-group.num_counted)
+        else:
+            self._projection.hold(-group.num_counted, self._projection.now, group.counted_until)
+        group.num_counted, group.counted_until, group.last_end = 0, None, 0
+        group.is_complete = False
+
+    def _drop_if_over(self, group: Group) -> None:
+        if group.num_left == 0 and group.num_running == 0:
+            self._groups.pop(group.group_id, None)
+
+    def _num_shared_with_latest(self, request: Request, group: Group) -> int:
+        latest = self._latest
+        if latest is None or not latest.num_counted:
+            return 0
+        return _num_common(latest.block_hashes, request.block_hashes[: group.num_prefix_blocks])
+
+    def _prefix_blocks(self, request: Request, begin: int, end: int) -> list[Any]:
+        """Blocks of a request's tokens from block `begin` to `end`, of layers of all kinds."""
+        by_kind = self._manager.get_blocks(request.request_id).blocks
+        return [block for blocks in by_kind for block in blocks[begin:end] if not block.is_null]
+
+    def _num_blocks(self, request: Request) -> int:
+        return len(self._manager.get_blocks(request.request_id).blocks[0])
+
+
+def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Items that two sequences begin with in common."""
+    count = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count

@@ -1,0 +1,189 @@
+"""How much prefill goes into a step, so that batches are even and memory stays full.
+
+By Little's law, requests that each hold w block-steps (blocks, summed over the steps that they
+are held) fill M blocks when they are admitted at M / w a step. So prefill is paced at
+
+    M * (prefill tokens waiting) / (block-steps waiting)
+
+tokens a step. Admitted at that rate, running requests are of all ages: some end in each step and
+make room for the next ones. Admitted in one burst, they would all grow and end together, and
+memory that holds everybody's last token at once lies idle before and after.
+
+Where few requests run at a time, that would be a few tokens of a prompt in each step, while its
+blocks are held. So a prompt that has begun goes on fast enough to take a sixteenth of its output's
+steps, and the next one begins when the pace has caught up.
+
+But filling memory slowly takes as long as one output, once. Where a job is only a few times as
+large as memory, that is much of it, so such a job is admitted faster than by the law, in waves:
+see `fill_share`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
+
+_MORE_STEPS: Final = 1.03
+_MORE_SECONDS: Final = 1.01
+"""What even batches are worth, in steps and in predicted time: running requests of all ages
+leave room for outputs that turn out longer than estimated."""
+_SHARES: Final = 64
+_PREFILL_SHARE: Final = 1 / 16  # of an output's steps, that prefill may take at most
+_MOST_STEPS_SAVED: Final = 2.0  # of prefill that wasn't used, or was too much, in steps
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Sums over requests that wait. A prefix counts for each member of its group by its part."""
+
+    num_requests: int = 0
+    num_prefill_tokens: float = 0.0
+    num_prompt_blocks: float = 0.0
+    num_output_tokens: int = 0
+    """As estimated."""
+    num_prompt_block_steps: float = 0.0
+    """Blocks of each prompt, held for the steps of its output."""
+    num_output_block_steps: float = 0.0
+    """The same for the blocks of the output as it grows."""
+
+    def add(self, other: Waiting, sign: int = 1) -> None:
+        """Take others in; with a `sign` of -1, out."""
+        self.num_requests += sign * other.num_requests
+        self.num_prefill_tokens += sign * other.num_prefill_tokens
+        self.num_prompt_blocks += sign * other.num_prompt_blocks
+        self.num_output_tokens += sign * other.num_output_tokens
+        self.num_prompt_block_steps += sign * other.num_prompt_block_steps
+        self.num_output_block_steps += sign * other.num_output_block_steps
+
+    def average(
+        self, scale: float, block_size: int, tokens_per_step: float = 1.0
+    ) -> AverageRequest:
+        """The average request, if outputs are `scale` times as long as estimated.
+
+        There has to be one at least. Each step adds `tokens_per_step` to an output.
+        """
+        output = scale * self.num_output_tokens
+        block_steps = scale * self.num_prompt_block_steps + scale**2 * self.num_output_block_steps
+        return AverageRequest(
+            prefill_tokens=self.num_prefill_tokens / self.num_requests,
+            output_tokens=output / self.num_requests,
+            output_steps=max(1.0, output / self.num_requests / tokens_per_step),
+            final_blocks=(self.num_prompt_blocks + output / block_size) / self.num_requests,
+            mean_blocks=block_steps / output,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AverageRequest:
+    """An average over requests."""
+
+    prefill_tokens: float
+    output_tokens: float
+    output_steps: float
+    """That it runs."""
+    final_blocks: float
+    """At its longest."""
+    mean_blocks: float
+    """Over the steps that it runs."""
+
+
+def fill_share(
+    request: AverageRequest,
+    num_requests: int,
+    num_blocks: int,
+    most_tokens: int,
+    cost: StepCost | None = None,
+) -> float:
+    """In what part of an output's steps memory is best filled, from above 0 to 1.
+
+    If requests are admitted over a share t of the o steps that each runs, and the next ones as
+    they end, memory of M blocks holds
+
+        n(t) = M / (final blocks - t * (final blocks - mean blocks))
+
+    of them, and N requests are all admitted in N / n waves. A wave is t * o steps with prefill
+    and (1 - t) * o without; the last one is as long as it has to be, and one more output
+    follows it. Of all t with at most 3 % more steps than the fewest, the slowest one is taken
+    that is predicted to take at most 1 % longer than the fastest: where spreading prefill
+    doesn't pay, it isn't spread.
+
+    Args:
+        request: the average of all.
+        num_requests: N.
+        num_blocks: M.
+        most_tokens: that a step may have.
+        cost: of a step; without it, steps alone are counted.
+    """
+
+    of = cost or StepCost()
+    num_tokens = num_requests * (request.prefill_tokens + request.output_tokens)
+
+    def steps_and_seconds(share: float) -> tuple[float, float]:
+        num_running = max(1.0, num_blocks / _held_blocks(request, share))
+        prefill_tokens = num_running * request.prefill_tokens
+        steps = request.output_steps
+        fill = max(share * steps, prefill_tokens / most_tokens)
+        waves, rest = divmod(num_requests / num_running, 1)
+        filling, waiting = (waves + rest) * fill, waves * max(steps - fill, 0.0)
+        later = waiting * num_running + steps * num_running / 2
+        seconds = (
+            filling * of.seconds(max(num_tokens - later, 0.0) / filling)
+            + waiting * of.seconds(num_running)
+            + steps * of.seconds(num_running / 2)
+        )
+        return filling + waiting + steps, seconds
+
+    found = {idx / _SHARES: steps_and_seconds(idx / _SHARES) for idx in range(1, _SHARES + 1)}
+    most_steps = _MORE_STEPS * min(steps for steps, _ in found.values())
+    short = {share: seconds for share, (steps, seconds) in found.items() if steps <= most_steps}
+    most_seconds = (_MORE_SECONDS if cost else _MORE_STEPS) * min(short.values())
+    return max(share for share, seconds in short.items() if seconds <= most_seconds)
+
+
+def _held_blocks(request: AverageRequest, share: float) -> float:
+    """Blocks of a request where the first one is about to end, if `share` is that of a fill."""
+    return request.final_blocks - share * (request.final_blocks - request.mean_blocks)
+
+
+class Pace:
+    """Says how many prompt tokens a step may have.
+
+    Args:
+        num_blocks: M.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._allowance = 0.0
+        self.fill_share = 1.0
+        """See `fill_share`."""
+
+    def rate(self, request: AverageRequest) -> float:
+        """Prompt tokens a step at which requests like this one fill memory."""
+        num_running = max(1.0, self._num_blocks / _held_blocks(request, self.fill_share))
+        return num_running * request.prefill_tokens / (self.fill_share * request.output_steps)
+
+    def least(self, request: AverageRequest) -> float:
+        """Prompt tokens that a step has at least while a prompt is prefilled."""
+        part = request.prefill_tokens / (_PREFILL_SHARE * request.output_steps)
+        return max(1.0, min(part, request.prefill_tokens))
+
+    def next_step(self, request: AverageRequest, *, is_prefilling: bool = False) -> float:
+        """Prompt tokens that the next step may have, 0 at least.
+
+        Args:
+            request: the average of all that wait.
+            is_prefilling: whether a prompt has begun and not ended.
+        """
+        rate = self.rate(request)
+        most = max(_MOST_STEPS_SAVED * rate, request.prefill_tokens)
+        self._allowance = min(max(self._allowance, -most) + rate, most)
+        if self._allowance > 0 or is_prefilling:
+            return max(self._allowance, self.least(request))
+        return 0.0
+
+    def used(self, num_tokens: int) -> None:
+        """So many were used in the step."""
+        self._allowance -= num_tokens

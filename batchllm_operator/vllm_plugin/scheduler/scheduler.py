@@ -1,0 +1,428 @@
+"""A scheduler for vLLM that knows the plan (paper, Sec. 4.3).
+
+It is vLLM's own, which fills a step with running requests first, then with waiting ones, and
+frees, preempts and caches blocks. What is added, from outside:
+
+- waiting requests are admitted by the KV blocks that all running ones will hold in the steps to
+  come (`BlockProjection`; Algorithm 2); `max_num_seqs` is only the worker's number of slots;
+- the blocks of a group's prefix are held until the last member has been admitted, unless memory
+  runs short, and are the first to be reused when no one needs them (`groups`);
+- the tokens of a step are limited so that prefill is spread evenly (`Pace`).
+
+Use it with `LLM(scheduler_cls="batchllm_operator.vllm_plugin.scheduler.BatchLLMScheduler")`;
+requests carry `RequestHints`. A request without them is a group of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from batchllm_operator.errors import SpecError
+from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.pacing import Pace, fill_share
+from batchllm_operator.vllm_plugin.scheduler.planned_requests import PlannedRequests
+from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
+from batchllm_operator.vllm_plugin.scheduler.waiting_queue import GatedQueue
+
+if TYPE_CHECKING:
+    from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
+
+_log = logging.getLogger(__name__)
+_RECOUNT_STEPS = 64
+_RESERVED_PART = 1000  # of the blocks, for a prefill that takes a step longer than planned
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """Prompt tokens of a step, by kind."""
+
+    num_distinct_tokens: int = 0
+    num_prefix_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """That are computed."""
+        return self.num_distinct_tokens + self.num_prefix_tokens
+
+
+class BatchLLMScheduler(AsyncScheduler):
+    """vLLM's scheduler with planned admission, prefix lifetimes and paced prefill.
+
+    A trace that can't be written costs a warning, not the run.
+
+    Raises:
+        SpecError: `additional_config["batchllm"]` isn't `SchedulerSettings`, or requests are to
+            run by priority.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.scheduler_config.policy != "fcfs":
+            raise SpecError("scheduling_policy must be fcfs: requests run in the plan's order")
+        self._pool = self.kv_cache_manager.block_pool
+        # Layers of different kinds hold blocks of their own for the same tokens.
+        self._num_kinds = len(self.kv_cache_config.kv_cache_groups)
+        self._tokens_per_decode = 1 + self.num_spec_tokens
+        self._limit = self.max_num_scheduled_tokens
+        self._trace: StepTrace | None = None
+        self._begin(SchedulerSettings.from_additional_config(self.vllm_config.additional_config))
+        self.waiting = GatedQueue(self)
+
+    def begin(self, settings: SchedulerSettings) -> None:
+        """Start afresh with other settings, and with nothing learned or traced.
+
+        Raises:
+            RuntimeError: requests are still waiting or running.
+        """
+        if not self.is_idle():
+            raise RuntimeError("the scheduler still has requests")
+        self._close_trace()
+        self._begin(settings)
+
+    def _begin(self, settings: SchedulerSettings) -> None:
+        is_chunked = self.scheduler_config.enable_chunked_prefill
+        self._settings = settings
+        self._paces = settings.pace and is_chunked  # a whole prompt may be more than a step's part
+        self._num_blocks = self._num_blocks_to_plan(settings.memory_threshold)
+        self._most_tokens = self._limit
+        if settings.chunk_size is not None and is_chunked:
+            self._most_tokens = min(self._limit, settings.chunk_size)
+        self._step = 0
+        self._requests = PlannedRequests(
+            self.kv_cache_manager,
+            self.block_size,
+            shares=self.kv_cache_manager.enable_caching,
+            delay=1 if self.scheduler_config.async_scheduling else 0,
+            has_drafts=self.num_spec_tokens > 0,
+        )
+        self._pace = Pace(self._num_blocks)
+        self._prefilling: dict[str, Request] = {}
+        self._taken_out: Request | None = None  # of the queue; whether it runs will turn out
+        self._admitted: list[Request] = []  # in this step
+        self._num_prefill_ahead = 0  # tokens of running requests, and of those admitted so far
+        self._num_prefill_tokens = self._most_tokens  # that this step may compute
+        self._num_prefill_tokens_later = self._most_tokens  # and those that follow
+        self._num_unplanned = 0  # blocks in use that aren't in the projection
+        self._num_preempted = 0  # in this step
+        self._is_scheduling = False
+        self._did_nothing = False
+        self._started_at: float | None = None
+        if settings.trace_path is not None:
+            try:
+                # Without a trace the scheduler runs where pyarrow isn't installed.
+                from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
+
+                self._trace = StepTrace(Path(settings.trace_path), self._most_tokens)
+            except OSError as error:
+                _log.warning("steps aren't traced: %s", error)
+
+    def _num_blocks_to_plan(self, threshold: float | None) -> int:
+        num_blocks = self.num_plannable_tokens // self.block_size
+        if threshold is not None:
+            return max(1, int(num_blocks * threshold))
+        return max(1, num_blocks - max(2, num_blocks // _RESERVED_PART))
+
+    # What vLLM calls.
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:
+            self._requests.arrive(request)
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        begun_at = time.perf_counter()
+        self._begin_step()
+        try:
+            self._is_scheduling = True
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self._is_scheduling = False
+            self.max_num_scheduled_tokens = self._limit
+        self._did_nothing = not output.num_scheduled_tokens
+        prefill = self._end_step(output)
+        if self._trace is not None:
+            self._write(self._row(output, prefill, begun_at))
+        return output
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._requests.groups.unpin_all()  # vLLM refuses while blocks are held
+        done: bool = super().reset_prefix_cache(*args, **kwargs)
+        return done
+
+    def shutdown(self) -> None:
+        self._close_trace()
+        super().shutdown()
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        self._requests.leave(request, self._next_waiting(), aborted=aborted)
+        self._prefilling.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)
+
+    # What others may ask.
+
+    @property
+    def chunk_size(self) -> int:
+        """Most tokens of a step."""
+        return self._most_tokens
+
+    @property
+    def num_plannable_tokens(self) -> int:
+        """Tokens whose KV all blocks together have room for."""
+        return (self._pool.num_gpu_blocks - 1) // self._num_kinds * self.block_size
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks held for members to come of groups in which nobody runs."""
+        return self._requests.groups.num_pinned_blocks
+
+    def is_idle(self) -> bool:
+        """Whether no request is left, nor anything that was held or counted for one."""
+        return self._requests.is_empty and not self._prefilling
+
+    # What the queue asks and tells.
+
+    def is_closed_for(self, request: Request) -> bool:
+        """Whether a waiting request has to wait on: see `Gate`."""
+        if not self._is_scheduling:
+            return False
+        self._settle()
+        if not self.running:
+            return False
+        return not self._requests.has_prefix(request) or not self._has_room_for(request)
+
+    def taken_out(self, request: Request) -> None:
+        """A waiting request left the queue."""
+        self._settle()
+        self._taken_out = request
+
+    def put_back(self, request: Request) -> None:
+        """A request is in the queue: it is new, was preempted, or can't run yet."""
+        if request is self._taken_out:
+            self._taken_out = None
+        if self._requests.runs(request):
+            self._num_preempted += request.status == RequestStatus.PREEMPTED
+            self._requests.put_back(request, self._next_waiting())
+            self._prefilling.pop(request.request_id, None)
+
+    def _settle(self) -> None:
+        """Count the request that left the queue last, if it does run."""
+        request, self._taken_out = self._taken_out, None
+        if request is not None and request.status == RequestStatus.RUNNING:
+            num_tokens = self._requests.num_to_prefill(request)
+            self._requests.run(request, self._start_of(num_tokens))
+            self._num_prefill_ahead += num_tokens
+            self._admitted.append(request)
+
+    def _has_room_for(self, request: Request) -> bool:
+        start = self._start_of(self._requests.num_to_prefill(request))
+        peak = self._requests.peak_with(request, start)
+        return peak + self._num_unplanned <= self._num_blocks
+
+    def _start_of(self, num_tokens: int) -> int:
+        """Step by which so many tokens are prefilled, behind all that is to be before them."""
+        ahead = self._num_prefill_ahead + num_tokens - self._num_prefill_tokens
+        return self._step + self._num_steps(max(0, ahead))
+
+    def _next_waiting(self) -> Request | None:
+        return self.waiting.peek_request() if len(self.waiting) else None
+
+    def _write(self, row: StepRow) -> None:
+        try:
+            if self._trace is not None:
+                self._trace.add(row)
+        except OSError as error:  # a full disk: the job matters more than its trace
+            _log.warning("steps aren't traced any more: %s", error)
+            self._trace = None
+
+    def _close_trace(self) -> None:
+        trace, self._trace = self._trace, None
+        try:
+            if trace is not None:
+                trace.close()
+        except OSError as error:
+            _log.warning("the trace of steps isn't whole: %s", error)
+
+    # Before vLLM's own step.
+
+    def _begin_step(self) -> None:
+        self._step += 1
+        self._num_preempted = 0
+        self._requests.projection.advance(self._step)
+        self._requests.extend_overdue(self.requests, self._prefilling)
+        if self._step % _RECOUNT_STEPS == 0:
+            self._requests.recount(self.requests)
+        if self._prefilling:
+            self._put_decodes_first()
+        self._limit_tokens()
+        self._make_room_for_first()
+        self._relieve()
+
+    def _put_decodes_first(self) -> None:
+        """So that no decode waits for a prefill; among prefills, the order stays."""
+        tail = self.running[-len(self._prefilling) :]
+        if any(request.request_id not in self._prefilling for request in tail):
+            self.running.sort(key=lambda request: request.request_id in self._prefilling)
+
+    def _make_room_for_first(self) -> None:
+        """So that prefixes which nobody uses don't keep the first request out."""
+        first = self._next_waiting()
+        if first is None or not self.num_held_blocks:
+            return
+        if not self.running and self._did_nothing:  # its own group's was all that was held
+            self._requests.groups.unpin_all()
+        elif self._requests.is_pinned_beside(first):
+            missing = self._num_missing_blocks(first) > self._pool.get_num_free_blocks()
+            if missing or not self._has_room_for(first):
+                self._requests.unpin_beside(first)
+
+    def _relieve(self) -> None:
+        """Where running requests are about to find no block, choose who has to go."""
+        num_free = self._pool.get_num_free_blocks()
+        num_needed = self._num_blocks_to_prefill()
+        if num_free >= num_needed + len(self.running) * self._num_kinds:
+            return
+        size = self.block_size
+        num_needed += self._num_kinds * sum(
+            not request.num_computed_tokens % size
+            for request in self.running
+            if request.request_id not in self._prefilling
+        )
+        if num_needed <= num_free:
+            return
+        self._requests.groups.unpin_all()
+        missing = num_needed - self._pool.get_num_free_blocks()
+        if missing > 0:
+            self._put_victims_last(missing)
+
+    def _put_victims_last(self, num_blocks: int) -> None:
+        """vLLM preempts from the end: those with the least to compute again, and no more."""
+        by_work = sorted(self.running, key=self._requests.computed_work)
+        victims: list[Request] = []
+        while num_blocks > 0 and len(victims) < len(by_work) - 1:
+            victim = by_work[len(victims)]
+            victims.append(victim)
+            num_blocks -= max(1, self._requests.computed_work(victim) // self.block_size)
+        chosen = {request.request_id for request in victims}
+        others = [request for request in self.running if request.request_id not in chosen]
+        self.running[:] = [*others, *reversed(victims)]
+
+    def _num_blocks_to_prefill(self) -> int:
+        """Blocks that prefill will take in this step."""
+        num_blocks, num_tokens = 0, self._num_prefill_tokens
+        for request in self._prefilling.values():
+            begin = request.num_computed_tokens
+            end = min(request.num_tokens, begin + num_tokens)
+            num_blocks += -(-end // self.block_size) - -(-begin // self.block_size)
+            num_tokens -= end - begin
+        return num_blocks * self._num_kinds
+
+    def _num_missing_blocks(self, request: Request) -> int:
+        """Blocks of a request's tokens that it doesn't hold yet."""
+        num_blocks = -(-request.num_tokens // self.block_size)
+        return (num_blocks - request.num_computed_tokens // self.block_size) * self._num_kinds
+
+    def _limit_tokens(self) -> None:
+        """Set how many tokens the step may have."""
+        num_decode = (len(self.running) - len(self._prefilling)) * self._tokens_per_decode
+        num_prefill = later = self._most_tokens
+        # A prefill without a decode to ride with gains nothing by being spread.
+        if self._paces and self._requests.num_waiting and (num_decode or not self._prefilling):
+            num_prefill, later = self._paced_tokens()
+        self._num_prefill_tokens = max(1, min(self._most_tokens - num_decode, num_prefill))
+        self._num_prefill_tokens_later = max(1, min(self._num_prefill_tokens, later))
+        limit = num_decode + num_prefill
+        self.max_num_scheduled_tokens = max(1, min(self._most_tokens, limit))
+
+    def _paced_tokens(self) -> tuple[int, int]:
+        """Prompt tokens for this step, and for those that follow."""
+        request = self._requests.average_waiting()
+        to_come = max(0, (self._settings.num_requests or 0) - self._requests.num_seen)
+        num_requests = self._requests.num_waiting + to_come
+        num_now = self._requests.projection.num_blocks()
+        if num_requests * request.final_blocks + num_now <= self._num_blocks:
+            return self._most_tokens, self._most_tokens  # all that is left has room
+        if not self.running:
+            self._pace.fill_share = fill_share(
+                request,
+                num_requests,
+                self._num_blocks,
+                self._most_tokens,
+                self._settings.step_cost,
+            )
+        now = self._pace.next_step(request, is_prefilling=bool(self._prefilling))
+        later = max(self._pace.rate(request), self._pace.least(request))
+        return int(now), int(later)
+
+    # After it.
+
+    def _end_step(self, output: SchedulerOutput) -> _Prefill:
+        self._settle()
+        prefill = _Prefill()
+        for request in self._admitted:
+            num_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
+            prefill.num_cached_tokens += request.num_computed_tokens - num_tokens
+        self._num_prefill_ahead = 0
+        for request in (*self._prefilling.values(), *self._admitted):
+            self._count_prefill(request, output, prefill)
+            self._follow_prefill(request)
+        self._admitted.clear()
+        self._pace.used(prefill.num_tokens)
+        self._requests.groups.unpin_taken_over()
+        num_used = self._num_used_blocks() // self._num_kinds
+        self._num_unplanned = max(0, num_used - self._requests.projection.num_blocks())
+        return prefill
+
+    def _count_prefill(self, request: Request, output: SchedulerOutput, into: _Prefill) -> None:
+        num_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
+        end, prefix = request.num_computed_tokens, self._requests.num_prefix_tokens(request)
+        num_prefix = max(0, min(end, prefix) - (end - num_tokens))
+        into.num_prefix_tokens += num_prefix
+        into.num_distinct_tokens += num_tokens - num_prefix
+
+    def _follow_prefill(self, request: Request) -> None:
+        self._prefilling.pop(request.request_id, None)
+        if not self._requests.runs(request):
+            return
+        if request.is_prefill_chunk:
+            self._prefilling[request.request_id] = request
+            self._num_prefill_ahead += request.num_tokens - request.num_computed_tokens
+            self._requests.renew(request, self._step + self._num_steps(self._num_prefill_ahead))
+        else:
+            self._requests.renew(request, self._step + 1)  # with the token of this step
+
+    def _num_steps(self, num_tokens: int) -> int:
+        """Steps after this one that so many tokens of prefill take."""
+        return -(-num_tokens // self._num_prefill_tokens_later)
+
+    def _num_used_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
+
+    def _row(self, output: SchedulerOutput, prefill: _Prefill, begun_at: float) -> StepRow:
+        if self._started_at is None:
+            self._started_at = begun_at
+        return StepRow(
+            step=self._step,
+            start_s=begun_at - self._started_at,
+            scheduling_s=time.perf_counter() - begun_at,
+            num_decode_tokens=output.total_num_scheduled_tokens - prefill.num_tokens,
+            num_distinct_tokens=prefill.num_distinct_tokens,
+            num_prefix_tokens=prefill.num_prefix_tokens,
+            num_cached_tokens=prefill.num_cached_tokens,
+            num_scheduled=len(output.num_scheduled_tokens),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_preempted=self._num_preempted,
+            num_used_blocks=self._num_used_blocks(),
+            num_held_blocks=self.num_held_blocks,
+            num_blocks=self._pool.num_gpu_blocks - 1,
+        )

@@ -1,0 +1,81 @@
+"""What the scheduler did in each step, as a Parquet file."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
+
+_ROWS_IN_MEMORY: Final = 1 << 14
+
+
+TRACE_SCHEMA: Final = pa.schema(
+    [
+        pa.field(field.name, pa.float64() if field.name.endswith("_s") else pa.int64(), False)
+        for field in fields(StepRow)
+    ]
+)
+
+
+CHUNK_SIZE_KEY: Final = b"batchllm.chunk_size"
+"""Of the file's metadata: most tokens of a step, in decimal digits."""
+
+
+class StepTrace:
+    """Writes a row per step; a context manager.
+
+    Rows go to the file some thousands at a time, so that memory doesn't grow with the run. The
+    file can be read once it has been closed.
+
+    Args:
+        path: the file to write.
+        chunk_size: most tokens of a step, noted in the file's metadata.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+
+    def __init__(self, path: Path, chunk_size: int | None = None) -> None:
+        self._schema = TRACE_SCHEMA
+        if chunk_size is not None:
+            self._schema = TRACE_SCHEMA.with_metadata({CHUNK_SIZE_KEY: str(chunk_size).encode()})
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._columns = [array("d" if name.endswith("_s") else "q") for name in TRACE_SCHEMA.names]
+
+    def __enter__(self) -> StepTrace:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def add(self, row: StepRow) -> None:
+        """Note a step."""
+        for column, name in zip(self._columns, TRACE_SCHEMA.names, strict=True):
+            column.append(getattr(row, name))
+        if len(self._columns[0]) == _ROWS_IN_MEMORY:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and end the file. More rows can't be added; may be repeated."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._columns[0]:
+            self._writer.write_table(
+                pa.table([pa.array(each) for each in self._columns], schema=self._schema)
+            )
+            for column in self._columns:
+                del column[:]

@@ -1,0 +1,90 @@
+"""Who may see what: Airflow's auth manager is asked for each request.
+
+Airflow puts no login in front of a plugin's application, and what is mounted in its own has no
+`app.state.auth_manager`. So the application depends on `current_user` as a whole, and each route
+about a DAG on `readable_dag`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+from urllib.parse import quote, urlencode
+
+from airflow.api_fastapi.app import get_auth_manager
+from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
+from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
+from airflow.api_fastapi.core_api.security import get_user
+from airflow.models.dag import DagModel
+from fastapi import Depends, HTTPException, Request, status
+
+from batchllm_operator.web.links import Links
+
+current_user = get_user
+"""Answers 401 unless the request comes with a valid token of Airflow's, in a cookie or a header."""
+
+CurrentUser = Annotated[BaseUser, Depends(current_user)]
+
+_IDS: Final = ("run_id", "task_id")
+_MAX_ID_CHARS: Final = 250
+"""Airflow's own bound of ids."""
+
+# The pages show a run, its tasks' states, and what tasks have noted (and what that leads to).
+_ENTITIES: Final = (
+    None,
+    DagAccessEntity.RUN,
+    DagAccessEntity.TASK_INSTANCE,
+    DagAccessEntity.XCOM,
+)
+
+
+def may_read(user: BaseUser, dag_id: str) -> bool:
+    """Whether a user may read the runs, tasks and XComs of a DAG."""
+    details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
+    manager = get_auth_manager()
+    return all(
+        manager.is_authorized_dag(method="GET", access_entity=entity, details=details, user=user)
+        for entity in _ENTITIES
+    )
+
+
+def readable_dag(request: Request, user: CurrentUser) -> None:
+    """Let a request pass if its user may read the DAG in its path.
+
+    Raises:
+        HTTPException: 404 if an id in the path can't be one; 403 if the user may not.
+    """
+    ids = [request.path_params[name] for name in _IDS if name in request.path_params]
+    check_readable(user, request.path_params["dag_id"], *ids)
+
+
+def check_readable(user: BaseUser, dag_id: str, *ids: str) -> None:
+    """Make sure that a user may read a DAG; `ids` are others of a request.
+
+    Raises:
+        HTTPException: see `readable_dag`.
+    """
+    if not all(map(_can_be_id, (dag_id, *ids))):
+        raise HTTPException(status.HTTP_404_NOT_FOUND, "There is no such page.")
+    if not may_read(user, dag_id):
+        raise HTTPException(
+            status.HTTP_403_FORBIDDEN, "You may not read this DAG, its runs, tasks or XComs."
+        )
+
+
+def login_url(request: Request) -> str:
+    """Airflow's login, which comes back to the request's page."""
+    links = Links(request.scope.get("root_path", ""))
+    airflow_root = links.root.rpartition("/")[0]
+    next_url = quote(request.scope["path"])
+    if request.url.query:
+        next_url += f"?{request.url.query}"
+    return f"{airflow_root}/api/v2/auth/login?{urlencode({'next': next_url})}"
+
+
+def _can_be_id(text: str) -> bool:
+    """Databases refuse some text with errors of their own; no id of Airflow's is such."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return 0 < len(text) <= _MAX_ID_CHARS and text.isprintable()

@@ -1,0 +1,75 @@
+"""How far a job in a run of a DAG is, by the states of its tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from batchllm_operator.web.runs import (
+    ACTIVE,
+    COMMIT,
+    FAILED,
+    GENERATE,
+    PLAN,
+    JobInRun,
+    task_states,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """How far a job is."""
+
+    text: str
+    is_failed: bool = False
+    is_active: bool = False
+    """Whether there is more to come."""
+
+
+def job_state(session: Session, job: JobInRun) -> JobState:
+    """The stage that the job is at, and whether it has failed there.
+
+    Its tasks are those in the task group of its plan task. Where several plan tasks share one (or
+    none, or are mapped), whose the others are can't be told, and the plan task alone is looked at.
+    """
+    ref = job.ref
+    if job.state != "success":
+        return _stage("planning", "planned", job.state)
+    states = [
+        (operator, state)
+        for task_id, operator, state in task_states(
+            session, ref.dag_id, ref.run_id, (PLAN, GENERATE, COMMIT)
+        )
+        if task_id.rpartition(".")[0] == ref.group
+    ]
+    if sum(operator == PLAN for operator, _ in states) > 1:
+        return JobState("planned")
+    shards = [state for operator, state in states if operator == GENERATE]
+    commits = [state for operator, state in states if operator == COMMIT]
+    if commits and (commits[0] == "success" or commits[0] in ACTIVE or commits[0] == "failed"):
+        return _stage("committing", "committed", commits[0])
+    return _generating(shards)
+
+
+def _generating(shards: list[str]) -> JobState:
+    counts = Counter(shards)
+    done = f"{counts['success']} of {len(shards)} shards"
+    if num_failed := sum(counts[state] for state in FAILED):
+        return JobState(f"generating failed ({num_failed} of {len(shards)} shards)", is_failed=True)
+    if any(counts[state] for state in ACTIVE):
+        return JobState(f"generating ({done})", is_active=True)
+    return JobState("planned" if not counts["success"] else f"generated ({done})", is_active=True)
+
+
+def _stage(doing: str, done: str, state: str) -> JobState:
+    if state == "success":
+        return JobState(done)
+    if state in FAILED:
+        return JobState(f"{doing} failed", is_failed=True)
+    if state in ("none", "scheduled", "queued"):
+        return JobState(f"waiting for {doing}", is_active=True)
+    if state in ACTIVE:
+        return JobState(f"{doing}{' again' if state == 'up_for_retry' else ''}", is_active=True)
+    return JobState(f"{doing}: {state}")

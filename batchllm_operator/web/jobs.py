@@ -1,0 +1,273 @@
+"""All jobs that have run here, with their latest runs, from Airflow's database alone.
+
+A job is registered by having run: its plan task has noted a plan's URI, or is at work on its first,
+or has failed to. Its runs are in the order of their partitions: a day that is run again stays
+between its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Final
+
+from airflow.models.dagrun import DagRun
+from airflow.models.renderedtifields import RenderedTaskInstanceFields
+from airflow.models.taskinstance import TaskInstance
+from airflow.models.xcom import XComModel
+from sqlalchemy import and_, null, select
+from sqlalchemy.orm import Session
+
+from batchllm_operator.web.job_state import JobState, job_state
+from batchllm_operator.web.runs import (
+    ACTIVE,
+    COMMIT,
+    ENDED,
+    FAILED,
+    PLAN,
+    PLAN_URI_KEY,
+    REPORT,
+    RETURN_KEY,
+    JobInRun,
+    JobRef,
+    decoded_xcom,
+    readable_uri,
+    same_task,
+    state_name,
+)
+
+NUM_RUNS: Final = 30
+"""Runs of a job that are shown, those of the newest partitions."""
+_NUM_CANDIDATES: Final = 300
+"""Latest runs of a job among which these are looked for."""
+_MAX_NAME_CHARS: Final = 250
+_MOST: Final = 1e24
+"""That a number of an outcome may be: tasks can return anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """One run of a job."""
+
+    job: JobInRun
+    run_after: datetime
+    run_state: str
+    partition: str | None
+    """Of its plan; before there is one, that which it will be of, if that is known."""
+    outcome: Mapping[str, Any] = field(default_factory=dict)
+    """What commit and report have returned; numbers are read by `number`."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its partition is that of a plan."""
+        return readable_uri(self.job.noted) is not None
+
+    @property
+    def may_be_planned(self) -> bool:
+        """Whether there is a plan, or may be one yet."""
+        return self.is_planned or self.run_state not in ENDED
+
+    def number(self, name: str) -> float | None:
+        """A number of the outcome that is one; None for anything else."""
+        value = self.outcome.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return value if abs(value) < _MOST else None  # neither NaN nor what no float can hold
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A task that plans a job, and the runs of its DAG."""
+
+    dag_id: str
+    task_id: str
+    runs: tuple[JobRun, ...]
+    """At least one. The earliest partition first, in each the earliest attempt; before them runs
+    whose partition is not known yet."""
+    latest: JobRun
+    """The latest attempt at the newest partition. One that has ended without a plan counts until a
+    later run: its partition may never come, such as a mistyped one."""
+    state: JobState
+    """Of the latest run."""
+
+    @property
+    def by_partition(self) -> dict[str, JobRun]:
+        """One run for each partition, the earliest first: its latest with an outcome, or else its
+        latest."""
+        found: dict[str, JobRun] = {}
+        for run in self.runs:
+            if run.partition is not None and (run.outcome or run.partition not in found):
+                found[run.partition] = run
+        return found
+
+    @property
+    def latest_done(self) -> JobRun:
+        """The latest run with an outcome, of the newest partition that has one, or else the
+        latest."""
+        return next((run for run in reversed(self.runs) if run.outcome), self.latest)
+
+    @property
+    def name(self) -> str:
+        """As in the latest plan; the task's id before there is one."""
+        found = (readable_uri(run.job.noted) for run in reversed(self.runs))
+        return next((uri.job for uri in found if uri is not None), self.task_id)
+
+
+def list_jobs(session: Session, may_read: Callable[[str], bool]) -> list[Job]:
+    """The jobs of the DAGs that `may_read` lets through, by name."""
+    tasks = sorted(_planning_tasks(session))
+    readable = {dag_id for dag_id in {dag_id for dag_id, _ in tasks} if may_read(dag_id)}
+    found = [_job(session, dag_id, task_id) for dag_id, task_id in tasks if dag_id in readable]
+    jobs = [job for job in found if job is not None]
+    return sorted(jobs, key=lambda job: (job.name.casefold(), job.dag_id, job.task_id))
+
+
+def _planning_tasks(session: Session) -> set[tuple[str, str]]:
+    """DAG and id of each task that has planned, is at it, or failed; by Airflow's own indexes."""
+    noted = (
+        select(XComModel.dag_id, XComModel.task_id)
+        .join(
+            TaskInstance,
+            same_task(XComModel),
+        )
+        .where(XComModel.key == PLAN_URI_KEY, TaskInstance.operator == PLAN)
+    )
+    unplanned = select(TaskInstance.dag_id, TaskInstance.task_id).where(
+        TaskInstance.state.in_((*ACTIVE, *FAILED)), TaskInstance.operator == PLAN
+    )
+    queries = (noted.distinct(), unplanned.distinct())
+    return {(dag_id, task_id) for query in queries for dag_id, task_id in session.execute(query)}
+
+
+def _job(session: Session, dag_id: str, task_id: str) -> Job | None:
+    rows = session.execute(
+        select(
+            DagRun.run_id,
+            DagRun.state,
+            DagRun.run_after,
+            TaskInstance.map_index,
+            TaskInstance.state,
+        )
+        .join(
+            TaskInstance,
+            and_(DagRun.dag_id == TaskInstance.dag_id, DagRun.run_id == TaskInstance.run_id),
+        )
+        .where(TaskInstance.dag_id == dag_id, TaskInstance.task_id == task_id)
+        .where(TaskInstance.operator == PLAN)
+        .order_by(DagRun.run_after.desc(), DagRun.id.desc(), TaskInstance.map_index.desc())
+        .limit(_NUM_CANDIDATES)
+    ).all()
+    if not rows:  # removed since
+        return None
+    noted = _noted(session, dag_id, task_id, {row[0] for row in rows})
+    found = []
+    for run_id, run_state, run_after, map_index, state in reversed(rows):
+        ref = JobRef(dag_id, run_id, task_id, map_index)
+        uri = readable_uri(noted.get((run_id, map_index)))
+        job = JobInRun(ref, state_name(state), noted.get((run_id, map_index)))
+        ds = None if uri is None else uri.ds
+        found.append(JobRun(job, run_after, state_name(run_state), ds))
+    unplanned = [run.job.ref for run in found if run.partition is None]
+    expected = _expected(session, unplanned) if unplanned else {}
+    found = [replace(run, partition=expected.get(run.job.ref, run.partition)) for run in found]
+    found.sort(key=lambda run: (run.partition is not None, run.partition or ""))
+    runs = found[-NUM_RUNS:]
+    outcomes = _outcomes(session, dag_id, {run.job.ref.run_id for run in runs})
+    done = tuple(
+        replace(run, outcome=outcomes[run.job.ref.run_id].get(run.job.noted, {}))
+        if isinstance(run.job.noted, str)
+        else run
+        for run in runs
+    )
+    latest = _latest(done)
+    return Job(dag_id, task_id, done, latest, job_state(session, latest.job))
+
+
+def _latest(runs: Sequence[JobRun]) -> JobRun:
+    """See `Job.latest`; `runs` as in `Job.runs`."""
+    since = max((run.run_after for run in runs if run.may_be_planned), default=None)
+    counted = (
+        run
+        for run in reversed(runs)
+        if since is None or run.may_be_planned or run.run_after >= since
+    )
+    return next(counted)
+
+
+def _expected(session: Session, refs: Collection[JobRef]) -> dict[JobRef, str]:
+    """Which partitions jobs will plan: as rendered for their tasks, or as their runs say it."""
+    of_run: dict[str, str] = {}
+    (dag_id,) = {ref.dag_id for ref in refs}
+    run_ids = {ref.run_id for ref in refs}
+    key = getattr(DagRun, "partition_key", null())  # of Airflow 3.2 and later
+    rows = session.execute(
+        select(DagRun.run_id, DagRun.conf, key, DagRun.logical_date).where(
+            DagRun.dag_id == dag_id, DagRun.run_id.in_(run_ids)
+        )
+    )
+    for run_id, conf, partition_key, logical_date in rows:
+        given = conf.get("ds") if isinstance(conf, Mapping) else None
+        date = None if logical_date is None else logical_date.strftime("%Y-%m-%d")
+        ds = next((each for each in (given, partition_key, date) if _is_name(each)), None)
+        if ds is not None:
+            of_run[run_id] = ds
+    fields = RenderedTaskInstanceFields
+    rendered = session.execute(
+        select(fields.run_id, fields.task_id, fields.map_index, fields.rendered_fields).where(
+            fields.dag_id == dag_id, fields.run_id.in_(run_ids)
+        )
+    )
+    of_task = {
+        JobRef(dag_id, run_id, task_id, map_index): values["ds"]
+        for run_id, task_id, map_index, values in rendered
+        if isinstance(values, Mapping) and _is_name(values.get("ds"))
+    }
+    found = {ref: of_task.get(ref, of_run.get(ref.run_id)) for ref in refs}
+    return {ref: ds for ref, ds in found.items() if ds is not None}
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it can be a partition's: users write what they like into a run's `conf`."""
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME_CHARS and value.isprintable()
+
+
+def _noted(
+    session: Session, dag_id: str, task_id: str, run_ids: set[str]
+) -> dict[tuple[str, int], Any]:
+    """What the plan task has noted as URIs, by run and map index."""
+    rows = session.execute(
+        select(XComModel.run_id, XComModel.map_index, XComModel.value).where(
+            XComModel.dag_id == dag_id,
+            XComModel.task_id == task_id,
+            XComModel.run_id.in_(run_ids),
+            XComModel.key == PLAN_URI_KEY,
+        )
+    )
+    return {(run_id, map_index): decoded_xcom(value) for run_id, map_index, value in rows}
+
+
+def _outcomes(
+    session: Session, dag_id: str, run_ids: set[str]
+) -> defaultdict[str, dict[str, dict[str, Any]]]:
+    """What commit and report tasks have returned, by run and the plan's URI that they name."""
+    rows = session.execute(
+        select(XComModel.run_id, XComModel.value)
+        .join(
+            TaskInstance,
+            same_task(XComModel),
+        )
+        .where(
+            XComModel.dag_id == dag_id,
+            XComModel.run_id.in_(run_ids),
+            XComModel.key == RETURN_KEY,
+            TaskInstance.operator.in_((COMMIT, REPORT)),
+        )
+    )
+    found: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for run_id, raw in rows:
+        value = decoded_xcom(raw)
+        if isinstance(value, Mapping) and isinstance(plan_uri := value.get("plan_uri"), str):
+            found[run_id].setdefault(plan_uri, {}).update(value)
+    return found

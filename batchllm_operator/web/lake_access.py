@@ -1,0 +1,185 @@
+"""What the pages read in the lake: a plan's manifest, its report, its progress. Nothing else.
+
+All must be what they are said to be, or aren't shown. Requests never say where to read.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from airflow.models.connection import Connection
+from airflow.providers.common.compat.sdk import AirflowException
+
+from batchllm_operator.artifacts.committed import COMMITTED_FILE
+from batchllm_operator.artifacts.job_status import read_status
+from batchllm_operator.artifacts.manifest import MANIFEST_FILE, PlanManifest
+from batchllm_operator.artifacts.run_report import REPORT_FILE, RunReport
+from batchllm_operator.artifacts.status import JobStatus
+from batchllm_operator.artifacts.stored_plan import RUNS_FOLDER, StoredPlan
+from batchllm_operator.errors import BatchLLMError, PlanError, StorageError
+from batchllm_operator.lake import Folder
+from batchllm_operator.web.files_without_links import LINKS, FilesWithoutLinks
+from batchllm_operator.web.kept import Kept
+from batchllm_operator.web.plan_uri import PlanURI
+from batchllm_operator.web.problems import PageError
+
+_T = TypeVar("_T")
+
+CONNECTION_SETTING: Final = "BATCHLLM_AWS_CONN_ID"
+"""Environment variable: the Airflow connection whose AWS credentials read the lake."""
+
+_MAX_BYTES: Final = 64 << 20
+"""Of a manifest or a report. Larger ones aren't ours, or would take the API server down."""
+_PLANS: Final[Kept[tuple[StoredPlan, frozenset[str]]]] = Kept(30.0)
+"""With the secrets that opened each, to be masked in what comes later."""
+_REPORTS: Final[Kept[RunReport | None]] = Kept(2.0)
+_STATUSES: Final[Kept[JobStatus | None]] = Kept(2.0)
+_READERS: Final = threading.BoundedSemaphore(8)
+"""A storage that doesn't answer holds as many threads of the API server, and no more."""
+_READER_WAIT_S: Final = 5.0
+_SLOW: Final = "The lake takes long to answer; look again in a moment."
+
+
+class LakeReader:
+    """Reads about one plan, if it lies below one of `roots`. Its methods block: call them in a
+    thread.
+
+    Raises, in each: PageError, with 404 if the plan isn't there, 409 if something isn't what it
+    should be, 503 if the lake can't be read.
+    """
+
+    def __init__(self, uri: PlanURI, roots: tuple[str, ...]) -> None:
+        self._uri, self._roots = uri, roots
+        self._secrets: frozenset[str] = frozenset()
+
+    def report(self) -> RunReport | None:
+        """The report; None before the commit."""
+        return self._kept(_REPORTS, self._read_report)
+
+    def status(self) -> JobStatus | None:
+        """How far the run is; None after the commit, when the report says it all."""
+        return self._kept(_STATUSES, self._read_status)
+
+    def _read_report(self) -> RunReport | None:
+        plan = self._plan()
+        try:
+            data = _bounded(plan.folder, REPORT_FILE)
+        except FileNotFoundError:
+            if plan.folder.exists(COMMITTED_FILE):
+                raise PageError(
+                    404, f"The plan is committed, but its {REPORT_FILE} isn't there any more."
+                ) from None
+            return None
+        report = RunReport.from_bytes(data, source=self._uri.uri)
+        if report.run_id != plan.manifest.run_id:
+            raise PlanError(f"report of plan {self._uri.uri}: belongs elsewhere")
+        return report
+
+    def _read_status(self) -> JobStatus | None:
+        plan = self._plan()
+        if plan.folder.exists(COMMITTED_FILE):  # to look on would open the output table
+            return None
+        if plan.folder.is_local and Path(plan.folder.full_path(RUNS_FOLDER)).is_symlink():
+            raise PlanError(LINKS)
+        return read_status(plan)
+
+    @property
+    def _key(self) -> tuple[PlanURI, tuple[str, ...]]:
+        """What is kept of a plan is for DAGs with the same roots."""
+        return self._uri, self._roots
+
+    def _plan(self) -> StoredPlan:
+        plan, self._secrets = _PLANS.get(self._key, self._open_plan)
+        return plan
+
+    def _open_plan(self) -> tuple[StoredPlan, frozenset[str]]:
+        folder = Folder.open(self._uri.place(self._roots), **self._options())
+        if self._uri.local_path is not None:
+            folder = Folder(FilesWithoutLinks(), folder.path)
+        try:
+            data = _bounded(folder, MANIFEST_FILE)
+        except FileNotFoundError:
+            raise PageError(
+                404,
+                "The plan of this run isn't in the lake any more: `batchllm gc` removes plans that"
+                " nobody needs, or somebody has removed it.",
+            ) from None
+        manifest = PlanManifest.from_bytes(data, source=self._uri.uri)
+        where = (manifest.spec.name, manifest.ds, manifest.plan_id)
+        if where != (self._uri.job, self._uri.ds, self._uri.plan_id):
+            raise PlanError(f"plan {self._uri.uri}: belongs elsewhere")
+        return StoredPlan(folder, manifest), self._secrets
+
+    def _options(self) -> dict[str, Any]:
+        """How S3 is reached, if not as the API server's own environment says.
+
+        Raises:
+            AirflowException: there is no such connection, or it isn't one for AWS.
+        """
+        conn_id = os.environ.get(CONNECTION_SETTING)
+        if not conn_id or self._uri.local_path is not None:
+            return {}
+        from batchllm_operator.operators.credentials import Credentials  # a second to import
+
+        connection = Connection.get_connection_from_secrets(conn_id)
+        credentials = Credentials.from_connection(conn_id, connection)
+        self._secrets = credentials.secrets
+        variables = dict(credentials.variables)
+        options: dict[str, Any] = {
+            option: variables[name] for name, option in _S3_OPTIONS if name in variables
+        }
+        if region := variables.get("AWS_DEFAULT_REGION"):
+            options["client_kwargs"] = {"region_name": region}
+        return options
+
+    def _kept(self, kept: Kept[_T], read: Callable[[], _T]) -> _T:
+        """What was read a moment ago, or is read now by this thread."""
+        try:
+            return kept.get(self._key, lambda: self._guarded(read))
+        except TimeoutError:
+            raise PageError(503, _SLOW) from None
+
+    def _guarded(self, read: Callable[[], _T]) -> _T:
+        if not _READERS.acquire(timeout=_READER_WAIT_S):
+            raise PageError(503, _SLOW)
+        try:
+            return read()
+        except StorageError as error:
+            text = f"The lake can't be read: {error}"
+            raise PageError(503, text, secrets=self._secrets) from error
+        except (BatchLLMError, AirflowException) as error:
+            raise PageError(409, f"{error}", secrets=self._secrets) from error
+        finally:
+            _READERS.release()
+
+
+_S3_OPTIONS: Final = (
+    ("AWS_ACCESS_KEY_ID", "key"),
+    ("AWS_SECRET_ACCESS_KEY", "secret"),
+    ("AWS_SESSION_TOKEN", "token"),
+    ("AWS_ENDPOINT_URL", "endpoint_url"),
+)
+
+
+def _bounded(folder: Folder, name: str) -> bytes:
+    """The content of a file of at most 64 MiB.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        PlanError: it is larger.
+        StorageError: it can't be read.
+    """
+    try:
+        with folder.open_file(name) as file:
+            data = file.read(_MAX_BYTES + 1)
+    except (FileNotFoundError, StorageError):
+        raise
+    except OSError as error:
+        raise StorageError(f"{folder.uri}/{name}: {error}") from error
+    if len(data) > _MAX_BYTES:
+        raise PlanError(f"{folder.uri}/{name}: is larger than any of ours")
+    return data

@@ -1,0 +1,111 @@
+"""Addresses of the pages, and the link to a shard's page on its task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, urlencode, urlsplit
+
+from airflow.configuration import conf
+from airflow.sdk import BaseOperatorLink
+
+if TYPE_CHECKING:
+    from airflow.sdk import BaseOperator
+
+    from batchllm_operator.web.runs import JobRef
+
+_PREFIX: Final = "/batchllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Addresses of all pages, below where they are mounted."""
+
+    root: str
+    """Path without a slash at its end, such as `/batchllm`."""
+
+    @property
+    def jobs(self) -> str:
+        """The list of jobs."""
+        return f"{self.root}/"
+
+    def run(self, dag_id: str, run_id: str) -> str:
+        """A run of a DAG: its job, or a choice among its jobs."""
+        return f"{self.root}/dags/{_quoted(dag_id)}/runs/{_quoted(run_id)}"
+
+    def job(self, ref: JobRef) -> str:
+        """A job in a run of a DAG: live progress, later its report."""
+        place = f"jobs/{_quoted(ref.task_id)}/{ref.map_index}"
+        return f"{self.run(ref.dag_id, ref.run_id)}/{place}"
+
+    def live_job(self, ref: JobRef) -> str:
+        """What of a job's page changes."""
+        return f"{self.job(ref)}/live"
+
+    def report_file(self, ref: JobRef) -> str:
+        """The report as a file to keep."""
+        return f"{self.job(ref)}/report.html"
+
+    def comparison(self, before: JobRef, after: JobRef) -> str:
+        """Two committed jobs beside each other."""
+        return f"{self.root}/compare?{urlencode({'before': str(before), 'after': str(after)})}"
+
+    def job_shard(self, ref: JobRef, shard_idx: int) -> str:
+        """A shard of a job, by its number."""
+        return f"{self.job(ref)}/shards/{shard_idx}"
+
+    def live_shard(self, ref: JobRef, shard_idx: int) -> str:
+        """What of a shard's page changes."""
+        return f"{self.job_shard(ref, shard_idx)}/live"
+
+    def task(self, dag_id: str, run_id: str, task_id: str, map_index: int) -> str:
+        """The shard that a generate task is about."""
+        return f"{self.run(dag_id, run_id)}/tasks/{_quoted(task_id)}/{map_index}"
+
+
+class LiveProgressLink(BaseOperatorLink):
+    """Leads from a generate task to its shard's page, before, while and after it runs.
+
+    The plugin has this link and not the operator: of a plugin's link the API server asks the
+    address itself, each time. An operator's own is an XCom which the task leaves when it has ended
+    or deferred; and it would be there where the plugin isn't installed and lead nowhere.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the button says."""
+        return "Live progress"
+
+    @property
+    def operators(self) -> list[type[BaseOperator]]:  # type: ignore[override]
+        """Imported when Airflow asks, which only the API server does: it takes a second.
+
+        None where Airflow's providers for the operators aren't installed: no task has them then,
+        and Airflow asks each time it reads a DAG, also of those that aren't ours.
+        """
+        try:
+            from batchllm_operator.operators.generate import BatchLLMGenerateOperator
+        except ImportError:
+            return []
+
+        return [BatchLLMGenerateOperator]
+
+    def get_link(self, operator: Any, *, ti_key: Any) -> str:
+        """The address of the shard's page."""
+        links = Links(pages_root())
+        return links.task(ti_key.dag_id, ti_key.run_id, ti_key.task_id, ti_key.map_index)
+
+
+def pages_root() -> str:
+    """Path of the pages as a browser sees it: Airflow may lie below the host's root."""
+    base_url = conf.get("api", "base_url", fallback="") or ""
+    return urlsplit(base_url).path.rstrip("/") + _PREFIX
+
+
+def run_template() -> str:
+    """The address of a run's page as Airflow's interface fills it in."""
+    return f"{pages_root()}/dags/{{DAG_ID}}/runs/{{RUN_ID}}"
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="")

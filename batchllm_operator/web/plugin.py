@@ -1,0 +1,79 @@
+"""What Airflow learns of the pages while it starts; cheap, for each of its processes asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from airflow.plugins_manager import AirflowPlugin
+
+from batchllm_operator.web.links import LiveProgressLink, pages_root, run_template
+
+_Message = MutableMapping[str, Any]
+_App = Callable[
+    [_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]],
+    Awaitable[None],
+]
+
+URL_PREFIX: Final = "/batchllm"
+"""Where Airflow's API server mounts the pages."""
+
+
+class LazyApp:
+    """The pages as an ASGI application that is built when the first request comes.
+
+    Scheduler, triggerer and each task load plugins, too, and shall not pay for pyarrow and jinja2.
+    """
+
+    def __init__(self) -> None:
+        self._app: _App | None = None
+        self._lock = asyncio.Lock()
+
+    async def __call__(
+        self,
+        scope: _Message,
+        receive: Callable[[], Awaitable[_Message]],
+        send: Callable[[_Message], Awaitable[None]],
+    ) -> None:
+        app = self._app or await self._built()
+        await app(scope, receive, send)
+
+    async def _built(self) -> _App:
+        async with self._lock:  # imports take a second: the API server goes on meanwhile
+            if self._app is None:
+                self._app = await asyncio.to_thread(_build)
+            return self._app
+
+
+def _build() -> _App:
+    from batchllm_operator.web.app import create_app
+    from batchllm_operator.web.headers import SecurityHeaders
+
+    return SecurityHeaders(create_app())
+
+
+class BatchLLMPlugin(AirflowPlugin):
+    """Adds the pages to the navigation and to each run of a DAG, and links to each shard."""
+
+    name = "batchllm"
+    # Airflow declares these as variables of instances, and reads them from either.
+    fastapi_apps: list[Any] = [  # noqa: RUF012
+        {"app": LazyApp(), "url_prefix": URL_PREFIX, "name": "BatchLLM"}
+    ]
+    external_views: list[Any] = [  # noqa: RUF012
+        {
+            "name": "BatchLLM",
+            "href": f"{pages_root()}/",
+            "destination": "nav",
+            "category": "browse",
+            "url_route": "batchllm",
+        },
+        {
+            "name": "BatchLLM",
+            "href": run_template(),
+            "destination": "dag_run",
+            "url_route": "batchllm-run",
+        },
+    ]
+    operator_extra_links: list[Any] = [LiveProgressLink()]  # noqa: RUF012

@@ -1,0 +1,253 @@
+"""The pages' addresses. Each takes ids of Airflow's and numbers; where to read, the run has noted.
+
+These functions block, on the database and the lake: FastAPI calls them in threads.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Annotated, Final
+
+from airflow.utils.session import create_session
+from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+
+from batchllm_operator.artifacts.run_report import RunReport
+from batchllm_operator.errors import PlanError
+from batchllm_operator.report.comparison import compare, render_comparison
+from batchllm_operator.report.page import render_report
+from batchllm_operator.web import views
+from batchllm_operator.web.access import (
+    CurrentUser,
+    check_readable,
+    may_read,
+    readable_dag,
+)
+from batchllm_operator.web.headers import CSP, live_policy
+from batchllm_operator.web.job_state import job_state
+from batchllm_operator.web.jobs import list_jobs
+from batchllm_operator.web.lake_access import LakeReader
+from batchllm_operator.web.links import Links
+from batchllm_operator.web.problems import PageError
+from batchllm_operator.web.roots import report_roots
+from batchllm_operator.web.runs import (
+    ENDED,
+    JobInRun,
+    JobRef,
+    jobs_of_run,
+    run_state,
+    shard_of_task,
+)
+
+MapIndex = Annotated[int, Path(ge=-1, lt=1 << 31)]
+ShardIdx = Annotated[int, Path(ge=0, lt=1 << 31)]
+
+_RELOAD: Final = 205
+"""Tells a live page's script to load the page anew: it is another one now."""
+
+pages = APIRouter()
+dag_pages = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[Depends(readable_dag)])
+
+
+@pages.get("/")
+def show_jobs(request: Request, user: CurrentUser) -> Response:
+    """All jobs of DAGs that the user may read. Reads nothing in the lake."""
+    with create_session(scoped=False) as session:
+        jobs = list_jobs(session, lambda dag_id: may_read(user, dag_id))
+    return HTMLResponse(views.jobs_page(jobs, _links(request)))
+
+
+@pages.get("/compare")
+def show_comparison(request: Request, user: CurrentUser, before: str, after: str) -> Response:
+    """Two committed jobs, of any DAGs that the user may read, beside each other.
+
+    Each is `<dag_id>/<run_id>/<task_id>/<map_index>` of the task that planned it.
+    """
+    reports = []
+    for text in (before, after):
+        ref = JobRef.of(text)
+        if ref is None:
+            raise PageError(404, "There is no such page.")
+        check_readable(user, ref.dag_id, ref.run_id, ref.task_id)
+        reader = _reader(_find_job(ref.dag_id, ref.run_id, ref.task_id, ref.map_index))
+        report = None if reader is None else reader.report()
+        if report is None:
+            raise PageError(404, f"Run {ref.run_id} has no report: it hasn't been committed.")
+        reports.append(report)
+    trail = (("Jobs", _links(request).jobs),)
+    return HTMLResponse(render_comparison(compare(*reports), trail=trail))
+
+
+@dag_pages.get("")
+def show_run(request: Request, dag_id: str, run_id: str) -> Response:
+    """A run's only job, or a choice among its jobs."""
+    links = _links(request)
+    with create_session(scoped=False) as session:
+        state = run_state(session, dag_id, run_id)
+        jobs = jobs_of_run(session, dag_id, run_id)
+    if state is None:
+        raise PageError(404, "There is no such run of this DAG (any more).")
+    if not jobs:
+        raise PageError(
+            404,
+            "No job runs here: this run of the DAG has no task of BatchLLMPlanOperator, or Airflow"
+            " hasn't made its tasks yet.",
+        )
+    if len(jobs) > 1:
+        return HTMLResponse(views.choice_page(jobs, dag_id, run_id, links))
+    return _job_page(jobs[0], links)
+
+
+@dag_pages.get("/jobs/{task_id}/{map_index}")
+def show_job(
+    request: Request, dag_id: str, run_id: str, task_id: str, map_index: MapIndex
+) -> Response:
+    """A job: live progress until the commit, then its report."""
+    return _job_page(_find_job(dag_id, run_id, task_id, map_index), _links(request))
+
+
+@dag_pages.get("/jobs/{task_id}/{map_index}/live")
+def show_job_news(
+    request: Request, dag_id: str, run_id: str, task_id: str, map_index: MapIndex
+) -> Response:
+    """What changes of a job's page; 205 once there is a report."""
+    found = _live_job(_find_job(dag_id, run_id, task_id, map_index))
+    if isinstance(found, RunReport):
+        return Response(status_code=_RELOAD)
+    return HTMLResponse(found.fragment(_links(request)))
+
+
+@dag_pages.get("/jobs/{task_id}/{map_index}/report.html")
+def download_report(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> Response:
+    """The report as a file, rendered anew from report.json."""
+    reader = _reader(_find_job(dag_id, run_id, task_id, map_index))
+    report = None if reader is None else reader.report()
+    if report is None:
+        raise PageError(404, "There is no report yet: the job hasn't been committed.")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{report.job}-{report.ds}")
+    headers = {"content-disposition": f'attachment; filename="{name}.html"'}
+    return HTMLResponse(render_report(report), headers=headers)
+
+
+@dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}")
+def show_shard(
+    request: Request,
+    dag_id: str,
+    run_id: str,
+    task_id: str,
+    map_index: MapIndex,
+    shard_idx: ShardIdx,
+) -> Response:
+    """A shard's live progress; after the commit, the job's report."""
+    job = _find_job(dag_id, run_id, task_id, map_index)
+    links = _links(request)
+    found = _live_shard(job, shard_idx)
+    if found is None:
+        return _redirect(links.job(job.ref))
+    return _live_page(found, links)
+
+
+@dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}/live")
+def show_shard_news(
+    dag_id: str, run_id: str, task_id: str, map_index: MapIndex, shard_idx: ShardIdx
+) -> Response:
+    """What changes of a shard's page; 205 once there is a report."""
+    found = _live_shard(_find_job(dag_id, run_id, task_id, map_index), shard_idx)
+    if found is None:
+        return Response(status_code=_RELOAD)
+    return HTMLResponse(found.fragment())
+
+
+@dag_pages.get("/tasks/{task_id}/{map_index}")
+def show_task(
+    request: Request, dag_id: str, run_id: str, task_id: str, map_index: MapIndex
+) -> Response:
+    """To the page of the shard that a generate task is about."""
+    with create_session(scoped=False) as session:
+        found = shard_of_task(session, dag_id, run_id, task_id, map_index)
+    if found is None:
+        raise PageError(
+            404,
+            "Which shard this task generates isn't known: it isn't a task of"
+            " BatchLLMGenerateOperator, or nothing is planned yet.",
+        )
+    job, shard_idx = found
+    return _redirect(_links(request).job_shard(job.ref, shard_idx))
+
+
+def _links(request: Request) -> Links:
+    return Links(request.scope.get("root_path", ""))
+
+
+def _redirect(url: str) -> Response:
+    return RedirectResponse(url, status_code=302)
+
+
+def _find_job(dag_id: str, run_id: str, task_id: str, map_index: int) -> JobInRun:
+    with create_session(scoped=False) as session:
+        jobs = jobs_of_run(session, dag_id, run_id)
+    for job in jobs:
+        if (job.ref.task_id, job.ref.map_index) == (task_id, map_index):
+            return job
+    raise PageError(404, "No such job in this run: its plan task isn't there (any more).")
+
+
+def _reader(job: JobInRun) -> LakeReader | None:
+    """What reads about the job's plan; None before there is one.
+
+    Raises:
+        PageError: what the plan task has noted isn't the URI of a plan, or nothing says where plans
+            are read for this DAG.
+    """
+    try:
+        uri = job.plan_uri()
+        if uri is None:
+            return None
+        with create_session(scoped=False) as session:
+            roots = report_roots(session, job.ref)
+    except PlanError as error:
+        raise PageError(409, f"This run's plan can't be shown: {error}.") from error
+    return LakeReader(uri, roots)
+
+
+def _live_job(job: JobInRun) -> RunReport | views.LiveJob:
+    """The job's report if there is one, else how far it is."""
+    reader = _reader(job)
+    status = None
+    if reader is not None:
+        status = None if (report := reader.report()) is not None else reader.status()
+        if status is None:  # there is a report, or there has been for an instant
+            report = report or reader.report()
+            if report is None:
+                raise PageError(503, "The job was committed just now; look again in a moment.")
+            return report
+    with create_session(scoped=False) as session:
+        stage = job_state(session, job)
+        state = run_state(session, job.ref.dag_id, job.ref.run_id)
+    return views.LiveJob(job, stage, status, is_final=state in ENDED)
+
+
+def _live_shard(job: JobInRun, shard_idx: int) -> views.LiveShard | None:
+    """How far a shard is; None when there is a report."""
+    found = _live_job(job)
+    if isinstance(found, RunReport):
+        return None
+    if found.status is None:
+        raise PageError(404, "Nothing is planned yet, so there are no shards.")
+    if shard_idx >= len(found.status.shards):
+        raise PageError(404, f"The plan has {len(found.status.shards)} shards, and no such one.")
+    return views.LiveShard(job, found.status.shards[shard_idx], found.is_final)
+
+
+def _job_page(job: JobInRun, links: Links) -> Response:
+    found = _live_job(job)
+    if isinstance(found, RunReport):
+        return HTMLResponse(views.report_page(found, job.ref, links))
+    return _live_page(found, links)
+
+
+def _live_page(found: views.LiveJob | views.LiveShard, links: Links) -> Response:
+    nonce = secrets.token_urlsafe(16)
+    headers = {} if found.is_final else {CSP: live_policy(nonce)}
+    return HTMLResponse(found.page(links, nonce), headers=headers)

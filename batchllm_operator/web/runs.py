@@ -1,0 +1,232 @@
+"""Jobs in one run of a DAG, from Airflow's database: which tasks planned them, and what they noted.
+
+Tasks are known by the class of their operator, which Airflow notes with each task of a run as its
+DAG had it then. Subclasses of our operators aren't recognised.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from airflow.models.dagrun import DagRun
+from airflow.models.renderedtifields import RenderedTaskInstanceFields
+from airflow.models.taskinstance import TaskInstance
+from airflow.models.xcom import XComModel
+from sqlalchemy import ColumnElement, and_, select
+from sqlalchemy.orm import Session
+
+from batchllm_operator.errors import PlanError
+from batchllm_operator.web.plan_uri import PlanURI
+
+PLAN: Final = "BatchLLMPlanOperator"
+GENERATE: Final = "BatchLLMGenerateOperator"
+COMMIT: Final = "BatchLLMCommitOperator"
+REPORT: Final = "BatchLLMReportOperator"
+
+PLAN_URI_KEY: Final = "plan_uri"
+"""As in `operators.plan`, which takes long to import."""
+RETURN_KEY: Final = "return_value"
+
+_MAP_INDEX: Final = re.compile(r"-1|[0-9]{1,9}", re.ASCII)
+
+ACTIVE: Final = ("scheduled", "queued", "running", "restarting", "deferred", "up_for_retry")
+FAILED: Final = ("failed", "upstream_failed")
+ENDED: Final = ("success", "failed")
+"""States of a run of a DAG, after which nothing more comes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRef:
+    """A job in a run of a DAG: the task that plans it."""
+
+    dag_id: str
+    run_id: str
+    task_id: str
+    map_index: int
+    """-1 unless the task is mapped."""
+
+    def __str__(self) -> str:
+        """As `of` takes it; no id of Airflow's has a slash."""
+        return f"{self.dag_id}/{self.run_id}/{self.task_id}/{self.map_index}"
+
+    @classmethod
+    def of(cls, text: str) -> JobRef | None:
+        """A job as it is written in an address; None if it isn't one."""
+        dag_id, run_id, task_id, index, *more = [*text.split("/"), "", "", "", ""][:5]
+        if any(more) or not _MAP_INDEX.fullmatch(index):
+            return None
+        return cls(dag_id, run_id, task_id, int(index))
+
+    @property
+    def group(self) -> str:
+        """The id of the task group with the job's tasks; empty outside of groups."""
+        return self.task_id.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class JobInRun:
+    """A job in a run of a DAG, as the task that plans it has left it."""
+
+    ref: JobRef
+    state: str
+    """Of the task that plans it; `none` until Airflow has looked at it."""
+    noted: Any = None
+    """What it has noted as the plan's URI; None if nothing."""
+
+    def plan_uri(self) -> PlanURI | None:
+        """Where the plan lies; None if the task has noted nothing (yet).
+
+        Raises:
+            PlanError: what it has noted isn't a plan's URI.
+        """
+        return None if self.noted is None else PlanURI.parse(self.noted)
+
+    @property
+    def title(self) -> str:
+        """The job's name if it is known, else the task's id."""
+        plan_uri = readable_uri(self.noted)
+        name = self.ref.task_id if plan_uri is None else f"{plan_uri.job}, {plan_uri.ds}"
+        return name if self.ref.map_index < 0 or plan_uri else f"{name} [{self.ref.map_index}]"
+
+
+def readable_uri(noted: Any) -> PlanURI | None:
+    """What was noted as the plan's URI, if it is one."""
+    try:
+        return PlanURI.parse(noted)
+    except PlanError:
+        return None
+
+
+def run_state(session: Session, dag_id: str, run_id: str) -> str | None:
+    """The state of a run of a DAG; None if there is no such run."""
+    state = session.scalar(
+        select(DagRun.state).where(DagRun.dag_id == dag_id, DagRun.run_id == run_id)
+    )
+    return None if state is None else str(getattr(state, "value", state))
+
+
+def jobs_of_run(session: Session, dag_id: str, run_id: str) -> list[JobInRun]:
+    """The jobs in a run, in order of task and map index."""
+    rows = session.execute(
+        select(TaskInstance.task_id, TaskInstance.map_index, TaskInstance.state, XComModel.value)
+        .join(XComModel, _noted_by_task(PLAN_URI_KEY), isouter=True)
+        .where(
+            TaskInstance.dag_id == dag_id,
+            TaskInstance.run_id == run_id,
+            TaskInstance.operator == PLAN,
+        )
+        .order_by(TaskInstance.task_id, TaskInstance.map_index)
+    )
+    return [
+        JobInRun(JobRef(dag_id, run_id, task_id, map_index), state_name(state), decoded_xcom(value))
+        for task_id, map_index, state, value in rows
+    ]
+
+
+def task_states(
+    session: Session, dag_id: str, run_id: str, operators: Collection[str]
+) -> list[tuple[str, str, str]]:
+    """Task id, operator and state of each task of a run whose operator is among `operators`."""
+    rows = session.execute(
+        select(TaskInstance.task_id, TaskInstance.operator, TaskInstance.state).where(
+            TaskInstance.dag_id == dag_id,
+            TaskInstance.run_id == run_id,
+            TaskInstance.operator.in_(operators),
+        )
+    )
+    return [(task_id, str(operator), state_name(state)) for task_id, operator, state in rows]
+
+
+def shard_of_task(
+    session: Session, dag_id: str, run_id: str, task_id: str, map_index: int
+) -> tuple[JobInRun, int] | None:
+    """The job and the shard that a generate task is about; None if that isn't known (yet).
+
+    A task that has begun says it by its rendered fields. Of one that hasn't, Airflow maps over the
+    shards that the plan task has returned, in order.
+    """
+    row = session.execute(
+        select(RenderedTaskInstanceFields.rendered_fields, TaskInstance.task_id)
+        .select_from(TaskInstance)
+        .join(
+            RenderedTaskInstanceFields,
+            same_task(RenderedTaskInstanceFields),
+            isouter=True,
+        )
+        .where(
+            TaskInstance.dag_id == dag_id,
+            TaskInstance.run_id == run_id,
+            TaskInstance.task_id == task_id,
+            TaskInstance.map_index == map_index,
+            TaskInstance.operator == GENERATE,
+        )
+    ).first()
+    jobs = [job for job in jobs_of_run(session, dag_id, run_id) if job.noted is not None]
+    if row is None or not jobs:
+        return None
+    rendered = row[0] if isinstance(row[0], Mapping) else {}
+    shard_idx = _index(rendered.get("shard_idx"))
+    for job in jobs:
+        if shard_idx is not None and rendered.get("plan_uri") == job.noted:
+            return job, shard_idx
+    group = task_id.rpartition(".")[0]
+    found = jobs if len(jobs) == 1 else [job for job in jobs if job.ref.group == group]
+    if len(found) != 1 or map_index < 0:
+        return None
+    shard_idx = _mapped_shard(session, found[0].ref, map_index)
+    return None if shard_idx is None else (found[0], shard_idx)
+
+
+def decoded_xcom(value: Any) -> Any:
+    """An XCom's value. Only what JSON can say: no class that it names is made.
+
+    Values of an XCom backend of its own are references that say nothing here.
+    """
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def state_name(state: Any) -> str:
+    """A task's state; `none` before Airflow has looked at it."""
+    return "none" if state is None else str(getattr(state, "value", state))
+
+
+def _mapped_shard(session: Session, ref: JobRef, map_index: int) -> int | None:
+    value = session.scalar(
+        select(XComModel.value).where(
+            XComModel.dag_id == ref.dag_id,
+            XComModel.run_id == ref.run_id,
+            XComModel.task_id == ref.task_id,
+            XComModel.map_index == ref.map_index,
+            XComModel.key == RETURN_KEY,
+        )
+    )
+    shards = decoded_xcom(value)
+    if not isinstance(shards, list) or map_index >= len(shards):
+        return None
+    each = shards[map_index]
+    return _index(each.get("shard_idx")) if isinstance(each, Mapping) else None
+
+
+def _index(value: Any) -> int | None:
+    """A shard's number, which templates make text of; None if it is none."""
+    text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def _noted_by_task(key: str) -> ColumnElement[bool]:
+    return and_(same_task(XComModel), XComModel.key == key)
+
+
+def same_task(table: Any) -> ColumnElement[bool]:
+    """That a row of `table` is of the task instance it is joined with."""
+    columns: Iterable[str] = ("dag_id", "run_id", "task_id", "map_index")
+    return and_(*(getattr(table, name) == getattr(TaskInstance, name) for name in columns))
