@@ -1,3 +1,27 @@
 """Offline LLM jobs over data-lake tables, planned by their shared prefixes."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchllm_operator.commit.stage import commit_run as commit_run
+    from batchllm_operator.plan.stage import plan_job as plan_job
+    from batchllm_operator.run.stage import run_shard as run_shard
+    from batchllm_operator.spec import load_spec as load_spec
+
 __version__ = "0.1.0"
+__all__ = ["commit_run", "load_spec", "plan_job", "run_shard"]
+
+_ROOMS = {
+    "commit_run": "commit.stage",
+    "load_spec": "spec",
+    "plan_job": "plan.stage",
+    "run_shard": "run.stage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a stage when it is first asked for: the package itself stays light."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

@@ -10,20 +10,27 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from batchllm_operator import __version__, standard_streams
-from batchllm_operator.commands import gc as gc_command
-from batchllm_operator.commands import report as report_command
-from batchllm_operator.commands import run as run_command
-from batchllm_operator.commands import simulate as simulate_command
-from batchllm_operator.commands import status as status_command
-from batchllm_operator.commands.plan_argument import add_plan, check_plan, plan_uri
+from batchllm_operator.commands import (
+    commit,
+    demo_model,
+    demo_table,
+    gc,
+    job,
+    plan,
+    report,
+    run,
+    schema,
+    simulate,
+    status,
+    verify,
+)
 from batchllm_operator.errors import (
     ERROR_MARK,
     BatchLLMError,
@@ -34,17 +41,39 @@ from batchllm_operator.errors import (
 from batchllm_operator.named_file import parse_file, write_file
 from batchllm_operator.standard_streams import say
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from batchllm_operator.spec import JobSpec
-
 # Each command imports its stage when it runs, so that --help and schema answer at once.
 
 RESULT_VERSION: Final = 1
 _log = logging.getLogger("batchllm_operator")
 
 Result = Mapping[str, Any]
+
+
+class _Command(Protocol):
+    """What each module of `commands` has."""
+
+    def add_arguments(self, command: argparse.ArgumentParser) -> None:
+        """Give the command its arguments, and as default `check` what sees if they fit together."""
+
+    def run(self, args: argparse.Namespace) -> Result:
+        """Do it, print what users want to know, and return what `--result` writes."""
+
+
+_COMMANDS: Final[Mapping[str, tuple[_Command, str]]] = {
+    "job": (job, "Plan a job, generate for all its shards here, commit and report; resumes."),
+    "plan": (plan, "Plan a job for one partition of its input table."),
+    "run": (run, "Generate for one shard of a plan; resumes where it was stopped."),
+    "verify": (verify, "Check that what a stage was to leave in the lake is there, whole."),
+    "commit": (commit, "Check that every row is answered, and publish."),
+    "report": (report, "Print what a committed run did, or compare two."),
+    "simulate": (simulate, "Play a job through vLLM's scheduler step by step, without a model."),
+    "status": (status, "Print how far the run of a plan is, by shards."),
+    "gc": (gc, "List what a job has left behind and nobody needs any more; --yes removes it."),
+    "schema": (schema, "Print the JSON schema of the job spec, or of another file."),
+    "demo-table": (demo_table, "Make a small table from installed packages' texts."),
+    "demo-model": (demo_model, "Make a tiny model with random weights."),
+}
+_WITHOUT_RESULT: Final = ("schema", "demo-table", "demo-model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,14 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.name == "verify":
-        _check_verify(parser, args)
-    elif args.name == "simulate":
-        simulate_command.check_arguments(parser, args)
-    if args.name in ("run", "commit", "report", "status", "simulate"):
-        check_plan(parser, args)
-    if args.name == "run":
-        run_command.check_arguments(parser, args)
+    if args.check is not None:
+        args.check(parser, args)
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )
@@ -93,7 +116,7 @@ def _main(argv: Sequence[str] | None) -> int:
         warnings.simplefilter("ignore")
     # And torch's C++, such as to which node vLLM binds memory; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if getattr(args, "die_with_parent", None) is not None:
+    if args.die_with_parent is not None:
         from batchllm_operator.engine.lifeline import die_with_parent
 
         try:
@@ -104,7 +127,7 @@ def _main(argv: Sequence[str] | None) -> int:
     _stop_on_signals()
     try:
         result = args.command(args)
-        if getattr(args, "result", None) is not None:
+        if args.result is not None:
             _write_result(args.result, args.name, result)
         return ExitCode.OK
     except BatchLLMError as error:
@@ -120,120 +143,6 @@ def _main(argv: Sequence[str] | None) -> int:
         return 128 + stop.signal_number
 
 
-def _plan(args: argparse.Namespace) -> Result:
-    from batchllm_operator.plan.stage import plan_job
-    from batchllm_operator.report import format_plan
-    from batchllm_operator.spec.masking import print_unmasked
-
-    if args.advise:
-        return _advise(args)
-    spec = _load_job(args)
-    plan = plan_job(spec, args.ds)
-    counts, estimate = plan.manifest.counts, plan.manifest.estimate
-    print_unmasked(format_plan(plan.manifest, plan.folder.uri))
-    result = {
-        "plan_uri": plan.folder.uri,
-        "num_shards": len(plan.manifest.shards),
-        "planned_saving_ratio": counts.planned_saving_ratio,
-        "optimal_saving_ratio": counts.optimal_saving_ratio,
-        "imbalance": plan.manifest.imbalance,
-        "predicted_gpu_s": estimate.gpu_s if estimate else None,
-        "predicted_cost_usd": estimate.cost_usd if estimate else None,
-        **counts.model_dump(),
-    }
-    if args.record is not None:
-        from batchllm_operator.inspect.verify import record_plan
-
-        record_plan(spec, args.ds, args.record, result)
-    return result
-
-
-def _load_job(args: argparse.Namespace) -> JobSpec:
-    from batchllm_operator.spec import load_spec, parse_spec_json
-
-    if args.job_json is not None:
-        return parse_spec_json(args.job_json, source="--job-json")
-    return load_spec(args.job)
-
-
-def _advise(args: argparse.Namespace) -> Result:
-    from batchllm_operator.plan.advise import advise
-    from batchllm_operator.report import format_advice
-
-    advice = advise(_load_job(args), args.ds)
-    print(format_advice(advice))
-    return asdict(advice)
-
-
-def _verify(args: argparse.Namespace) -> Result:
-    from batchllm_operator.inspect.verify import verify_plan, verify_shard
-
-    if args.record is not None:
-        return verify_plan(_load_job(args), args.ds, args.record)
-    uri = plan_uri(args)
-    report = verify_shard(uri, args.shard, args.owner)
-    print(
-        f"shard {report.shard_idx}: complete, {report.num_rows:,} rows in {report.num_parts} parts"
-    )
-    return {"plan_uri": uri, **report.model_dump()}
-
-
-def _commit(args: argparse.Namespace) -> Result:
-    from batchllm_operator.commit.stage import commit_run
-    from batchllm_operator.report import share
-    from batchllm_operator.spec.masking import print_unmasked
-
-    report = commit_run(plan_uri(args))
-    print_unmasked(
-        f"published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
-    )
-    failed = share(report.num_rows_failed, report.num_rows_in)
-    print(f"{report.num_rows_in:,} rows published, {report.num_rows_failed:,} failed ({failed})")
-    return report.figures()
-
-
-def _gc(args: argparse.Namespace) -> Result:
-    return gc_command.run(_load_job(args), args)
-
-
-def _schema(args: argparse.Namespace) -> Result:
-    from batchllm_operator.spec.masking import print_unmasked
-
-    schema = _schema_model(args.what).model_json_schema()
-    print_unmasked(json.dumps(schema, indent=2))
-    return schema
-
-
-def _schema_model(what: str) -> type[BaseModel]:
-    if what == "report":
-        from batchllm_operator.artifacts.run_report import RunReport
-
-        return RunReport
-    if what == "progress":
-        from batchllm_operator.artifacts.shard_progress import ShardProgress
-
-        return ShardProgress
-    from batchllm_operator.spec import JobSpec
-
-    return JobSpec
-
-
-def _demo_table(args: argparse.Namespace) -> Result:
-    from batchllm_operator.demo.table import build_demo_table
-
-    info = build_demo_table(args.folder, ds=args.ds)
-    print(f"demo table: {info}")
-    return {"folder": str(args.folder)}
-
-
-def _demo_model(args: argparse.Namespace) -> Result:
-    from batchllm_operator.demo.model import build_demo_model
-
-    build_demo_model(args.folder)
-    print(f"demo model: {args.folder}")
-    return {"folder": str(args.folder)}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="batchllm",
@@ -241,130 +150,30 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: " + ", ".join(f"{code.value} {code.name.lower()}" for code in ExitCode),
     )
     parser.add_argument("--version", action="version", version=f"batchllm {__version__}")
+    parser.set_defaults(check=None, result=None, die_with_parent=None)
     commands = parser.add_subparsers(
         title="commands", dest="name", required=True, metavar="COMMAND"
     )
-
-    def add(
-        name: str, run: Callable[[argparse.Namespace], Result], text: str
-    ) -> argparse.ArgumentParser:
+    for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(command=run)
-        return command
-
-    def add_stage(
-        name: str, run: Callable[[argparse.Namespace], Result], text: str
-    ) -> argparse.ArgumentParser:
-        command = add(name, run, text)
-        command.add_argument(
-            "--result", type=parse_file, metavar="FILE", help="write counts and URIs there as JSON"
-        )
-        command.add_argument(
-            "--die-with-parent",
-            type=int,
-            metavar="PID",
-            help="end at once when the process that started this one, PID, ends (Linux)",
-        )
-        return command
-
-    plan = add_stage("plan", _plan, "Plan a job for one partition of its input table.")
-    _add_job(plan)
-    plan.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
-    plan.add_argument(
-        "--record", metavar="NAME", help="keep the result in the output table too, for `verify`"
-    )
-    plan.add_argument(
-        "--advise",
-        action="store_true",
-        help="only print what other orders of the template's columns would save, on a sample",
-    )
-
-    run_command.add_arguments(
-        add_stage(
-            "run",
-            run_command.run,
-            "Generate for one shard of a plan; resumes where it was stopped.",
-        )
-    )
-
-    verify = add_stage(
-        "verify", _verify, "Check that what a stage was to leave in the lake is there, whole."
-    )
-    add_plan(verify).add_argument(
-        "--job-json", metavar="JSON", help="the job spec itself; with --record"
-    )
-    verify.add_argument("--shard", type=int, metavar="I", help="of the plan, from 0")
-    verify.add_argument(
-        "--owner",
-        metavar="ID",
-        help="as for `run`: if the shard isn't whole, and an attempt of another owner is at work on"
-        " it, end with exit code 7",
-    )
-    verify.add_argument("--record", metavar="NAME", help="as for `plan`; needs the job and --ds")
-
-    commit = add_stage("commit", _commit, "Check that every row is answered, and publish.")
-    add_plan(commit)
-
-    report_command.add_arguments(
-        add_stage("report", report_command.run, "Print what a committed run did, or compare two.")
-    )
-
-    simulate_command.add_arguments(
-        add_stage(
-            "simulate",
-            simulate_command.run,
-            "Play a job through vLLM's scheduler step by step, without a model.",
-        )
-    )
-
-    status_command.add_arguments(
-        add_stage("status", status_command.run, "Print how far the run of a plan is, by shards.")
-    )
-
-    gc = add_stage(
-        "gc", _gc, "List what a job has left behind and nobody needs any more; --yes removes it."
-    )
-    _add_job(gc)
-    gc_command.add_arguments(gc)
-
-    schema = add("schema", _schema, "Print the JSON schema of the job spec, or of another file.")
-    schema.add_argument(
-        "what",
-        nargs="?",
-        choices=("job", "report", "progress"),
-        default="job",
-        help="job spec, a run's report.json, or an attempt's progress.json (default job)",
-    )
-
-    table = add("demo-table", _demo_table, "Make a small table from installed packages' texts.")
-    table.add_argument("folder", type=Path, metavar="DIR")
-    table.add_argument("--ds", required=True, help="the partition to make")
-
-    model = add("demo-model", _demo_model, "Make a tiny model with random weights.")
-    model.add_argument("folder", type=Path, metavar="DIR")
+        command.set_defaults(command=module.run)
+        if name not in _WITHOUT_RESULT:
+            _add_result(command)
+        module.add_arguments(command)
     return parser
 
 
-def _add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    which = parser.add_mutually_exclusive_group(required=required)
-    which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML)")
-    which.add_argument("--job-json", metavar="JSON", help="the job spec itself, paths absolute")
-
-
-def _check_verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Either a shard of a plan is verified, or a record of a job and partition."""
-    given = {
-        name
-        for name in ("plan", "shard", "record", "ds", "job", "job_json")
-        if getattr(args, name) is not None
-    }
-    of_shard = ({"plan", "shard"}, {"job", "ds", "shard"})
-    of_plan = ({"record", "job", "ds"}, {"record", "job_json", "ds"})
-    if given not in (*of_shard, *of_plan):
-        parser.error(
-            "verify: give --shard with --plan or with --job and --ds, or --record with --job or"
-            " --job-json and --ds"
-        )
+def _add_result(command: argparse.ArgumentParser) -> None:
+    """Give the command the arguments of those that Airflow's tasks start."""
+    command.add_argument(
+        "--result", type=parse_file, metavar="FILE", help="write counts and URIs there as JSON"
+    )
+    command.add_argument(
+        "--die-with-parent",
+        type=int,
+        metavar="PID",
+        help="end at once when the process that started this one, PID, ends (Linux)",
+    )
 
 
 def _write_result(path: Path, command: str, result: Result) -> None:

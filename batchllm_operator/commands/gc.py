@@ -6,10 +6,9 @@ import argparse
 import re
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from batchllm_operator.spec import JobSpec
+from batchllm_operator.commands.job_argument import add_job, load_job
 
 # Heavy imports wait until the command runs, so that --help answers at once.
 
@@ -17,7 +16,8 @@ _UNIT_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments, besides those that name the job."""
+    """Give the command its arguments."""
+    add_job(command)
     command.add_argument(
         "--older-than",
         type=parse_age,
@@ -44,12 +44,12 @@ def parse_age(text: str) -> float:
     return float(int(match[1]) * _UNIT_S[match[2]])
 
 
-def run(spec: JobSpec, args: argparse.Namespace) -> Mapping[str, Any]:
+def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """List what may go, remove it if that is asked for, and return the counts."""
     from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 
     now = time.time()
-    garbage, kept = find_garbage(spec, before=now - args.older_than, ds=args.ds)
+    garbage, kept = find_garbage(load_job(args), before=now - args.older_than, ds=args.ds)
     if args.yes:
         garbage, changed = remove_garbage(garbage)
         kept += changed

@@ -20,8 +20,9 @@ _log = logging.getLogger(__name__)
 def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
     """Give the command the arguments that name a plan; returns the group that takes one of them.
 
-    `check_plan` sees whether they go together.
+    Whether they go together is checked by `check_plan`, unless the command has a check of its own.
     """
+    command.set_defaults(check=check_plan)
     which = command.add_mutually_exclusive_group(required=required)
     which.add_argument("--plan", metavar="URI", help="the last line that `plan` printed")
     which.add_argument(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from batchllm_operator.commands.plan_argument import add_plan, plan_uri
+from batchllm_operator.commands.plan_argument import add_plan, check_plan, plan_uri
 
 if TYPE_CHECKING:
     from batchllm_operator.metrics import MetricsAddress
@@ -47,10 +47,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="serve Prometheus metrics there, on this machine alone if HOST is left out; 0 for none"
         " (default: BATCHLLM_METRICS_PORT, or none)",
     )
+    command.set_defaults(check=_check)
 
 
-def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process with the usage if metrics can't be served where they are to be."""
+    check_plan(parser, args)
     args.metrics = _metrics_address(parser, args.metrics_port)
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.commands.plan_argument import add_plan, plan_uri
+from batchllm_operator.commands.plan_argument import add_plan, check_plan, plan_uri
 
 if TYPE_CHECKING:
     from batchllm_operator.inspect.simulations import SimulationOptions
@@ -106,9 +106,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="instead, predict TTFT of prefixes computed by several GPUs, beside the KV-Runahead"
         " paper's figures; takes no other option than --result",
     )
+    command.set_defaults(check=_check)
 
 
-def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process with the usage if arguments don't go together."""
     if args.runahead:
         for name, option in _NOT_WITH_RUNAHEAD.items():
@@ -120,6 +121,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     for name, (option, _, _) in _MADE_UP.items():
         if not is_made_up and getattr(args, name) is not None:
             parser.error(f"simulate: {option} is for made-up requests, not for those of a plan")
+    check_plan(parser, args)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:

@@ -1,0 +1,53 @@
+"""The command `batchllm job`: a whole job on this machine, stage by stage."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from batchllm_operator.commands import commit, plan, report
+from batchllm_operator.commands.job_argument import add_job
+from batchllm_operator.errors import Interrupted
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    add_job(command)
+    command.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
+
+
+def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Plan, generate for each shard, commit and report; return the report's figures.
+
+    What an earlier call has finished is not done again, so a job that was stopped goes on.
+
+    Raises:
+        BatchLLMError: see the stages.
+        SystemExit: a shard was stopped or has failed; its process has said why.
+    """
+    planned = plan.run(argparse.Namespace(**vars(args), record=None, advise=False))
+    uri = planned["plan_uri"]
+    for shard in range(planned["num_shards"]):
+        _generate(uri, shard)
+    of_plan = argparse.Namespace(plan=uri, compare=None, out=None)
+    commit.run(of_plan)
+    return {"num_shards": planned["num_shards"], **report.run(of_plan)}
+
+
+def _generate(uri: str, shard: int) -> None:
+    """`batchllm run` in a process of its own: an engine gives all memory back when it ends."""
+    command = [sys.executable, "-P", "-m", "batchllm_operator.cli", "run"]
+    options = ["--plan", uri, "--shard", str(shard), "--die-with-parent", str(os.getpid())]
+    # In a process group of its own, so that Ctrl-C reaches it once, from here.
+    with subprocess.Popen([*command, *options], process_group=0) as process:
+        try:
+            code = process.wait()
+        except Interrupted as stop:
+            process.send_signal(stop.signal_number)
+            code = process.wait()
+    if code:
+        raise SystemExit(code if code > 0 else 128 - code)

@@ -1,0 +1,68 @@
+"""The command `batchllm plan`: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from batchllm_operator.commands.job_argument import add_job, load_job
+
+# Heavy imports wait until the command runs, so that --help answers at once.
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    add_job(command)
+    command.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
+    command.add_argument(
+        "--record", metavar="NAME", help="keep the result in the output table too, for `verify`"
+    )
+    command.add_argument(
+        "--advise",
+        action="store_true",
+        help="only print what other orders of the template's columns would save, on a sample",
+    )
+
+
+def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Plan the partition, print the counts, and return them.
+
+    Raises:
+        BatchLLMError: see `plan.stage`.
+    """
+    from batchllm_operator.plan.stage import plan_job
+    from batchllm_operator.report import format_plan
+    from batchllm_operator.spec.masking import print_unmasked
+
+    if args.advise:
+        return _advise(args)
+    spec = load_job(args)
+    plan = plan_job(spec, args.ds)
+    counts, estimate = plan.manifest.counts, plan.manifest.estimate
+    print_unmasked(format_plan(plan.manifest, plan.folder.uri))
+    result = {
+        "plan_uri": plan.folder.uri,
+        "num_shards": len(plan.manifest.shards),
+        "planned_saving_ratio": counts.planned_saving_ratio,
+        "optimal_saving_ratio": counts.optimal_saving_ratio,
+        "imbalance": plan.manifest.imbalance,
+        "predicted_gpu_s": estimate.gpu_s if estimate else None,
+        "predicted_cost_usd": estimate.cost_usd if estimate else None,
+        **counts.model_dump(),
+    }
+    if args.record is not None:
+        from batchllm_operator.inspect.verify import record_plan
+
+        record_plan(spec, args.ds, args.record, result)
+    return result
+
+
+def _advise(args: argparse.Namespace) -> Mapping[str, Any]:
+    from batchllm_operator.plan.advise import advise
+    from batchllm_operator.report import format_advice
+
+    advice = advise(load_job(args), args.ds)
+    print(format_advice(advice))
+    return asdict(advice)

@@ -1,0 +1,47 @@
+"""The command `batchllm schema`: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+# Heavy imports wait until the command runs, so that --help answers at once.
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    command.add_argument(
+        "what",
+        nargs="?",
+        choices=("job", "report", "progress"),
+        default="job",
+        help="job spec, a run's report.json, or an attempt's progress.json (default job)",
+    )
+
+
+def run(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Print the JSON schema, and return it."""
+    from batchllm_operator.spec.masking import print_unmasked
+
+    schema = _model(args.what).model_json_schema()
+    print_unmasked(json.dumps(schema, indent=2))
+    return schema
+
+
+def _model(what: str) -> type[BaseModel]:
+    if what == "report":
+        from batchllm_operator.artifacts.run_report import RunReport
+
+        return RunReport
+    if what == "progress":
+        from batchllm_operator.artifacts.shard_progress import ShardProgress
+
+        return ShardProgress
+    from batchllm_operator.spec import JobSpec
+
+    return JobSpec

@@ -1,0 +1,1 @@
+"""Names of earlier releases; each module says what to use."""

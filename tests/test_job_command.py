@@ -1,0 +1,99 @@
+"""`batchllm job`: all stages in one command, and what a second call does again."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.demo_job import live_processes, wait_until
+from support.fake_job import DS, JobFolder
+from support.fork_server import ForkServer
+
+CLI = "batchllm_operator.cli"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobFolder:
+    job = JobFolder(tmp_path)
+    job.write_rows(DS)
+    return job
+
+
+def test_one_command_does_a_whole_job_and_another_nothing_again(
+    job: JobFolder, commands: ForkServer
+) -> None:
+    spec, result = job.write_spec("job"), job.path / "result.json"
+    arguments = ["job", "--job", spec, "--ds", DS, "--result", str(result)]
+    first = commands.run(CLI, arguments)
+    assert first.returncode == 0, first.stderr
+    job.check_published("job")
+    lines = [line for line in first.stdout.splitlines() if line.startswith(("shard ", "published"))]
+    assert [line.partition(":")[0] for line in lines[:2]] == ["shard 0", "shard 1"]
+    assert lines[2].startswith("published in ")
+    figures = json.loads(result.read_bytes())
+    assert (figures["num_shards"], figures["num_rows_out"]) == (2, 12)
+    (file,) = job.partition("job").iterdir()
+    before = file.stat().st_mtime_ns
+    second = commands.run(CLI, arguments)
+    assert second.returncode == 0, second.stderr
+    assert file.stat().st_mtime_ns == before
+
+
+def test_a_shard_that_fails_ends_the_job_with_its_reason_and_exit_code(
+    job: JobFolder, commands: ForkServer
+) -> None:
+    spec = job.write_spec("job", engine={"replicas": 2})
+    run = commands.run(CLI, ["job", "--job", spec, "--ds", DS])
+    assert run.returncode == 2
+    assert run.stderr.count("error: ") == 1
+    assert not job.partition("job").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_job_leaves_no_process_and_goes_on(
+    job: JobFolder, commands: ForkServer, number: signal.Signals
+) -> None:
+    spec = job.write_spec(
+        "job",
+        engine={"extra_args": {"delay_s": 0.3, "max_in_flight": 1}},
+        planner={"num_shards": 1, "part_rows": 3},
+    )
+    process = commands.start(CLI, ["job", "--job", spec, "--ds", DS])
+    outputs = job.path / "job" / "_batchllm" / "job" / DS
+    wait_until(lambda: list(outputs.rglob("part-*.json")), "the first part is written")
+    process.send_signal(number)
+    assert process.wait() == 128 + number
+    assert not live_processes(process.pid)
+    done = len(list(outputs.rglob("part-*.json")))
+    assert 0 < done < 4
+    again = commands.run(CLI, ["job", "--job", spec, "--ds", DS])
+    assert again.returncode == 0, again.stderr
+    assert f"4 parts, {done} of them done before" in again.stdout
+    job.check_published("job")
+
+
+def test_stages_are_imported_from_the_top_which_is_light() -> None:
+    code = (
+        "import sys, batchllm_operator\n"
+        "assert not {'pydantic', 'numpy', 'pyarrow'} & {*sys.modules}\n"
+        "from batchllm_operator import commit_run, load_spec, plan_job, run_shard\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("plan", "plan_job"), ("run", "run_shard"), ("commit", "commit_run")]
+)
+def test_modules_of_earlier_releases_work_with_a_warning(module: str, name: str) -> None:
+    import batchllm_operator
+
+    old = f"batchllm_operator.pipeline.{module}"
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning, match=f"from batchllm_operator import {name}"):
+        found = importlib.import_module(old)
+    assert getattr(found, name) is getattr(batchllm_operator, name)
