@@ -47,10 +47,17 @@ def test_one_command_does_a_whole_job_and_another_nothing_again(
 def test_a_shard_that_fails_ends_the_job_with_its_reason_and_exit_code(
     job: JobFolder, commands: ForkServer
 ) -> None:
-    spec = job.write_spec("job", engine={"replicas": 2})
-    run = commands.run(CLI, ["job", "--job", spec, "--ds", DS])
-    assert run.returncode == 2
-    assert run.stderr.count("error: ") == 1
+    arguments = ["--job", job.write_spec("job"), "--ds", DS]
+    assert commands.run(CLI, ["plan", *arguments]).returncode == 0
+    runs = job.plan("job") / "runs"
+    runs.mkdir()
+    (runs / "shard-00001").write_text("A file in the place of a folder.")
+    alone = commands.run(CLI, ["run", *arguments, "--shard", "1"])
+    run = commands.run(CLI, ["job", *arguments])
+    assert run.returncode == alone.returncode != 0
+    (error,) = [line for line in run.stderr.splitlines() if "error: " in line]
+    assert error in alone.stderr
+    assert (runs / "shard-00000" / "report.json").exists()
     assert not job.partition("job").exists()
 
 

@@ -73,7 +73,6 @@ def test_a_copied_file_beside_the_installed_package_is_one_light_plugin(tmp_path
     assert tops & HEAVY == set()
     ours = {name for name in loaded["imported"] if name.startswith("batchllm_operator.")}
     assert ours == {
-        "batchllm_operator.report",
         "batchllm_operator.web",
         "batchllm_operator.web.links",
         "batchllm_operator.web.plugin",
