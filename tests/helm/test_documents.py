@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md and README.md show is so."""
+"""What docs/kubernetes.md and the other pages show is so."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helm_chart.rendering import CHART, ROOT, RUNBOOKS, render
-from support.pages import MOUNTED_AT, PAGE, README, REGISTRY, shown_values
+from helm_chart.rendering import CHART, ROOT, render
+from support.pages import MOUNTED_AT, PAGE, REGISTRY, shown_values
 
 from batchllm_operator import __version__
 
 FAULTS = ROOT / "docs" / "faults.md"
 PAGES = [
-    *(PAGE, FAULTS, ROOT / "docs" / "metrics.md", CHART / "README.md", ROOT / "helm" / "README.md"),
-    *sorted(RUNBOOKS.glob("*.md")),
+    *(
+        ROOT / "README.md",
+        ROOT / "ARCHITECTURE.md",
+        CHART / "README.md",
+        ROOT / "helm" / "README.md",
+    ),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 
@@ -25,9 +30,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^a-z0-9 -]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
-@pytest.mark.parametrize(
-    "page", [README, *PAGES], ids=lambda page: f"{page.parent.name}/{page.stem}"
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")

@@ -1,4 +1,4 @@
-"""The tasks that docs/kubernetes.md and README.md show have the pods that they should."""
+"""The tasks that docs/kubernetes.md and airflow.md show have the pods that they should."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helm_chart.rendering import NAMESPACE
-from support.pages import PAGE, README, REGISTRY, blocks, image_of, pods_of, shown_values
+from support.pages import AIRFLOW, PAGE, REGISTRY, blocks, image_of, pods_of, shown_values
 
 from batchllm_operator import __version__
 
@@ -41,8 +41,8 @@ def test_the_shown_tasks_have_pods(tmp_path: Path) -> None:
     assert spec["tolerations"][0]["key"] == "amd.com/gpu"
 
 
-def test_the_readmes_tasks_have_pods(tmp_path: Path) -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_tasks_of_the_page_on_airflow_have_pods(tmp_path: Path) -> None:
+    text = AIRFLOW.read_text(encoding="utf-8")
     ours, _, _ = shown_values()
     for value in ("gpu.nvidia.count: 2", "cpu.enabled: true", "connections.createSecrets: true"):
         assert f"`{value}`" in text
@@ -52,7 +52,7 @@ def test_the_readmes_tasks_have_pods(tmp_path: Path) -> None:
         "cpu": {"enabled": True},
         "connections": {"createSecrets": True},
     }
-    [code] = [block for block in blocks(README, "python") if "pod_template_file" in block]
+    [code] = [block for block in blocks(AIRFLOW, "python") if "pod_template_file" in block]
     pods = pods_of(code, values, tmp_path)
     assert {name: image_of(pod) for name, pod in pods.items()} == {
         "generate": f"{REGISTRY}/batchllm-cuda:{__version__}",

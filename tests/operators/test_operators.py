@@ -348,8 +348,8 @@ def test_the_provider_info_loads_no_operator() -> None:
     assert run.stdout.strip() == "False"
 
 
-def test_the_readmes_example_for_kubernetes_makes_pods() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_the_documented_example_for_kubernetes_makes_pods() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "airflow.md").read_text(encoding="utf-8")
     blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
     (example,) = [block for block in blocks if 'gpu="nvidia"' in block]
     with DAG("readme", schedule=None) as dag:

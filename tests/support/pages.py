@@ -10,7 +10,7 @@ import yaml
 from helm_chart.rendering import ROOT, Values, render
 
 PAGE = ROOT / "docs" / "kubernetes.md"
-README = ROOT / "README.md"
+AIRFLOW = ROOT / "docs" / "airflow.md"
 MOUNTED_AT = "/opt/batchllm/pods"
 REGISTRY = "registry.example.com/team"
 
