@@ -1,32 +1,35 @@
 # shellcheck shell=bash
-# Sourced by demo.sh and airflow.sh, with the checkout's folder in $root: an Airflow that has nothing
-# to do with the caller's, and the demo's table and model in .demo/.
+# Sourced by demo.sh and airflow.sh, with the checkout's folder in $root: the demo's table and model
+# in .demo/, and an Airflow that has nothing to do with the caller's.
 
 demo="$root/.demo"
 venv="${BATCHLLM_VENV:-$root/.venv}"
 airflow="$venv/bin/airflow"
+batchllm=("$venv/bin/python" -P -m batchllm_operator.cli)
 
 if [[ ! -x "$airflow" ]]; then
   echo "there is no Airflow in $venv; run 'make setup' first" >&2
   exit 1
 fi
 
-batchllm() { "$venv/bin/python" -P -m batchllm_operator.cli "$@"; }
-
-# Nothing of an Airflow that the caller may have is read or changed, nobody is told about this
-# one, and nothing is downloaded.
-use_airflow_home() {
-  local name
-  for name in $(compgen -e AIRFLOW_ || true); do unset "$name"; done
-  export AIRFLOW_HOME="$1"
-  export AIRFLOW__CORE__DAGS_FOLDER="$root/dags"
-  export AIRFLOW__CORE__LOAD_EXAMPLES=False
+# Nothing is downloaded, and nothing is sent.
+stay_by_itself() {
   export DO_NOT_TRACK=1 SCARF_ANALYTICS=false VLLM_NO_USAGE_STATS=1 VLLM_DO_NOT_TRACK=1
   export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
   if [[ -z "${HOME:-}" ]]; then
     export HOME="$demo/home"
     mkdir -p "$HOME"
   fi
+}
+
+# Nothing of an Airflow that the caller may have is read or changed.
+use_airflow_home() {
+  local name
+  for name in $(compgen -e AIRFLOW_ || true); do unset "$name"; done
+  export AIRFLOW_HOME="$1"
+  export AIRFLOW__CORE__DAGS_FOLDER="$root/dags"
+  export AIRFLOW__CORE__LOAD_EXAMPLES=False
+  stay_by_itself
 }
 
 # make_demo_table DS...: the table's content is the same for each date, so it's made once.
@@ -41,12 +44,12 @@ make_demo_table() {
       cp "$made/part-0.parquet" "$folder/.part-0.parquet.new"
       mv "$folder/.part-0.parquet.new" "$folder/part-0.parquet"
     else
-      batchllm demo-table "$demo/lake/documents" --ds "$ds"
+      "${batchllm[@]}" demo-table "$demo/lake/documents" --ds "$ds"
       made="$folder"
     fi
   done
 }
 
 make_demo_model() {
-  if [[ ! -f "$demo/model/config.json" ]]; then batchllm demo-model "$demo/model"; fi
+  if [[ ! -f "$demo/model/config.json" ]]; then "${batchllm[@]}" demo-model "$demo/model"; fi
 }

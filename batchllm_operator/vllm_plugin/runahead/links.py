@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from torch import Tensor
 from batchllm_operator.errors import RunaheadError
 from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
 from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
-
-if TYPE_CHECKING:
-    from batchllm_operator.vllm_plugin.runahead.chain import Chain
 
 PROTOCOL: Final = 1
 """Version of what replicas say to each other; part of the handshake and of every header."""
@@ -123,6 +120,23 @@ class Send:
     """Called in the link's thread when the message has gone."""
     written: Any = None
     """CUDA event after which the blocks hold the KV; None on a CPU."""
+
+
+class Chain(Protocol):
+    """What a link needs of the chain that it belongs to."""
+
+    @property
+    def settings(self) -> ChainSettings: ...
+
+    @property
+    def blocks(self) -> KVBlocks: ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the chain is of no more use, if it isn't."""
+
+    def fail(self, reason: str) -> None:
+        """Give the chain up."""
 
 
 class Sender:
