@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from batchllm_operator.artifacts.shard_files import shard_file
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.algorithm1 import saving_ratio
 from batchllm_operator.planner.cost.gpu import GPU
 from batchllm_operator.planner.cost.model_shape import ModelShape
-from batchllm_operator.planner.prefixes.sorted_runs import Advance, ignore
-from batchllm_operator.planner.prompt_store import read_ahead
-from batchllm_operator.planner.requests import Requests
 from batchllm_operator.planner.sharing import PlanSharing
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
 from batchllm_operator.spec.faults import describe
@@ -41,33 +35,6 @@ REUSED_FILE: Final = "reused.parquet"
 ERROR_COLUMN: Final = "error"
 """Column of rows.parquet: why a row can't be prompted; null where it can."""
 
-PART_TOKENS: Final = 1 << 23
-"""Prompt tokens of a full part, whatever `part_rows` says: 32 MiB."""
-
-SHARD_SCHEMA: Final = pa.schema(
-    [
-        pa.field("request_idx", pa.int64(), nullable=False),
-        pa.field("group_id", pa.int64(), nullable=False),
-        pa.field("num_prefix_tokens", pa.int32(), nullable=False),
-        pa.field("num_output_tokens", pa.int64(), nullable=False),
-        pa.field("row_idxs", pa.list_(pa.int64()), nullable=False),
-        pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),
-    ]
-)
-"""One row per request, in plan order. `request_idx` counts through all shards; `group_id` is
-the group's place in the plan; `num_prefix_tokens` is what the request shares with its group;
-`num_output_tokens` is an estimate."""
-
-_SHARD_ENCODING: Final = {"prompt_token_ids.list.element": "BYTE_STREAM_SPLIT"}
-"""All first bytes of the ids, then all second ones, ...: smaller than plain, and compressed faster,
-as half of them are zero."""
-_SHARD_BATCH: Final = 1 << 20
-"""Values that are encoded at once. Arrow's 1024 make writing ids take half as long again."""
-
-REQUIRED_SHARD_SCHEMA: Final = pa.schema(
-    [field for field in SHARD_SCHEMA if field.name != "num_output_tokens"]
-)
-"""What shards of all releases have."""
 
 ERRORS_SCHEMA: Final = pa.schema([pa.field(ERROR_COLUMN, pa.string())])
 """What rows.parquet has, beside the columns that the job keeps."""
@@ -355,121 +322,11 @@ def compute_plan_id(
     return _digest(identity)[:16]
 
 
-def shard_file(shard_idx: int) -> str:
-    """Name of a shard's file in the plan."""
-    return f"shard-{shard_idx:05d}.parquet"
-
-
-def part_bounds(
-    group_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], part_rows: int
-) -> list[int]:
-    """Where a shard's parts begin and end: `[0, ..., num_requests]`.
-
-    A part closes at the first end of a group at which it is full: at which it holds `part_rows`
-    requests, or `PART_TOKENS` prompt tokens. A group that would more than double that is cut,
-    so that a part never grows without bound.
-
-    Args:
-        group_ids: int64 [num_requests], groups adjacent.
-        lengths: int64 [num_requests], prompt tokens.
-        part_rows: at least 1.
-    """
-    tokens_before = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=tokens_before[1:])
-
-    def fullness(start: int, end: int) -> float:
-        tokens = int(tokens_before[end] - tokens_before[start])
-        return max((end - start) / part_rows, tokens / PART_TOKENS)
-
-    bounds = [0]
-    group_ends = np.flatnonzero(np.diff(group_ids)) + 1
-    for group_end in [*group_ends.tolist(), len(group_ids)]:
-        while fullness(bounds[-1], group_end) >= 2 and group_end - bounds[-1] > 1:
-            full = np.searchsorted(tokens_before, tokens_before[bounds[-1]] + PART_TOKENS)
-            bounds.append(max(bounds[-1] + 1, min(bounds[-1] + part_rows, int(full))))
-        if group_end > bounds[-1] and fullness(bounds[-1], group_end) >= 1:
-            bounds.append(group_end)
-    if bounds[-1] != len(group_ids):
-        bounds.append(len(group_ids))
-    return bounds
-
-
-def write_shard(
-    path: Path,
-    requests: Requests,
-    *,
-    request_idx_start: int,
-    request_idxs: npt.NDArray[np.int64],
-    group_ids: npt.NDArray[np.int64],
-    num_prefix_tokens: npt.NDArray[np.int64],
-    num_output_tokens: npt.NDArray[np.int64],
-    part_rows: int,
-    written: Advance = ignore,
-) -> int:
-    """Write one shard, a row group for each part, and return the number of parts.
-
-    Args:
-        path: local file to create.
-        requests: all requests of the plan.
-        request_idx_start: number of requests in the shards before.
-        request_idxs: int64 [num_requests of the shard], in plan order.
-        group_ids: int64, the same shape.
-        num_prefix_tokens: int64, the same shape.
-        num_output_tokens: int64, the same shape; estimates.
-        part_rows: see `part_bounds`.
-        written: told of each number of requests that is written.
-    """
-    bounds = part_bounds(group_ids, requests.lengths[request_idxs], part_rows)
-    parts = [request_idxs[start:end] for start, end in pairwise(bounds)]
-    num_rows = requests.num_rows
-    # The next part is read while one is compressed; more would only take memory.
-    wanted = ((requests.prompt_idxs[part], requests.lengths[part]) for part in parts)
-    tables = read_ahead(requests.prompts, wanted, most=1)
-    with pq.ParquetWriter(
-        path,
-        SHARD_SCHEMA,
-        compression="zstd",
-        use_dictionary=False,
-        column_encoding=_SHARD_ENCODING,
-        write_statistics=[name for name in SHARD_SCHEMA.names if name != "prompt_token_ids"],
-        write_batch_size=_SHARD_BATCH,
-    ) as writer:
-        for (start, end), part, prompts in zip(pairwise(bounds), parts, tables, strict=True):
-            writer.write_table(
-                pa.table(
-                    [
-                        pa.array(np.arange(start, end) + request_idx_start),
-                        pa.array(group_ids[start:end]),
-                        pa.array(num_prefix_tokens[start:end].astype(np.int32)),
-                        pa.array(num_output_tokens[start:end]),
-                        _list_array(requests.rows_of(part), num_rows[part]),
-                        _list_array(prompts.token_ids, prompts.lengths),
-                    ],
-                    schema=SHARD_SCHEMA,
-                ),
-                row_group_size=max(end - start, 1),
-            )
-            written(end - start)
-    return len(bounds) - 1
-
-
 def describe_file(path: Path) -> DataFile:
     """Size and checksum of a local file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return DataFile(size_bytes=path.stat().st_size, sha256=digest)
-
-
-def read_parts(file: pq.ParquetFile, part_idxs: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (part_idx, its requests) of a shard file, one part in memory at a time."""
-    for part_idx in part_idxs:
-        yield part_idx, file.read_row_group(part_idx)
-
-
-def _list_array(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> pa.Array:
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def _digest(body: Mapping[str, Any]) -> str:

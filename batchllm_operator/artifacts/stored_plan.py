@@ -13,13 +13,9 @@ from urllib.parse import quote
 
 import pyarrow as pa
 
-from batchllm_operator.artifacts.manifest import (
-    MANIFEST_FILE,
-    REQUIRED_SHARD_SCHEMA,
-    PlanManifest,
-    ShardInfo,
-)
+from batchllm_operator.artifacts.manifest import MANIFEST_FILE, PlanManifest, ShardInfo
 from batchllm_operator.artifacts.plan_file import PlanFile
+from batchllm_operator.artifacts.shard_files import REQUIRED_SHARD_SCHEMA
 from batchllm_operator.errors import PlanError, SpecError, TableError
 from batchllm_operator.lake import Folder, LakeTable, Publication
 from batchllm_operator.spec import JobSpec

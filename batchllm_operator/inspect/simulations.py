@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.manifest import read_parts
+from batchllm_operator.artifacts.shard_files import read_parts
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import (
     EngineError,

@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from batchllm_operator.artifacts.manifest import CostEstimate, ShardInfo, shard_file, write_shard
+from batchllm_operator.artifacts.manifest import CostEstimate, ShardInfo
+from batchllm_operator.artifacts.shard_files import shard_file, write_shard
 from batchllm_operator.plan.estimate import (
     Target,
     estimate_cost,

@@ -17,8 +17,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.manifest import GROUPS_FILE, GROUPS_SCHEMA, SHARD_SCHEMA
+from batchllm_operator.artifacts.manifest import GROUPS_FILE, GROUPS_SCHEMA
 from batchllm_operator.artifacts.plan_file import PlanFile
+from batchllm_operator.artifacts.shard_files import SHARD_SCHEMA
 from batchllm_operator.artifacts.stored_plan import StoredPlan, job_folder
 from batchllm_operator.errors import BatchLLMError, PlanError
 from batchllm_operator.plan.known_rows import KnownRows

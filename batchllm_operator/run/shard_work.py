@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.manifest import read_parts
+from batchllm_operator.artifacts.shard_files import read_parts
 
 
 class ShardWork:

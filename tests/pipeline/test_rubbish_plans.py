@@ -23,9 +23,10 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from support.levels import examples
 
 from batchllm_operator.artifacts.committed import COMMITTED_FILE
-from batchllm_operator.artifacts.manifest import MANIFEST_FILE, SHARD_SCHEMA, describe_file
+from batchllm_operator.artifacts.manifest import MANIFEST_FILE, describe_file
 from batchllm_operator.artifacts.parts import PART_SCHEMA
 from batchllm_operator.artifacts.reuse_index import INDEX_FILE
+from batchllm_operator.artifacts.shard_files import SHARD_SCHEMA
 from batchllm_operator.artifacts.stored_plan import TURN_FILE, StoredPlan
 from batchllm_operator.artifacts.stored_profiles import StoredProfiles
 from batchllm_operator.commit.stage import commit_run

@@ -15,8 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchllm_operator.artifacts.manifest import (
-    PART_TOKENS,
-    SHARD_SCHEMA,
     DataFile,
     LearnedOutputs,
     LengthBucket,
@@ -28,6 +26,10 @@ from batchllm_operator.artifacts.manifest import (
     _dump,
     compute_plan_id,
     describe_file,
+)
+from batchllm_operator.artifacts.shard_files import (
+    PART_TOKENS,
+    SHARD_SCHEMA,
     part_bounds,
     read_parts,
     shard_file,
