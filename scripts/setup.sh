@@ -70,7 +70,7 @@ make_venv() {
     ! "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||
       ! grep -F VIRTUAL_ENV= "$venv/bin/activate" | grep -qF "$venv"
   }; then
-    echo "setup: ${venv##*/} is broken or was made somewhere else; making it anew"
+    echo "setup: ${venv##*/} is broken or was made somewhere else; making it again"
     rm -rf "$venv"
   fi
   [[ -e $venv ]] || "$PYTHON" -m venv "$venv"

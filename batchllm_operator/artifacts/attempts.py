@@ -103,7 +103,7 @@ def check_free(shard_folder: Folder, owner: str) -> None:
 
 
 def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
-    """Begin an attempt: its number is above those of all before it, and nobody else's.
+    """Begin an attempt: its number is higher than any before it, and unique.
 
     Args:
         shard_folder: the shard's.
@@ -134,7 +134,7 @@ def attempt_numbers(shard_folder: Folder) -> list[int]:
 
 
 def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
-    """Numbers above `above` that have been claimed. A folder without a claim is nobody's yet."""
+    """Numbers above `above` that have been claimed. A folder without a claim is free."""
     return [
         number
         for number in attempt_numbers(shard_folder)

@@ -29,7 +29,7 @@ class Committed(BaseModel):
     committed_version: Literal[1] = 1
     plan_id: str
     shards: tuple[ShardReport, ...]
-    """All parts count as resumed: they were finished before whoever asks."""
+    """All parts count as resumed: they were finished earlier."""
     reuse_sha256: str | None = None
     """Of the index of outputs that later plans may reuse, where the spec asks for one."""
 

@@ -81,7 +81,7 @@ class ReplicaPlacement(_Frozen):
     without_chains_s: float
     """The best without chains."""
     measure: bool = False
-    """Whether the link between replicas is to be measured: nobody knows it, and it may pay."""
+    """Whether to measure the link between replicas: it is unknown, and knowing it may pay."""
 
     @model_validator(mode="after")
     def _check_splits(self) -> ReplicaPlacement:

@@ -94,7 +94,7 @@ class ShardProgress(BaseModel):
         return max(_SILENT_AFTER_S, _SILENT_AFTER_INTERVALS * interval_s)
 
     def is_live(self, now: datetime) -> bool:
-        """Whether it is being worked on, as far as can be told from outside.
+        """Whether it is being worked on, as far as an outsider can see.
 
         A process that was killed leaves the state that it was in, but gives no sign any more.
         """

@@ -164,7 +164,7 @@ class StoredPlan:
         return {plan_id for plan_id, folder in self._others().items() if turn_of(folder) < own}
 
     def _shares_table(self, folder: Folder) -> bool:
-        """Whether another plan writes the same output table, as far as can be told.
+        """Whether another plan writes the same output table, as far as its files show.
 
         Specs with one name and one `staging_uri` may write different tables.
         """

@@ -1,4 +1,4 @@
-"""How a command is told which plan: `--plan URI`, or `--job FILE --ds DS` for the newest one."""
+"""The arguments that select a plan: `--plan URI`, or `--job FILE --ds DS` for the newest one."""
 
 from __future__ import annotations
 

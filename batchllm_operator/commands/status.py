@@ -44,7 +44,7 @@ def parse_interval(text: str) -> float:
     """Seconds to wait.
 
     Raises:
-        argparse.ArgumentTypeError: nobody can wait so long.
+        argparse.ArgumentTypeError: it isn't a usable interval.
     """
     try:
         seconds = float(text)

@@ -22,7 +22,7 @@ from batchllm_operator.vllm_plugin.scheduler.trace import CHUNK_SIZE_KEY, TRACE_
 _log = logging.getLogger(__name__)
 _NUM_BINS: Final = 240
 _SHORTEST_S: Final = 1e-3
-"""For a step of which nobody knows how long it took."""
+"""For a step whose duration is unknown."""
 _MOST_STEPS: Final = 1_000_000
 """Of which earlier engines' traces are read, too; some 100 bytes of memory each."""
 _MOST: Final = 1 << 40

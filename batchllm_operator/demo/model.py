@@ -120,7 +120,7 @@ def _train_tokenizer(documents: Sequence[str]) -> Qwen2Tokenizer:
     from transformers import Qwen2Tokenizer
 
     # Loading by model type makes a Qwen2Tokenizer, which brings its own way of splitting
-    # text; training with the same one keeps tokenizer.json true for whoever reads it alone.
+    # text; training with the same one keeps tokenizer.json true for readers of that file alone.
     untrained = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = untrained.normalizer

@@ -62,7 +62,7 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
     num_started = count()
 
     def start() -> Engine:
-        # A later one gets what is left, and nobody knows how much that is.
+        # A later one gets what is left, and how much that is, is unknown.
         known = job if next(num_started) == 0 else replace(job, num_requests=None)
         return VLLMEngine(spec, known)
 

@@ -17,7 +17,7 @@ def die_with_parent(parent_pid: int) -> None:
 
     Raises:
         OSError: the kernel refuses.
-        ProcessLookupError: the parent ended before the kernel was told.
+        ProcessLookupError: the parent ended before the kernel could watch it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -135,7 +135,7 @@ def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept
 
 
 def _was_begun_anew(garbage: Garbage) -> bool:
-    """Take away what makes a plan of it, so that nobody takes the rest for one, and look again.
+    """Take away what makes a plan of it, so that the rest is not mistaken for one, and look again.
 
     Who works on a plan writes something there, then looks whether the manifest is there. So either
     they see that it has gone, or this sees what they wrote, and puts it back.

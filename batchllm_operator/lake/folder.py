@@ -218,7 +218,7 @@ class Folder:
         """Write `name` if it isn't there.
 
         Raises:
-            OSError: it is there, or couldn't be written, or nobody knows.
+            OSError: it exists, couldn't be written, or the outcome is unknown.
         """
         if not self.is_local:
             self.fs.pipe_file(self.full_path(name), data, mode="create")
@@ -232,11 +232,11 @@ class Folder:
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                with target.open("xb") as file:  # whoever reads it half-written won't trust it
+                with target.open("xb") as file:  # readers don't trust a half-written one
                     try:
                         file.write(data)
                         file.flush()
-                    except OSError:  # nobody else's: it would look like one that came first
+                    except OSError:  # ours alone: it would look like an earlier one
                         target.unlink()
                         raise
                 fsync(target)

@@ -85,7 +85,7 @@ def ahead(
 ) -> Iterator[T]:
     """`map(work, items)`, done by threads, a few items before they are asked for.
 
-    What `work` raises is raised in its turn; whoever stops early waits for what is under way.
+    What `work` raises is raised in its turn; a caller that stops early waits for what is under way.
     """
     with ThreadPoolExecutor(num_threads, "batchllm-ahead") as pool:
         under_way: deque[Future[T]] = deque()

@@ -63,10 +63,10 @@ _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
 
 
 class ShardCollector(Collector):
-    """Makes the families of one attempt at a shard, anew at each scrape.
+    """Makes the metric families of one attempt at a shard, at each scrape.
 
     An attempt that is stopped gives back the rows of open parts. A counter that falls would be
-    taken for one that began anew, so here they stay where they were.
+    taken for a restart, so here they stay where they were.
 
     Every sample has the labels `job_name`, `ds` and `shard`. (`job` is Prometheus's own.)
 

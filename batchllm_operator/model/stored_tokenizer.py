@@ -85,7 +85,7 @@ def fingerprint(backend: str | None, *more: str) -> str:
     parts = list(more)
     if backend is not None:
         content = json.loads(backend)
-        # Set anew by each call that encodes; prompts are never cut or padded here.
+        # Set again by each call that encodes; prompts are never cut or padded here.
         content.pop("truncation", None)
         content.pop("padding", None)
         parts.insert(0, json.dumps(content, sort_keys=True))

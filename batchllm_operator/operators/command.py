@@ -86,7 +86,7 @@ class CommandRunner:
         _raise_failure("verify", outcome)
 
     def stop(self, reason: str) -> None:
-        """Ask the command that runs to stop; whoever waits for it sees to its end."""
+        """Ask the running command to stop; its waiter handles the end."""
         if self._child is not None:
             self._child.stop(reason)
 
@@ -160,7 +160,7 @@ class BatchLLMCommandOperator(BaseOperator):
         return self._runner.run(command, *arguments)
 
     def on_kill(self) -> None:
-        """Ask the command to stop; whoever waits for it in `execute` sees to its end."""
+        """Ask the command to stop; `execute`, which waits for it, handles the end."""
         if self._runner is not None:
             self.log.warning("The task is being killed; stopping the command")
             self._runner.stop("the task was killed")

@@ -50,7 +50,7 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         return [*self._run_command(context, num_gpus), "--drain-s", str(drain_s)]
 
     def verify_command(self, pod_uid: str | None) -> list[str]:
-        """For the shard, whoever generated it."""
+        """For the shard, whichever attempt generated it."""
         return self._shard()
 
     def work(self) -> str:

@@ -115,6 +115,6 @@ def _send(name: str, kind: Kind, value: float, tags: dict[str, str]) -> None:
             Stats.gauge(name, value, tags=tags)
         else:
             Stats.timing(name, timedelta(seconds=value), tags=tags)
-    # Whatever it is, and whoever's the client is: the work is done, and its result counts.
+    # Any client's error: the work is done, and its result counts.
     except Exception as error:  # noqa: BLE001
         _log.warning("The metric %s wasn't sent: %s", name, error)

@@ -101,7 +101,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         api_timeout: how long the cluster's API may leave us without an answer.
         poll_interval: seconds between two looks at the pod.
         deferrable: whether the triggerer watches the pod, and the worker's slot is free
-            meanwhile. None: if a triggerer runs; where that can't be told, as Airflow's
+            meanwhile. None: if a triggerer runs; where that is unknown, as Airflow's
             `[operators] default_deferrable` says. A worker that watches asks again.
         active_deadline_seconds: how long after its start the cluster ends a pod, whatever happens
             here; by default what the template says, or a day.

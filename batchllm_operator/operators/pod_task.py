@@ -266,7 +266,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         return bool(self.on_finish_action != OnFinishAction.DELETE_POD)
 
     def _is_orphan(self) -> bool:
-        """Whether Airflow's supervisor of this process has died: nobody waits for the result."""
+        """Whether Airflow's supervisor of this process has died, so that its result is lost."""
         return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
 
     @property

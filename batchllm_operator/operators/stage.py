@@ -183,7 +183,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
     ) -> dict[str, Any] | None:
         """The results, if they are whole; None if another pod shall go on; else the failure.
 
-        The pod is removed, unless nobody knows how it is.
+        The pod is removed, unless its state is unknown.
         """
         if end.kind is EndKind.STOPPED:
             raise AirflowException(KILLED)

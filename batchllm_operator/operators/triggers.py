@@ -36,7 +36,7 @@ _unfinished: Final[set[asyncio.Task[None]]] = set()
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for work that goes on even if whoever waits is cancelled.
+    """Wait for work that goes on even if the waiter is cancelled.
 
     Airflow cancels a trigger again and again, each second until it has ended: what it does about
     the first time would be cut off by the second.

@@ -146,7 +146,7 @@ def find_indexes(
         ds: the partition that is planned.
         identity: see `reuse_identity`.
         budget: what the fingerprints have to fit in.
-        folder: a local one, for copies: nobody can remove or alter those.
+        folder: a local one, for copies that can't change or disappear.
 
     Raises:
         TableError: partition `ds` holds what another job or program wrote.

@@ -36,7 +36,7 @@ _BLOCK_SIZE: Final = 64
 _SPARE_STEP_TOKENS: Final = 16
 """Of a step that has a chunk, so that a request that takes part in it doesn't cut the chunk."""
 _IDEAL_BYTES_PER_S: Final = 1e15
-"""Of a link that nobody has measured, to find out whether that would be worth it."""
+"""Of a link that hasn't been measured, to see whether measuring would be worth it."""
 _MOST_APART: Final = 512
 """Groups of a shard that are looked at one by one; smaller ones are lumped together."""
 _LUMPS: Final = 64
@@ -159,7 +159,7 @@ class ReplicaPlanner:
         )
 
     def _say_what_is_too_long(self, longest: int) -> None:
-        """Tell whoever expects chains that steps don't hold a shard's longest prefix."""
+        """Warn users who expect chains that steps don't hold a shard's longest prefix."""
         chain, p = self.chain, self.settings.num_replicas
         most = (chain.max_chunk_blocks or 0) * p * chain.block_size
         if self.settings.min_prefix_tokens <= longest and longest > most:
@@ -199,7 +199,7 @@ class _Loads:
         )
 
     def lumps(self, idxs: npt.NDArray[np.int64]) -> list[GroupLoad]:
-        """Many small groups as a few loads with as many tokens, which nobody would spread."""
+        """Many small groups as a few loads with as many tokens, which aren't worth spreading."""
         lumps = []
         for lump in (idxs[at::_LUMPS] for at in range(min(_LUMPS, len(idxs)))):
             members = int(self.members[lump].sum())

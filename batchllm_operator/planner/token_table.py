@@ -20,7 +20,7 @@ class TokenTable:
     """Prompts as consecutive slices of one array; a prompt may be empty.
 
     Prompt `idx` is `token_ids[offsets[idx]:offsets[idx + 1]]`. The arrays are held, not
-    copied: whoever passes them in must not write to them afterwards.
+    copied: the caller must not write to them afterwards.
 
     Attributes:
         token_ids: [num_tokens] int32, C-contiguous, none negative.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What matplotlib is told to draw with; in the SVG, the page's variables take their places.
+# What matplotlib draws with; in the SVG, the page's variables take their places.
 _VARIABLES: Final = {
     name: f"#0a{index:02x}b7"
     for index, name in enumerate(

@@ -1,4 +1,4 @@
-"""What an attempt at a shard has done so far, counted in memory for whoever looks on."""
+"""What an attempt at a shard has done so far, counted in memory for observers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def simulate(
         settings: of our scheduler.
         arrivals_per_s: for policies with batches by time.
         seed: of the order of rows that come as they are.
-        observe: is told what each step does, from which its time is predicted.
+        observe: called with what each step does, from which its time is predicted.
 
     Raises:
         PlanError: a request doesn't fit into the KV cache.

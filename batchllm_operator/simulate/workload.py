@@ -21,7 +21,7 @@ class Workload:
         group_ids: [n] int64; requests with the same id share a prefix.
         num_prefix_tokens: [n] int64, what each shares with its group.
         output_tokens: [n] int64, tokens that each generates.
-        estimated_tokens: [n] int64, what the scheduler is told of that.
+        estimated_tokens: [n] int64, the scheduler's estimate of that.
         max_output_tokens: the limit that the scheduler knows of; None: the estimates, where they
             are right.
     """

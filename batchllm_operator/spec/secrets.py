@@ -93,7 +93,7 @@ def holds_credentials(value: str) -> bool:
         return False
     try:
         parts = urlsplit(f"s3://{rest.lstrip('/')}")
-    except ValueError:  # broken; whoever opens it will say so
+    except ValueError:  # broken; opening it will say so
         return "@" in value
     names = (pair.partition("=")[0] for pair in parts.query.split("&"))
     user_info, at, _ = parts.netloc.rpartition("@")

@@ -142,7 +142,7 @@ def writes_kv_before_attention(vllm_config: Any) -> bool:
 
 
 def forget_chosen_backends() -> None:
-    """Have vLLM choose attention backends anew: it remembers what it has chosen, by platform."""
+    """Have vLLM choose attention backends again: it remembers its choice by platform."""
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()

@@ -43,7 +43,7 @@ def _problem(request: Request, error: Exception) -> Response:
 
 
 def _refusal(request: Request, error: Exception) -> Response:
-    """Whoever isn't logged in and has a browser's page before them is sent to the login."""
+    """A browser without a login is sent to the login page."""
     assert isinstance(error, StarletteHTTPException)
     if error.status_code == 401 and _wants_page(request):
         return RedirectResponse(login_url(request), status_code=302)
@@ -55,7 +55,7 @@ def _no_page(request: Request, _: Exception) -> Response:
 
 
 def _fault(request: Request, _: Exception) -> Response:
-    """What it was, the log says: an error that nobody expects may hold anything."""
+    """The log has the details: an unexpected error may hold anything."""
     return _message(request, 500, "The page failed; the log of Airflow's API server says how.")
 
 

@@ -21,10 +21,10 @@ class _Entry:
 
 
 class Kept(Generic[_T]):
-    """Values by key, each made anew when it is older than `keep_s` seconds.
+    """Values by key, each made again when it is older than `keep_s` seconds.
 
     While one is made, others who ask for it wait for that, but not for long: their threads are
-    Airflow's. What making raises is kept by nobody.
+    Airflow's. Exceptions aren't kept.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ MapIndex = Annotated[int, Path(ge=-1, lt=1 << 31)]
 ShardIdx = Annotated[int, Path(ge=0, lt=1 << 31)]
 
 _RELOAD: Final = 205
-"""Tells a live page's script to load the page anew: it is another one now."""
+"""Tells a live page's script to reload: it is another page now."""
 
 pages = APIRouter()
 dag_pages = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[Depends(readable_dag)])
@@ -120,7 +120,7 @@ def show_job_news(
 
 @dag_pages.get("/jobs/{task_id}/{map_index}/report.html")
 def download_report(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> Response:
-    """The report as a file, rendered anew from report.json."""
+    """The report as a file, rendered from report.json."""
     reader = _reader(_find_job(dag_id, run_id, task_id, map_index))
     report = None if reader is None else reader.report()
     if report is None:

@@ -105,7 +105,7 @@ def flat(value: _Flat) -> dict[str, Any]:
 
 
 def job_to_json(job: EngineJob, trace_folder: Path | None) -> dict[str, Any]:
-    """What a replica is told of the job: not where its groups go, and no objects of the run's."""
+    """What a replica needs of the job: not where its groups go, and no objects of the run's."""
     return {
         "max_model_len": job.max_model_len,
         "num_requests": job.num_requests,

@@ -36,7 +36,7 @@ class _Group:
     rank: int
     """Where the next member goes."""
     num_left: int
-    """Members to come, by what was told of the group's size."""
+    """Members to come, by the group's announced size."""
     member_cost: int
     """Tokens of the first one, which stand for the others'."""
     is_spread: bool

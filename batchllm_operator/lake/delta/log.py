@@ -204,7 +204,7 @@ class DeltaLog:
 def _s3_options() -> dict[str, str]:
     """What delta-rs doesn't take from the environment as s3fs does. Credentials it finds itself."""
     environment = os.environ
-    options = {"aws_conditional_put": "etag"}  # a version is written once, whoever comes second
+    options = {"aws_conditional_put": "etag"}  # a version is written once; the second writer fails
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     if endpoint:
         options["aws_endpoint"] = endpoint

@@ -20,7 +20,7 @@ class NotCommittedError(Exception):
 class Overwrite:
     """A transaction over a table as it was loaded; pyiceberg's own retries are left out.
 
-    Those would make the commit anew on top of whatever came between, unseen.
+    Those would repeat the commit on top of unseen changes.
     """
 
     def __init__(self, table: Table, new_columns: Schema) -> None:

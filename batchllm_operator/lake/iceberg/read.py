@@ -182,7 +182,7 @@ class StorageFile(io.RawIOBase):
 def _storage_errors() -> Iterator[None]:
     """Give an errno to failures that lack one, as Arrow's own for remote files do.
 
-    It is by the errno that a storage that fails is told from a file that is damaged.
+    The errno distinguishes a failing storage from a damaged file.
 
     Raises:
         OSError: with an errno, but for files that aren't there.

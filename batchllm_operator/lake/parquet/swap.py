@@ -93,7 +93,7 @@ def replace_file(folder: Folder, source: Path, name: str, *, etag: str | None) -
 
 
 def _lock(path: Path) -> int:
-    """The descriptor of the locked file; waits for whoever holds the lock."""
+    """The descriptor of the locked file; waits until the lock is free."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -343,7 +343,7 @@ class AttemptPods:
         return bool(labels.get(f"{LABEL}/work") == self._attempt.work)
 
     def _is_ending(self, pod: k8s.V1Pod) -> bool:
-        """Told to stop and still at work; one whose node doesn't answer is removed by force.
+        """Asked to stop and still at work; one whose node doesn't answer is removed by force.
 
         Its time is taken from when it was first seen so: the cluster's clock may be another.
         """

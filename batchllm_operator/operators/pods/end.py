@@ -29,9 +29,9 @@ class EndKind(StrEnum):
     API_LOST = "api_lost"
     """The cluster's API didn't answer for too long; the pod may be well."""
     FORBIDDEN = "forbidden"
-    """Whoever watched may not read pods; the pod may be well."""
+    """The watcher may not read pods; the pod may be well."""
     STOPPED = "stopped"
-    """Whoever watched was asked to stop."""
+    """The watcher was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class PodEnd:
 
     @property
     def is_unseen(self) -> bool:
-        """Whether nobody knows how the pod is, so that it is left to the next try."""
+        """Whether the pod's state is unknown, so that it is left to the next try."""
         return self.kind in (EndKind.API_LOST, EndKind.FORBIDDEN)
 
     @property
@@ -78,7 +78,7 @@ class PodEnd:
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> PodEnd:
-        """The end that a trigger told of."""
+        """The end that a trigger reported."""
         return cls(**{**event, "kind": EndKind(event["kind"])})
 
     def explanation(self) -> str:

@@ -235,7 +235,7 @@ def without_repetitions(pod: k8s.V1Pod) -> k8s.V1Pod:
 
 
 def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
-    """See to it that the main container gets the GPUs that the command is told of; mutates it.
+    """Give the main container the GPUs that the command is to use; mutates it.
 
     Raises:
         ValueError: the pod's template asks for another number of them, or for another vendor's.

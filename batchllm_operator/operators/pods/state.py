@@ -43,7 +43,7 @@ _DISRUPTIONS: Final = frozenset(
 _NOTHING_LEFT: Final = "OutOf"
 """A kubelet's reason begins so when it had no more of a resource, such as nvidia.com/gpu."""
 _RESET: Final = "ContainerStatusUnknown"
-"""A container's reason when its node was reset, and nobody knows what became of it."""
+"""A container's reason when its node was reset and its fate is unknown."""
 _HOPELESS: Final = frozenset({"ErrImageNeverPull", "InvalidImageName"})
 _STUCK: Final = _HOPELESS | {
     "CreateContainerConfigError",
@@ -88,7 +88,7 @@ class PodState:
 
     @property
     def is_live(self) -> bool:
-        """It runs or will, and nobody has asked it to go."""
+        """It runs or will, and hasn't been asked to stop."""
         return self.stage is not Stage.ENDED and not self.is_being_deleted
 
     @classmethod

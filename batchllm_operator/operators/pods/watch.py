@@ -27,7 +27,7 @@ from batchllm_operator.operators.pods.pod_log import LogReader
 from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, Stage
 
 _REPEAT: Final = timedelta(minutes=10)
-"""How often a state that lasts is told again."""
+"""How often a lasting state is logged again."""
 _LONGEST_PAUSE_S: Final = 60.0
 _LAST_READS: Final = 3
 """Looks at a pod that has ended, while its log can't be read."""
@@ -77,7 +77,7 @@ class PodWatch:
         limits: how long it may take.
         log: takes each new line of the pod's log, and what happens to the pod.
         deadline: when the task's `execution_timeout` is reached.
-        is_abandoned: whether nobody waits for the end any more.
+        is_abandoned: whether the end is no longer awaited.
         masked: takes secrets out of what the pod says.
         now: the time, for tests.
     """
@@ -165,7 +165,7 @@ class PodWatch:
             )
         except (*_ANSWERLESS, NoConnectionError) as error:
             if isinstance(error, ClientSSLError) or getattr(error, "status", 0) == UNAUTHORIZED:
-                await self.aclose()  # the next look reads the configuration anew
+                await self.aclose()  # the next look reads the configuration again
             return self._without_answer(error)
         self._answered_at, self._num_failures = time.monotonic(), 0
         if self._pod.uid and pod.metadata.uid != self._pod.uid:

@@ -9,7 +9,7 @@ Within a segment the tokens are hashed by a sum of products with random odd numb
 hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014), which leaves the
 processor free to work on several tokens at once. Hashes have 62 bits, in two numbers below
 2**31, so that a row is one for `sort_rows`. Equal prefixes have equal hashes. That
-different ones don't is likely, not sure: whoever uses rows has to compare tokens afterwards.
+different ones don't is likely, not sure: users of rows have to compare tokens afterwards.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Chain:
             value: equal on all replicas.
 
         A replica that hasn't come in time ends the chain, and so does one whose chain has failed:
-        it says that, and waits for nobody.
+        it says that, and doesn't wait.
 
         Raises:
             RunaheadMismatchError: they don't.
@@ -200,7 +200,7 @@ def _shake_hands(store: Any, settings: ChainSettings, fingerprint: Mapping[str, 
     store.wait([f"fingerprint/{rank}" for rank in ranks])
     found = [json.loads(store.get(f"fingerprint/{rank}")) for rank in ranks]
     store.set(f"seen/{settings.rank}", "1")
-    if settings.rank == 0:  # which may serve the store: nobody is left behind without an answer
+    if settings.rank == 0:  # which may serve the store: every replica gets its answer first
         store.wait([f"seen/{rank}" for rank in ranks])
     for rank, other in enumerate(found):
         for name in {**found[0], **other}:  # in order: the first explains the others

@@ -1,4 +1,4 @@
-"""What replicas are told of KV-Runahead: the chain they form, and the groups they prefill together.
+"""What replicas know of KV-Runahead: the chain they form, and the groups they prefill together.
 
 KV-Runahead (Cho et al., 2024, section 4) cuts a prefix into one chunk per replica. Replica i of p
 computes chunk i against the KV of the chunks before it, which it gets from replica i - 1, and hands

@@ -70,7 +70,7 @@ class _Tracked:
     is_loading: bool = False
     sends: bool = False
     is_through: bool = False
-    """The worker has been told of all that it sends."""
+    """The worker knows of all that it sends."""
 
 
 class Scheduling:
@@ -84,7 +84,7 @@ class Scheduling:
         self._allocated: set[str] = set()
         self._fills_due: deque[int] = deque()
         self.num_computed: dict[tuple[int, Part], int] = {}
-        """Tokens that steps were to compute, by group and part; for whoever takes them out."""
+        """Tokens that steps were to compute, by group and part; for their reader."""
         self.num_received: dict[tuple[int, Part], int] = {}
         """Tokens whose KV was to come from elsewhere, likewise."""
         self.num_step_tokens = 0

@@ -80,7 +80,7 @@ class Working:
     def take_finished(self, finished_request_ids: set[str]) -> tuple[set[str], set[str]]:
         """Requests whose blocks are no longer needed for sends, and those whose loads are done.
 
-        A request that ended while it loaded is told of once, when it neither loads nor sends.
+        A request that ended while it loaded is reported once, when it neither loads nor sends.
         """
         self._finished |= finished_request_ids & (self._unsent.keys() | self._reported.keys())
         sent, loaded = set(), set()

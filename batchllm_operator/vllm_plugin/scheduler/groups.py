@@ -26,7 +26,7 @@ class Group:
     num_prefix_blocks: int
     """Full blocks of the prefix."""
     num_unseen: int
-    """Members that are yet to come, by what was told of the group's size."""
+    """Members that are yet to come, by the group's announced size."""
     num_waiting: int = 0
     num_running: int = 0
     num_counted: int = 0
@@ -89,12 +89,12 @@ class Groups:
         """The group of a request that has arrived.
 
         Args:
-            group_id: told of the request.
+            group_id: the request's hint.
             prefix: hashes of the blocks that it shares with its group.
-            size: told of the group.
+            size: the group's announced size.
 
         Returns:
-            None if the group has begun with another prefix: the request was told wrong.
+            None if the group has begun with another prefix: the request's hint is wrong.
         """
         group = self._groups.get(group_id)
         if group is None:
@@ -105,7 +105,7 @@ class Groups:
             and prefix[group.num_prefix_blocks - 1] != group.block_hashes[-1]
         ):
             return None
-        group.num_unseen = max(group.num_unseen - 1, 0)  # there may be more than was told
+        group.num_unseen = max(group.num_unseen - 1, 0)  # there may be more than announced
         group.num_waiting += 1
         return group
 

@@ -123,7 +123,7 @@ class PlannedRequests:
             hashes = request.block_hashes[: max(num_shared, 0)]
             group = self.groups.join(hints.group_id, hashes, hints.group_size)
         hints = hints or RequestHints(group_id=0)
-        if group is None:  # it shares nothing, whatever it was told
+        if group is None:  # it shares nothing, whatever its hint says
             hints = replace(hints, num_prefix_tokens=0, group_size=1)
             group = self.groups.join(("alone", request.request_id), (), 1)
             assert group is not None, "a request's id isn't taken"
@@ -150,11 +150,11 @@ class PlannedRequests:
         return self.groups.has_prefix_for(self._plans[request.request_id].group)
 
     def is_pinned_beside(self, request: Request) -> bool:
-        """Whether a prefix of another group is held though nobody of it runs."""
+        """Whether a prefix of another group is held though none of its members runs."""
         return self.groups.is_pinned_beside(self._plans[request.request_id].group)
 
     def unpin_beside(self, request: Request) -> None:
-        """Give back prefixes of other groups in which nobody runs."""
+        """Give back prefixes of other groups without a running member."""
         self.groups.unpin_all(but=self._plans[request.request_id].group)
 
     def num_to_prefill(self, request: Request) -> int:
@@ -183,11 +183,11 @@ class PlannedRequests:
         self._add_waiting(plan, -1)
 
     def runs(self, request: Request) -> bool:
-        """Whether it was told to run, and not to stop since."""
+        """Whether it was started and hasn't been stopped since."""
         return request.request_id in self._running
 
     def renew(self, request: Request, start: int) -> None:
-        """Count a running request anew, as one that is prefilled by step `start`."""
+        """Count a running request again, as one that is prefilled by step `start`."""
         plan = self._running[request.request_id]
         if plan.growth is not None:
             self.projection.add(plan.growth, sign=-1)

@@ -182,7 +182,7 @@ class BatchLLMScheduler(AsyncScheduler):
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks held for members to come of groups in which nobody runs."""
+        """Blocks held for future members of groups without a running one."""
         return self._requests.groups.num_pinned_blocks
 
     def is_idle(self) -> bool:
@@ -274,7 +274,7 @@ class BatchLLMScheduler(AsyncScheduler):
             self.running.sort(key=lambda request: request.request_id in self._prefilling)
 
     def _make_room_for_first(self) -> None:
-        """So that prefixes which nobody uses don't keep the first request out."""
+        """So that unused prefixes don't keep the first request out."""
         first = self._next_waiting()
         if first is None or not self.num_held_blocks:
             return

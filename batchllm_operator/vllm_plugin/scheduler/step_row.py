@@ -31,7 +31,7 @@ class StepRow:
     num_preempted: int
     num_used_blocks: int
     num_held_blocks: int
-    """Of those, held for members to come of groups in which nobody runs."""
+    """Of those, held for future members of groups without a running one."""
     num_blocks: int
     """Of the KV cache."""
 

@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 
 class Gate(Protocol):
-    """Decides who leaves the queue, and is told who did."""
+    """Decides which requests leave the queue, and is notified when they do."""
 
     def is_closed_for(self, request: Request) -> bool:
         """Whether the request has to stay for now. Is asked often, and changes nothing."""
