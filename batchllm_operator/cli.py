@@ -68,7 +68,7 @@ _COMMANDS: Final[Mapping[str, tuple[_Command, str]]] = {
     "report": (report, "Print what a committed run did, or compare two."),
     "simulate": (simulate, "Play a job through vLLM's scheduler step by step, without a model."),
     "status": (status, "Print how far the run of a plan is, by shards."),
-    "gc": (gc, "List what a job has left behind and nobody needs any more; --yes removes it."),
+    "gc": (gc, "List what a job has left behind and no longer needs; --yes removes it."),
     "schema": (schema, "Print the JSON schema of the job spec, or of another file."),
     "demo-table": (demo_table, "Make a small table from installed packages' texts."),
     "demo-model": (demo_model, "Make a tiny model with random weights."),

@@ -30,4 +30,5 @@ def output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
 
 
 def model_name(spec: JobSpec) -> str:
+    """What the output column `model` holds: path, and revision if the spec names one."""
     return f"{spec.model.path}@{spec.model.revision}" if spec.model.revision else spec.model.path

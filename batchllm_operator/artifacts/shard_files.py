@@ -106,7 +106,7 @@ def write_shard(
         num_prefix_tokens: int64, the same shape.
         num_output_tokens: int64, the same shape; estimates.
         part_rows: see `part_bounds`.
-        written: called with the number of requests written so far.
+        written: called with the number of requests of each part that is written.
     """
     bounds = part_bounds(group_ids, requests.lengths[request_idxs], part_rows)
     parts = [request_idxs[start:end] for start, end in pairwise(bounds)]

@@ -23,7 +23,7 @@ from batchllm_operator.planner.prefixes.row_sort import SortedRows, num_equal, s
 from batchllm_operator.planner.token_table import TokenTable
 
 Advance = Callable[[int], None]
-"""Called with the number of prompts done so far, for a progress display."""
+"""Called with the number of prompts done since the last call, for a progress display."""
 
 _HEADER = 3  # of a row in a run: prompt index, number of symbols, number shared with the one before
 _INDEX, _LENGTH, _SHARED = range(_HEADER)
@@ -108,7 +108,7 @@ class RowSorter:
         self._symbols = larger
 
     def sort(self, advance: Advance) -> SortedRows:
-        """All rows in order; `advance` is called with the number of rows done so far."""
+        """All rows in order; `advance` is called with the rows done since its last call."""
         if not self._runs:
             result = sort_rows(self._take_rows())
             self._symbols = np.empty(0, dtype=np.int32)

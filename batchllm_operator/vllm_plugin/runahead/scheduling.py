@@ -84,7 +84,7 @@ class Scheduling:
         self._allocated: set[str] = set()
         self._fills_due: deque[int] = deque()
         self.num_computed: dict[tuple[int, Part], int] = {}
-        """Tokens that steps were to compute, by group and part; for their reader."""
+        """Tokens that steps were to compute, by group and part. The reader takes them out."""
         self.num_received: dict[tuple[int, Part], int] = {}
         """Tokens whose KV was to come from elsewhere, likewise."""
         self.num_step_tokens = 0
