@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from batchllm_kernels.prefix_attention import AttentionShape, BatchLimits
-from batchllm_kernels.prefix_attention.work import find_chip
 from benchmarks import kernel_gate, kernel_targets, kernel_timing
 from benchmarks.kernel_contenders import Contender, Ours, find_baselines, vllm_cache_layout
 from benchmarks.kernel_rows import (
@@ -42,6 +41,7 @@ from benchmarks.kernel_rows import (
     modelled,
     time_plan,
 )
+from benchmarks.kernel_work import find_chip
 from benchmarks.kernel_workloads import CacheLayout, Setting, settings
 from benchmarks.provenance import provenance
 

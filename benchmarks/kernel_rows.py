@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from batchllm_kernels.prefix_attention import AttentionShape, BatchLimits, find_shared_prefixes
-from batchllm_kernels.prefix_attention.work import AttentionWork, Chip, count_work, read_chips
 from benchmarks import kernel_targets, kernel_timing
 from benchmarks.kernel_contenders import Contender, Ours
+from benchmarks.kernel_work import AttentionWork, Chip, count_work, read_chips
 from benchmarks.kernel_workloads import (
     CacheLayout,
     Family,

@@ -44,11 +44,9 @@ from batchllm_operator.planner import (
     PrefixGroups,
     PrefixSearch,
     PromptStore,
-    SearchMemory,
     TokenTable,
     assign_shards,
     build_prefix_tree,
-    cached_tokens,
     choose_prefixes,
     find_gpu,
     group_work,
@@ -61,6 +59,7 @@ from batchllm_operator.planner import (
     saving_ratio,
     split_large_groups,
 )
+from benchmarks.block_cache import cached_tokens
 from benchmarks.memory import peak_rss_bytes
 from benchmarks.python_tree import OUTPUT_TOKENS, Result, plan_in_python
 from benchmarks.synthetic_prompts import VOCABULARY, Shape, add_flags
@@ -235,10 +234,10 @@ def check_sample(sample: TokenTable) -> None:
 
 
 def check_on_disk(sample: TokenTable) -> None:
-    """Exits with a message if prompts on disk, in many sorted runs, give another tree."""
+    """Exits with a message if prompts on disk, with coarse rows of hashes, give another tree."""
     in_memory = build_prefix_tree(sample)
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        search = PrefixSearch(Path(folder), memory=SearchMemory(run_bytes=1 << 16))
+        search = PrefixSearch(1 << 16)
         with PromptStore(Path(folder) / "prompts.bin") as prompts:
             for idxs in np.array_split(np.arange(len(sample)), 20):
                 prompts.append(sample.take(idxs))

@@ -54,7 +54,7 @@ def plan(shape: Shape, budget: MemoryBudget, block_size: int) -> dict[str, Any]:
         last = now
 
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        search = PrefixSearch(Path(folder), memory=budget.search_memory(shape.num_prompts))
+        search = PrefixSearch(budget.row_bytes(shape.num_prompts))
         with PromptStore(Path(folder) / "prompts.bin") as prompts:
             for number, batch in enumerate(shape.batches(), start=1):
                 last = time.perf_counter()

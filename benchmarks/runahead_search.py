@@ -27,9 +27,9 @@ from batchllm_operator.planner.runahead import (
     Goal,
     Link,
     ReplicaCost,
-    exhaustive_split,
     search_split,
 )
+from benchmarks.exhaustive_split import exhaustive_split
 from benchmarks.provenance import provenance
 
 MOST_LONGER: Final = 0.02

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.planner.prefixes.sorted_runs import Advance, ignore
+from batchllm_operator.planner.prefixes.search import Advance, ignore
 from batchllm_operator.planner.prompt_store import read_ahead
 from batchllm_operator.planner.requests import Requests
 

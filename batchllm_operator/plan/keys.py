@@ -1,71 +1,68 @@
 """Whether the key columns identify rows, checked without holding the keys in memory.
 
-Keys are byte strings, and finding equal ones among millions is what the prefix search does with
-prompts: on disk where memory is short, and compared byte by byte.
+A key is 124 bits of two hashes by other random numbers: two keys of a billion are taken for
+equal by mistake once in 10**19 tables.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.artifacts.row_keys import encode_keys, shown_key
 from batchllm_operator.errors import KeyColumnError
 from batchllm_operator.lake.row_stream import read_batches
-from batchllm_operator.planner import (
-    Phase,
-    PrefixSearch,
-    PromptStore,
-    RankedPrompts,
-    SearchMemory,
-)
+from batchllm_operator.planner import SegmentHasher
 
-_KEYS_FILE: Final = "keys.bin"
-_ENCODED_BYTES: Final = 4 << 20  # of keys at a time; the search takes four times as much for them
+_ENCODED_BYTES: Final = 4 << 20  # of keys at a time; hashing takes four times as much for them
 _MAX_NAMED: Final = 10
+_SEEDS: Final = (0, 1)
 
 
-def check_keys(
-    rows_file: Path,
-    key: tuple[str, ...],
-    where: str,
-    spool: Path,
-    memory: SearchMemory,
-    phase: Phase | None = None,
-) -> None:
+def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
     """Each row must have a key, and one of its own.
 
     Args:
         rows_file: local Parquet file that has the key columns.
         key: their names.
         where: what to call the table in an error.
-        spool: a folder for temporary files; nothing stays there.
-        memory: what the search may take.
-        phase: see `PrefixSearch.finish`.
 
     Raises:
         KeyColumnError: names up to ten offenders.
-        OSError: the disk is full.
     """
-    with (
-        tempfile.TemporaryDirectory(dir=spool) as folder,
-        PromptStore(Path(folder) / _KEYS_FILE) as keys,
-    ):
-        _check_nulls(rows_file, key, where)
-        search = PrefixSearch(Path(folder), memory=memory)
-        for batch in _read(rows_file, key):
-            num_rows = max(1, batch.num_rows * _ENCODED_BYTES // max(1, batch.nbytes))
-            for start in range(0, batch.num_rows, num_rows):
-                encoded = encode_keys(batch.slice(start, num_rows), where)
-                keys.append(encoded)
-                search.add(encoded)
-        _check_repeats(rows_file, key, where, search.finish(keys, phase))
+    _check_nulls(rows_file, key, where)
+    repeated = _repeated_rows(rows_file, key, where)
+    if len(repeated) == 0:
+        return
+    named = ", ".join(_names(rows_file, key, repeated[:_MAX_NAMED].tolist()))
+    num_more = len(repeated) - _MAX_NAMED
+    more = f" and {num_more} more" if num_more > 0 else ""
+    raise KeyColumnError(
+        f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once; add"
+        " columns to input.key that tell the rows apart, or remove the copies"
+    )
+
+
+def _repeated_rows(rows_file: Path, key: tuple[str, ...], where: str) -> npt.NDArray[np.int64]:
+    """Rows, ascending, at which a key occurs first that occurs again."""
+    hashers = [SegmentHasher(seed) for seed in _SEEDS]
+    found = [np.empty((0, len(hashers)), dtype=np.int64)]
+    for batch in _read(rows_file, key):
+        num_rows = max(1, batch.num_rows * _ENCODED_BYTES // max(1, batch.nbytes))
+        for start in range(0, batch.num_rows, num_rows):
+            keys = encode_keys(batch.slice(start, num_rows), where)
+            found.append(np.stack([each.last_hashes(keys)[:, 0] for each in hashers], axis=1))
+    hashes = np.concatenate(found)
+    order = np.lexsort(hashes.T)  # stable, so equal keys stay in the order of their rows
+    is_repeat = np.zeros(len(order) + 1, dtype=np.bool_)
+    is_repeat[1:-1] = np.all(hashes[order[1:]] == hashes[order[:-1]], axis=1)
+    return np.sort(order[is_repeat[1:] & ~is_repeat[:-1]])
 
 
 def _read(rows_file: Path, key: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
@@ -92,22 +89,6 @@ def _check_nulls(rows_file: Path, key: tuple[str, ...], where: str) -> None:
                 f" {', '.join(map(str, first))} (counted from 0); fill it in the table, or choose"
                 " another key"
             )
-
-
-def _check_repeats(
-    rows_file: Path, key: tuple[str, ...], where: str, ranked: RankedPrompts
-) -> None:
-    starts_repeat = ranked.is_repeat[1:] & ~ranked.is_repeat[:-1]
-    repeated = np.sort(ranked.prompt_idxs[:-1][starts_repeat])  # where each occurs first
-    if len(repeated) == 0:
-        return
-    named = ", ".join(_names(rows_file, key, repeated[:_MAX_NAMED].tolist()))
-    num_more = len(repeated) - _MAX_NAMED
-    more = f" and {num_more} more" if num_more > 0 else ""
-    raise KeyColumnError(
-        f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once; add"
-        " columns to input.key that tell the rows apart, or remove the copies"
-    )
 
 
 def _names(rows_file: Path, key: tuple[str, ...], row_idxs: list[int]) -> list[str]:

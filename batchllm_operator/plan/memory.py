@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Final
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.planner import SearchMemory
 
 BYTES_PER_PROMPT: Final = 340
 """Numbers kept for each prompt where most are kept at once (requests, tree, groups and costs)."""
-_BYTES_PER_PROMPT_READ: Final = 40
-"""Of these, what is kept while rows are read."""
 WORKING_BYTES: Final = 384 << 20
 """For all that is done batch by batch, whatever the table's size: rows of three batches (one ahead,
 one behind), texts and token ids, two chunks of prompts, two parts of a shard, compiled code."""
 _BYTES_PER_LEARNED: Final = 112  # row of an earlier partition, while its lengths are learned
-_LEAST_RUN_BYTES: Final = 32 << 20
-_LEAST_MERGE_BYTES: Final = 16 << 20
+_BYTES_PER_PROMPT_SORTED: Final = 110
+"""Of these, what is kept while rows of hashes are sorted, the sort's own arrays included."""
+_LEAST_ROW_BYTES: Final = 32 << 20
 _MIB: Final = 1 << 20
 
 
@@ -46,15 +44,10 @@ class MemoryBudget:
         """The budget of a process that holds so many bytes more from now on."""
         return replace(self, resident_bytes=self.resident_bytes + num_bytes)
 
-    def least_bytes(self, num_prompts: int, min_merge_bytes: int = 0) -> int:
-        """The smallest budget that will do.
-
-        Args:
-            num_prompts: how many there will be.
-            min_merge_bytes: `PrefixSearch.min_merge_bytes`, where it is known.
-        """
-        search = max(_LEAST_RUN_BYTES, _LEAST_MERGE_BYTES, min_merge_bytes)
-        return self.resident_bytes + WORKING_BYTES + num_prompts * BYTES_PER_PROMPT + search
+    def least_bytes(self, num_prompts: int) -> int:
+        """The smallest budget that will do for so many prompts."""
+        for_prompts = num_prompts * BYTES_PER_PROMPT + _LEAST_ROW_BYTES
+        return self.resident_bytes + WORKING_BYTES + for_prompts
 
     def check_learned(self, num_rows: int) -> None:
         """Refuse to learn from an earlier partition of so many rows with too small a budget.
@@ -64,13 +57,13 @@ class MemoryBudget:
         """
         self.check(num_rows * _BYTES_PER_LEARNED // BYTES_PER_PROMPT)
 
-    def check(self, num_prompts: int, min_merge_bytes: int = 0) -> None:
+    def check(self, num_prompts: int) -> None:
         """Refuse to plan so many prompts with too small a budget.
 
         Raises:
             SpecError: says the least that will do, in whole MiB.
         """
-        least = self.least_bytes(num_prompts, min_merge_bytes)
+        least = self.least_bytes(num_prompts)
         if least > self.total_bytes:
             raise SpecError(
                 f"planner.memory_budget_bytes: {self.total_bytes} is too little to plan"
@@ -78,21 +71,14 @@ class MemoryBudget:
                 f" ({-(-least // _MIB):,} MiB)"
             )
 
-    def search_memory(self, num_prompts: int, *, while_read: bool = True) -> SearchMemory:
-        """What is left for sorting: the more, the fewer runs go to disk.
+    def row_bytes(self, num_prompts: int) -> int:
+        """What the prefix search may take for its rows of hashes: the more, the finer they are.
 
         Args:
             num_prompts: how many there will be, at most.
-            while_read: whether rows are added while the table is read, when few numbers of each
-                are in memory yet.
         """
         rest = self.total_bytes - self.resident_bytes - WORKING_BYTES
-        afterwards = rest - num_prompts * BYTES_PER_PROMPT
-        before = rest - num_prompts * _BYTES_PER_PROMPT_READ if while_read else afterwards
-        return SearchMemory(
-            run_bytes=max(_LEAST_RUN_BYTES, before),
-            merge_bytes=max(_LEAST_MERGE_BYTES, afterwards),
-        )
+        return max(_LEAST_ROW_BYTES, rest - num_prompts * _BYTES_PER_PROMPT_SORTED)
 
 
 def _resident_bytes() -> int:

@@ -53,7 +53,6 @@ from batchllm_operator.plan.rows import Rows, read_rows
 from batchllm_operator.plan.scratch import open_spool
 from batchllm_operator.planner import (
     Advance,
-    Phase,
     PrefixSearch,
     PromptStore,
     RankedPrompts,
@@ -159,19 +158,12 @@ def _build(
             budget = budget.holding(reuse.num_bytes)
         if not spec.input.filter:  # which may leave any number of rows out
             budget.check(num_rows)
-        rows = Rows(prompts, PrefixSearch(spool, memory=budget.search_memory(num_rows)), reuse)
+        rows = Rows(prompts, PrefixSearch(budget.row_bytes(num_rows)), reuse)
         read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
         _check_rows(spec, rows, table, snapshot)
-        budget.check(rows.num_rows, rows.search.min_merge_bytes)
+        budget.check(rows.num_rows)
         requests, ranked = _find_prefixes(spec, rows)
-        check_keys(
-            spool / ROWS_FILE,
-            spec.input.key,
-            describe_rows(spec, table, snapshot),
-            spool,
-            budget.search_memory(rows.num_rows, while_read=False),
-            _shown("keys"),
-        )
+        check_keys(spool / ROWS_FILE, spec.input.key, describe_rows(spec, table, snapshot))
         learned = learn_output_lengths(spec, ds, budget)
         chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len)
         sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
@@ -236,20 +228,16 @@ def _open_reuse(
     return Reuse(find_indexes(spec, ds, identity, budget, spool), spool)
 
 
-def _shown(unit: str) -> Phase:
-    """Shows the progress of a search's phases."""
-
-    @contextmanager
-    def phase(name: str, total: int) -> Iterator[Advance]:
-        with Progress(f"{name} {unit}", total, unit=unit, announce=False) as progress:
-            yield progress.advance
-
-    return phase
+@contextmanager
+def _shown(name: str, total: int) -> Iterator[Advance]:
+    """Shows the progress of a phase of the prefix search."""
+    with Progress(f"{name} prompts", total, unit="prompts", announce=False) as progress:
+        yield progress.advance
 
 
 def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
     """Sort the prompts, and make those that are equal one request."""
-    ranked = rows.search.finish(rows.prompts, _shown("prompts"))
+    ranked = rows.search.finish(rows.prompts, _shown)
     return make_requests(
         rows.prompts,
         ranked,

@@ -22,7 +22,6 @@ from batchllm_operator.planner.algorithm1 import (
     num_processed_tokens,
     saving_ratio,
 )
-from batchllm_operator.planner.block_cache import cached_tokens
 from batchllm_operator.planner.choice import PrefixChoice, choose_prefixes
 from batchllm_operator.planner.cost.gpu import GPU, find_gpu, read_gpu_table
 from batchllm_operator.planner.cost.model_shape import MODEL_SHAPES, ModelShape, model_shape
@@ -44,13 +43,12 @@ from batchllm_operator.planner.order import order_groups, order_groups_by_subtre
 from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts, build_prefix_tree
 from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
 from batchllm_operator.planner.prefixes.search import (
+    Advance,
     Phase,
     PrefixSearch,
-    SearchMemory,
     build_block_tree,
 )
 from batchllm_operator.planner.prefixes.segment_hashes import SegmentHasher
-from batchllm_operator.planner.prefixes.sorted_runs import Advance
 from batchllm_operator.planner.prompt_store import Prompts, PromptStore
 from batchllm_operator.planner.requests import Requests, make_requests
 from batchllm_operator.planner.runahead import (
@@ -66,8 +64,6 @@ from batchllm_operator.planner.runahead import (
     all_gather_ttft,
     choose_placement,
     even_split,
-    exhaustive_split,
-    find_table,
     search_split,
 )
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
@@ -100,7 +96,6 @@ __all__ = [
     "Rates",
     "ReplicaCost",
     "Requests",
-    "SearchMemory",
     "SegmentHasher",
     "SplitTable",
     "StepWork",
@@ -111,14 +106,11 @@ __all__ = [
     "assign_shards",
     "build_block_tree",
     "build_prefix_tree",
-    "cached_tokens",
     "choose_placement",
     "choose_prefixes",
     "describe_sharing",
     "even_split",
-    "exhaustive_split",
     "find_gpu",
-    "find_table",
     "group_prefill_tokens",
     "group_work",
     "imbalance",

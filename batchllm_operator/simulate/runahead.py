@@ -279,9 +279,7 @@ class PaperMachine:
         best = search_split(chain, given.context, given.num_gpus)
         split = best
         if given.between:
-            table = SplitTable.search(
-                chain, given.between, given.num_gpus, model=given.model, gpu=self._gpu.name
-            )
+            table = SplitTable.search(chain, given.between, given.num_gpus)
             split = table.split(given.context)
         bounds = [0.0]
         for share in given.shares:

@@ -16,7 +16,6 @@ from batchllm_operator.planner import (
     PrefixGroups,
     PrefixSearch,
     PromptStore,
-    SearchMemory,
     TokenTable,
     choose_prefixes,
     order_groups_by_subtree,
@@ -24,7 +23,6 @@ from batchllm_operator.planner import (
 from batchllm_operator.simulate.workload import Shape
 from benchmarks.end_to_end.policies import Order
 
-_MEMORY = SearchMemory(run_bytes=1 << 28, merge_bytes=1 << 28)
 _BATCH = 4096  # prompts
 
 
@@ -79,7 +77,7 @@ def make_requests(
 def find_groups(prompts: TokenTable, output_tokens: int, block_size: int) -> PrefixGroups:
     """The plan of these prompts: groups of whole blocks, in order."""
     with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
-        search = PrefixSearch(Path(folder), memory=_MEMORY)
+        search = PrefixSearch()
         with PromptStore(Path(folder) / "prompts.bin") as store:
             for begin in range(0, len(prompts), _BATCH):
                 batch = prompts.take(range(begin, min(begin + _BATCH, len(prompts))))

@@ -1,13 +1,20 @@
 """The model of bytes and FLOPs against counting them one by one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.benchmark_modules import load
 
 from batchllm_kernels.prefix_attention import AttentionShape, SharedPrefix
-from batchllm_kernels.prefix_attention.work import AttentionWork, count_work, find_chip, read_chips
+
+kernel_work = load("kernel_work")
+AttentionWork = kernel_work.AttentionWork
+count_work = kernel_work.count_work
+find_chip = kernel_work.find_chip
+read_chips = kernel_work.read_chips
 
 SHAPE = AttentionShape(num_q_heads=6, num_kv_heads=2, head_dim=8, block_size=16)
 H100 = read_chips()["H100"]
@@ -20,7 +27,7 @@ def count_by_hand(
     shape: AttentionShape,
     q_bytes: int,
     kv_bytes: int,
-) -> AttentionWork:
+) -> Any:
     """Every key, query, score and partial on its own."""
     prefix_of = {r: (i, p.num_tokens) for i, p in enumerate(prefixes) for r in p.requests}
     keys: set[tuple[object, int]] = set()

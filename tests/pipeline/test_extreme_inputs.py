@@ -13,15 +13,13 @@ from support.fake_job import DS, fake_spec, write_table
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.planner import SearchMemory
 
 
-@pytest.fixture(params=["in memory", "on disk"], autouse=True)
+@pytest.fixture(params=["fine rows", "coarse rows"], autouse=True)
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each table is planned with all of its prompts in one run, and with a run for each."""
-    if request.param == "on disk":
-        least = SearchMemory(run_bytes=1, merge_bytes=1)
-        monkeypatch.setattr(MemoryBudget, "search_memory", lambda *_, **__: least)
+    """Each table is planned with a hash for each segment, and with one for each prompt."""
+    if request.param == "coarse rows":
+        monkeypatch.setattr(MemoryBudget, "row_bytes", lambda *_: 1)
 
 
 def plan(folder: Path, prompts: Sequence[str], **changes: Any) -> StoredPlan:

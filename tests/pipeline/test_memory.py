@@ -14,7 +14,6 @@ from batchllm_operator.errors import SpecError, StorageError
 from batchllm_operator.plan import memory
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.planner import SearchMemory
 
 
 def files_of(plan: StoredPlan) -> dict[str, str]:
@@ -28,8 +27,7 @@ def test_the_plan_is_the_same_whatever_memory_it_gets(
     rows += [{**row, "row_key": f"again {n}"} for n, row in enumerate(rows[:7])]
     write_table(tmp_path / "documents", rows)
     plan = plan_job(fake_spec(tmp_path), DS)
-    least = SearchMemory(run_bytes=1, merge_bytes=1)
-    monkeypatch.setattr(MemoryBudget, "search_memory", lambda *_, **__: least)
+    monkeypatch.setattr(MemoryBudget, "row_bytes", lambda *_: 1)
     again = plan_job(fake_spec(tmp_path, planner={"memory_budget_bytes": "3GiB"}), DS)
     assert again.folder == plan.folder
     assert files_of(again) == files_of(plan)
@@ -54,19 +52,15 @@ def test_what_is_needed_grows_with_the_rows(tmp_path: Path) -> None:
     budget.check(1_000_000)
     with pytest.raises(SpecError, match="100,000,000 prompts"):
         budget.check(100_000_000)
-    with pytest.raises(SpecError):
-        budget.check(1_000_000, min_merge_bytes=1 << 30)
     assert budget.least_bytes(1001) - budget.least_bytes(1) == 1000 * memory.BYTES_PER_PROMPT
 
 
 @pytest.mark.parametrize("num_prompts", [0, 1_000_000, 3_000_000])
 def test_what_is_left_goes_to_the_search(num_prompts: int) -> None:
     budget = MemoryBudget(total_bytes=2 << 30, resident_bytes=400 << 20)
-    found = budget.search_memory(num_prompts)
-    assert found.run_bytes > 0 and found.merge_bytes > 0
     rest = budget.total_bytes - budget.resident_bytes - memory.WORKING_BYTES
-    assert found.run_bytes <= rest
-    assert found.merge_bytes <= rest - num_prompts * memory.BYTES_PER_PROMPT
+    assert 220 * num_prompts <= budget.row_bytes(num_prompts) <= rest
+    assert budget.row_bytes(100_000_000) > 0
 
 
 def test_a_filter_is_no_reason_to_refuse_beforehand(
@@ -91,8 +85,6 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(
     spool = tmp_path / "temporary"
     spool.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(spool))
-    least = SearchMemory(run_bytes=1, merge_bytes=1)
-    monkeypatch.setattr(MemoryBudget, "search_memory", lambda *_, **__: least)
     spec = fake_spec(tmp_path)
     with file_size_limit(num_bytes), pytest.raises(StorageError, match=r"no room.*TMPDIR"):
         plan_job(spec, DS)

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.benchmark_modules import load
 from support.levels import examples
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import TokenTable, build_prefix_tree, cached_tokens
+from batchllm_operator.planner import TokenTable, build_prefix_tree
+
+cached_tokens = load("block_cache").cached_tokens
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=12), max_size=12)
 

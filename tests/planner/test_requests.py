@@ -19,7 +19,7 @@ def test_every_row_is_in_the_request_of_its_prompt(
     prompts: list[list[int]], merge: bool, with_estimates: bool
 ) -> None:
     tokens = TokenTable.from_lists(prompts)
-    search = PrefixSearch(None)
+    search = PrefixSearch()
     search.add(tokens)
     row_idxs = np.arange(len(prompts)) * 2 + 1
     estimates = np.arange(len(prompts)) % 5 if with_estimates else None
@@ -52,7 +52,7 @@ def test_every_row_is_in_the_request_of_its_prompt(
 
 def test_rows_of_some_requests() -> None:
     tokens = TokenTable.from_lists([[1], [2], [1], [3], [2], [1]])
-    search = PrefixSearch(None)
+    search = PrefixSearch()
     search.add(tokens)
     requests, _ = make_requests(tokens, search.finish(tokens), np.arange(6), merge=True)
     assert requests.rows_of(np.array([2, 0])).tolist() == [3, 0, 2, 5]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.benchmark_modules import load
 from support.levels import examples
 from support.runahead import COST, CPU_COST, chains
 
@@ -20,11 +18,11 @@ from batchllm_operator.planner import (
     Link,
     SplitTable,
     even_split,
-    exhaustive_split,
-    find_table,
     search_split,
 )
 from batchllm_operator.planner.runahead import Goal
+
+exhaustive_split = load("exhaustive_split").exhaustive_split
 
 CPU_CHAIN = Chain(CPU_COST, Link(1e9, 1e-4), 32, 8192)
 MOST_BLOCKS = {1: 500, 2: 9000, 3: 200, 4: 60}
@@ -150,7 +148,7 @@ def test_what_cannot_be_searched_is_refused() -> None:
 
 def table(max_step_tokens: int | None = None) -> SplitTable:
     chain = dataclasses.replace(CPU_CHAIN, max_step_tokens=max_step_tokens)
-    return SplitTable.search(chain, [8192, 2048, 4096], 3, model="tiny", gpu="core")
+    return SplitTable.search(chain, [8192, 2048, 4096], 3)
 
 
 def test_a_table_gives_what_was_searched_back() -> None:
@@ -175,7 +173,7 @@ def test_any_length_has_a_split_or_a_reason(
     if max_step_tokens == 32:
         lengths = [0]
     some = sorted({96 + 400 * each for each in lengths})
-    found = SplitTable.search(chain, some, 3, model="tiny", gpu="core")
+    found = SplitTable.search(chain, some, 3)
     try:
         chain.check_length(num_tokens, 3)
     except PlanError:
@@ -187,9 +185,7 @@ def test_any_length_has_a_split_or_a_reason(
 
 def test_between_lengths_boundaries_are_interpolated_and_ends_keep_their_shares() -> None:
     splits = ((128, 128), (768, 256))  # half, then three quarters
-    made = SplitTable(
-        model="m", gpu="g", num_replicas=2, bytes_per_s=1.0, block_size=16, splits=splits
-    )
+    made = SplitTable(2, 16, None, splits)
     assert made.split(640) == (640 * 5 // 8, 640 * 3 // 8), "in the middle between 256 and 1,024"
     assert made.split(256) == (128, 128)
     assert made.split(64) == (32, 32)
@@ -201,89 +197,19 @@ def test_between_lengths_boundaries_are_interpolated_and_ends_keep_their_shares(
 
 @pytest.mark.parametrize("split", [(16, 16, 992), (992, 16, 16)])
 def test_shares_of_less_than_a_block_are_a_block(split: tuple[int, ...]) -> None:
-    made = SplitTable(
-        model="m", gpu="g", num_replicas=3, bytes_per_s=1.0, block_size=16, splits=(split,)
-    )
+    made = SplitTable(3, 16, None, (split,))
     assert made.split(48) == (16, 16, 16)
 
 
 def test_interpolated_splits_are_nearly_as_good_as_searched_ones() -> None:
     """Entries 4k apart, as in the paper's Fig. 10, where predictions are within 1.3 %."""
     chain = dataclasses.replace(CPU_CHAIN, max_step_tokens=None)
-    found = SplitTable.search(chain, [8192, 12288, 16384], 4, model="tiny", gpu="core")
+    found = SplitTable.search(chain, [8192, 12288, 16384], 4)
     for length in (10_240, 14_336):
         searched = chain.times(search_split(chain, length, 4)).ttft_s
         assert chain.times(found.split(length)).ttft_s <= 1.013 * searched
 
 
-def test_a_table_is_stored_and_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "splits.json"
-    found = table(4096)
-    found.save(path)
-    assert SplitTable.load(path) == found
-    assert [each.name for each in tmp_path.iterdir()] == ["splits.json"]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"split_table_version": 2}, "is of version 2"),
-        ({"splits": []}, "splits"),
-        ({"splits": [[32, 32]]}, "isn't for 3 replicas"),
-        ({"splits": [[32, 31, 32]]}, "isn't of whole blocks"),
-        ({"splits": [[64, 64, 64], [32, 32, 32]]}, "ascending order"),
-        ({"splits": [[32, 32, 0]]}, "splits.0.2"),
-        ({"splits": [[32, 32, "32"]]}, "splits.0.2"),
-        ({"splits": [[8192, 32, 32]]}, "longer than a step"),
-        ({"max_step_tokens": 16}, "less than a block"),
-        ({"bytes_per_s": float("inf")}, "bytes_per_s"),
-        ({"model": ""}, "model"),
-        ({"more": 1}, "more"),
-    ],
-)
-def test_a_table_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    body = json.loads(table(4096).model_dump_json()) | change
-    path = tmp_path / "splits.json"
-    path.write_text(json.dumps(body))
-    with pytest.raises(PlanError, match=said) as caught:
-        SplitTable.load(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b'"x"', b"[" * 100_000])
-def test_a_file_that_holds_no_table_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "splits.json"
-    path.write_bytes(content)
-    with pytest.raises(PlanError, match="table of splits"):
-        SplitTable.load(path)
-    with pytest.raises(PlanError, match="can't be read"):
-        SplitTable.load(tmp_path / "absent.json")
-
-
-def test_the_table_for_a_chain_is_the_one_with_the_nearest_bandwidth() -> None:
-    def made(bytes_per_s: float, **change: Any) -> SplitTable:
-        return table().model_copy(update={"bytes_per_s": bytes_per_s, **change})
-
-    def found(bytes_per_s: float, **change: Any) -> SplitTable | None:
-        chain = Chain(CPU_COST, Link(bytes_per_s), 32)
-        asked: dict[str, Any] = {"num_replicas": 3, "model": "tiny", "gpu": "core"} | change
-        return find_table(tables, chain, asked.pop("num_replicas"), **asked)
-
-    tables = [made(1e9), made(3e9), made(2e9, model="large"), made(2e9, until="whole_prefix")]
-    assert found(1e9) is tables[0]
-    assert found(1.7e9) is tables[0]
-    assert found(1.8e9) is tables[1]
-    assert found(1.7e9, model="large") is tables[2]
-    assert found(1.7e9, until="whole_prefix") is tables[3]
-    assert found(6.1e9) is None
-    assert found(0.49e9) is None
-    for other in ({"num_replicas": 2}, {"model": "small"}, {"gpu": "A100"}):
-        assert found(1e9, **other) is None
-    for chain in (Chain(CPU_COST, Link(1e9), 16), Chain(CPU_COST, Link(1e9), 32, 4096)):
-        assert find_table(tables, chain, 3, model="tiny", gpu="core") is None
-    assert find_table([], CPU_CHAIN, 3, model="tiny", gpu="core") is None
-
-
 def test_a_table_of_nothing_is_refused() -> None:
     with pytest.raises(PlanError, match="no lengths"):
-        SplitTable.search(CPU_CHAIN, [], 2, model="m", gpu="g")
+        SplitTable.search(CPU_CHAIN, [], 2)

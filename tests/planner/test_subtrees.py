@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.benchmark_modules import load
 from support.levels import examples
 
 from batchllm_operator.errors import PlanError
@@ -17,11 +18,12 @@ from batchllm_operator.planner import (
     PrefixTree,
     TokenTable,
     build_prefix_tree,
-    cached_tokens,
     maximize_reuse,
     order_groups,
     order_groups_by_subtree,
 )
+
+cached_tokens = load("block_cache").cached_tokens
 
 Prompt = tuple[int, ...]
 

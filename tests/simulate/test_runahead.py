@@ -102,7 +102,7 @@ def test_a_table_predicts_as_well_as_the_paper_says() -> None:
     chain = machine.chain("Llama 7B", 300e9)
     from batchllm_operator.planner import SplitTable, search_split
 
-    table = SplitTable.search(chain, [8192, 12288, 16384], 4, model="Llama 7B", gpu="A100")
+    table = SplitTable.search(chain, [8192, 12288, 16384], 4)
     for context in (10_240, 14_336):
         searched = chain.times(search_split(chain, context, 4)).ttft_s
         assert chain.times(table.split(context)).ttft_s <= 1.02 * searched

@@ -21,7 +21,8 @@ from batchllm_kernels.prefix_attention import (
     find_shared_prefixes,
     prefix_shared_attention,
 )
-from batchllm_kernels.prefix_attention.work import count_work
+
+count_work = load("kernel_work").count_work
 
 SHAPE = AttentionShape(num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
 CPU = torch.device("cpu")

@@ -1,1 +1,1 @@
-"""The prefixes that prompts share: a tree, built in memory or by an external sort."""
+"""The prefixes that prompts share: a tree, built from prompts in memory or on disk."""

@@ -1,7 +1,7 @@
 """A prefix tree from sorted prompts and what neighbours share: one pass with a stack.
 
-This is how a tree comes out of an external sort, which leaves nothing of the prompts in
-memory but their order and the length of the longest common prefix (LCP) of neighbours.
+All that it needs of the prompts is their order and the length of the longest common prefix (LCP)
+of neighbours.
 """
 
 from __future__ import annotations

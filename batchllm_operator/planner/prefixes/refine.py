@@ -16,11 +16,12 @@ from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts
 from batchllm_operator.planner.prefixes.prefix_tree import ROOT, PrefixTree
 from batchllm_operator.planner.prefixes.row_sort import sort_rows
-from batchllm_operator.planner.prefixes.sorted_runs import RowSorter, ignore
+from batchllm_operator.planner.prompt_store import Prompts, chunks
 from batchllm_operator.planner.token_table import TokenTable
 
 _LARGE_RANKS = 4096
 _FLUSH_TOKENS = 1 << 20
+_FIRST_TOKENS = 16  # of a window below a large node: 64 bytes, so that millions fit into memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +29,8 @@ class _Windows:
     """Windows of some nodes, each behind its node's parent: one sort does for many parents.
 
     Attributes:
-        nodes: [n] int64, ascending.
-        rows: n rows of [the node's parent, its window].
+        nodes: [n] int64.
+        rows: n rows of [the node's parent or another number for its family, its window].
     """
 
     nodes: NDArray[np.int64]
@@ -41,26 +42,20 @@ class Refinement:
 
     A node's window is the segment behind its parent's end, or what its prompt has of it.
     Windows come in preorder. Those below a node of few prompts are sorted soon after the last
-    of them came, and forgotten; the others go through a sort that needn't be in memory.
+    of them came, and forgotten. Of the others only the first tokens are kept; where those are
+    equal, the next ones are read once more.
 
     Args:
         tree: a tree over segments, depths in tokens.
-        lengths: [num_prompts] int64, tokens by prompt index.
+        prompts: all prompts.
         segment_tokens: tokens per segment.
-        sorter: empty, for the windows below nodes of many prompts.
     """
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        lengths: NDArray[np.int64],
-        segment_tokens: int,
-        sorter: RowSorter,
-    ) -> None:
+    def __init__(self, tree: PrefixTree, prompts: Prompts, segment_tokens: int) -> None:
         self._tree = tree
-        self._lengths = lengths
+        self._prompts = prompts
+        self._lengths = prompts.lengths
         self._segment_tokens = segment_tokens
-        self._sorter = sorter
         self._begins = np.zeros(tree.num_nodes + 1, dtype=np.int64)  # of each node's children
         np.cumsum(
             np.bincount(tree.parent[ROOT + 1 :], minlength=tree.num_nodes), out=self._begins[1:]
@@ -68,7 +63,7 @@ class Refinement:
         self._children = np.empty(tree.num_nodes - 1, dtype=np.int64)
         self._shared = np.empty(tree.num_nodes - 1, dtype=np.int64)
         self._num_read = 0
-        self._sorted_nodes: list[NDArray[np.int64]] = []  # whose windows went to the sorter
+        self._large: list[_Windows] = []
         self._open: list[_Windows] = []
 
     def read(self, prompts: TokenTable, first_rank: int) -> None:
@@ -86,10 +81,15 @@ class Refinement:
         last = first + int(np.searchsorted(tree.leaf_begin[first:], end_rank))
         self._num_read += last - first
         nodes = np.arange(first, last)
-        is_large = self._has_large_parent(nodes)
-        self._sorter.add(self._cut_windows(nodes[is_large], prompts, first_rank).rows)
-        self._sorted_nodes.append(nodes[is_large])
-        self._open.append(self._cut_windows(nodes[~is_large], prompts, first_rank))
+        parents = tree.parent[nodes]
+        is_large = tree.leaf_end[parents] - tree.leaf_begin[parents] > _LARGE_RANKS
+        for windows, chosen, most in (
+            (self._large, is_large, min(_FIRST_TOKENS, self._segment_tokens)),
+            (self._open, ~is_large, self._segment_tokens),
+        ):
+            places = tree.leaf_begin[nodes[chosen]] - first_rank
+            rows = self._cut(nodes[chosen], parents[chosen], prompts, places, slice(0, most))
+            windows.append(_Windows(nodes[chosen], rows))
         if sum(windows.rows.num_tokens for windows in self._open) > _FLUSH_TOKENS:
             self._flush(end_rank)
 
@@ -97,35 +97,34 @@ class Refinement:
         """The prompts in lexicographic order, and what neighbours share, in tokens."""
         tree = self._tree
         self._flush(tree.num_prompts)
-        order = self._sorter.sort(ignore)
-        nodes = np.concatenate(self._sorted_nodes) if self._sorted_nodes else order.row_idxs
-        self._place(nodes[order.row_idxs], order.num_shared)
+        self._sort_large()
         ranks, num_shared = _walk(
             self._children, self._begins, self._shared, tree.leaf_begin, tree.num_prompts
         )
         return RankedPrompts.from_exact(tree.prompt_idxs[ranks], num_shared, self._lengths)
 
-    def _has_large_parent(self, nodes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        parents = self._tree.parent[nodes]
-        is_large: NDArray[np.bool_] = (
-            self._tree.leaf_end[parents] - self._tree.leaf_begin[parents] > _LARGE_RANKS
-        )
-        return is_large
+    def _cut(
+        self,
+        nodes: NDArray[np.int64],
+        families: NDArray[np.int64],
+        prompts: TokenTable,
+        places: NDArray[np.int64],
+        part: slice,
+    ) -> TokenTable:
+        """A row for each node: its family, and a part of its window.
 
-    def _cut_windows(
-        self, nodes: NDArray[np.int64], prompts: TokenTable, first_rank: int
-    ) -> _Windows:
-        tree = self._tree
-        begins = tree.depth[tree.parent[nodes]]
-        ranks = tree.leaf_begin[nodes]
-        sizes = np.minimum(self._lengths[tree.prompt_idxs[ranks]] - begins, self._segment_tokens)
+        Args:
+            prompts: has the prompt of `nodes[i]` at `places[i]`.
+        """
+        begins = self._tree.depth[self._tree.parent[nodes]] + part.start
+        most = min(part.stop, self._segment_tokens) - part.start
+        ends = self._lengths[self._tree.prompt_idxs[self._tree.leaf_begin[nodes]]]
         offsets = np.zeros(len(nodes) + 1, dtype=np.int64)
-        np.cumsum(sizes + 1, out=offsets[1:])
+        np.cumsum(np.clip(ends - begins, 0, most) + 1, out=offsets[1:])
         rows = np.empty(offsets[-1], dtype=np.int32)
-        rows[offsets[:-1]] = tree.parent[nodes]
-        sources = prompts.offsets[ranks - first_rank] + begins
-        _copy_windows(prompts.token_ids, sources, offsets, rows)
-        return _Windows(nodes, TokenTable.unchecked(rows, offsets))
+        rows[offsets[:-1]] = families
+        _copy_windows(prompts.token_ids, prompts.offsets[places] + begins, offsets, rows)
+        return TokenTable.unchecked(rows, offsets)
 
     def _flush(self, end_rank: int) -> None:
         """Sorts below the nodes that end at `end_rank` or before."""
@@ -137,15 +136,49 @@ class Refinement:
         if len(rest):
             self._open.append(_Windows(windows.nodes[rest], windows.rows.take(rest)))
         order = sort_rows(windows.rows.take(np.flatnonzero(is_complete)))
-        nodes = windows.nodes[is_complete][order.row_idxs]
-        self._place(nodes, order.num_shared)
+        self._place(windows.nodes[is_complete][order.row_idxs], order.num_shared - 1)
+
+    def _sort_large(self) -> None:
+        """Sorts below large nodes, by more and more tokens where the first ones are equal."""
+        if not self._large:
+            return
+        windows, self._large = _joined(self._large), []
+        order = sort_rows(windows.rows)
+        nodes, num_shared = windows.nodes[order.row_idxs], order.num_shared - 1
+        del windows, order
+        end = min(_FIRST_TOKENS, self._segment_tokens)
+        is_tied = num_shared == end  # with the one before
+        while np.any(is_tied):
+            tied = np.flatnonzero(is_tied | np.append(is_tied[1:], False))
+            families = np.cumsum(~is_tied[tied])
+            begin, end = end, end + _FIRST_TOKENS * (len(nodes) // len(tied))
+            order = sort_rows(self._read_windows(nodes[tied], families, slice(begin, end)))
+            nodes[tied] = nodes[tied][order.row_idxs]
+            goes_on = is_tied[tied]
+            num_shared[tied[goes_on]] = begin + order.num_shared[goes_on] - 1
+            is_tied[tied] = goes_on & (num_shared[tied] == end)
+        self._place(nodes, num_shared)
+
+    def _read_windows(
+        self, nodes: NDArray[np.int64], families: NDArray[np.int64], part: slice
+    ) -> TokenTable:
+        """See `_cut`; the prompts are read for it, some at a time."""
+        idxs = self._tree.prompt_idxs[self._tree.leaf_begin[nodes]]
+        wanted = self._tree.depth[self._tree.parent[nodes]] + part.stop
+        pieces = []
+        for some in chunks(wanted):
+            prompts = self._prompts.beginnings(idxs[some], wanted[some])
+            places = np.arange(len(prompts))
+            rows = self._cut(nodes[some], families[some], prompts, places, part)
+            pieces.append(_Windows(nodes[some], rows))
+        return _joined(pieces).rows
 
     def _place(self, nodes: NDArray[np.int64], num_shared: NDArray[np.int64]) -> None:
         """Notes the order of some parents' children, and what each shares with the one before.
 
         Args:
             nodes: all children of some parents, parents ascending, children in order.
-            num_shared: what each one's row, its parent and its window, shares with the one before.
+            num_shared: what each one's window shares with the one before.
         """
         parents = self._tree.parent[nodes]
         starts = np.flatnonzero(np.concatenate([[True], parents[1:] != parents[:-1]]))
@@ -153,7 +186,7 @@ class Refinement:
         numbers = np.arange(len(nodes)) - np.repeat(starts, np.diff(np.append(starts, len(nodes))))
         places = self._begins[parents] + numbers
         self._children[places] = nodes
-        self._shared[places] = self._tree.depth[parents] + num_shared - 1
+        self._shared[places] = self._tree.depth[parents] + num_shared
 
 
 def _joined(windows: list[_Windows]) -> _Windows:

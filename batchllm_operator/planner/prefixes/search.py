@@ -1,21 +1,19 @@
 """The prefix search over prompts that needn't be in memory.
 
-    add      prompts -> rows of segment hashes -> sorted runs on disk       (`sorted_runs`)
-    finish   runs -> order and common segments of neighbours
+    add      prompts -> rows of segment hashes, in bounded memory           (`hash_rows`)
+    finish   rows -> order and common segments of neighbours
              every pair of neighbours compared, token by token
              the segment in which they part looked at, for the rest         (`refine`)
 
-What stays in memory is some numbers per prompt. The result doesn't depend on what was on disk:
-it is the lexicographic order, and what neighbours share, from which one pass with a stack makes
-the tree (`lcp_tree`), over tokens or over blocks.
+What stays in memory is some numbers per prompt. The result doesn't depend on how coarse the rows
+are: it is the lexicographic order, and what neighbours share, from which one pass with a stack
+makes the tree (`lcp_tree`), over tokens or over blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 import numpy as np
@@ -23,78 +21,57 @@ from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.jit import compiled
-from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts, are_repeats
+from batchllm_operator.planner.prefixes.hash_rows import HashRows
+from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts
 from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
 from batchllm_operator.planner.prefixes.refine import Refinement
-from batchllm_operator.planner.prefixes.row_sort import SortedRows, num_equal
+from batchllm_operator.planner.prefixes.row_sort import num_equal
 from batchllm_operator.planner.prefixes.segment_hashes import (
     HASH_BITS,
     SEGMENT_TOKENS,
     SegmentHasher,
 )
-from batchllm_operator.planner.prefixes.sorted_runs import Advance, RowSorter, ignore
 from batchllm_operator.planner.prompt_store import Prompts, chunks, read_ahead
 from batchllm_operator.planner.token_table import TokenTable
 
 _MAX_SEEDS: Final = 100  # with 62 bits, a second one is needed in one of many thousand plans
 
-
+Advance = Callable[[int], None]
+"""Called with the number of prompts done since the last call, for a progress display."""
 Phase = Callable[[str, int], AbstractContextManager[Advance]]
-
-
-@dataclass(frozen=True, slots=True)
-class SearchMemory:
-    """What a search may take beside the numbers per prompt, in bytes.
-
-    Attributes:
-        run_bytes: until `finish`, for rows in memory, before they are written as a run.
-        merge_bytes: in `finish`, for reading the runs, and then for what is sorted there.
-    """
-
-    run_bytes: int = 256 << 20
-    merge_bytes: int = 64 << 20
 
 
 class PrefixSearch:
     """Finds the common prefixes of prompts that are given batch by batch.
 
     Args:
-        folder: an existing folder for runs, which are removed again; None to keep all in memory.
-        memory: what it may take.
-        segment_tokens: see `SegmentHasher`; it changes the work, not the result.
+        max_row_bytes: what the rows of hashes may take until `finish`; None for no bound. It and
+            the other arguments change the work, not the result.
+        segment_tokens: see `SegmentHasher`.
         hash_bits: see `SegmentHasher`.
 
     Raises:
         PlanError: an argument is out of its range.
-        OSError: from all methods, such as a disk that is full.
     """
 
     def __init__(
         self,
-        folder: Path | None,
+        max_row_bytes: int | None = None,
         *,
-        memory: SearchMemory | None = None,
         segment_tokens: int = SEGMENT_TOKENS,
         hash_bits: int = HASH_BITS,
     ) -> None:
-        self._folder = folder
-        self._memory = memory if memory is not None else SearchMemory()
+        self._max_row_bytes = max_row_bytes
         self._segment_tokens = segment_tokens
         self._hash_bits = hash_bits
         self._start(seed=0)
-
-    @property
-    def min_merge_bytes(self) -> int:
-        """What reading the runs takes at least, whatever `merge_bytes` is."""
-        return self._sorter.min_merge_bytes
 
     def add(self, tokens: TokenTable) -> None:
         """Take in the next prompts."""
         for part in chunks(tokens.lengths):
             begin, end = tokens.offsets[part.start], tokens.offsets[part.stop]
             offsets = tokens.offsets[part.start : part.stop + 1] - begin
-            rows = self._hasher.rows(TokenTable.unchecked(tokens.token_ids[begin:end], offsets))
-            self._sorter.add(rows)
+            self._rows.add(TokenTable.unchecked(tokens.token_ids[begin:end], offsets))
 
     def finish(self, prompts: Prompts, phase: Phase | None = None) -> RankedPrompts:
         """The prompts in lexicographic order, and what neighbours share.
@@ -106,15 +83,16 @@ class PrefixSearch:
                 done.
 
         Raises:
-            PlanError: no hash tells the segments apart; never for what `hash_bits` is by
-                default.
+            PlanError: no hash tells the segments apart; never with the default `hash_bits`.
+            OSError: the prompts can't be read.
         """
         phase = phase if phase is not None else _silent
         for seed in range(1, _MAX_SEEDS + 1):
             with phase("sort", len(prompts)) as advance:
-                rows = self._sorter.sort(advance)
+                segments = self._rows.sort(prompts.lengths)
+                advance(len(prompts))
             with phase("compare", len(prompts)) as advance:
-                ranked = self._compare(prompts, rows, advance)
+                ranked = _refined(prompts, segments, self._rows.segment_tokens, advance)
             if ranked is not None:
                 return ranked
             self._start(seed)
@@ -124,52 +102,33 @@ class PrefixSearch:
         raise PlanError(f"hashes of {self._hash_bits} bits don't tell all prompts apart")
 
     def _start(self, seed: int) -> None:
-        self._hasher = SegmentHasher(
-            seed, segment_tokens=self._segment_tokens, hash_bits=self._hash_bits
-        )
-        self._sorter = self._new_sorter("segments", self._memory.run_bytes)
+        hasher = SegmentHasher(seed, segment_tokens=self._segment_tokens, hash_bits=self._hash_bits)
+        self._rows = HashRows(hasher, self._max_row_bytes)
 
-    def _new_sorter(self, name: str, run_bytes: int) -> RowSorter:
-        return RowSorter(
-            self._folder, run_bytes=run_bytes, merge_bytes=self._memory.merge_bytes, name=name
-        )
 
-    def _compare(
-        self, prompts: Prompts, rows: SortedRows, advance: Advance
-    ) -> RankedPrompts | None:
-        """What prompts really share; None if that is less than hashes say."""
-        all_lengths = prompts.lengths
-        lengths = all_lengths[rows.row_idxs]
-        shared = self._hasher.num_shared_tokens(rows.num_shared, lengths)
-        are_equal = are_repeats(rows.num_shared, self._hasher.num_symbols(lengths))
-        segments = RankedPrompts(rows.row_idxs, shared, are_equal)
-        with closing(self._new_sorter("windows", self._memory.merge_bytes)) as sorter:
-            tree = segments.tree(all_lengths)
-            refinement = Refinement(tree, all_lengths, self._segment_tokens, sorter)
-            return self._read_and_refine(prompts, segments, refinement, advance)
+def _refined(
+    prompts: Prompts, segments: RankedPrompts, segment_tokens: int, advance: Advance
+) -> RankedPrompts | None:
+    """Compares neighbours by their tokens, and orders them where segments can't tell.
 
-    def _read_and_refine(
-        self,
-        prompts: Prompts,
-        segments: RankedPrompts,
-        refinement: Refinement,
-        advance: Advance,
-    ) -> RankedPrompts | None:
-        """Compares neighbours by their tokens, and orders them where segments can't tell."""
-        ranked = segments.prompt_idxs
-        lengths = prompts.lengths[ranked]
-        shared = np.where(segments.is_repeat, lengths, segments.num_shared_tokens)
-        # As far as a prompt is looked at: what it shares with its neighbours, and one more.
-        wanted = np.maximum(shared, np.append(shared[1:], 0)) + self._segment_tokens
-        parts = list(chunks(np.minimum(wanted, lengths)))
-        looks = [slice(max(part.start - 1, 0), part.stop) for part in parts]  # with the one before
-        tables = read_ahead(prompts, ((ranked[look], wanted[look]) for look in looks))
-        for part, look, tokens in zip(parts, looks, tables, strict=True):
-            if not _agree(tokens.token_ids, tokens.offsets, shared[look]):
-                return None
-            refinement.read(tokens, look.start)
-            advance(part.stop - part.start)
-        return refinement.finish()
+    Returns:
+        None if prompts share less than their hashes say.
+    """
+    ranked = segments.prompt_idxs
+    lengths = prompts.lengths[ranked]
+    refinement = Refinement(segments.tree(prompts.lengths), prompts, segment_tokens)
+    shared = np.where(segments.is_repeat, lengths, segments.num_shared_tokens)
+    # As far as a prompt is looked at: what it shares with its neighbours, and one segment more.
+    wanted = np.maximum(shared, np.append(shared[1:], 0)) + segment_tokens
+    parts = list(chunks(np.minimum(wanted, lengths)))
+    looks = [slice(max(part.start - 1, 0), part.stop) for part in parts]  # with the one before
+    tables = read_ahead(prompts, ((ranked[look], wanted[look]) for look in looks))
+    for part, look, tokens in zip(parts, looks, tables, strict=True):
+        if not _agree(tokens.token_ids, tokens.offsets, shared[look]):
+            return None
+        refinement.read(tokens, look.start)
+        advance(part.stop - part.start)
+    return refinement.finish()
 
 
 def build_block_tree(
@@ -190,9 +149,13 @@ def build_block_tree(
         PlanError: an argument is out of its range, or hashes are too short to tell the
             prompts apart.
     """
-    search = PrefixSearch(None, hash_bits=hash_bits)
+    search = PrefixSearch(hash_bits=hash_bits)
     search.add(tokens)
     return search.finish(tokens).in_blocks(block_size).tree(tokens.lengths)
+
+
+def ignore(_: int) -> None:
+    """An `Advance` that shows nothing."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Prompts as rows of hashes, one for each segment of tokens: what an external sort can carry.
+"""Prompts as rows of hashes, one for each segment of tokens: short enough to stay in memory.
 
 A segment is `SEGMENT_TOKENS` consecutive tokens of a prompt, counted from its beginning. Its
 hash is chained: it depends on the segment's tokens and on all before them, as a block's hash
@@ -24,7 +24,8 @@ from batchllm_operator.planner.token_table import TokenTable
 SEGMENT_TOKENS = 128
 """Longer ones make rows shorter, and leave more to compare where prompts part."""
 HASH_BITS = 62
-_SYMBOLS = 2  # int32 for each segment
+HASH_SYMBOLS = 2
+"""int32 for each segment."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, odd
 
 
@@ -47,27 +48,22 @@ class SegmentHasher:
             raise PlanError(f"segments hold at least 1 token, not {segment_tokens}")
         if not 1 <= hash_bits <= HASH_BITS:
             raise PlanError(f"hashes have 1 to {HASH_BITS} bits, not {hash_bits}")
-        self._segment_tokens = segment_tokens
+        self.segment_tokens = segment_tokens
         self._shift = 64 - hash_bits
         generator = np.random.Generator(np.random.PCG64(seed))
         # One for each token of a segment, and one for its length.
         multipliers = generator.integers(0, 2**64, segment_tokens + 1, dtype=np.uint64)
         self._multipliers = multipliers | np.uint64(1)
 
-    def num_symbols(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Length of the row of a prompt with so many tokens: int64, the shape of `lengths`."""
-        num_segments: NDArray[np.int64] = -(-lengths // self._segment_tokens)
-        return num_segments * _SYMBOLS
-
     def rows(self, tokens: TokenTable) -> TokenTable:
         """The row of each prompt: [2 * segments], the last one being what remains, if anything."""
         offsets = np.zeros(len(tokens) + 1, dtype=np.int64)
-        np.cumsum(self.num_symbols(tokens.lengths), out=offsets[1:])
+        np.cumsum(-(-tokens.lengths // self.segment_tokens) * HASH_SYMBOLS, out=offsets[1:])
         symbols = np.empty(offsets[-1], dtype=np.int32)
         _hash_segments(
             tokens.token_ids,
             tokens.offsets,
-            self._segment_tokens,
+            self.segment_tokens,
             self._multipliers,
             self._shift,
             symbols,
@@ -83,23 +79,11 @@ class SegmentHasher:
         rows = self.rows(tokens)
         hashes = np.full((len(tokens), 2), -1, dtype=np.int64)
         for column in (0, 1):
-            places = rows.offsets[1:] - (column + 1) * _SYMBOLS
+            places = rows.offsets[1:] - (column + 1) * HASH_SYMBOLS
             exists = places >= rows.offsets[:-1]
             upper = rows.token_ids[places[exists]].astype(np.int64)
             hashes[exists, column] = (upper << 31) | rows.token_ids[places[exists] + 1]
         return hashes
-
-    def num_shared_tokens(
-        self, num_shared_symbols: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Tokens in the full segments that each prompt shares with the one before.
-
-        Args:
-            num_shared_symbols: [n] int64, what each row shares with the one before; 0 for the
-                first.
-            lengths: [n] int64, tokens of each prompt.
-        """
-        return _shared_tokens(num_shared_symbols, lengths, self._segment_tokens)
 
 
 @compiled
@@ -128,17 +112,3 @@ def _hash_segments(
             symbols[place + 1] = np.int32(out & np.uint64(0x7FFFFFFF))
             place += 2
             begin = end
-
-
-@compiled
-def _shared_tokens(
-    num_shared_symbols: NDArray[np.int64], lengths: NDArray[np.int64], segment_tokens: int
-) -> NDArray[np.int64]:
-    num_tokens = np.zeros(len(lengths), dtype=np.int64)
-    num_full_before = 0
-    for position in range(len(lengths)):
-        num_full = lengths[position] // segment_tokens
-        num_segments = min(num_shared_symbols[position] // _SYMBOLS, num_full, num_full_before)
-        num_tokens[position] = num_segments * segment_tokens
-        num_full_before = num_full
-    return num_tokens

@@ -17,8 +17,8 @@ from batchllm_operator.planner.runahead.makespans import (
 )
 from batchllm_operator.planner.runahead.policy import Placement, choose_placement
 from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
-from batchllm_operator.planner.runahead.search import even_split, exhaustive_split, search_split
-from batchllm_operator.planner.runahead.split_table import SplitTable, find_table
+from batchllm_operator.planner.runahead.search import even_split, search_split
+from batchllm_operator.planner.runahead.split_table import SplitTable
 
 __all__ = [
     "AllGather",
@@ -36,7 +36,5 @@ __all__ = [
     "all_gather_ttft",
     "choose_placement",
     "even_split",
-    "exhaustive_split",
-    "find_table",
     "search_split",
 ]

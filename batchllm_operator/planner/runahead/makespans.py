@@ -263,7 +263,5 @@ def _searched_splits(chain: Chain, lengths: Sequence[int], num_replicas: int) ->
         some = [lengths[at * last // (_MOST_SEARCHED - 1)] for at in range(_MOST_SEARCHED)]
     if not some:
         return {}
-    table = SplitTable.search(
-        chain, some, num_replicas, model="any", gpu="any", until="whole_prefix"
-    )
+    table = SplitTable.search(chain, some, num_replicas, until="whole_prefix")
     return {length: table.split(length) for length in lengths}

@@ -1,4 +1,4 @@
-"""Which chunks a chain's prefix is cut into: even ones, the best of a search, or of all.
+"""Which chunks a chain's prefix is cut into: even ones, or the best of a search.
 
 The first chunks should be short, so that later replicas don't wait for them, and so should the
 last ones, whose tokens attend to the most (Cho et al., Sec. 4.2). Where hops are slow the balance
@@ -11,7 +11,7 @@ import bisect
 import math
 from collections.abc import Iterable
 from functools import cache, partial
-from itertools import combinations, islice, pairwise, permutations, product
+from itertools import combinations, pairwise, permutations, product
 from typing import Final
 
 import numpy as np
@@ -27,8 +27,6 @@ _NUM_KEPT: Final = 16
 _MOST_MOVED_TOGETHER: Final = 8
 """Of up to so many replicas, any chunks may grow and shrink together in a move."""
 _BISECTIONS: Final = 30
-_BATCH: Final = 65_536
-_MOST_EXHAUSTIVE: Final = 20_000_000
 
 
 def even_split(num_tokens: int, num_replicas: int, block_size: int = 16) -> Split:
@@ -91,32 +89,6 @@ def search_split(
     found = [grid.refine(ends, stride) for ends in starts]
     _, best = min(found, key=lambda each: (each[0], each[1]))
     return split_at(best, num_tokens, chain.block_size)
-
-
-def exhaustive_split(
-    chain: Chain, num_tokens: int, num_replicas: int, until: Goal = "first_token"
-) -> Split:
-    """The split of all with the least predicted time: for small cases, to check the search.
-
-    Raises:
-        PlanError: as `Chain.check_length`, or there are more than 20 million splits.
-    """
-    chain.check_length(num_tokens, num_replicas)
-    num_blocks = -(-num_tokens // chain.block_size)
-    count = math.comb(num_blocks - 1, num_replicas - 1)
-    if count > _MOST_EXHAUSTIVE:
-        raise PlanError(f"chain: {count:,} splits are too many to try all")
-    if num_replicas == 1:
-        return (num_tokens,)
-    grid = _Grid(chain, num_tokens, num_replicas, until)
-    best: tuple[float, list[int]] = (math.inf, [])
-    splits = combinations(range(1, num_blocks), num_replicas - 1)
-    while some := list(islice(splits, _BATCH)):
-        ends = np.array(some, dtype=np.int64)
-        seconds = grid.seconds(ends)
-        idx = int(np.argmin(seconds))
-        best = min(best, (float(seconds[idx]), ends[idx].tolist()))
-    return split_at(best[1], num_tokens, chain.block_size)
 
 
 class _Grid:

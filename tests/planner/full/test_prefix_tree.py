@@ -31,6 +31,6 @@ def test_a_level_for_each_of_ten_thousand_prompts() -> None:
     lengths = np.arange(10_000, 0, -1)
     offsets = np.append(0, np.cumsum(lengths))
     tokens = TokenTable(np.concatenate([path[:length] for length in lengths]), offsets)
-    searched = PrefixSearch(None)
+    searched = PrefixSearch()
     searched.add(tokens)
     assert_equal(searched.finish(tokens).tree(lengths), build_prefix_tree(tokens))

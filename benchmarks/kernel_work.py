@@ -11,9 +11,9 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 
-from batchllm_kernels.prefix_attention.batch import AttentionShape, SharedPrefix
+from batchllm_kernels.prefix_attention import AttentionShape, SharedPrefix
 
 _PARTIAL_BYTES = 4
 """Partial outputs and their LSEs are float32."""
@@ -37,9 +37,8 @@ class Chip:
 
 
 def read_chips() -> dict[str, Chip]:
-    """The table that ships, by name."""
-    path = files("batchllm_kernels.prefix_attention") / "chips.toml"
-    tables = tomllib.loads(path.read_text("utf-8"))
+    """The table beside this file, by name."""
+    tables = tomllib.loads(Path(__file__).with_name("chips.toml").read_text("utf-8"))
     return {
         name: Chip(name=name, device_names=tuple(table.pop("device_names")), **table)
         for name, table in tables.items()
