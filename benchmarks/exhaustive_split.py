@@ -9,8 +9,7 @@ from typing import Final
 import numpy as np
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import Chain
-from batchllm_operator.planner.runahead import Goal, Split
+from batchllm_operator.planner.runahead import Chain, Goal, Split
 from batchllm_operator.planner.runahead.search import split_at
 
 _BATCH: Final = 65_536

@@ -87,10 +87,14 @@ class ReplicaPlacement(_Frozen):
     def _check_splits(self) -> ReplicaPlacement:
         if any(len(group.split) not in (0, self.num_replicas) for group in self.spread):
             raise ValueError("a split isn't for these replicas")
-        first = [*(group.group_id for group in self.spread), *self.whole_first]
-        if len(set(first)) < len(first):
+        if len(set(self.first_groups)) < len(self.first_groups):
             raise ValueError("a group is placed twice")
         return self
+
+    @property
+    def first_groups(self) -> list[int]:
+        """Groups to begin with, in their order."""
+        return [*(group.group_id for group in self.spread), *self.whole_first]
 
     @property
     def num_chained(self) -> int:

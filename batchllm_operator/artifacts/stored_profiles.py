@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 
-from batchllm_operator.engine.chain_profile import ChainProfile
 from batchllm_operator.engine.device_profile import DeviceProfile, profile_key
 from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.spec import JobSpec
 
+if TYPE_CHECKING:
+    from batchllm_operator.engine.replicas.chain_profile import ChainProfile
+
 _log = logging.getLogger(__name__)
 
 
-_Profile = TypeVar("_Profile", DeviceProfile, ChainProfile)
+_Profile = TypeVar("_Profile", "DeviceProfile", "ChainProfile")
 
 
 class StoredProfiles:
@@ -31,6 +33,8 @@ class StoredProfiles:
 
     def find_chain(self, subject: Mapping[str, str]) -> ChainProfile | None:
         """The profile of a chain; None if there is none that can be read."""
+        from batchllm_operator.engine.replicas.chain_profile import ChainProfile
+
         return self._find(ChainProfile, subject)
 
     def _find(self, kind: type[_Profile], subject: Mapping[str, str]) -> _Profile | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from batchllm_operator.engine.chain_profile import ChainProfile
 from batchllm_operator.engine.device_profile import ProfileStore
 from batchllm_operator.errors import EngineError
-from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
+
+if TYPE_CHECKING:
+    from batchllm_operator.engine.replicas.chain_profile import ChainProfile
+    from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
 
 ENGINE_ERROR: Final = "engine_error"
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.engine.protocol import (
@@ -27,7 +27,6 @@ from batchllm_operator.engine.protocol import (
 from batchllm_operator.engine.vllm_logs import configure_logs, drop_broken_preloads
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
-from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
 # Read by vLLM when it is imported. The first is what this module is about; the others keep a
@@ -56,6 +55,9 @@ from batchllm_operator.engine.vllm_attention import (  # noqa: E402
 from batchllm_operator.engine.vllm_profiling import measure_device, profile_subject  # noqa: E402
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler  # noqa: E402
+
+if TYPE_CHECKING:
+    from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 
 _log = logging.getLogger(__name__)
 _LOOK_AHEAD: Final = 2

@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 from batchllm_operator.engine.device_profile import DeviceProfile, step_sizes
 from batchllm_operator.progress import Progress
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
-from batchllm_operator.vllm_plugin.runahead.plan import CONNECTOR
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
@@ -35,8 +34,11 @@ def profile_subject(args: Mapping[str, Any], attention: str) -> dict[str, str]:
     """What a profile of this device with these engine arguments and attention is a profile of."""
     chosen = {name: value for name, value in args.items() if name not in _VOLATILE}
     transfer = chosen.get("kv_transfer_config")
-    if isinstance(transfer, Mapping) and transfer.get("kv_connector") == CONNECTOR:
-        chosen["kv_transfer_config"] = CONNECTOR  # where a chain meets is of one run alone
+    if isinstance(transfer, Mapping):
+        from batchllm_operator.vllm_plugin.runahead.plan import CONNECTOR
+
+        if transfer.get("kv_connector") == CONNECTOR:
+            chosen["kv_transfer_config"] = CONNECTOR  # where a chain meets is of one run alone
     if attention == "batchllm":
         settings = AttentionSettings.from_additional_config(args.get("additional_config"))
         attention = f"batchllm {json.dumps(asdict(settings), sort_keys=True)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ from batchllm_operator.plan.estimate import (
 )
 from batchllm_operator.plan.group_lengths import hash_prefixes
 from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens
-from batchllm_operator.plan.replicas import ReplicaPlanner
 from batchllm_operator.planner import (
     PrefixGroups,
     RankedPrompts,
@@ -34,6 +33,9 @@ from batchllm_operator.planner import (
 )
 from batchllm_operator.progress import Progress
 from batchllm_operator.spec import JobSpec
+
+if TYPE_CHECKING:
+    from batchllm_operator.plan.replicas import ReplicaPlanner
 
 _log = logging.getLogger(__name__)
 _WORTH_A_WARNING: Final = 1.2  # imbalance

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from batchllm_operator.artifacts.manifest import ReplicaPlacement, SpreadGroup
 from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
-from batchllm_operator.engine.chain_profile import chain_subject
+from batchllm_operator.engine.replicas.chain_profile import chain_subject
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.plan.estimate import Target
 from batchllm_operator.planner import PrefixGroups
@@ -62,14 +62,12 @@ class ReplicaPlanner:
 
     @classmethod
     def of(cls, spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:
-        """For the jobs of a spec; None with one replica, or if nothing can be predicted.
+        """For the jobs of a spec with several replicas; None if nothing can be predicted.
 
         Raises:
             SpecError: `planner.runahead` is on, and the link's rate or the GPU isn't known.
         """
         engine, planner = spec.engine, spec.planner
-        if engine.replicas == 1:
-            return None
         if target is None:
             if planner.runahead == "on":
                 raise SpecError(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -48,7 +48,6 @@ from batchllm_operator.plan.input_checks import (
 from batchllm_operator.plan.keys import check_keys
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.output_lengths import learn_output_lengths
-from batchllm_operator.plan.replicas import ReplicaPlanner
 from batchllm_operator.plan.rows import Rows, read_rows
 from batchllm_operator.plan.scratch import open_spool
 from batchllm_operator.planner import (
@@ -64,6 +63,9 @@ from batchllm_operator.planner import (
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
 from batchllm_operator.spec import SPEC_VERSION, JobSpec, TableAddress
+
+if TYPE_CHECKING:
+    from batchllm_operator.plan.replicas import ReplicaPlanner
 
 _log = logging.getLogger(__name__)
 _PROMPTS_FILE: Final = "prompts.bin"
@@ -108,7 +110,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     tokenizer = load_tokenizer(spec, ds)
     check_lengths(spec, tokenizer.max_model_len)
     gpu_target = find_target(spec)
-    replicas = ReplicaPlanner.of(spec, gpu_target)
+    replicas = _replica_planner(spec, gpu_target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     try:
         with open_spool() as spool:
@@ -117,6 +119,15 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         _log.warning("%s: planning starts again", error)
     with open_spool() as spool:  # not above: the error holds what the first attempt had in memory
         return _build(spec, ds, table, snapshot, tokenizer, gpu_target, replicas, budget, spool)
+
+
+def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:
+    """What places groups on replicas; with one engine, nothing of theirs is imported."""
+    if spec.engine.replicas == 1:
+        return None
+    from batchllm_operator.plan.replicas import ReplicaPlanner
+
+    return ReplicaPlanner.of(spec, target)
 
 
 def _check_folders(spec: JobSpec, ds: str) -> None:

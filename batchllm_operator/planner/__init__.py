@@ -8,11 +8,11 @@
 
 All prompts of a job are known, so their common prefixes are found once, reduced to one
 level by the paper's Algorithm 1 or an exact choice, ordered by Eq. 4, and spread over workers.
-`cost` predicts what that takes on a GPU (`gpu`) with a model (`model_shape`), and `runahead` which
-groups' prefixes several GPUs should compute together, and in which chunks. Lengths and
-counts are in tokens, ranges are half-open, and every result is independent of the order
-in which the prompts are given. Files are local ones, in a folder that the caller makes and removes
-(`PromptStore`, `PrefixSearch`), or the persisted form (`plan`). Nothing knows of an engine.
+`cost` predicts what that takes on a GPU (`gpu`) with a model (`model_shape`). `runahead`, which is
+imported on its own, says which groups' prefixes several GPUs should compute together, and in which
+chunks. Lengths and counts are in tokens, ranges are half-open, and every result is independent of
+the order in which the prompts are given. `PromptStore` writes a local file, in a folder that the
+caller makes and removes. Nothing knows of an engine.
 """
 
 from batchllm_operator.planner.algorithm1 import (
@@ -51,21 +51,6 @@ from batchllm_operator.planner.prefixes.search import (
 from batchllm_operator.planner.prefixes.segment_hashes import SegmentHasher
 from batchllm_operator.planner.prompt_store import Prompts, PromptStore
 from batchllm_operator.planner.requests import Requests, make_requests
-from batchllm_operator.planner.runahead import (
-    AllGather,
-    Chain,
-    ChainTimes,
-    GroupLoad,
-    Link,
-    Placement,
-    PlacementSettings,
-    ReplicaCost,
-    SplitTable,
-    all_gather_ttft,
-    choose_placement,
-    even_split,
-    search_split,
-)
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
 from batchllm_operator.planner.sharing import PlanSharing, describe_sharing
 from batchllm_operator.planner.token_table import TokenTable
@@ -74,16 +59,9 @@ __all__ = [
     "GPU",
     "MODEL_SHAPES",
     "Advance",
-    "AllGather",
-    "Chain",
-    "ChainTimes",
     "EngineLimits",
-    "GroupLoad",
-    "Link",
     "ModelShape",
     "Phase",
-    "Placement",
-    "PlacementSettings",
     "PlanSharing",
     "Prediction",
     "PrefixChoice",
@@ -94,22 +72,17 @@ __all__ = [
     "Prompts",
     "RankedPrompts",
     "Rates",
-    "ReplicaCost",
     "Requests",
     "SegmentHasher",
-    "SplitTable",
     "StepWork",
     "TokenTable",
     "Work",
     "WorkArrays",
-    "all_gather_ttft",
     "assign_shards",
     "build_block_tree",
     "build_prefix_tree",
-    "choose_placement",
     "choose_prefixes",
     "describe_sharing",
-    "even_split",
     "find_gpu",
     "group_prefill_tokens",
     "group_work",
@@ -129,7 +102,6 @@ __all__ = [
     "read_gpu_table",
     "saving_ratio",
     "saving_ratios",
-    "search_split",
     "split_large_groups",
     "step_seconds",
 ]

@@ -7,7 +7,7 @@ import logging
 from batchllm_operator.artifacts.manifest import ReplicaPlacement
 from batchllm_operator.artifacts.stored_profiles import StoredProfiles
 from batchllm_operator.engine import ChainedGroup, ChainJob
-from batchllm_operator.engine.chain_profile import chain_subject
+from batchllm_operator.engine.replicas.chain_profile import chain_subject
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
@@ -15,21 +15,9 @@ from batchllm_operator.vllm_plugin.runahead.plan import RunaheadGroup
 _log = logging.getLogger(__name__)
 
 
-def first_groups(placement: ReplicaPlacement | None) -> list[int]:
-    """Groups to begin with, in their order."""
-    if placement is None:
-        return []
-    return [*(group.group_id for group in placement.spread), *placement.whole_first]
-
-
-def spread_groups(placement: ReplicaPlacement | None) -> frozenset[int]:
-    """Groups whose members are for all replicas."""
-    return frozenset(group.group_id for group in placement.spread) if placement else frozenset()
-
-
 def chain_job(
     spec: JobSpec,
-    placement: ReplicaPlacement | None,
+    placement: ReplicaPlacement,
     work: ShardWork,
     profiles: StoredProfiles,
 ) -> ChainJob | None:
@@ -41,7 +29,7 @@ def chain_job(
         work: what is left of it; groups that have nothing left aren't computed again.
         profiles: take what is measured.
     """
-    if placement is None or not (placement.num_chained or placement.measure):
+    if not (placement.num_chained or placement.measure):
         return None
     if (reason := spec.engine.reason_against_chains) is not None:
         _log.warning("replicas compute no prefix together: %s", reason)

@@ -36,7 +36,6 @@ from batchllm_operator.run.live_progress import (
     interval_s,
     live_progress,
 )
-from batchllm_operator.run.replicas import chain_job, first_groups, spread_groups
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.run.traces import traced
@@ -180,9 +179,8 @@ def _generate(
         return
     spec, shard = plan.manifest.spec, plan.manifest.shards[shard_idx]
     placement = shard.replicas
-    work = ShardWork(
-        file, missing, has_estimates=_has_estimates(spec), first=first_groups(placement)
-    )
+    first = placement.first_groups if placement is not None else []
+    work = ShardWork(file, missing, has_estimates=_has_estimates(spec), first=first)
     with traced(run.attempt.folder) as trace_folder:
         engine = start(_pin_revision(plan.manifest), _job(plan, work, placement, trace_folder))
         try:
@@ -250,13 +248,20 @@ def _job(
     plan: StoredPlan, work: ShardWork, placement: ReplicaPlacement | None, trace_folder: Path
 ) -> EngineJob:
     profiles = StoredProfiles(profiles_folder(plan.manifest.spec))
-    return EngineJob(
+    job = EngineJob(
         max_model_len=plan.manifest.max_model_len,
         num_requests=work.num_requests,
         step_cost=_step_cost(plan.manifest),
         profiles=profiles,
         trace_folder=trace_folder,
-        spread_groups=spread_groups(placement),
+    )
+    if placement is None:
+        return job
+    from batchllm_operator.run.replicas import chain_job
+
+    return replace(
+        job,
+        spread_groups=frozenset(group.group_id for group in placement.spread),
         chain=chain_job(plan.manifest.spec, placement, work, profiles),
     )
 

@@ -18,16 +18,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from batchllm_operator.planner import (
+from batchllm_operator.planner import ModelShape, find_gpu
+from batchllm_operator.planner.runahead import (
     AllGather,
     Chain,
     Link,
-    ModelShape,
     ReplicaCost,
     SplitTable,
     all_gather_ttft,
     even_split,
-    find_gpu,
     search_split,
 )
 

@@ -25,9 +25,9 @@ from batchllm_operator.engine import (
     EngineRequest,
     start_engine,
 )
-from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.engine.replicas import process as replica_process
+from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.engine.replicas.engine import ReplicaEngines
 from batchllm_operator.errors import EngineError, ModelError, SpecError
 from batchllm_operator.spec import JobSpec

@@ -13,7 +13,7 @@ from support.fake_job import DS, document_rows, fake_spec, job_fields, write_tab
 
 from batchllm_operator.artifacts.manifest import ReplicaPlacement
 from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
-from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
+from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.estimate import Target, engine_limits
 from batchllm_operator.plan.replicas import ReplicaPlanner

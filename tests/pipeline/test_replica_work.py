@@ -14,8 +14,8 @@ from batchllm_operator.artifacts.plan_file import PlanFile
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
 from batchllm_operator.engine import ChainJob, Engine, EngineJob, EngineOutput, EngineRequest
-from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.engine.fake import FakeEngine
+from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.run import stage as run_module
 from batchllm_operator.run.replicas import chain_job

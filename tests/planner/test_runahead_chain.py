@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from support.runahead import COST, chains, costs, links, splits
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import (
-    MODEL_SHAPES,
+from batchllm_operator.planner import MODEL_SHAPES, ModelShape, find_gpu
+from batchllm_operator.planner.runahead import (
     AllGather,
     Chain,
+    Goal,
     Link,
-    ModelShape,
     ReplicaCost,
     all_gather_ttft,
-    find_gpu,
 )
-from batchllm_operator.planner.runahead import Goal
 
 H100 = find_gpu("H100")
 FAST = Link(1e15)

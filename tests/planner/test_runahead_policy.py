@@ -13,19 +13,18 @@ from support.levels import examples
 from support.runahead import COST, CPU_COST
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import (
-    MODEL_SHAPES,
+from batchllm_operator.planner import MODEL_SHAPES, find_gpu
+from batchllm_operator.planner.runahead import (
     Chain,
     GroupLoad,
     Link,
+    Makespans,
     Placement,
     PlacementSettings,
     ReplicaCost,
     choose_placement,
-    find_gpu,
     search_split,
 )
-from batchllm_operator.planner.runahead import Makespans
 
 CPU_CHAIN = Chain(CPU_COST, Link(1e9, 1e-4), 32, 8192)
 GROUP = GroupLoad(4096, 8, 64, 16)

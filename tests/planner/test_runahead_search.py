@@ -13,14 +13,14 @@ from support.levels import examples
 from support.runahead import COST, CPU_COST, chains
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import (
+from batchllm_operator.planner.runahead import (
     Chain,
+    Goal,
     Link,
     SplitTable,
     even_split,
     search_split,
 )
-from batchllm_operator.planner.runahead import Goal
 
 exhaustive_split = load("exhaustive_split").exhaustive_split
 

@@ -100,7 +100,7 @@ def test_a_table_predicts_as_well_as_the_paper_says() -> None:
     """Fig. 10: interpolated between entries 4k apart, within 1.3 % of searched ones."""
     machine = PaperMachine(read_paper())
     chain = machine.chain("Llama 7B", 300e9)
-    from batchllm_operator.planner import SplitTable, search_split
+    from batchllm_operator.planner.runahead import SplitTable, search_split
 
     table = SplitTable.search(chain, [8192, 12288, 16384], 4)
     for context in (10_240, 14_336):

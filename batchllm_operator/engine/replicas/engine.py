@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from batchllm_operator.engine.chain_profile import ChainProfile
 from batchllm_operator.engine.protocol import (
     ChainedGroup,
     ChainJob,
@@ -18,6 +17,7 @@ from batchllm_operator.engine.protocol import (
     EngineOutput,
     EngineRequest,
 )
+from batchllm_operator.engine.replicas.chain_profile import ChainProfile
 from batchllm_operator.engine.replicas.messages import flat
 from batchllm_operator.engine.replicas.placing import Placer
 from batchllm_operator.engine.replicas.process import (

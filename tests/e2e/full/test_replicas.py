@@ -17,7 +17,7 @@ from support.demo_job import DS, Demo, live_processes, wait_until
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
 from batchllm_operator.commit.stage import commit_run
-from batchllm_operator.engine.chain_profile import ChainProfile, chain_subject
+from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spec import load_spec
 

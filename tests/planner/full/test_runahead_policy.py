@@ -6,7 +6,7 @@ import dataclasses
 
 from support.runahead import CPU_COST
 
-from batchllm_operator.planner import (
+from batchllm_operator.planner.runahead import (
     Chain,
     GroupLoad,
     Link,
