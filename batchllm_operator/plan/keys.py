@@ -1,8 +1,4 @@
-"""Whether the key columns identify rows, checked without holding the keys in memory.
-
-A key is 124 bits of two hashes by other random numbers: two keys of a billion are taken for
-equal by mistake once in 10**19 tables.
-"""
+"""Whether the key columns identify rows: by digests of the keys, which don't fit into memory."""
 
 from __future__ import annotations
 
@@ -15,14 +11,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.artifacts.reuse_index import FINGERPRINT_DTYPE, fingerprints_of
 from batchllm_operator.artifacts.row_keys import encode_keys, shown_key
 from batchllm_operator.errors import KeyColumnError
 from batchllm_operator.lake.row_stream import read_batches
-from batchllm_operator.planner import SegmentHasher
 
-_ENCODED_BYTES: Final = 4 << 20  # of keys at a time; hashing takes four times as much for them
+_ENCODED_BYTES: Final = 4 << 20  # of keys at a time; they take four times as much as tokens
 _MAX_NAMED: Final = 10
-_SEEDS: Final = (0, 1)
 
 
 def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
@@ -51,17 +46,15 @@ def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
 
 def _repeated_rows(rows_file: Path, key: tuple[str, ...], where: str) -> npt.NDArray[np.int64]:
     """Rows, ascending, at which a key occurs first that occurs again."""
-    hashers = [SegmentHasher(seed) for seed in _SEEDS]
-    found = [np.empty((0, len(hashers)), dtype=np.int64)]
+    found = [np.zeros(0, dtype=FINGERPRINT_DTYPE)]
     for batch in _read(rows_file, key):
         num_rows = max(1, batch.num_rows * _ENCODED_BYTES // max(1, batch.nbytes))
         for start in range(0, batch.num_rows, num_rows):
-            keys = encode_keys(batch.slice(start, num_rows), where)
-            found.append(np.stack([each.last_hashes(keys)[:, 0] for each in hashers], axis=1))
-    hashes = np.concatenate(found)
-    order = np.lexsort(hashes.T)  # stable, so equal keys stay in the order of their rows
+            found.append(fingerprints_of(encode_keys(batch.slice(start, num_rows), where)))
+    digests = np.concatenate(found)
+    order = np.argsort(digests, kind="stable")  # equal keys stay in the order of their rows
     is_repeat = np.zeros(len(order) + 1, dtype=np.bool_)
-    is_repeat[1:-1] = np.all(hashes[order[1:]] == hashes[order[:-1]], axis=1)
+    is_repeat[1:-1] = digests[order[1:]] == digests[order[:-1]]
     return np.sort(order[is_repeat[1:] & ~is_repeat[:-1]])
 
 

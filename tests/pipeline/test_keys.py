@@ -17,8 +17,9 @@ from support.levels import examples
 
 from batchllm_operator.artifacts.row_keys import check_key_types
 from batchllm_operator.errors import KeyColumnError
+from batchllm_operator.plan import keys as keys_module
 from batchllm_operator.plan.keys import check_keys
-from batchllm_operator.planner import SegmentHasher, TokenTable
+from batchllm_operator.planner import TokenTable
 
 
 def check(folder: Path, table: pa.Table, *key: str, **options: Any) -> str | None:
@@ -181,16 +182,17 @@ def test_long_keys_are_encoded_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    rows = SegmentHasher.rows
+    encode = keys_module.encode_keys
 
-    def counted(self: SegmentHasher, keys: TokenTable) -> TokenTable:
-        sizes.append(keys.num_tokens)
-        return rows(self, keys)
+    def counted(batch: pa.RecordBatch, where: str) -> TokenTable:
+        found = encode(batch, where)
+        sizes.append(found.num_tokens)
+        return found
 
-    monkeypatch.setattr(SegmentHasher, "rows", counted)
+    monkeypatch.setattr(keys_module, "encode_keys", counted)
     keys = [f"{n:06d}" * 500 for n in range(6000)]  # 18 MB
     assert check(tmp_path, pa.table({"id": keys})) is None
-    assert sum(sizes) == 2 * 18_000_000  # once for each of two hashes
+    assert sum(sizes) == 18_000_000
     assert max(sizes) <= 4 << 20
 
 
