@@ -1,32 +1,32 @@
 SHELL := /bin/bash
 PYTHON ?= python3.11
 export PYTHON
-# What is imported is compiled once, and not in each of a thousand processes.
+# Imported modules are compiled once, not in each of a thousand processes.
 export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 PACKAGES := batchllm_operator kernels/batchllm_kernels scripts
 COMPAT_TESTS := $(addprefix tests/engine/test_,arguments.py vllm_attention.py vllm_logs.py) tests/vllm_plugin \
   tests/simulate/test_vllm_scheduling.py tests/e2e/test_greedy_outputs.py tests/e2e/test_vllm_settings.py \
   tests/e2e/test_attention_outputs.py
-# What calls Airflow itself. Its scheduler, triggerer and API server run DAGs, in pods too, with the oldest release and the
-# newest.
+# Tests that call Airflow itself: its scheduler, triggerer and API server run DAGs, also in pods, with the oldest release
+# and the newest.
 STANDALONE_TESTS := tests/dags/test_standalone.py
 AIRFLOW_TESTS := tests/dags/test_dags.py \
   $(addprefix tests/operators/test_,arrival.py credentials.py metrics.py operators.py tries.py) \
   $(addprefix tests/web/test_,access.py jobs.py lake_access.py plugin.py roots.py)
-# What calls Airflow's provider of pods, of which all locks have one version (tests/tooling/test_environment.py): with the
-# oldest Airflow and the newest.
+# Tests that call Airflow's Kubernetes provider, with the oldest Airflow and the newest. All locks have the same version of
+# the provider (tests/tooling/test_environment.py).
 POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py credentials_of_pods.py) \
   tests/operators/pods/test_spec.py
-# Whole files, for their fixtures take long. In their order: those of few and long tests come early (browser, e2e; named
-# first in test-rest), where sorted by number they would be the last, with the other processes idle.
+# A process gets whole files, because fixtures are slow. Files keep their order: those with few, long tests come early
+# (browser, e2e; named first in test-rest). Sorted by number of tests they would come last, while other processes idle.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-# Three processes on two cores, for tests wait for others a quarter of the time; a fourth makes it slower. Each has
-# engines of its own: more threads than cores only wait for each other.
+# Three processes on two cores, because tests wait a quarter of the time; a fourth makes it slower. Each has engines of
+# its own, and more threads than cores would only wait for each other.
 PYTEST = OMP_NUM_THREADS=1 $(1)/pytest $(PARALLEL) --durations=10 --durations-min=0
 AIRFLOWS := airflow31 airflow32
-# Airflow's scheduler parses DAGs over and over, and each of its processes loads plugins: no heavy
-# import may run at module level.
+# Airflow parses DAGs again and again, and each of its processes loads plugins: no heavy import may
+# run at module level.
 DAG_CODE := batchllm_operator/operators dags plugins \
   $(addprefix batchllm_operator/web/,__init__.py links.py plugin.py)
 DAG_BAN := lint.flake8-tidy-imports.banned-module-level-imports = \
@@ -47,12 +47,12 @@ demo: setup ## Run the job daily_snippets for one date on a small lake table
 airflow: setup ## Run Airflow with the example DAGs here until Ctrl-C (PORT=8080)
 	@bash scripts/airflow.sh
 
-test: setup ## Run the tests of every change: each layer on real parts, once
+test: setup ## Run the tests for every change: each promise once, on real parts
 	$(call PYTEST,$(BIN))
 
 test-all: test test-rest ## Run all tests
 
-test-rest: setup ## Run what test-all has and test hasn't: tests/**/full, and the examples of property tests
+test-rest: setup ## Run what test leaves out: tests/**/full, and all examples of property tests
 	$(call PYTEST,$(BIN)) --hypothesis-profile=full -k 'full or hypothesis' \
 	  $(addsuffix /full,$(addprefix tests/,e2e tooling dags kernels)) $(sort $(shell find tests -type d -name full)) \
 	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
@@ -92,7 +92,7 @@ format: setup ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: setup ## Measure all that needs no GPU; each ends with one JSON line
+bench: setup ## Run the main benchmarks that need no GPU; each ends with one JSON line
 	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python -m benchmarks.plan_stage
 	$(BIN)/python -m benchmarks.scheduler

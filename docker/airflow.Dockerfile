@@ -19,8 +19,8 @@ LABEL org.opencontainers.image.title="batchllm-airflow" \
       org.opencontainers.image.licenses="Apache-2.0"
 # hadolint ignore=DL3066
 USER airflow
-# Airflow is named again, with the image's own version, so that nothing can move it. Pods have
-# another home than the image: what is installed has to be found from there.
+# Airflow is named again with the image's own version, so that nothing can change it. Pods have
+# another home than the image, and must find the installed packages from there.
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=docker/airflow-constraints.txt,target=/constraints.txt \
     pip install --no-cache-dir --constraint /constraints.txt \

@@ -19,7 +19,7 @@ LABEL org.opencontainers.image.title="batchllm-rocm" \
       org.opencontainers.image.licenses="Apache-2.0"
 ENV PYTHONDONTWRITEBYTECODE=1
 USER 0
-# Without a resolver: torch, vLLM and what they need stay as the image has them.
+# Without a resolver, so that torch, vLLM and their dependencies stay as the image has them.
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=docker/gpu-requirements.txt,target=/requirements.txt \
     uv pip install --system --no-cache --no-deps --require-hashes -r /requirements.txt \
@@ -28,9 +28,9 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin batchllm
 USER 10001:10001
 WORKDIR /tmp
-# As the user who is to run it: whatever is missing or can't be read shows here.
+# As the user of the pods: missing or unreadable packages fail here.
 RUN python3 -c "import fsspec, jinja2, numba, prometheus_client, pyarrow, s3fs, tokenizers" && batchllm schema >/dev/null
 HEALTHCHECK NONE
-# The pod says what to run.
+# The pod gives the command.
 ENTRYPOINT []
 CMD ["batchllm", "--help"]

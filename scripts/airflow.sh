@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Airflow with the example DAGs on this machine, in the foreground: Ctrl-C ends all of it.
 #
-#   scripts/airflow.sh              start it; everything it keeps is in .airflow/
-#   scripts/airflow.sh COMMAND ...  airflow COMMAND ... on what was started
+#   scripts/airflow.sh              start it; its files are in .airflow/
+#   scripts/airflow.sh COMMAND ...  run `airflow COMMAND ...` on it
 #
 #   PORT                   where the pages and the API are served, on localhost only    8080
 #   POOL_SLOTS             generate tasks at a time: slots of the pool batchllm_gpu        2
-#   BATCHLLM_AIRFLOW_HOME  where everything is kept                                 .airflow
+#   BATCHLLM_AIRFLOW_HOME  folder of all its files                                  .airflow
 #   BATCHLLM_SPEC_DIR      the DAGs' job specs     dags/specs; their table and model are made
-#   BATCHLLM_DAG_DIR       the DAGs; others than these are paused at first              dags
-#   BATCHLLM_AIRFLOW__...  Airflow's setting AIRFLOW__...; the caller's own isn't looked at
+#   BATCHLLM_DAG_DIR       the DAGs; other DAGs than ours are paused at first           dags
+#   BATCHLLM_AIRFLOW__...  Airflow's setting AIRFLOW__...; the caller's own is ignored
 #   BATCHLLM_VENV          the environment to run                                     .venv
 set -euo pipefail
 
@@ -18,7 +18,7 @@ home="${BATCHLLM_AIRFLOW_HOME:-$root/.airflow}"
 port="${PORT:-8080}"
 pool_slots="${POOL_SLOTS:-2}"
 dag_dir="${BATCHLLM_DAG_DIR:-$root/dags}"
-dag_ids=() # those to wait for; of others than ours, any
+dag_ids=() # DAGs to wait for; empty: any
 if [[ "$dag_dir" == "$root/dags" ]]; then
   dag_ids=(daily_snippets documents_arrive offline_ranking snippets_on_arrival)
 fi
@@ -35,7 +35,7 @@ fail() {
 # days_ago N: that date in UTC.
 days_ago() { date -u -d "$1 days ago" +%F; }
 
-# The processes of a session that haven't ended. Airflow's tasks have process groups of their own.
+# The live processes of a session. Airflow's tasks have process groups of their own.
 session_pids() {
   local stat line state session
   for stat in /proc/[0-9]*/stat; do
@@ -48,7 +48,7 @@ session_pids() {
   done
 }
 
-# Ends Airflow with all of its tasks, by force what is left after ten seconds.
+# Ends Airflow with all of its tasks; after ten seconds by force.
 end_airflow() {
   trap - EXIT
   trap '' INT TERM
@@ -64,7 +64,7 @@ end_airflow() {
 
 [[ "$port" =~ ^[1-9][0-9]{0,4}$ ]] && ((port < 65536)) || fail "PORT='$port' is not a port" 2
 [[ "$pool_slots" =~ ^[1-9][0-9]{0,4}$ ]] || fail "POOL_SLOTS='$pool_slots' is not a number of slots" 2
-# Where a new Airflow begins stays its first day.
+# An Airflow keeps the first day that it got at its first start.
 first_day="$(cat "$home/first-day" 2>/dev/null || days_ago 5)"
 
 use_airflow_home "$home"
@@ -74,11 +74,11 @@ export AIRFLOW__CORE__DAGS_FOLDER="$dag_dir"
 export AIRFLOW__API__HOST=127.0.0.1 AIRFLOW__API__PORT="$port"
 export AIRFLOW__CORE__EXECUTION_API_SERVER_URL="http://127.0.0.1:$port/execution/"
 export AIRFLOW__CORE__EXECUTOR=LocalExecutor AIRFLOW__CORE__PARALLELISM=4
-# A busy machine may take more than 30 s to import a DAG file, which would put off its tasks, and
-# more than 5 s to answer a task's first request, which would fail it.
+# On a busy machine the import of a DAG file may take more than 30 s, which would delay its tasks,
+# and the answer to a task's first request more than 5 s, which would fail the task.
 export AIRFLOW__CORE__DAGBAG_IMPORT_TIMEOUT=120 AIRFLOW__DAG_PROCESSOR__DAG_FILE_PROCESSOR_TIMEOUT=180
 export AIRFLOW__WORKERS__EXECUTION_API_TIMEOUT=60
-# Tasks' logs are files on this machine: these two servers aren't asked for them.
+# Tasks' logs are files on this machine, so these two servers get no requests.
 export AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT=$((port < 65000 ? port + 1 : port - 1))
 export AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT=$((port < 65000 ? port + 2 : port - 2))
 for setting in $(compgen -e BATCHLLM_AIRFLOW__ || true); do
@@ -116,7 +116,7 @@ if ((${#dag_ids[@]})) && [[ "$BATCHLLM_SPEC_DIR" == "$root/dags/specs" ]]; then
 fi
 
 new=()
-# Once: later on it's up to the user what is paused.
+# Only once: later the user decides what is paused.
 if ((${#dag_ids[@]})) && [[ ! -f "$home/first-day" ]]; then
   new=(--unpause daily_snippets documents_arrive snippets_on_arrival)
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the job daily_snippets for one date on a small lake table made of the descriptions of
-# the installed Python packages, and prints what it did. Everything it makes is in .demo/.
+# Runs the job daily_snippets for one date, and prints a summary. The input is a small lake table with the
+# descriptions of the installed Python packages. All its files are in .demo/.
 #   DS=2026-01-31   the partition
 set -euo pipefail
 

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by demo.sh and airflow.sh, with the checkout's folder in $root: the demo's table and model
-# in .demo/, and an Airflow that has nothing to do with the caller's.
+# in .demo/, and an Airflow that is independent of the caller's.
 
 demo="$root/.demo"
 venv="${BATCHLLM_VENV:-$root/.venv}"
@@ -22,7 +22,7 @@ stay_by_itself() {
   fi
 }
 
-# Nothing of an Airflow that the caller may have is read or changed.
+# Don't read or change an Airflow of the caller's.
 use_airflow_home() {
   local name
   for name in $(compgen -e AIRFLOW_ || true); do unset "$name"; done
@@ -32,7 +32,7 @@ use_airflow_home() {
   stay_by_itself
 }
 
-# make_demo_table DS...: the table's content is the same for each date, so it's made once.
+# make_demo_table DS...: makes the table's content once, as it is the same for each date.
 make_demo_table() {
   local ds folder made=""
   for ds in "$@"; do

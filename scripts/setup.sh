@@ -30,7 +30,7 @@ die() {
   exit 1
 }
 
-# What .venv is made of. By content: a fresh clone's times mean nothing.
+# Identifies what .venv was made from, by content: the file times of a fresh clone mean nothing.
 fingerprint() {
   { echo "$venv $TORCH_SPEC" && "$venv/bin/python" -V && cat "$lock" pyproject.toml scripts/setup.sh; } 2>&1 |
     sha256sum
@@ -40,8 +40,8 @@ is_current() {
   [[ -f $stamp && "$(<"$stamp")" == "$(fingerprint)" ]]
 }
 
-# vLLM names libraries of the environment in LD_PRELOAD, and torch passes folders of it to the compiler
-# without quotes. Both lists are split at these characters; that would fail late, without a reason.
+# vLLM puts libraries of the environment into LD_PRELOAD, and torch passes its folders to the compiler without
+# quotes. Both are split at these characters, which would fail late and without a clear reason.
 check_path() {
   local path splits=$'[[:space:]:"\'\\\\]'
   for path in "$PWD" "$(pwd -P)"; do
@@ -64,7 +64,7 @@ check_machine() {
     die "vLLM needs libnuma.so.1; install Debian's libnuma1"
 }
 
-# An environment of another interpreter or another place (a moved or copied checkout) starts over.
+# Make the environment again if it has another interpreter or path (a moved or copied checkout).
 make_venv() {
   if [[ -e $venv ]] && {
     ! "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||
@@ -76,8 +76,8 @@ make_venv() {
   [[ -e $venv ]] || "$PYTHON" -m venv "$venv"
 }
 
-# pip's warnings are about its configuration, never about this project: errors only (-qq). Only .venv is compiled
-# here: `make test` starts several processes at once, and each would compile vLLM for itself.
+# pip's warnings concern its configuration, never this project: errors only (-qq). Only .venv is compiled here:
+# `make test` starts several processes at once, and each would compile vLLM by itself.
 pip_install() {
   local compile=--no-compile
   [[ $name != cpu ]] || compile=--compile

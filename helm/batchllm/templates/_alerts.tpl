@@ -1,4 +1,4 @@
-{{/* The rules of alerts/*.yaml, each file a template of one alert, or of nothing if it doesn't apply. */}}
+{{/* The rules of alerts/*.yaml. Each file renders one alert, or nothing if the alert doesn't apply. */}}
 {{- define "batchllm.alerts" -}}
 {{- $alerts := .Values.monitoring.alerts -}}
 {{- $url := required "monitoring.alerts.runbookBaseUrl: give the folder of the runbooks" $alerts.runbookBaseUrl -}}
@@ -22,7 +22,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Label matchers for the release's pods. Labels of pods aren't in kube-state-metrics by default, names are. */}}
+{{/* Label matchers for the release's pods. By default kube-state-metrics exports the names of pods, not their labels. */}}
 {{- define "batchllm.podMatchers" -}}
 namespace={{ .Release.Namespace | quote }},pod=~{{ .Values.monitoring.alerts.podPattern | quote }}
 {{- end -}}

@@ -27,7 +27,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Secrets that exist; arguments: root, kind (gpu or cpu). */}}
+{{/* The named Secrets; arguments: root, kind (gpu or cpu). */}}
 {{- define "batchllm.envFrom" -}}
 {{- $secrets := .root.Values.secrets -}}
 {{- $names := list $secrets.s3 -}}

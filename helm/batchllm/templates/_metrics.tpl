@@ -1,11 +1,11 @@
 {{/* Metrics of pods; arguments: root, kind (gpu or cpu). */}}
 
-{{/* "true" if the pod serves some: `batchllm run` does, and it runs on GPUs. */}}
+{{/* "true" if the pod serves metrics: only `batchllm run` does, in GPU pods. */}}
 {{- define "batchllm.servesMetrics" -}}
 {{- if and (eq .kind "gpu") .root.Values.monitoring.metrics.enabled -}}true{{- end -}}
 {{- end -}}
 
-{{/* What the user says, and where Prometheus finds the metrics; the user's win. */}}
+{{/* The user's annotations over those by which Prometheus finds the metrics. */}}
 {{- define "batchllm.podAnnotations" -}}
 {{- $annotations := dict -}}
 {{- if and (include "batchllm.servesMetrics" .) .root.Values.monitoring.metrics.annotations -}}

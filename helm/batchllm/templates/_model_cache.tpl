@@ -1,4 +1,4 @@
-{{/* Refuses a model cache that nothing fills: pods would look for their models there, and be offline. */}}
+{{/* Refuses a model cache that nothing fills: offline pods would find no models in it. */}}
 {{- define "batchllm.modelCache.check" -}}
 {{- $cache := .Values.modelCache -}}
 {{- if not $cache.enabled -}}

@@ -1,6 +1,6 @@
 {{/* Names and labels of objects. */}}
 
-{{/* Prefix of all names, unique within the release's namespace. One that is cut ends with a digest of the whole. */}}
+{{/* Prefix of all names, unique within the release's namespace. A shortened prefix ends with a digest of the full one. */}}
 {{- define "batchllm.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $full := .Values.fullnameOverride -}}
@@ -14,8 +14,8 @@
 {{- end -}}
 
 {{/*
-Name of what lies outside of the release's namespace, beside those of other releases; arguments: root, suffix.
-No namespace has a dot in its name, so no two releases make the same.
+Name of an object outside the release's namespace; arguments: root, suffix. It ends with a dot and the release's namespace.
+Namespaces contain no dot, so no two releases make the same name.
 */}}
 {{- define "batchllm.outsideName" -}}
 {{- printf "%s-%s.%s" (include "batchllm.fullname" .root) .suffix .root.Release.Namespace -}}
@@ -33,7 +33,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 {{- end -}}
 
-{{/* Account of GPU pods, or with the argument "cpu" of plan pods. */}}
+{{/* Account of GPU or plan pods; arguments: root, kind (gpu or cpu). */}}
 {{- define "batchllm.serviceAccountName" -}}
 {{- $account := (index .root.Values .kind).serviceAccount -}}
 {{- if $account.name -}}

@@ -68,7 +68,7 @@ spec:
     {{- include "batchllm.volumes" .root | nindent 4 }}
 {{- end -}}
 
-{{/* Requests and limits, with the GPUs as strings: some servers refuse numbers. */}}
+{{/* Requests and limits. GPUs are strings, because some servers refuse numbers. */}}
 {{- define "batchllm.resources" -}}
 {{- $resources := deepCopy .preset.resources -}}
 {{- if .gpuResource -}}

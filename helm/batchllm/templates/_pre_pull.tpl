@@ -1,4 +1,4 @@
-{{/* The pre-pull Job's pod, by itself so that its digest can go into the Job's name. */}}
+{{/* The pre-pull Job's pod; apart from the Job, whose name contains its digest. */}}
 
 {{- define "batchllm.prePull.pod" -}}
 {{- $cache := .Values.modelCache -}}

@@ -1,4 +1,4 @@
-{{/* What Airflow may do in the namespace of the pods: nothing but this. */}}
+{{/* All rights that Airflow gets in the pods' namespace. */}}
 
 {{- define "batchllm.rules.worker" -}}
 - apiGroups: [""]

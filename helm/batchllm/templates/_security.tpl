@@ -1,6 +1,6 @@
 {{/* Security contexts. */}}
 
-{{/* Of a pod; arguments: root, user, group, supplementalGroups. */}}
+{{/* A pod's; arguments: root, user, group, supplementalGroups. */}}
 {{- define "batchllm.podSecurityContext" -}}
 runAsNonRoot: true
 runAsUser: {{ int64 .user }}
