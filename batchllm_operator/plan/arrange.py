@@ -69,8 +69,6 @@ def arrange(
     The order is that of Eq. 4, subtrees together (ADR 8).
 
     Args:
-        spec: the job.
-        requests: its requests.
         ranked: their prompts in order, by request index.
         learned: what an earlier partition says about output lengths.
         target: the GPU by whose time groups are cut; None to cut by tokens.
@@ -91,7 +89,8 @@ def arrange(
         )
         progress.advance(1, _STEPS[2])
         if len(groups):
-            parts = _split(spec, groups, requests, output_tokens, target)
+            costs = work_costs(target, groups, requests.lengths, output_tokens)
+            parts = split_large_groups(groups, *costs, spec.planner.num_shards)
             order = order_groups_by_subtree(parts, tree, output_tokens)
             if len(prefix_hashes):  # parts of a group are neighbours, in the group's place
                 group_of_part = np.searchsorted(groups.offsets, parts.offsets[:-1], "right") - 1
@@ -106,17 +105,6 @@ def arrange(
         choice.algorithm_1_saved_tokens,
         choice.exact_saved_tokens,
     )
-
-
-def _split(
-    spec: JobSpec,
-    groups: PrefixGroups,
-    requests: Requests,
-    output_tokens: npt.NDArray[np.int64],
-    target: Target | None,
-) -> PrefixGroups:
-    members, prefixes = work_costs(target, groups, requests.lengths, output_tokens)
-    return split_large_groups(groups, members, prefixes, spec.planner.num_shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +128,6 @@ def write_shards(
     """Deal the groups, in their order, out to shards of about equal work, and write these.
 
     Args:
-        spec: the job.
-        requests: its requests.
-        arrangement: their groups.
         target: the GPU by whose time shards are balanced; None to balance by tokens.
         replicas: places the groups of each shard; None with one replica.
         spool: the folder to write them in.
@@ -158,16 +143,14 @@ def write_shards(
     if len(groups) == 0:
         return WrittenShards((), worst, estimate)
     shards: list[ShardInfo] = []
-    num_before = 0
     with Progress("write shards", groups.num_prompts, unit="requests", announce=False) as progress:
         for shard_idx in range(int(shard_of_group.max()) + 1):
             group_ids = np.flatnonzero(shard_of_group == shard_idx)
             taken = groups.take(group_ids)
-            name = shard_file(shard_idx)
             num_parts = write_shard(
-                spool / name,
+                spool / shard_file(shard_idx),
                 requests,
-                request_idx_start=num_before,
+                request_idx_start=sum(shard.num_requests for shard in shards),
                 request_idxs=taken.member_idxs,
                 group_ids=np.repeat(group_ids, taken.sizes),
                 num_prefix_tokens=np.repeat(taken.num_prefix_tokens, taken.sizes),
@@ -175,21 +158,16 @@ def write_shards(
                 part_rows=spec.planner.part_rows,
                 written=progress.advance,
             )
-            num_before += taken.num_prompts
             placement = None
             if replicas is not None:
                 placement = replicas.place(
-                    taken,
-                    requests.lengths,
-                    output_tokens,
-                    costs[group_ids],
-                    group_ids,
+                    taken, requests.lengths, output_tokens, costs[group_ids], group_ids
                 )
                 if placement is not None and placement.measure:  # one shard's run is enough
                     replicas = replace(replicas, wants_profile=False)
             shards.append(
                 ShardInfo(
-                    file=name,
+                    file=shard_file(shard_idx),
                     num_groups=len(taken),
                     num_requests=taken.num_prompts,
                     num_rows=int(requests.num_rows[taken.member_idxs].sum()),

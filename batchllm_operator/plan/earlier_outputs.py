@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import numpy as np
@@ -69,12 +68,7 @@ class Reuse:
     def __enter__(self) -> Reuse:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._fingerprints.close()
 
     @property

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,7 +36,7 @@ from batchllm_operator.artifacts.stored_plan import (
 from batchllm_operator.engine import check_arguments
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import Folder, LakeTable, Snapshot, open_table
-from batchllm_operator.plan.arrange import arrange, write_shards
+from batchllm_operator.plan.arrange import Arrangement, arrange, write_shards
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.group_lengths import write_groups
@@ -69,6 +70,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PROMPTS_FILE: Final = "prompts.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What is known of a plan before any row is read."""
+
+    spec: JobSpec
+    ds: str
+    table: LakeTable
+    snapshot: Snapshot
+    tokenizer: Tokenizer
+    target: Target | None
+    replicas: ReplicaPlanner | None
+    budget: MemoryBudget
 
 
 def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
@@ -109,16 +124,17 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     tokenizer = load_tokenizer(spec, ds)
     check_lengths(spec, tokenizer.max_model_len)
-    gpu_target = find_target(spec)
-    replicas = _replica_planner(spec, gpu_target)
+    target = find_target(spec)
+    replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
+    given = _Given(spec, ds, table, snapshot, tokenizer, target, replicas, budget)
     try:
         with open_spool() as spool:
-            return _build(spec, ds, table, snapshot, tokenizer, gpu_target, replicas, budget, spool)
+            return _build(given, spool)
     except TokenIdsDifferError as error:  # it won't happen again
         _log.warning("%s: planning starts again", error)
     with open_spool() as spool:  # not above: the error holds what the first attempt had in memory
-        return _build(spec, ds, table, snapshot, tokenizer, gpu_target, replicas, budget, spool)
+        return _build(given, spool)
 
 
 def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:
@@ -144,55 +160,22 @@ def _check_folders(spec: JobSpec, ds: str) -> None:
             raise SpecError(f"{field}: {there} isn't a folder; choose another place")
 
 
-def _build(
-    spec: JobSpec,
-    ds: str,
-    table: LakeTable,
-    snapshot: Snapshot,
-    tokenizer: Tokenizer,
-    target: Target | None,
-    replicas: ReplicaPlanner | None,
-    budget: MemoryBudget,
-    spool: Path,
-) -> StoredPlan:
+def _build(given: _Given, spool: Path) -> StoredPlan:
     """Build the plan with `spool` for temporary files.
 
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
-    num_rows = snapshot.num_rows
+    spec, target, tokenizer = given.spec, given.target, given.tokenizer
     with ExitStack() as stack:
-        prompts = stack.enter_context(PromptStore(spool / _PROMPTS_FILE))
-        reuse = None
-        if spec.reuse_outputs:
-            reuse = stack.enter_context(_open_reuse(spec, ds, tokenizer, budget, spool))
-            budget = budget.holding(reuse.num_bytes)
-        if not spec.input.filter:  # which may leave any number of rows out
-            budget.check(num_rows)
-        rows = Rows(prompts, PrefixSearch(budget.row_bytes(num_rows)), reuse)
-        read_rows(spec, table, snapshot, tokenizer, rows, spool / ROWS_FILE)
-        _check_rows(spec, rows, table, snapshot)
-        budget.check(rows.num_rows)
+        rows, budget = _read(given, spool, stack)
         requests, ranked = _find_prefixes(spec, rows)
-        check_keys(spool / ROWS_FILE, spec.input.key, describe_rows(spec, table, snapshot))
-        learned = learn_output_lengths(spec, ds, budget)
+        where = describe_rows(spec, given.table, given.snapshot)
+        check_keys(spool / ROWS_FILE, spec.input.key, where)
+        learned = learn_output_lengths(spec, given.ds, budget)
         chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len)
         sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
-        shards = write_shards(spec, requests, chosen, target, replicas, spool)
-    counts = PlanCounts(
-        num_rows=rows.num_rows,
-        num_rejected_rows=rows.num_rejected,
-        num_duplicate_rows=len(prompts) - len(requests),
-        num_requests=len(requests),
-        num_groups=len(chosen.groups),
-        num_shared_groups=int(np.count_nonzero(chosen.groups.sizes > 1)),
-        num_logical_tokens=prompts.num_tokens,
-        num_planned_tokens=num_processed_tokens(chosen.groups, requests.lengths),
-        num_optimal_tokens=chosen.num_optimal_tokens,
-        num_algorithm_1_saved_tokens=chosen.num_algorithm_1_saved_tokens,
-        num_exact_saved_tokens=chosen.num_exact_saved_tokens,
-        num_reused_rows=rows.num_reused,
-    )
+        shards = write_shards(spec, requests, chosen, target, given.replicas, spool)
     names = [ROWS_FILE, *(shard.file for shard in shards.infos)]
     if spec.planner.learns_output_tokens:
         write_groups(spool / GROUPS_FILE, chosen.prefix_hashes)
@@ -201,17 +184,18 @@ def _build(
         names += [FINGERPRINTS_FILE, REUSED_FILE]
     files = {name: describe_file(spool / name) for name in names}
     by_length = learned.by_length if learned is not None else None
+    counts = _counts(rows, requests, chosen)
     manifest = PlanManifest(
-        plan_id=compute_plan_id(spec, ds, tokenizer.model_version, files, by_length),
+        plan_id=compute_plan_id(spec, given.ds, tokenizer.model_version, files, by_length),
         spec_version=SPEC_VERSION,
         spec=spec,
         spec_identity=spec.identity,
-        ds=ds,
-        input_uri=table.uri,
-        input_version=snapshot.version,
+        ds=given.ds,
+        input_uri=given.table.uri,
+        input_version=given.snapshot.version,
         input_files=tuple(
             SnapshotFile(name=file.name, size_bytes=file.size_bytes, version=file.version)
-            for file in snapshot.files
+            for file in given.snapshot.files
         ),
         tokenizer_fingerprint=tokenizer.fingerprint,
         model_version=tokenizer.model_version,
@@ -229,14 +213,47 @@ def _build(
     return _persist(manifest, files, spool)
 
 
-def _open_reuse(
-    spec: JobSpec, ds: str, tokenizer: Tokenizer, budget: MemoryBudget, spool: Path
-) -> Reuse:
+def _read(given: _Given, spool: Path, stack: ExitStack) -> tuple[Rows, MemoryBudget]:
+    """All rows, which `stack` closes, and the budget of what comes after them."""
+    spec, snapshot, budget = given.spec, given.snapshot, given.budget
+    prompts = stack.enter_context(PromptStore(spool / _PROMPTS_FILE))
+    reuse = None
+    if spec.reuse_outputs:
+        reuse = stack.enter_context(_open_reuse(given, spool))
+        budget = budget.holding(reuse.num_bytes)
+    if not spec.input.filter:  # which may leave any number of rows out
+        budget.check(snapshot.num_rows)
+    rows = Rows(prompts, PrefixSearch(budget.row_bytes(snapshot.num_rows)), reuse)
+    read_rows(spec, given.table, snapshot, given.tokenizer, rows, spool / ROWS_FILE)
+    _check_rows(spec, rows, given.table, snapshot)
+    budget.check(rows.num_rows)
+    return rows, budget
+
+
+def _counts(rows: Rows, requests: Requests, chosen: Arrangement) -> PlanCounts:
+    return PlanCounts(
+        num_rows=rows.num_rows,
+        num_rejected_rows=rows.num_rejected,
+        num_duplicate_rows=len(rows.prompts) - len(requests),
+        num_requests=len(requests),
+        num_groups=len(chosen.groups),
+        num_shared_groups=int(np.count_nonzero(chosen.groups.sizes > 1)),
+        num_logical_tokens=rows.prompts.num_tokens,
+        num_planned_tokens=num_processed_tokens(chosen.groups, requests.lengths),
+        num_optimal_tokens=chosen.num_optimal_tokens,
+        num_algorithm_1_saved_tokens=chosen.num_algorithm_1_saved_tokens,
+        num_exact_saved_tokens=chosen.num_exact_saved_tokens,
+        num_reused_rows=rows.num_reused,
+    )
+
+
+def _open_reuse(given: _Given, spool: Path) -> Reuse:
     """Copy and load what rows may be reused from."""
+    spec, tokenizer = given.spec, given.tokenizer
     identity = reuse_identity(
         spec, tokenizer.model_version, tokenizer.fingerprint, tokenizer.max_model_len
     )
-    return Reuse(find_indexes(spec, ds, identity, budget, spool), spool)
+    return Reuse(find_indexes(spec, given.ds, identity, given.budget, spool), spool)
 
 
 @contextmanager

@@ -22,15 +22,13 @@ from batchllm_operator.planner.algorithm1 import (
     num_processed_tokens,
     saving_ratio,
 )
-from batchllm_operator.planner.choice import PrefixChoice, choose_prefixes
+from batchllm_operator.planner.choice import choose_prefixes
 from batchllm_operator.planner.cost.gpu import GPU, find_gpu, read_gpu_table
 from batchllm_operator.planner.cost.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from batchllm_operator.planner.cost.roofline import (
     EngineLimits,
     Prediction,
-    Rates,
     Work,
-    WorkArrays,
     group_work,
     kv_capacity_tokens,
     predict,
@@ -44,12 +42,11 @@ from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts, build_pre
 from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
 from batchllm_operator.planner.prefixes.search import (
     Advance,
-    Phase,
     PrefixSearch,
     build_block_tree,
 )
 from batchllm_operator.planner.prefixes.segment_hashes import SegmentHasher
-from batchllm_operator.planner.prompt_store import Prompts, PromptStore
+from batchllm_operator.planner.prompt_store import PromptStore
 from batchllm_operator.planner.requests import Requests, make_requests
 from batchllm_operator.planner.shards import assign_shards, imbalance, split_large_groups
 from batchllm_operator.planner.sharing import PlanSharing, describe_sharing
@@ -61,23 +58,18 @@ __all__ = [
     "Advance",
     "EngineLimits",
     "ModelShape",
-    "Phase",
     "PlanSharing",
     "Prediction",
-    "PrefixChoice",
     "PrefixGroups",
     "PrefixSearch",
     "PrefixTree",
     "PromptStore",
-    "Prompts",
     "RankedPrompts",
-    "Rates",
     "Requests",
     "SegmentHasher",
     "StepWork",
     "TokenTable",
     "Work",
-    "WorkArrays",
     "assign_shards",
     "build_block_tree",
     "build_prefix_tree",

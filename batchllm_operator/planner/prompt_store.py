@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -74,12 +73,7 @@ class PromptStore:
     def __enter__(self) -> PromptStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def write_trace(
 ) -> None:
     path = folder / f"attempt-{attempt:05d}" / f"trace-{name}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with StepTrace(path, chunk) as trace:
+    with closing(StepTrace(path, chunk)) as trace:
         for each in steps:
             trace.add(each)
 

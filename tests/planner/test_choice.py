@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import (
     PrefixGroups,
     TokenTable,
@@ -15,6 +13,7 @@ from batchllm_operator.planner import (
     maximize_reuse,
     num_processed_tokens,
 )
+from batchllm_operator.planner.exact import cut_exactly
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=10), max_size=24)
 
@@ -43,23 +42,19 @@ def listed(groups: PrefixGroups) -> list[tuple[int, list[int]]]:
 def test_savings_are_those_of_the_groups(prompts: list[list[int]]) -> None:
     tokens = TokenTable.from_lists(prompts)
     tree = build_prefix_tree(tokens)
-    for method in ("auto", "algorithm_1", "exact"):
-        choice = choose_prefixes(tree, method)
-        saved = tokens.num_tokens - num_processed_tokens(choice.groups, tokens.lengths)
-        by_method = {
-            "algorithm_1": choice.algorithm_1_saved_tokens,
-            "exact": choice.exact_saved_tokens,
-        }
-        assert by_method["algorithm_1"] <= by_method["exact"]
-        assert saved == by_method[choice.method]
-        assert saved == max(by_method.values()) or method == "algorithm_1"
-        assert method in ("auto", choice.method)
+    choice = choose_prefixes(tree)
+    assert choice.algorithm_1_saved_tokens <= choice.exact_saved_tokens
+    for num_saved, groups in (
+        (choice.algorithm_1_saved_tokens, maximize_reuse(tree)),
+        (choice.exact_saved_tokens, cut_exactly(tree).groups()),
+        (choice.exact_saved_tokens, choice.groups),
+    ):
+        assert num_saved == tokens.num_tokens - num_processed_tokens(groups, tokens.lengths)
 
 
 def test_equal_savings_leave_the_papers_groups() -> None:
     """Fig. 4: sharing 'b' and one more token with one prompt less saves just as much."""
     choice = choose_prefixes(build_prefix_tree(TokenTable.from_lists(FIGURE_4)))
-    assert choice.method == "algorithm_1"
     assert choice.algorithm_1_saved_tokens == choice.exact_saved_tokens == 2 + 8
     assert listed(choice.groups) == [(0, [0]), (1, [1, 2, 5]), (8, [3, 4])]
 
@@ -68,14 +63,5 @@ def test_the_exact_choice_is_taken_where_it_saves_more() -> None:
     """Algorithm 1 forks 7 tokens for two prompts off, which leaves the others with 2 to share."""
     tree = build_prefix_tree(TokenTable.from_lists(INTERLOCKED))
     choice = choose_prefixes(tree)
-    assert choice.method == "exact"
     assert (choice.algorithm_1_saved_tokens, choice.exact_saved_tokens) == (7 + 2 * 2, 3 * 4)
     assert listed(choice.groups) == [(0, [0]), (4, [1, 2, 3, 4])]
-    theirs = choose_prefixes(tree, "algorithm_1")
-    assert theirs.method == "algorithm_1"
-    assert listed(theirs.groups) == listed(maximize_reuse(tree))
-
-
-def test_other_methods_are_refused() -> None:
-    with pytest.raises(PlanError, match="greedy"):
-        choose_prefixes(build_prefix_tree(TokenTable.from_lists([])), "greedy")  # type: ignore[arg-type]

@@ -193,7 +193,8 @@ class EngineSteps:
             for block in self.blocks(name)
         )
         if isinstance(self.scheduler, BatchLLMScheduler):
-            pinned = self.scheduler._requests.groups.pinned_blocks()
+            groups = self.scheduler._requests.groups._pinned.values()
+            pinned = [block for group in groups for block in group.pinned]
             assert len(pinned) == self.scheduler.num_held_blocks
             held.update(block.block_id for block in pinned)
         deferred = Counter(block.block_id for _, blocks in self._deferred() for block in blocks)

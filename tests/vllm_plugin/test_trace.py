@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,7 +24,7 @@ def test_rows_come_out_in_order_over_several_row_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_module, "_ROWS_IN_MEMORY", 10)
-    with StepTrace(tmp_path / "trace.parquet") as trace:
+    with closing(StepTrace(tmp_path / "trace.parquet")) as trace:
         for step in range(25):
             trace.add(row(step))
     file = pq.ParquetFile(tmp_path / "trace.parquet")

@@ -96,11 +96,6 @@ class ReplicaEngines:
         self._folder.cleanup()
 
     @property
-    def pids(self) -> list[int]:
-        """Of the replicas' processes, by rank."""
-        return [replica.pid for replica in self._replicas]
-
-    @property
     def _num_in_flight(self) -> int:
         return sum(len(replica.in_flight) for replica in self._replicas)
 

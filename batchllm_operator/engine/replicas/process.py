@@ -93,11 +93,6 @@ class Replica:
         """To wait for its messages."""
         return self._channel.fileno()
 
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
     def send(self, kind: str, content: Any) -> None:
         """Send a message; see `replica_messages`.
 

@@ -76,10 +76,6 @@ class Groups:
         """Blocks that nothing but a pin holds."""
         return sum(len(group.pinned) for group in self._pinned.values())
 
-    def pinned_blocks(self) -> list[Any]:
-        """All pinned blocks, as often as they are pinned."""
-        return [block for group in self._pinned.values() for block in group.pinned]
-
     @property
     def is_empty(self) -> bool:
         """Whether no request waits or runs."""

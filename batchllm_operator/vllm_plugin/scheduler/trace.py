@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import pyarrow as pa
@@ -29,7 +28,7 @@ CHUNK_SIZE_KEY: Final = b"batchllm.chunk_size"
 
 
 class StepTrace:
-    """Writes a row per step; a context manager.
+    """Writes a row per step.
 
     Rows go to the file some thousands at a time, so that memory doesn't grow with the run. The
     file can be read once it has been closed.
@@ -48,17 +47,6 @@ class StepTrace:
             self._schema = TRACE_SCHEMA.with_metadata({CHUNK_SIZE_KEY: str(chunk_size).encode()})
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
         self._columns = [array("d" if name.endswith("_s") else "q") for name in TRACE_SCHEMA.names]
-
-    def __enter__(self) -> StepTrace:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def add(self, row: StepRow) -> None:
         """Note a step."""
