@@ -14,17 +14,16 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.engine.device_profile import DeviceProfile
 from batchllm_operator.engine.protocol import (
     EngineDiedError,
     EngineJob,
     EngineOutput,
     EngineRequest,
 )
-from batchllm_operator.engine.vllm_logs import configure_logs, drop_broken_preloads
+from batchllm_operator.engine.vllm_logs import configure_logs, drop_broken_preloads, one_line
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
@@ -52,7 +51,7 @@ from batchllm_operator.engine.vllm_attention import (  # noqa: E402
     check_model,
     start_attention,
 )
-from batchllm_operator.engine.vllm_profiling import measure_device, profile_subject  # noqa: E402
+from batchllm_operator.engine.vllm_profiling import find_profile, scheduler_settings  # noqa: E402
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler  # noqa: E402
 
@@ -67,7 +66,6 @@ _SCHEDULER: Final = f"{BatchLLMScheduler.__module__}.{BatchLLMScheduler.__qualna
 _GPU_MAX_NUM_SEQS: Final = 1024
 _CPU_KV_CACHE_BYTES: Final = 1 << 30
 _CPU_BLOCK_SIZE: Final = 32
-_MAX_ERROR_CHARS: Final = 400
 
 
 class VLLMEngine:
@@ -113,16 +111,16 @@ class VLLMEngine:
         try:
             self._params = sampling_params(sampling)
         except ValueError as error:
-            raise SpecError(f"sampling: vLLM refuses it: {_one_line(error)}") from error
+            raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
         self._begin(job)
 
     def _begin(self, job: EngineJob) -> None:
         if self._scheduler is not None:
-            profile = _profile(self._spec, job, self._args, self._engine, self._scheduler)
+            profile = find_profile(self._spec, job, self._args, self._engine, self._scheduler)
             config = self._engine.vllm_config.additional_config
             wanted = SchedulerSettings.from_additional_config(config)
             self._trace_folder = job.trace_folder
-            self._settings = _settings(job, profile, wanted)
+            self._settings = scheduler_settings(job, profile, wanted)
             self._begin_schedule(self._settings)
 
     def _begin_schedule(self, settings: SchedulerSettings) -> None:
@@ -141,12 +139,12 @@ class VLLMEngine:
             drop_broken_preloads(os.environ)
             SchedulerSettings.from_additional_config(config.additional_config)
         except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
-            raise SpecError(f"engine: vLLM refuses the settings: {_one_line(error)}") from error
+            raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
         # vLLM doesn't check all values. Where the user chose none, the machine is at fault.
         except (LookupError, AttributeError, AssertionError) as error:
             if not spec.engine.extra_args:
-                raise EngineError(f"vLLM can't start: {_one_line(error)}") from error
-            raise SpecError(f"engine: vLLM refuses the settings: {_one_line(error)}") from error
+                raise EngineError(f"vLLM can't start: {one_line(error)}") from error
+            raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
         check_model(spec, config)
         if spec.model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
@@ -157,7 +155,7 @@ class VLLMEngine:
             raise
         # Whatever keeps vLLM from starting (memory, driver, weights) ends here as one typed error.
         except Exception as error:
-            raise EngineError(f"vLLM can't start: {_one_line(error)}") from error
+            raise EngineError(f"vLLM can't start: {one_line(error)}") from error
         try:
             _log.info("%s", start_attention(spec, self._engine))
         except SpecError:
@@ -209,7 +207,7 @@ class VLLMEngine:
             _log.debug("an engine step failed", exc_info=error)
             # The frames hold the dead engine and its memory, which the next one will need.
             traceback.clear_frames(error.__traceback__)
-            raise EngineDiedError(_one_line(error), list(self._in_flight.values())) from error
+            raise EngineDiedError(one_line(error), list(self._in_flight.values())) from error
         return [_convert(self._in_flight.pop(output.request_id), output) for output in finished]
 
     @contextmanager
@@ -251,7 +249,7 @@ class VLLMEngine:
         # vLLM checks a request before it takes it, with errors of several families: whatever it
         # was, the fault is this request's and the engine goes on.
         except Exception as error:  # noqa: BLE001
-            return EngineOutput.failed(request, _one_line(error))
+            return EngineOutput.failed(request, one_line(error))
         return None
 
 
@@ -308,62 +306,6 @@ def _our_scheduler(engine: Any) -> BatchLLMScheduler | None:
     return scheduler if isinstance(scheduler, BatchLLMScheduler) else None
 
 
-def _profile(
-    spec: JobSpec,
-    job: EngineJob,
-    args: Mapping[str, Any],
-    engine: Any,
-    scheduler: BatchLLMScheduler,
-) -> DeviceProfile | None:
-    """The device's profile, remembered or measured now; None if none is wanted.
-
-    Raises:
-        EngineError: a step failed.
-    """
-    wanted = spec.engine.profile
-    if wanted is False or (wanted is None and current_platform.is_cpu()):
-        return None
-    subject = profile_subject(args, spec.engine.attention)
-    profile = job.profiles.find(subject) if job.profiles is not None else None
-    if profile is None:
-        try:
-            profile = measure_device(engine, scheduler, subject)
-        # A device that fails at made-up prompts won't do better with the job's.
-        except Exception as error:
-            engine.engine_core.shutdown()
-            raise EngineError(f"vLLM fails on this device: {_one_line(error)}") from error
-        if job.profiles is not None:
-            job.profiles.keep(profile)
-    _log.info(
-        "chunk size %d tokens, %.1f%% of the KV blocks to plan with (profile %s)",
-        profile.chunk_size,
-        profile.memory_threshold * 100,
-        profile.key[:8],
-    )
-    return profile
-
-
-def _settings(
-    job: EngineJob, profile: DeviceProfile | None, wanted: SchedulerSettings
-) -> SchedulerSettings:
-    """What the job and the device ask of the scheduler; what the user `wanted` wins."""
-    settings = SchedulerSettings(num_requests=job.num_requests, step_cost=job.step_cost)
-    if profile is not None:
-        settings = replace(
-            settings,
-            chunk_size=profile.chunk_size,
-            memory_threshold=profile.memory_threshold,
-            step_cost=profile.step_cost,
-        )
-    default = SchedulerSettings()
-    names = [field.name for field in fields(SchedulerSettings)]
-    chosen = {name: getattr(wanted, name) for name in names}
-    return replace(
-        settings,
-        **{name: value for name, value in chosen.items() if value != getattr(default, name)},
-    )
-
-
 def sampling_params(sampling: SamplingSpec) -> SamplingParams:
     """vLLM's sampling parameters; only finished outputs are asked for."""
     return SamplingParams(
@@ -410,9 +352,3 @@ def _convert(request: EngineRequest, output: Any) -> EngineOutput:
         num_output_tokens=len(completion.token_ids),
         error=None,
     )
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    clipped = text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "..."
-    return f"{type(error).__name__}: {clipped}" if text else type(error).__name__

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 LEVEL: Final = "VLLM_LOGGING_LEVEL"
+_MAX_ERROR_CHARS: Final = 400
 _SETTINGS: Final = {
     LEVEL: "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for what the command gives
@@ -81,3 +82,10 @@ def drop_broken_preloads(environment: MutableMapping[str, str]) -> None:
     kept = [path for path in paths if " " not in path or not Path(path).exists()]
     if kept != paths:
         environment["LD_PRELOAD"] = ":".join(kept)
+
+
+def one_line(error: BaseException) -> str:
+    """A fault of vLLM's in one line of a bearable length."""
+    text = " ".join(str(error).split())
+    clipped = text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "..."
+    return f"{type(error).__name__}: {clipped}" if text else type(error).__name__

@@ -1,13 +1,14 @@
-"""Times engine steps of growing size on the device that vLLM runs on."""
+"""What a device's profile tells the scheduler; times engine steps of growing size for it."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from itertools import count
 from typing import Any, Final
 
@@ -19,15 +20,76 @@ from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 
 from batchllm_operator.engine.device_profile import DeviceProfile, step_sizes
+from batchllm_operator.engine.protocol import EngineJob
+from batchllm_operator.engine.vllm_logs import one_line
+from batchllm_operator.errors import EngineError
 from batchllm_operator.progress import Progress
+from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
+_log = logging.getLogger(__name__)
 _STEPS: Final = 4  # timed together
 _REPETITIONS: Final = 3  # after one to warm up
 _PROMPT_TOKENS: Final = 512  # at most, so that attention stays a small part
 _VOLATILE: Final = {"use_tqdm_on_load", "disable_log_stats", "additional_config", "max_model_len"}
+
+
+def find_profile(
+    spec: JobSpec,
+    job: EngineJob,
+    args: Mapping[str, Any],
+    engine: Any,
+    scheduler: BatchLLMScheduler,
+) -> DeviceProfile | None:
+    """The device's profile, remembered or measured now; None if none is wanted.
+
+    Raises:
+        EngineError: a step failed.
+    """
+    wanted = spec.engine.profile
+    if wanted is False or (wanted is None and current_platform.is_cpu()):
+        return None
+    subject = profile_subject(args, spec.engine.attention)
+    profile = job.profiles.find(subject) if job.profiles is not None else None
+    if profile is None:
+        try:
+            profile = measure_device(engine, scheduler, subject)
+        # A device that fails at made-up prompts won't do better with the job's.
+        except Exception as error:
+            engine.engine_core.shutdown()
+            raise EngineError(f"vLLM fails on this device: {one_line(error)}") from error
+        if job.profiles is not None:
+            job.profiles.keep(profile)
+    _log.info(
+        "chunk size %d tokens, %.1f%% of the KV blocks to plan with (profile %s)",
+        profile.chunk_size,
+        profile.memory_threshold * 100,
+        profile.key[:8],
+    )
+    return profile
+
+
+def scheduler_settings(
+    job: EngineJob, profile: DeviceProfile | None, wanted: SchedulerSettings
+) -> SchedulerSettings:
+    """What the job and the device ask of the scheduler; what the user `wanted` wins."""
+    settings = SchedulerSettings(num_requests=job.num_requests, step_cost=job.step_cost)
+    if profile is not None:
+        settings = replace(
+            settings,
+            chunk_size=profile.chunk_size,
+            memory_threshold=profile.memory_threshold,
+            step_cost=profile.step_cost,
+        )
+    default = SchedulerSettings()
+    names = [field.name for field in fields(SchedulerSettings)]
+    chosen = {name: getattr(wanted, name) for name in names}
+    return replace(
+        settings,
+        **{name: value for name, value in chosen.items() if value != getattr(default, name)},
+    )
 
 
 def profile_subject(args: Mapping[str, Any], attention: str) -> dict[str, str]:

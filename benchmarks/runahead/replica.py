@@ -158,7 +158,7 @@ class _Replica:
 
     def time_steps(self, sizes: list[tuple[int, int]], repetitions: int) -> list[float]:
         """Median seconds of a step of (tokens, tokens before them that are cached)."""
-        from batchllm_operator.vllm_plugin.runahead.phase import time_prefill
+        from batchllm_operator.vllm_plugin.runahead.timing import time_prefill
 
         return [seconds for *_, seconds in time_prefill(self._engine, sizes, repetitions)]
 

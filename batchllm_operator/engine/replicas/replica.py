@@ -193,7 +193,8 @@ class _Replica:
 
     def _measure(self, repetitions: int) -> None:
         """Time prefill steps of made-up prompts; (tokens, cached before them, median seconds)."""
-        from batchllm_operator.vllm_plugin.runahead.phase import chain_limits, time_prefill
+        from batchllm_operator.vllm_plugin.runahead.phase import chain_limits
+        from batchllm_operator.vllm_plugin.runahead.timing import time_prefill
 
         with self._engine.unpaced() as engine:
             limits = chain_limits(engine)

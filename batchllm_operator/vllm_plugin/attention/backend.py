@@ -26,28 +26,23 @@ from vllm.v1.attention.backend import (
 )
 
 from batchllm_kernels.prefix_attention import (
-    AttentionShape,
-    BatchLimits,
     PagedBatch,
     StepPlan,
     StepPlanner,
     UnsupportedError,
     prefix_attention,
 )
-from batchllm_kernels.prefix_attention.api import Impl
 from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 from batchllm_kernels.prefix_attention.config import ARCHITECTURES
-from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin import compat
 from batchllm_operator.vllm_plugin.attention.kv_writes import fp8_dtype, write_kv
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
-
-
-def refusal(constraint: str) -> SpecError:
-    """The error that says what our attention doesn't take."""
-    return SpecError(
-        f"engine.attention: batchllm doesn't take {constraint}; engine.attention: stock does"
-    )
+from batchllm_operator.vllm_plugin.attention.taken import (
+    batch_limits,
+    chosen_impl,
+    layer_shape,
+    refusal,
+)
 
 
 @dataclass
@@ -73,9 +68,9 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         settings = AttentionSettings.from_additional_config(vllm_config.additional_config)
         try:
-            shape = _shape(kv_cache_spec, layer_names, vllm_config)
+            shape = layer_shape(kv_cache_spec, layer_names, vllm_config)
             self.planner = StepPlanner(
-                shape, _limits(vllm_config), impl=chosen_impl(settings), device=device
+                shape, batch_limits(vllm_config), impl=chosen_impl(settings), device=device
             )
         except UnsupportedError as error:
             raise refusal(f"this model: {error}") from error
@@ -345,39 +340,3 @@ def check_model(vllm_config: Any) -> None:
     if current_platform.is_rocm() and vllm_config.speculative_config is not None:
         # vLLM's drafters know by name the backends that they take there.
         raise refusal("speculative decoding on ROCm")
-
-
-def chosen_impl(settings: AttentionSettings) -> Impl:
-    """What attention is computed with on this platform."""
-    return settings.impl or ("reference" if current_platform.is_cpu() else "triton")
-
-
-def _shape(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> AttentionShape:
-    layers = vllm_config.compilation_config.static_forward_context
-    num_q_heads = {layers[name].num_heads for name in layer_names}
-    if len(num_q_heads) != 1:
-        raise refusal(f"layers with {sorted(num_q_heads)} query heads that share a KV cache group")
-    if getattr(kv_cache_spec, "attention_chunk_size", None) is not None:
-        raise refusal("attention in chunks of the context")
-    head_dim, dtype = kv_cache_spec.head_size, kv_cache_spec.dtype
-    if getattr(kv_cache_spec, "head_size_v", None) not in (None, head_dim):
-        raise refusal(f"keys of {head_dim} and values of {kv_cache_spec.head_size_v} elements")
-    if dtype.itemsize > 1 and dtype != vllm_config.model_config.dtype:
-        raise refusal(f"a KV cache of {dtype} with a model in {vllm_config.model_config.dtype}")
-    return AttentionShape(
-        num_q_heads=num_q_heads.pop(),
-        num_kv_heads=kv_cache_spec.num_kv_heads,
-        head_dim=head_dim,
-        block_size=kv_cache_spec.block_size,
-        kv_bits=8 if dtype.itemsize == 1 else 16,
-    )
-
-
-def _limits(vllm_config: Any) -> BatchLimits:
-    """The largest step; with drafts, each request may have some tokens more."""
-    scheduler = vllm_config.scheduler_config
-    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
-    return BatchLimits(
-        max_num_requests=scheduler.max_num_seqs,
-        max_num_tokens=scheduler.max_num_batched_tokens + drafts * scheduler.max_num_seqs,
-    )

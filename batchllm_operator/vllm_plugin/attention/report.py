@@ -11,9 +11,9 @@ from batchllm_operator.vllm_plugin import compat
 from batchllm_operator.vllm_plugin.attention.backend import (
     PrefixAttentionBackend,
     PrefixAttentionImpl,
-    chosen_impl,
 )
 from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
+from batchllm_operator.vllm_plugin.attention.taken import chosen_impl
 
 
 @dataclass(frozen=True, slots=True)

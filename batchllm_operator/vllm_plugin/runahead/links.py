@@ -11,8 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol
@@ -23,6 +22,7 @@ from torch import Tensor
 from batchllm_operator.errors import RunaheadError
 from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
 from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
+from batchllm_operator.vllm_plugin.runahead.streams import Buffer, SideStream, abort
 
 PROTOCOL: Final = 1
 """Version of what replicas say to each other; part of the handshake and of every header."""
@@ -163,12 +163,12 @@ class Sender:
         except Exception as error:  # noqa: BLE001
             self._chain.fail(f"sending KV failed: {one_line(error)}")
         finally:
-            _abort(group, self._chain.blocks.device)
+            abort(group, self._chain.blocks.device)
 
     def _send_all(self, group: Any, peer: int) -> None:
         chain, blocks = self._chain, self._chain.blocks
-        side = _SideStream(blocks.device)
-        buffers = [_Buffer(blocks), _Buffer(blocks)]
+        side = SideStream(blocks.device)
+        buffers = [Buffer(blocks, _HEADER_BYTES), Buffer(blocks, _HEADER_BYTES)]
         under_way: deque[tuple[Any, Send]] = deque()
         num_sent = num_gone = 0
         while (send := self._queue.get()) is not None:
@@ -221,7 +221,10 @@ class Receiver:
 
     def _run(self, group: Any, peer: int) -> None:
         """Returning drops the group, which closes the connection."""
-        buffers = [_Buffer(self._chain.blocks), _Buffer(self._chain.blocks)]
+        buffers = [
+            Buffer(self._chain.blocks, _HEADER_BYTES),
+            Buffer(self._chain.blocks, _HEADER_BYTES),
+        ]
         num_received = 0
         try:
             while (load := self._queue.get()) is not None and self._chain.failure is None:
@@ -234,17 +237,17 @@ class Receiver:
         except Exception as error:  # noqa: BLE001
             self._chain.fail(f"receiving KV failed: {one_line(error)}")
         finally:
-            _abort(group, self._chain.blocks.device)
+            abort(group, self._chain.blocks.device)
 
     def _take(
-        self, load: Load, group: Any, peer: int, buffers: Sequence[_Buffer], num_received: int
+        self, load: Load, group: Any, peer: int, buffers: Sequence[Buffer], num_received: int
     ) -> None:
         """All layers of one load."""
         blocks = self._chain.blocks
         end = num_received + blocks.num_layers
         first_byte = _HEADER_BYTES + (load.num_blocks - len(load.block_ids)) * blocks.block_bytes
         posted: deque[tuple[Any, Tensor]] = deque()
-        side = _SideStream(blocks.device)
+        side = SideStream(blocks.device)
         layer_idxs: set[int] = set()
         with side.after(load.writable):
             for number in range(num_received, end):
@@ -266,58 +269,6 @@ class Receiver:
                     side.synchronize()
 
                 load.write(layer_idx, write)
-
-
-class _Buffer:
-    """Memory for one message, which grows with the largest."""
-
-    def __init__(self, blocks: KVBlocks) -> None:
-        self._blocks = blocks
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=blocks.device)
-
-    def sized(self, num_blocks: int) -> Tensor:
-        """uint8 [header and so many blocks]."""
-        size = _HEADER_BYTES + num_blocks * self._blocks.block_bytes
-        if self._bytes.numel() < size:
-            self._bytes = torch.empty(size, dtype=torch.uint8, device=self._blocks.device)
-        return self._bytes[:size]
-
-
-class _SideStream:
-    """A stream beside the one that computes; on a CPU, nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream: Any = None
-        if device.type == "cuda":
-            stream: Any = torch.cuda.Stream
-            self._stream = stream(device)
-
-    @contextmanager
-    def after(self, event: Any) -> Iterator[None]:
-        """What is launched inside waits for an event of another stream."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            if event is not None:
-                self._stream.wait_event(event)
-            yield
-
-    def synchronize(self) -> None:
-        """Wait for all that was launched."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
-def mark(device: torch.device) -> Any:
-    """An event behind what this thread has launched so far, for a link's thread to wait for."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def _abort(group: Any, device: torch.device) -> None:
-    """End what a GPU still waits for; on a CPU, dropping the group does it."""
-    if device.type == "cuda":
-        group.abort()
 
 
 def _timeout(settings: ChainSettings, is_first: bool) -> float:

@@ -7,14 +7,12 @@ whole prefixes in its prefix cache, and members of the groups, on any replica, f
 from __future__ import annotations
 
 import hashlib
-import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-import numpy as np
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.inputs import TokensPrompt
@@ -87,43 +85,6 @@ def chain_limits(engine: Any) -> ChainLimits:
         SpecError: it has no connector of ours.
     """
     return _connectors(engine)[0].limits
-
-
-def time_prefill(
-    engine: Any, sizes: Sequence[tuple[int, int]], repetitions: int, num_warm_ups: int = 1
-) -> list[tuple[int, int, float]]:
-    """Time prefill steps of made-up prompts on this replica, in whatever company.
-
-    The engine has to be idle, and is left idle with an empty prefix cache.
-
-    Args:
-        engine: vLLM's `LLMEngine`.
-        sizes: tokens of a step, one at most of those that a step may have, and tokens before
-            them, whole blocks, that are cached.
-        repetitions: of each, after `num_warm_ups`.
-
-    Returns:
-        Of each size (tokens, tokens before, median seconds).
-    """
-    vocabulary = engine.vllm_config.model_config.get_vocab_size()
-    generator, found = np.random.default_rng(0), []
-    for chunk, before in sizes:
-        times = []
-        for _ in range(num_warm_ups + repetitions):
-            tokens = generator.integers(0, vocabulary, before + chunk).tolist()
-            engine.reset_prefix_cache()
-            for end in (before, before + chunk):
-                began = time.perf_counter()
-                if end:
-                    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-                    prompt = TokensPrompt(prompt_token_ids=tokens[:end])
-                    engine.add_request("timed", prompt, params)
-                while engine.has_unfinished_requests():
-                    engine.step()
-            times.append(time.perf_counter() - began)
-        found.append((chunk, before, statistics.median(times[num_warm_ups:])))
-    engine.reset_prefix_cache()
-    return found
 
 
 def run_prefill_phase(

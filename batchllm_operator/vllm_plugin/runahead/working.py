@@ -10,9 +10,10 @@ from typing import Any
 
 from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
 from batchllm_operator.vllm_plugin.runahead.chain import Chain
-from batchllm_operator.vllm_plugin.runahead.links import Load, Send, mark
+from batchllm_operator.vllm_plugin.runahead.links import Load, Send
 from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits
 from batchllm_operator.vllm_plugin.runahead.scheduling import RunaheadMetadata, StepLoad, StepSend
+from batchllm_operator.vllm_plugin.runahead.streams import mark
 
 
 class Working:

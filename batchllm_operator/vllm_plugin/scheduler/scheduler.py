@@ -15,7 +15,6 @@ requests carry `RequestHints`. A request without them is a group of its own.
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +32,8 @@ from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
 from batchllm_operator.vllm_plugin.scheduler.waiting_queue import GatedQueue
 
 if TYPE_CHECKING:
-    from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
+    from batchllm_operator.vllm_plugin.scheduler.trace import OptionalTrace
 
-_log = logging.getLogger(__name__)
 _RECOUNT_STEPS = 64
 _RESERVED_PART = 1000  # of the blocks, for a prefill that takes a step longer than planned
 
@@ -73,7 +71,7 @@ class BatchLLMScheduler(AsyncScheduler):
         self._num_kinds = len(self.kv_cache_config.kv_cache_groups)
         self._tokens_per_decode = 1 + self.num_spec_tokens
         self._limit = self.max_num_scheduled_tokens
-        self._trace: StepTrace | None = None
+        self._trace: OptionalTrace | None = None
         self._begin(SchedulerSettings.from_additional_config(self.vllm_config.additional_config))
         self.waiting = GatedQueue(self)
 
@@ -117,13 +115,10 @@ class BatchLLMScheduler(AsyncScheduler):
         self._did_nothing = False
         self._started_at: float | None = None
         if settings.trace_path is not None:
-            try:
-                # Without a trace the scheduler runs where pyarrow isn't installed.
-                from batchllm_operator.vllm_plugin.scheduler.trace import StepTrace
+            # Without a trace the scheduler runs where pyarrow isn't installed.
+            from batchllm_operator.vllm_plugin.scheduler.trace import OptionalTrace
 
-                self._trace = StepTrace(Path(settings.trace_path), self._most_tokens)
-            except OSError as error:
-                _log.warning("steps aren't traced: %s", error)
+            self._trace = OptionalTrace(Path(settings.trace_path), self._most_tokens)
 
     def _num_blocks_to_plan(self, threshold: float | None) -> int:
         num_blocks = self.num_plannable_tokens // self.block_size
@@ -150,7 +145,7 @@ class BatchLLMScheduler(AsyncScheduler):
         self._did_nothing = not output.num_scheduled_tokens
         prefill = self._end_step(output)
         if self._trace is not None:
-            self._write(self._row(output, prefill, begun_at))
+            self._trace.add(self._row(output, prefill, begun_at))
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -236,21 +231,10 @@ class BatchLLMScheduler(AsyncScheduler):
     def _next_waiting(self) -> Request | None:
         return self.waiting.peek_request() if len(self.waiting) else None
 
-    def _write(self, row: StepRow) -> None:
-        try:
-            if self._trace is not None:
-                self._trace.add(row)
-        except OSError as error:  # a full disk: the job matters more than its trace
-            _log.warning("steps aren't traced any more: %s", error)
-            self._trace = None
-
     def _close_trace(self) -> None:
-        trace, self._trace = self._trace, None
-        try:
-            if trace is not None:
-                trace.close()
-        except OSError as error:
-            _log.warning("the trace of steps isn't whole: %s", error)
+        if self._trace is not None:
+            self._trace.close()
+        self._trace = None
 
     # Before vLLM's own step.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Final
@@ -12,6 +15,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
 
+_log = logging.getLogger(__name__)
 _ROWS_IN_MEMORY: Final = 1 << 14
 
 
@@ -67,3 +71,33 @@ class StepTrace:
             )
             for column in self._columns:
                 del column[:]
+
+
+class OptionalTrace:
+    """A `StepTrace` that costs a warning, and not the run, where it can't be written."""
+
+    def __init__(self, path: Path, chunk_size: int) -> None:
+        self._trace: StepTrace | None = None
+        with self._warning("steps aren't traced"):
+            self._trace = StepTrace(path, chunk_size)
+
+    def add(self, row: StepRow) -> None:
+        """Note a step."""
+        if self._trace is not None:
+            with self._warning("steps aren't traced any more"):
+                self._trace.add(row)
+
+    def close(self) -> None:
+        """Write what is left, and end the file."""
+        if self._trace is not None:
+            with self._warning("the trace of steps isn't whole"):
+                self._trace.close()
+        self._trace = None
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a full disk: the job matters more than its trace
+            self._trace = None
+            _log.warning("%s: %s", what, error)
