@@ -90,7 +90,9 @@ class VLLMEngine:
         config = self._engine.vllm_config
         self.max_in_flight = _LOOK_AHEAD * int(config.scheduler_config.max_num_seqs)
         self._in_flight: dict[str, EngineRequest] = {}
-        self._scheduler = _our_scheduler(self._engine)
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        # Ours, if it is that which runs: `extra_args` may have named another.
+        self._scheduler = scheduler if isinstance(scheduler, BatchLLMScheduler) else None
         self._begin(job)
 
     def begin(self, job: EngineJob, sampling: SamplingSpec) -> None:
@@ -189,10 +191,23 @@ class VLLMEngine:
 
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Take a request; its output, with the reason, if vLLM refuses it."""
-        refusal = self._accept(request)
-        if refusal is None:
-            self._in_flight[str(request.request_idx)] = request
-        return refusal
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+        params = self._params.clone()
+        if self._scheduler is not None:
+            params.extra_args = RequestHints(
+                group_id=request.group_id,
+                num_prefix_tokens=request.num_prefix_tokens,
+                group_size=request.group_size,
+                num_output_tokens=request.num_output_tokens,
+            ).to_extra_args()
+        try:
+            self._engine.add_request(str(request.request_idx), prompt, params)
+        # vLLM checks a request before it takes it, with errors of several families: whatever it
+        # was, the fault is this request's and the engine goes on.
+        except Exception as error:  # noqa: BLE001
+            return EngineOutput.failed(request, one_line(error))
+        self._in_flight[str(request.request_idx)] = request
+        return None
 
     def step(self) -> list[EngineOutput]:
         """Run one step of vLLM's; what it has finished.
@@ -232,25 +247,6 @@ class VLLMEngine:
         self._engine = self._scheduler = None
         gc.collect()
         cleanup_dist_env_and_memory()
-
-    def _accept(self, request: EngineRequest) -> EngineOutput | None:
-        """Hand the request to vLLM; an output with the reason if it refuses."""
-        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
-        params = self._params.clone()
-        if self._scheduler is not None:
-            params.extra_args = RequestHints(
-                group_id=request.group_id,
-                num_prefix_tokens=request.num_prefix_tokens,
-                group_size=request.group_size,
-                num_output_tokens=request.num_output_tokens,
-            ).to_extra_args()
-        try:
-            self._engine.add_request(str(request.request_idx), prompt, params)
-        # vLLM checks a request before it takes it, with errors of several families: whatever it
-        # was, the fault is this request's and the engine goes on.
-        except Exception as error:  # noqa: BLE001
-            return EngineOutput.failed(request, one_line(error))
-        return None
 
 
 def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
@@ -298,12 +294,6 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     return {name: value for name, value in args.items() if value is not None} | dict(
         engine.extra_args
     )
-
-
-def _our_scheduler(engine: Any) -> BatchLLMScheduler | None:
-    """Ours, if it is that which runs: `extra_args` may have named another."""
-    scheduler = engine.engine_core.engine_core.scheduler
-    return scheduler if isinstance(scheduler, BatchLLMScheduler) else None
 
 
 def sampling_params(sampling: SamplingSpec) -> SamplingParams:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -118,16 +120,21 @@ def split_large_groups(
         added = _cut_groups(costs, groups.offsets, prefix_costs, large, limit, begins_part)
         return added / num_shards
 
-    unfair, limit = fair_share, float(group_costs[large].max()) * (1 + _ROUNDING)
-    tried = fair_share
+    most = float(group_costs[large].max()) * (1 + _ROUNDING)
+    added_share(_fair_limit(fair_share, most, added_share))
+    return _groups_of_parts(groups, begins_part)
+
+
+def _fair_limit(fair_share: float, most: float, added_share: Callable[[float], float]) -> float:
+    """The least limit of parts, up to `most`, that is a fair share after the cuts it takes."""
+    unfair, limit, tried = fair_share, most, fair_share
     for _ in range(_LIMIT_STEPS):
         if fair_share + added_share(tried) > tried:
             unfair = tried
         else:
             limit = tried
         tried = (unfair + limit) / 2
-    added_share(limit)
-    return _groups_of_parts(groups, begins_part)
+    return limit
 
 
 def _costs_in_group_order(

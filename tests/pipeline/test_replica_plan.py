@@ -17,7 +17,7 @@ from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.estimate import Target, engine_limits
 from batchllm_operator.plan.replicas import ReplicaPlanner
-from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.plan.stage import _replica_planner, plan_job
 from batchllm_operator.planner import MODEL_SHAPES, PrefixGroups, find_gpu
 from batchllm_operator.report import format_plan
 from batchllm_operator.spec import JobSpec, parse_spec
@@ -262,7 +262,7 @@ def test_on_needs_something_to_predict_with(tmp_path: Path) -> None:
 
 def test_one_replica_has_nothing_to_place(tmp_path: Path) -> None:
     job = spec(tmp_path, {"replicas": 1})
-    assert ReplicaPlanner.of(job, target(job)) is None
+    assert _replica_planner(job, target(job)) is None
 
 
 @pytest.fixture
@@ -302,7 +302,8 @@ def test_one_shard_of_a_plan_measures(tmp_path: Path, monkeypatch: pytest.Monkey
     planner = ReplicaPlanner.of(spec(tmp_path), target(spec(tmp_path)))
     monkeypatch.setattr(ReplicaPlanner, "of", lambda spec, target: planner)
     write_table(tmp_path / "documents", document_rows(6, 3))
-    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 3}), DS).manifest
+    two = fake_spec(tmp_path, planner={"num_shards": 3}, engine={"replicas": 2})
+    plan = plan_job(two, DS).manifest
     measured = [shard.replicas.measure for shard in plan.shards if shard.replicas is not None]
     assert measured == [True, False, False]
 

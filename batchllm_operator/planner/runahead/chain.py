@@ -41,6 +41,10 @@ Goal = Literal["first_token", "whole_prefix"]
 """What a split is to reach soon: TTFT at the last replica, as in the paper, or that all replicas
 have the whole prefix. For the first alone, earlier replicas may end later than the last one."""
 
+# Places in the constants of `Chain`, and rows of what a layer takes of each chunk.
+_STEP, _HEAD, _PREFETCHES, _MASKED = 5, 6, 10, 11
+_FIRST, _REST, _COPIES, _HOP, _BACK_HOP, _NUM_TIMES = range(6)
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -206,64 +210,77 @@ def _run(
         [num_splits, 1 + 2 * num_replicas] seconds: TTFT; each chunk's end; each replica's whole
         prefix, if it `passes_back`.
     """
-    qkv_s, other_s, pair_s, weights_s, least_s, step_s, head_s, copy_s, byte_s, latency_s = (
-        constants[:10]
-    )
-    prefetches, masked = constants[10] > 0, constants[11] > 0
+    step_s, head_s = constants[_STEP], constants[_HEAD]
     num, p = splits.shape
-    found = np.zeros((num, 1 + 2 * p))
-    first, rest, copies, hop, back_hop = (
-        np.empty(p),
-        np.empty(p),
-        np.empty(p),
-        np.empty(p),
-        np.empty(p),
-    )
-    done, arrived, there, back = np.empty(p), np.empty(p), np.empty(p), np.empty(p)
+    found = np.full((num, 1 + 2 * p), np.inf)
+    times = np.empty((_NUM_TIMES, p))
+    ends = np.empty((2, p))
     for row in range(num):
-        before, is_valid = 0, True
-        total = splits[row].sum()
-        for i in range(p):
-            chunk = splits[row, i]
-            if chunk < 1 or chunk > max_chunk:
-                is_valid = False
-            own = chunk if masked else (chunk + 1) / 2
-            matrices_s = chunk * (qkv_s + other_s)
-            slower = max(1.0, weights_s / matrices_s) if matrices_s > 0 else 1.0
-            first[i] = chunk * qkv_s * slower
-            copies[i] = before * copy_s
-            hop[i] = latency_s + before * byte_s
-            rest[i] = chunk * other_s * slower + chunk * (before + own) * pair_s
-            before += chunk
-            if i < p - 1:
-                copies[i] += before * copy_s
-            back_hop[i] = latency_s + (total - before) * byte_s
-            rest[i] = max(rest[i], least_s - first[i] - copies[i])
-        if not is_valid:
-            found[row] = np.inf
+        if splits[row].min() < 1 or splits[row].max() > max_chunk:
             continue
-        done[:], arrived[:], back[:] = step_s, 0.0, 0.0
-        for _ in range(num_layers):
-            ready = 0.0
-            for i in range(p):
-                at = done[i] + first[i]
-                if i > 0:
-                    begin = max(ready, arrived[i])
-                    if not prefetches:
-                        begin = max(begin, done[i])
-                    arrived[i] = begin + hop[i]
-                    at = max(at, arrived[i])
-                there[i] = at
-                ready = at + copies[i]
-                done[i] = ready + rest[i]
-            if passes_back:
-                for i in range(p - 2, -1, -1):
-                    from_next = there[i + 1]
-                    if i + 1 < p - 1:
-                        from_next = max(from_next, back[i + 1])
-                    back[i] = max(from_next, back[i]) + back_hop[i]
-        found[row, 0] = done[p - 1] + head_s
-        for i in range(p):
-            found[row, 1 + i] = done[i]
-            found[row, 1 + p + i] = max(done[i], back[i])
+        _time_chunks(splits[row], constants, times)
+        ends[0, :], ends[1, :] = step_s, 0.0
+        _run_layers(times, num_layers, constants[_PREFETCHES] > 0, passes_back, ends)
+        found[row, 0] = ends[0, p - 1] + head_s
+        found[row, 1 : 1 + p] = ends[0]
+        found[row, 1 + p :] = np.maximum(ends[0], ends[1])
     return found
+
+
+@compiled
+def _time_chunks(
+    split: NDArray[np.int64], constants: NDArray[np.float64], times: NDArray[np.float64]
+) -> None:
+    """What one layer takes of each chunk: writes [_NUM_TIMES, num_replicas] seconds."""
+    qkv_s, other_s, pair_s, weights_s, least_s = constants[:5]
+    copy_s, byte_s, latency_s = constants[7:10]
+    masked = constants[_MASKED] > 0
+    before, total = 0, split.sum()
+    for i in range(len(split)):
+        chunk = split[i]
+        own = chunk if masked else (chunk + 1) / 2
+        matrices_s = chunk * (qkv_s + other_s)
+        slower = max(1.0, weights_s / matrices_s) if matrices_s > 0 else 1.0
+        first = chunk * qkv_s * slower
+        copies = before * copy_s
+        times[_HOP, i] = latency_s + before * byte_s
+        rest = chunk * other_s * slower + chunk * (before + own) * pair_s
+        before += chunk
+        if i < len(split) - 1:
+            copies += before * copy_s
+        times[_BACK_HOP, i] = latency_s + (total - before) * byte_s
+        times[_FIRST, i], times[_COPIES, i] = first, copies
+        times[_REST, i] = max(rest, least_s - first - copies)
+
+
+@compiled
+def _run_layers(
+    times: NDArray[np.float64],
+    num_layers: int,
+    prefetches: bool,
+    passes_back: bool,
+    ends: NDArray[np.float64],
+) -> None:
+    """The recurrence over all layers, on [2, num_replicas]: chunks done, and KV passed back."""
+    done, back = ends[0], ends[1]
+    p = len(done)
+    arrived, there = np.zeros(p), np.empty(p)
+    for _ in range(num_layers):
+        ready = 0.0
+        for i in range(p):
+            at = done[i] + times[_FIRST, i]
+            if i > 0:
+                begin = max(ready, arrived[i])
+                if not prefetches:
+                    begin = max(begin, done[i])
+                arrived[i] = begin + times[_HOP, i]
+                at = max(at, arrived[i])
+            there[i] = at
+            ready = at + times[_COPIES, i]
+            done[i] = ready + times[_REST, i]
+        if passes_back:
+            for i in range(p - 2, -1, -1):
+                from_next = there[i + 1]
+                if i + 1 < p - 1:
+                    from_next = max(from_next, back[i + 1])
+                back[i] = max(from_next, back[i]) + times[_BACK_HOP, i]

@@ -226,12 +226,12 @@ def test_blocks_that_a_gpu_still_gathers_when_a_fault_is_found_are_not_sent(
     """From then on they may be another request's: what counts is when the gathering has ended."""
     from batchllm_operator.vllm_plugin.runahead import links as runahead_links
 
-    class Slow(runahead_links._SideStream):
+    class Slow(runahead_links.SideStream):
         def synchronize(self) -> None:
             if threading.current_thread().name == "runahead-send":
                 first.chain.fail("a fault on purpose")
 
-    monkeypatch.setattr(runahead_links, "_SideStream", Slow)
+    monkeypatch.setattr(runahead_links, "SideStream", Slow)
     first, second = open_chain(2)
     before = second.rows(0, range(BLOCKS)).clone()
     extent = Extent(0, 1, 0, BLOCK)
