@@ -18,8 +18,10 @@ AIRFLOW_TESTS := tests/dags/test_dags.py \
 # the provider (tests/tooling/test_environment.py).
 POD_TESTS := $(addprefix tests/operators/kubernetes/test_,generate.py kills.py credentials_of_pods.py) \
   tests/operators/pods/test_spec.py
+LONG_TESTS := $(addprefix tests/,e2e dags tooling kernels)
+FULL_TESTS := $(addsuffix /full,$(LONG_TESTS)) $(sort $(shell find tests -type d -name full))
 # A process gets whole files, because fixtures are slow. Files keep their order: those with few, long tests come early
-# (browser, e2e; named first in test-rest). Sorted by number of tests they would come last, while other processes idle.
+# (LONG_TESTS, browser). Sorted by number of tests they would come last, while other processes idle.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # Three processes on two cores, because tests wait a quarter of the time; a fourth makes it slower. Each has engines of
 # its own, and more threads than cores would only wait for each other.
@@ -50,11 +52,12 @@ airflow: setup ## Run Airflow with the example DAGs here until Ctrl-C (PORT=8080
 test: setup ## Run the tests for every change: each promise once, on real parts
 	$(call PYTEST,$(BIN))
 
-test-all: test test-rest ## Run all tests
+test-all: setup ## Run all tests
+	$(call PYTEST,$(BIN)) --hypothesis-profile=full -o norecursedirs='.*' $(LONG_TESTS) \
+	  $(filter-out $(LONG_TESTS),$(patsubst %/,%,$(wildcard tests/[!_]*/)) $(wildcard tests/test_*.py))
 
 test-rest: setup ## Run what test leaves out: tests/**/full, and all examples of property tests
-	$(call PYTEST,$(BIN)) --hypothesis-profile=full -k 'full or hypothesis' \
-	  $(addsuffix /full,$(addprefix tests/,e2e tooling dags kernels)) $(sort $(shell find tests -type d -name full)) \
+	$(call PYTEST,$(BIN)) --hypothesis-profile=full -k 'full or hypothesis' $(FULL_TESTS) \
 	  $(shell grep -rl '^from hypothesis' tests --include='test_*.py' | grep -v /full/)
 
 test-times: setup ## Run make test and name the files over their budgets (tests/budgets.toml)

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # as it has been; Triton 3.9 warns
 # matplotlib keeps a list of fonts there; found again by the next run of the tests.
 os.environ["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), f"batchllm-matplotlib-{os.getuid()}"))
 
+FORKING_ENGINES = ("tests/e2e/", "tests/vllm_plugin/runahead/full/")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Which API server tests of pods use: by default a double of one, with a node agent."""
@@ -44,7 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, the files of e2e share one process, its imported vLLM and model."""
+    """With `--dist loadfile`, files whose tests fork engines share one process, its imported vLLM
+    and the demo's model.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -52,7 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "tests/e2e" if file.startswith("tests/e2e/test_") else file
+            return "tests/e2e" if file.startswith(FORKING_ENGINES) else file
 
     return Scheduling(config, log)
 
@@ -156,18 +161,30 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """An S3 server on a loopback port; no client of it outlives it."""
-    from moto.server import ThreadedMotoServer
+    """An S3 server on a loopback port; no client of it outlives it.
+
+    Clients keep their connections, as with S3, where moto's own server closes each and looks for
+    the service among all of AWS: twice the CPU time.
+    """
+    from moto.moto_server.werkzeug_app import create_backend_app
     from s3fs import S3FileSystem
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Handler(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    server = make_server(
+        "127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=Handler
+    )
+    thread = threading.Thread(target=server.serve_forever, name="S3")
+    thread.start()
     S3FileSystem.clear_instance_cache()
-    yield f"http://{host}:{port}"
+    yield f"http://127.0.0.1:{server.server_port}"
     S3FileSystem.clear_instance_cache()
-    server.stop()
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 @pytest.fixture

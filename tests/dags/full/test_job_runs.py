@@ -98,13 +98,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
     home = tmp_path_factory.mktemp("airflow home")
     env = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW")}
     env |= {"AIRFLOW_HOME": str(home), "AIRFLOW__CORE__LOAD_EXAMPLES": "False"}
-    server = ForkServer(
-        "airflow.__main__",
-        "airflow.cli.commands.dag_command",
-        "airflow.api_fastapi.execution_api.app",
-        "batchllm_operator.operators",
-        env=env,
-    )
+    server = ForkServer("support.airflow_imports", env=env)
     new = Airflow(home, env, server)
     new.command("db", "migrate")
     yield new
