@@ -37,7 +37,6 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
     """Start the engine that the spec names, so that a row that kills it costs only itself.
 
     Args:
-        spec: the job's spec.
         job: what the plan knows of the work.
 
     Raises:

@@ -81,11 +81,9 @@ class ProfileStore(Protocol):
 
     def find(self, subject: Mapping[str, str]) -> DeviceProfile | None:
         """The profile of a subject; None if there is none that can be read."""
-        ...
 
     def keep(self, profile: DeviceProfile) -> None:
         """Remember a profile, in place of an earlier one of the same subject."""
-        ...
 
 
 def profile_key(subject: Mapping[str, Any]) -> str:

@@ -129,8 +129,6 @@ class Engine(Protocol):
         Raises:
             EngineDiedError: the engine failed; outputs yielded so far stand.
         """
-        ...
 
     def close(self) -> None:
         """Release memory and processes. The engine can't be used afterwards."""
-        ...

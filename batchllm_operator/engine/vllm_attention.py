@@ -17,7 +17,6 @@ def attention_args(spec: JobSpec, known: Mapping[str, object]) -> dict[str, Any]
     On a CPU there are none: vLLM has one backend there, whose place ours takes.
 
     Args:
-        spec: the job's.
         known: the arguments that this vLLM has.
 
     Raises:
@@ -55,7 +54,6 @@ def start_attention(spec: JobSpec, engine: Any) -> str:
         One line on what runs and why, for the log.
 
     Args:
-        spec: the job's.
         engine: vLLM's `LLMEngine`, started with `attention_args`.
 
     Raises:

@@ -72,7 +72,6 @@ class VLLMEngine:
     """vLLM's engine, fed in plan order with prefix caching on, under our scheduler.
 
     Args:
-        spec: the job's.
         job: what it is started for.
         chain: its place among replicas that compute prefixes together; None for none.
 

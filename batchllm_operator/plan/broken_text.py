@@ -13,7 +13,6 @@ def check_text(spec: JobSpec, batch: pa.RecordBatch, start: int, where: str) -> 
     """Refuse broken text in a key or carried column, wherever in a value it is.
 
     Args:
-        spec: the job.
         batch: rows of the input, with all columns that are kept.
         start: the row of the first.
         where: what to call the table in an error.

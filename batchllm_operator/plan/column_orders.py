@@ -67,8 +67,7 @@ def take_apart(template: str) -> TemplatePieces:
         closings.append(closing)
         separators.append(separator)
         labels.append(label)
-    closing, tail = _split_tail(text)
-    closings.append(closing)
+    closings.append(_closing(text))
     columns = [name for _, name in placed]
     return TemplatePieces(
         head=head,
@@ -78,7 +77,7 @@ def take_apart(template: str) -> TemplatePieces:
         ),
         columns=tuple(columns),
         separators=tuple(separators),
-        tail=tail,
+        tail=text.removeprefix(closings[-1]),
     )
 
 
@@ -109,8 +108,7 @@ def _split_head(text: str) -> tuple[str, str]:
 
 def _split_between(text: str) -> tuple[str, str, str]:
     """(closing of the column before, separator, label of the column after)."""
-    found = _CLOSING_TAG.match(text)
-    closing = found[0] if found else ""
+    closing = _closing(text)
     text = text.removeprefix(closing)
     if breaks := _LINE_BREAKS.search(text):
         return closing + text[: breaks.start()], breaks[0], text[breaks.end() :]
@@ -121,11 +119,10 @@ def _split_between(text: str) -> tuple[str, str, str]:
     return closing, text[:cut], text[cut:]
 
 
-def _split_tail(text: str) -> tuple[str, str]:
-    """(closing of the last column, fixed)."""
+def _closing(text: str) -> str:
+    """The closing tag of the column before, if the text begins with one."""
     found = _CLOSING_TAG.match(text)
-    cut = found.end() if found else 0
-    return text[:cut], text[cut:]
+    return found[0] if found else ""
 
 
 def _has_tag(text: str) -> bool:

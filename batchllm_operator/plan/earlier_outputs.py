@@ -80,7 +80,6 @@ class Reuse:
         """Look prompts up, and say which have an output already: [num_prompts].
 
         Args:
-            tokens: prompts.
             row_idxs: int64 [num_prompts], their rows, ascending and above those before.
         """
         fingerprints = fingerprints_of(tokens)
@@ -136,7 +135,6 @@ def find_indexes(
     An index that is absent, altered or of another identity is none, and the log says so.
 
     Args:
-        spec: the job.
         ds: the partition that is planned.
         identity: see `reuse_identity`.
         budget: what the fingerprints have to fit in.

@@ -115,7 +115,6 @@ def estimate_cost(
 
     Args:
         target: what it is estimated for.
-        requests: those of the job.
         output_tokens: int64 [num_requests], estimates.
         groups: the requests in their groups.
         shard_of_group: int64 [num_groups]; no shard is empty.
@@ -146,14 +145,14 @@ def estimate_cost(
         model=model,
         num_saved_tokens=num_logical - num_processed_tokens(groups, lengths),
         num_output_tokens=total.num_decode_tokens,
-        prefill_s=_rounded(planned.prefill_s),
-        decode_s=_rounded(planned.decode_s),
+        prefill_s=rounded(planned.prefill_s),
+        decode_s=rounded(planned.decode_s),
         attention_bytes=planned.attention_bytes,
-        num_steps=_rounded(planned.num_steps),
-        gpu_s=_rounded(planned.gpu_s),
-        cost_usd=_rounded(planned.cost_usd),
-        unshared_gpu_s=_rounded(alone.gpu_s),
-        unshared_cost_usd=_rounded(alone.cost_usd),
+        num_steps=rounded(planned.num_steps),
+        gpu_s=rounded(planned.gpu_s),
+        cost_usd=rounded(planned.cost_usd),
+        unshared_gpu_s=rounded(alone.gpu_s),
+        unshared_cost_usd=rounded(alone.cost_usd),
         assumptions=_assumptions(target, total),
     )
     # Rates add up to the whole but for the ramp, of which each engine has one.
@@ -254,6 +253,6 @@ def engine_limits(spec: JobSpec) -> EngineLimits:
     )
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Six digits: more than a prediction has, and the same on any machine."""
     return float(f"{value:.6g}")

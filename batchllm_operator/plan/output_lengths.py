@@ -43,10 +43,7 @@ def estimate_output_tokens(
     to prompts of about the same length.
 
     Args:
-        spec: the job.
-        requests: its requests.
         learned: what was learned, if that is asked for and there was something to learn from.
-        groups: the groups of the requests.
         prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; none are needed if nothing
             was learned.
     """

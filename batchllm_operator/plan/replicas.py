@@ -17,7 +17,7 @@ from batchllm_operator.artifacts.manifest import ReplicaPlacement, SpreadGroup
 from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
 from batchllm_operator.engine.replicas.chain_profile import chain_subject
 from batchllm_operator.errors import PlanError, SpecError
-from batchllm_operator.plan.estimate import Target
+from batchllm_operator.plan.estimate import Target, rounded
 from batchllm_operator.planner import PrefixGroups
 from batchllm_operator.planner.runahead import (
     Chain,
@@ -151,8 +151,8 @@ class ReplicaPlanner:
             whole_first=tuple(each for each in longest_first if each not in is_spread)[
                 :_MOST_FIRST
             ],
-            makespan_s=_rounded(makespan_s),
-            without_chains_s=_rounded(placement.without_s),
+            makespan_s=rounded(makespan_s),
+            without_chains_s=rounded(placement.without_s),
             measure=self.wants_profile and bool(placement.runahead_idxs),
         )
 
@@ -229,8 +229,3 @@ def _measured(spec: JobSpec, cost: ReplicaCost) -> tuple[ReplicaCost, float | No
     except PlanError as error:  # of a noisy machine, perhaps
         _log.warning("what a run has measured of its replicas doesn't count: %s", error)
         return cost, None
-
-
-def _rounded(value: float) -> float:
-    """Six digits: more than a prediction has, and the same on any machine."""
-    return float(f"{value:.6g}")

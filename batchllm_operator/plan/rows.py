@@ -79,10 +79,6 @@ def read_rows(
     """Stream the rows into token ids, and write their keys, carried columns and faults to `path`.
 
     Args:
-        spec: the job.
-        table: where the rows are.
-        snapshot: which they are.
-        tokenizer: the model's.
         rows: empty; gathers what is read.
         path: a file to create.
 
@@ -123,7 +119,8 @@ def read_rows(
                 start += piece.num_rows
                 keeper.run(_keep, rows, found)
             columns = [batch.column(name) for name in spec.kept_columns]
-            columns.append(_error_column(errors, batch.num_rows))
+            faults = [errors.get(row) for row in range(batch.num_rows)]
+            columns.append(pa.array(faults, pa.string()))
             keeper.run(writer.write_table, pa.Table.from_arrays(columns, schema=schema))
             progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter leaves rows out
@@ -135,13 +132,6 @@ def _num_at_once(rendered: RenderedPrompts) -> int:
     """Rows to render next, if they are as long as these."""
     num_bytes = int(pc.sum(pc.binary_length(rendered.texts)).as_py() or 0)
     return max(1, len(rendered.texts) * _BYTES_AT_ONCE // max(1, num_bytes))
-
-
-def _error_column(errors: dict[int, str], num_rows: int) -> pa.Array:
-    column: list[str | None] = [None] * num_rows
-    for row, error in errors.items():
-        column[row] = error
-    return pa.array(column, pa.string())
 
 
 def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:

@@ -32,21 +32,17 @@ class Prompts(Protocol):
 
     def __len__(self) -> int:
         """Number of prompts."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all prompts."""
-        ...
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens per prompt: [num_prompts]."""
-        ...
 
     def beginnings(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
         """The first `num_tokens[i]` tokens of each prompt `idxs[i]`, all of a shorter one."""
-        ...
 
 
 class PromptStore:

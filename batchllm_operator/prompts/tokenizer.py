@@ -29,17 +29,14 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str:
         """Changes when the tokenizer does."""
-        ...
 
     @property
     def model_version(self) -> str:
         """Changes when the model does: the hub's commit, or a digest of the model's folder."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its output together."""
-        ...
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
         """Token ids of each text, chat template and special tokens included.
@@ -48,11 +45,9 @@ class Tokenizer(Protocol):
             TokenIdsDifferError: earlier calls may have given wrong ids: ask for all again.
             ModelError: the chat template refuses a text, or the tokenizer gives up on one.
         """
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some tokens, for people: bytes that are no characters are replaced."""
-        ...
 
 
 class ModelTokenizer:

@@ -41,8 +41,6 @@ class Machine:
         """With as many blocks as the GPU has room for, and the policy's own number of requests.
 
         Args:
-            model: what runs.
-            gpu: where.
             limits: of the engine, but for `max_num_seqs`.
             block_size: tokens per block.
             num_blocks: how many there are, whatever there is room for.

@@ -54,19 +54,6 @@ class Calibration(_Frozen):
     gather_share: Annotated[float, Field(gt=0, le=1)]
 
 
-class PaperShape(_Frozen):
-    """A model of the paper; fields as in `ModelShape`."""
-
-    num_layers: _Count
-    hidden_size: _Count
-    num_heads: _Count
-    num_kv_heads: _Count
-    head_size: _Count
-    intermediate_size: _Count
-    vocab_size: _Count
-    num_parameters: _Count
-
-
 class PaperRow(_Frozen):
     """What the paper says of a context length; nothing, where it is only predicted."""
 
@@ -116,7 +103,8 @@ class Paper(_Frozen):
 
     gpu: str
     calibration: Calibration
-    models: dict[str, PaperShape]
+    models: dict[str, dict[str, _Count]]
+    """Fields of `ModelShape`."""
     settings: tuple[PaperSetting, ...]
     splits: tuple[PaperSplit, ...]
 
@@ -227,7 +215,7 @@ class PaperMachine:
     def cost(self, model: str) -> ReplicaCost:
         """Of one GPU with one of the paper's models."""
         return ReplicaCost.of(
-            ModelShape(model, **self._paper.models[model].model_dump()),
+            ModelShape(model, **self._paper.models[model]),
             self._gpu,
             layer_overhead_s=self._constants.layer_overhead_s,
             computes_masked_pairs=True,

@@ -137,7 +137,6 @@ def compile_variant(variant: Variant, chip: Chip | None = None) -> Report:
     """Compile the attention kernel for a chip that needn't be there.
 
     Args:
-        variant: the kernel.
         chip: what to compile for; None: the variant's architecture, which settings ship for.
 
     Raises:

@@ -286,7 +286,7 @@ def test_layers_of_a_group_have_as_many_heads() -> None:
     layers = {"layer": LAYER, "wider": SimpleNamespace(num_heads=8)}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     with pytest.raises(SpecError, match=r"\[4, 8\] query heads"):
-        attention._shape(make_spec(), ["layer", "wider"], config)
+        attention.layer_shape(make_spec(), ["layer", "wider"], config)
 
 
 def test_steps_beyond_the_limits_are_refused() -> None:

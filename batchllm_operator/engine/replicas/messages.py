@@ -88,13 +88,9 @@ class Started:
     chain_failure: str | None = None
     """Why there is no chain though there was to be one."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Started:
-        """What `to_json` made."""
+        """The fields of one, as plain JSON."""
         limits = content["limits"]
         return cls(**{**content, "limits": ChainLimits(**limits) if limits else None})
 

@@ -176,7 +176,6 @@ def start_replicas(
     """Start all replicas of a run side by side, and wait until all can work.
 
     Args:
-        spec: the job's.
         job: what they are started for, together.
         chains: each one's place in the chain; None for no chain.
 

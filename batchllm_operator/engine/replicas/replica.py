@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from batchllm_operator.engine.device_profile import DeviceProfile
@@ -77,7 +77,10 @@ class _Mail:
         Raises:
             _ClosedError: there won't be one.
         """
-        return self._opened(self._messages.get())
+        message = self._messages.get()
+        if message is None:
+            raise _ClosedError
+        return message
 
     def take_all(self, *, wait: bool) -> Iterator[tuple[str, Any]]:
         """All messages that are there; with `wait`, one at least."""
@@ -85,11 +88,6 @@ class _Mail:
             yield self.take()
         while not self._messages.empty():
             yield self.take()
-
-    def _opened(self, message: tuple[str, Any] | None) -> tuple[str, Any]:
-        if message is None:
-            raise _ClosedError
-        return message
 
     def _read(self) -> None:
         try:
@@ -138,7 +136,7 @@ class _Replica:
         job = replace(job_from_json(start["job"]), profiles=_AskedProfiles(channel, self._mail))
         spec = JobSpec.model_validate(start["spec"])
         self._engine: VLLMEngine = VLLMEngine(spec, job, self._settings)
-        self._channel.send("started", self._introduce().to_json())
+        self._channel.send("started", asdict(self._introduce()))
 
     def work(self) -> None:
         """Until the run closes the socket."""

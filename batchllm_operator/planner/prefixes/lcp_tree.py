@@ -107,8 +107,26 @@ def _build_nodes(
     shared: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Parent, depth, first and last rank of all nodes in preorder, the root included."""
-    starting, num_inner = _count_inner_nodes(shared)
     num_prompts = len(shared)
+    inner = np.empty((num_prompts, 3), dtype=np.int64)  # depth, first and last rank, as they close
+    starting = np.zeros(num_prompts, dtype=np.int64)  # inner nodes by the rank that they start at
+    open_depth = np.empty(num_prompts + 1, dtype=np.int64)
+    open_begin = np.empty(num_prompts + 1, dtype=np.int64)
+    num_open, num_inner = 0, 0
+    for rank in range(1, num_prompts + 1):
+        common = shared[rank] if rank < num_prompts else 0
+        begin = rank - 1
+        while num_open > 0 and open_depth[num_open - 1] > common:
+            num_open -= 1
+            begin = open_begin[num_open]
+            starting[begin] += 1
+            inner[num_inner, 0], inner[num_inner, 1] = open_depth[num_open], begin
+            inner[num_inner, 2] = rank
+            num_inner += 1
+        if common > 0 and (num_open == 0 or open_depth[num_open - 1] < common):
+            open_depth[num_open], open_begin[num_open] = common, begin
+            num_open += 1
+
     num_nodes = 1 + num_inner + num_prompts
     depth = np.empty(num_nodes, dtype=np.int64)
     leaf_begin = np.empty(num_nodes, dtype=np.int64)
@@ -121,43 +139,12 @@ def _build_nodes(
         starting[rank] = place
         depth[place], leaf_begin[place], leaf_end[place] = lengths[rank], rank, rank + 1
         place += 1
-
-    open_depth = np.empty(num_prompts + 1, dtype=np.int64)
-    open_begin = np.empty(num_prompts + 1, dtype=np.int64)
-    num_open = 0
-    for rank in range(1, num_prompts + 1):
-        common = shared[rank] if rank < num_prompts else 0
-        begin = rank - 1
-        while num_open > 0 and open_depth[num_open - 1] > common:
-            num_open -= 1
-            begin = open_begin[num_open]
-            starting[begin] -= 1  # deeper nodes close first and stand behind the others
-            node = starting[begin]
-            depth[node], leaf_begin[node], leaf_end[node] = open_depth[num_open], begin, rank
-        if common > 0 and (num_open == 0 or open_depth[num_open - 1] < common):
-            open_depth[num_open], open_begin[num_open] = common, begin
-            num_open += 1
+    for item in range(num_inner):
+        begin = inner[item, 1]
+        starting[begin] -= 1  # deeper nodes close first and stand behind the others
+        node = starting[begin]
+        depth[node], leaf_begin[node], leaf_end[node] = inner[item, 0], begin, inner[item, 2]
     return _find_parents(leaf_begin, leaf_end), depth, leaf_begin, leaf_end
-
-
-@compiled
-def _count_inner_nodes(shared: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """Inner nodes by the rank that they start at, and all of them, without the root."""
-    starting = np.zeros(len(shared), dtype=np.int64)
-    open_depth = np.empty(len(shared) + 1, dtype=np.int64)
-    open_begin = np.empty(len(shared) + 1, dtype=np.int64)
-    num_open, num_inner = 0, 0
-    for rank in range(1, len(shared)):
-        begin = rank - 1
-        while num_open > 0 and open_depth[num_open - 1] > shared[rank]:
-            num_open -= 1
-            begin = open_begin[num_open]
-        if shared[rank] > 0 and (num_open == 0 or open_depth[num_open - 1] < shared[rank]):
-            open_depth[num_open], open_begin[num_open] = shared[rank], begin
-            num_open += 1
-            starting[begin] += 1
-            num_inner += 1
-    return starting, num_inner
 
 
 @compiled

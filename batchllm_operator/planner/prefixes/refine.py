@@ -47,7 +47,6 @@ class Refinement:
 
     Args:
         tree: a tree over segments, depths in tokens.
-        prompts: all prompts.
         segment_tokens: tokens per segment.
     """
 

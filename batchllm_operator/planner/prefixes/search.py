@@ -141,7 +141,6 @@ def build_block_tree(
     leaf's depth is its prompt's length. Ranks are those of `build_prefix_tree`.
 
     Args:
-        tokens: the prompts.
         block_size: tokens per block, at least 1.
         hash_bits: see `SegmentHasher`.
 

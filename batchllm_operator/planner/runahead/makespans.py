@@ -119,8 +119,6 @@ class Makespans:
 
     Args:
         groups: that share the replicas.
-        chain: replicas, links, block size and longest chunk.
-        settings: number of replicas and thresholds.
 
     Attributes:
         candidates: groups that may be spread, ascending: 64 of them at most.

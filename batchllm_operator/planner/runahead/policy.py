@@ -69,8 +69,6 @@ def choose_placement(
 
     Args:
         groups: that share the replicas; none of them elsewhere.
-        chain: replicas, links, block size and longest chunk.
-        settings: number of replicas and thresholds.
 
     Returns:
         The choice. No group is marked with one replica, or where no split is possible.

@@ -84,8 +84,6 @@ class ReplicaCost:
         """A replica on one GPU, by the same roofline as `planner.cost.roofline`.
 
         Args:
-            model: whose layers.
-            gpu: where.
             layer_overhead_s: see `overhead_s`.
             computes_masked_pairs: see the attribute.
             score_bytes: memory traffic for each pair and head, of attention that keeps its scores

@@ -63,7 +63,6 @@ def search_split(
     evaluations of the model, whatever the length.
 
     Args:
-        chain: replicas, links, block size and longest chunk.
         num_tokens: of the prefix.
         num_replicas: p; all of them get a chunk.
         until: what is to be reached soon.

@@ -14,15 +14,12 @@ class Gate(Protocol):
 
     def is_closed_for(self, request: Request) -> bool:
         """Whether the request has to stay for now. Is asked often, and changes nothing."""
-        ...
 
     def taken_out(self, request: Request) -> None:
         """The request left the queue: to run, which its status will say, or to be put back."""
-        ...
 
     def put_back(self, request: Request) -> None:
         """The request is in the queue, maybe again."""
-        ...
 
 
 class GatedQueue(FCFSRequestQueue):

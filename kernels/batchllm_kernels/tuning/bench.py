@@ -52,7 +52,6 @@ class DeviceBench:
 
     Args:
         shape: heads, head size and blocks.
-        workloads: all that will be timed.
         device: a GPU; the CPU with Triton's interpreter, in tests.
         timer: times a function.
         kv_dtype: of the cache.
