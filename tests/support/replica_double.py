@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def main() -> None:
         own.get("max_in_flight", 8), limits if in_chain else None, rate, "double", failure
     )
     try:
-        channel.send("started", started.to_json())
+        channel.send("started", asdict(started))
     except OSError:  # another one couldn't start
         note("closed", None)
         return
