@@ -114,9 +114,7 @@ def estimate_cost(
     """GPU time and price of the plan, and of the same rows each computed alone.
 
     Args:
-        target: what it is estimated for.
         output_tokens: int64 [num_requests], estimates.
-        groups: the requests in their groups.
         shard_of_group: int64 [num_groups]; no shard is empty.
         num_replicas: engines that share a shard.
 
@@ -126,9 +124,9 @@ def estimate_cost(
     """
     if target is None:
         return None
+    gpu, model, limits = target.gpu, target.model, target.limits
     num_shards = int(shard_of_group.max(initial=-1)) + 1
     num_engines = num_shards * num_replicas
-    gpu, model, limits = target.gpu, target.model, target.limits
     lengths, num_rows = requests.lengths, requests.num_rows
     members, prefixes = group_work(groups, lengths, output_tokens)
     total = members.total() + prefixes.total()

@@ -36,7 +36,7 @@ from batchllm_operator.artifacts.stored_plan import (
 from batchllm_operator.engine import check_arguments
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import Folder, LakeTable, Snapshot, open_table
-from batchllm_operator.plan.arrange import Arrangement, arrange, write_shards
+from batchllm_operator.plan.arrange import Arrangement, WrittenShards, arrange, write_shards
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.group_lengths import write_groups
@@ -176,13 +176,7 @@ def _build(given: _Given, spool: Path) -> StoredPlan:
         chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len)
         sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
         shards = write_shards(spec, requests, chosen, target, given.replicas, spool)
-    names = [ROWS_FILE, *(shard.file for shard in shards.infos)]
-    if spec.planner.learns_output_tokens:
-        write_groups(spool / GROUPS_FILE, chosen.prefix_hashes)
-        names.append(GROUPS_FILE)
-    if spec.reuse_outputs:
-        names += [FINGERPRINTS_FILE, REUSED_FILE]
-    files = {name: describe_file(spool / name) for name in names}
+    files = _write_files(spec, chosen, shards, spool)
     by_length = learned.by_length if learned is not None else None
     counts = _counts(rows, requests, chosen)
     manifest = PlanManifest(
@@ -211,6 +205,19 @@ def _build(given: _Given, spool: Path) -> StoredPlan:
         shards=shards.infos,
     )
     return _persist(manifest, files, spool)
+
+
+def _write_files(
+    spec: JobSpec, chosen: Arrangement, shards: WrittenShards, spool: Path
+) -> dict[str, DataFile]:
+    """The plan's data files, all in `spool`; writes the one that is still missing."""
+    names = [ROWS_FILE, *(shard.file for shard in shards.infos)]
+    if spec.planner.learns_output_tokens:
+        write_groups(spool / GROUPS_FILE, chosen.prefix_hashes)
+        names.append(GROUPS_FILE)
+    if spec.reuse_outputs:
+        names += [FINGERPRINTS_FILE, REUSED_FILE]
+    return {name: describe_file(spool / name) for name in names}
 
 
 def _read(given: _Given, spool: Path, stack: ExitStack) -> tuple[Rows, MemoryBudget]:

@@ -69,8 +69,7 @@ def order_groups_by_subtree(
     prompts of groups must be the tree's; the result depends on neither's order.
 
     Args:
-        groups: groups over the prompts of `tree`.
-        tree: the tree that they were chosen from.
+        groups: groups chosen from `tree`.
         output_tokens: [num_prompts] integers >= 0, estimated output tokens per prompt.
         min_shared_tokens: at least 1.
 

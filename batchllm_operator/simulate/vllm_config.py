@@ -55,35 +55,9 @@ def make_scheduler(
         settings: of our scheduler.
         async_scheduling: whether a step is put together before the one before it has ended.
     """
-    most_tokens = machine.max_num_batched_tokens
-    if not policy.chunked_prefill:
-        most_tokens = max(most_tokens, max_model_len)
-    with tempfile.TemporaryDirectory(prefix="batchllm-simulate-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
-        model = ModelConfig(
-            model=folder,
-            tokenizer=folder,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=max_model_len,
-        )
-        config = VllmConfig(
-            model_config=model,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=min(machine.max_num_seqs or policy.max_num_seqs, most_tokens),
-                max_num_batched_tokens=most_tokens,
-                max_model_len=max_model_len,
-                enable_chunked_prefill=policy.chunked_prefill,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-            ),
-            cache_config=CacheConfig(
-                block_size=machine.block_size, enable_prefix_caching=policy.prefix_caching
-            ),
-            device_config=DeviceConfig("cpu"),
-            additional_config=settings.to_additional_config(),
-        )
-    # A platform may have its own mind about both.
+    config = _config(policy, machine, max_model_len)
+    config.additional_config = settings.to_additional_config()
+    # A platform may choose others.
     config.scheduler_config.async_scheduling = async_scheduling
     config.cache_config.block_size = machine.block_size
     config.cache_config.num_gpu_blocks = machine.num_blocks
@@ -105,3 +79,33 @@ def make_scheduler(
         structured_output_manager=StructuredOutputManager(config),
         block_size=machine.block_size,
     )
+
+
+def _config(policy: Policy, machine: Machine, max_model_len: int) -> VllmConfig:
+    most_tokens = machine.max_num_batched_tokens
+    if not policy.chunked_prefill:
+        most_tokens = max(most_tokens, max_model_len)
+    with tempfile.TemporaryDirectory(prefix="batchllm-simulate-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+        model = ModelConfig(
+            model=folder,
+            tokenizer=folder,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=max_model_len,
+        )
+        return VllmConfig(
+            model_config=model,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=min(machine.max_num_seqs or policy.max_num_seqs, most_tokens),
+                max_num_batched_tokens=most_tokens,
+                max_model_len=max_model_len,
+                enable_chunked_prefill=policy.chunked_prefill,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            cache_config=CacheConfig(
+                block_size=machine.block_size, enable_prefix_caching=policy.prefix_caching
+            ),
+            device_config=DeviceConfig("cpu"),
+        )

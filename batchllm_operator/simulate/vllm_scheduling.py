@@ -206,16 +206,11 @@ class _Simulation:
             raise EngineError(f"{self._policy.name}: requests wait, and none can be scheduled")
         begins = self._begins(idxs, num_tokens)
         ends = begins + num_tokens
-        is_decode = (begins >= self._lengths[idxs]) & (
-            ends == self._lengths[idxs] + self._generated[idxs]
-        )
-        is_decode &= num_tokens == 1
         is_sampled = ends == self._lengths[idxs] + self._generated[idxs]
+        is_decode = is_sampled & (begins >= self._lengths[idxs]) & (num_tokens == 1)
         sampled = idxs[is_sampled]
         self._generated[sampled] += 1
-        has_ended = self._generated[idxs] == self._workload.output_tokens[idxs]
-        has_ended &= is_sampled
-
+        has_ended = is_sampled & (self._generated[idxs] == self._workload.output_tokens[idxs])
         prefix_ends = np.minimum(ends, self._workload.num_prefix_tokens[idxs])
         num_prefix = np.maximum(prefix_ends - begins, 0)[~is_decode].sum()
         num_prefill = num_tokens[~is_decode].sum()
@@ -228,24 +223,16 @@ class _Simulation:
         machine = self._machine
         step_s = step_seconds(work, machine.model, machine.gpu, machine.num_gpus)
         self._clock_s += step_s
-        num_outside = max(self._num_there() - self._num_arrived, 0)
-        pool = self._scheduler.kv_cache_manager.block_pool
-        row = {
-            "num_decode_tokens": int(is_decode.sum()),
-            "num_distinct_tokens": int(num_prefill - num_prefix),
-            "num_prefix_tokens": int(num_prefix),
-            "num_recomputed_tokens": int(recomputed.sum()),
-            "num_running": len(idxs),
-            "num_waiting": len(self._scheduler.waiting) + num_outside,
-            "num_used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-            "num_preempted": num_preempted,
-            "scheduling_s": scheduling_s,
-            "idle_s": self._idle_s,
-            "step_s": step_s,
-        }
-        self._idle_s = 0.0
-        for name, value in row.items():
-            self._columns[name].append(value)
+        self._note(
+            num_decode_tokens=int(is_decode.sum()),
+            num_distinct_tokens=int(num_prefill - num_prefix),
+            num_prefix_tokens=int(num_prefix),
+            num_recomputed_tokens=int(recomputed.sum()),
+            num_running=len(idxs),
+            num_preempted=num_preempted,
+            scheduling_s=scheduling_s,
+            step_s=step_s,
+        )
         tokens = np.where(has_ended, _STOP_TOKEN, _ANY_TOKEN).tolist()
         made_up = [
             [token] if is_made else []
@@ -254,6 +241,16 @@ class _Simulation:
         self._scheduler.update_from_output(output, make_model_output(request_ids, made_up))
         self._is_running[idxs[has_ended]] = False
         return int(has_ended.sum())
+
+    def _note(self, **values: float) -> None:
+        """Add a row to the timeline: of the step, and of what it leaves waiting and in use."""
+        num_outside = max(self._num_there() - self._num_arrived, 0)
+        pool = self._scheduler.kv_cache_manager.block_pool
+        values["num_waiting"] = len(self._scheduler.waiting) + num_outside
+        values["num_used_blocks"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        values["idle_s"], self._idle_s = self._idle_s, 0.0
+        for name, value in values.items():
+            self._columns[name].append(value)
 
     def _note_preempted(self, idxs: NDArray[np.int64]) -> int:
         """Requests that ran, don't in this step, and have lost their blocks."""

@@ -91,8 +91,7 @@ def model_shape(
     """The shape that a `config.json` in Hugging Face's format describes.
 
     Args:
-        config: the file's content.
-        name: names the model in the shape and in errors.
+        name: of the model, in the shape and in errors.
         bytes_per_weight: unset: 2, or what the file's quantization says.
         bytes_per_kv_element: of the KV cache.
 
@@ -111,11 +110,8 @@ def model_shape(
             raise ModelError(f"model {name}: its config.json has no {field}")
         return value
 
-    layers, hidden, heads = (
-        size("num_hidden_layers"),
-        size("hidden_size"),
-        size("num_attention_heads"),
-    )
+    layers, hidden = size("num_hidden_layers"), size("hidden_size")
+    heads = size("num_attention_heads")
     kv_heads = size("num_key_value_heads", heads)
     head_size = size("head_dim", hidden // heads)
     intermediate, vocab = size("intermediate_size"), size("vocab_size")

@@ -215,13 +215,9 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
         Args:
             layer: has the scales of an FP8 cache.
             query: [num_tokens, num_heads, head_size]; more tokens than the plan's are padding.
-            key: not used.
-            value: not used.
             kv_cache: the layer's, in a layout that `compat.kv_cache_views` knows.
             attn_metadata: the step's; None while vLLM measures memory.
             output: like `query`; written to, but for padding.
-            output_scale: None.
-            output_block_scale: None.
 
         Returns:
             `output`.

@@ -116,7 +116,6 @@ def fill_share(
         most_tokens: that a step may have.
         cost: of a step; without it, steps alone are counted.
     """
-
     of = cost or StepCost()
     num_tokens = num_requests * (request.prefill_tokens + request.output_tokens)
 
