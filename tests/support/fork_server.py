@@ -219,8 +219,10 @@ def _end(request: dict[str, Any], outputs: Sequence[int]) -> None:
 def _main(descriptor: str, *modules: str) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     before = dict(os.environ)
+    gc.disable()  # imports leave little garbage, and much to look through
     for module in modules:
         importlib.import_module(module)
+    gc.enable()
     imported = {name: value for name, value in os.environ.items() if name not in before}
     if threading.active_count() > 1:
         sys.exit(f"one of {', '.join(modules)} starts threads when it is imported: no fork is safe")
