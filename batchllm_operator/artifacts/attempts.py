@@ -1,8 +1,7 @@
 """Attempts at a shard: each in a folder of its own, and the later one fences the earlier (ADR 19).
 
-A process that its cluster believes dead may go on beside the one that took its place. Nobody
-can stop it from outside, so it looks for itself: before anything of its counts, it asks whether a
-higher number has been claimed.
+A process that its cluster believes dead may go on beside its successor, and can't be stopped from
+outside. So before anything of it counts, it asks whether a higher number has been claimed.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class Attempt:
 
     @property
     def folder(self) -> Folder:
-        """Where its parts lie."""
         return self.shard_folder.child(attempt_name(self.number))
 
     def check_current(self) -> None:
@@ -79,23 +77,22 @@ class Attempt:
 
 
 def attempt_name(number: int) -> str:
-    """The name of an attempt's folder in that of its shard."""
     return f"attempt-{number:05d}"
 
 
 def check_free(shard_folder: Folder, owner: str) -> None:
-    """Make sure that the newest attempt isn't another owner's that gives signs, or by hand.
+    """Make sure that the newest attempt, if it is live, is this owner's.
 
     A second attempt would fence the first, whose next try would fence the second.
 
     Raises:
-        FencedError: it is; says which.
+        FencedError: it isn't; says which.
     """
     latest = max(_claimed(shard_folder, above=0), default=None)
     if latest is None:
         return
     claim = _claim(shard_folder, latest)
-    if (claim is None or claim.owner != owner) and _gives_signs(shard_folder, latest):
+    if (claim is None or claim.owner != owner) and _is_live(shard_folder, latest):
         raise FencedError(
             f"{shard_folder.uri}: attempt {latest} ({_who(claim)}) is working for another run, so"
             " this one doesn't start"
@@ -103,11 +100,7 @@ def check_free(shard_folder: Folder, owner: str) -> None:
 
 
 def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
-    """Begin an attempt: its number is higher than any before it, and unique.
-
-    Args:
-        shard_folder: the shard's.
-        owner: see `Claim`.
+    """Begin an attempt: its number is higher than any before it, and unique; `owner` as in `Claim`.
 
     Raises:
         StorageError: the claim can't be written.
@@ -128,13 +121,26 @@ def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
 
 
 def attempt_numbers(shard_folder: Folder) -> list[int]:
-    """Numbers that there are folders of, whatever lies in them, ascending."""
+    """Numbers of all attempts that have a folder, ascending."""
     found = map(_NAME.fullmatch, shard_folder.subfolder_names())
     return sorted(int(match[1]) for match in found if match)
 
 
+def read_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
+    """What an attempt has left of its progress; None if that is nothing.
+
+    Raises:
+        PlanError: it can't be read.
+    """
+    path = f"{attempt_name(number)}/{PROGRESS_FILE}"
+    try:
+        data = shard_folder.read_bytes(path)
+    except FileNotFoundError:
+        return None
+    return ShardProgress.from_bytes(data, source=f"{shard_folder.uri}/{path}")
+
+
 def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
-    """Numbers above `above` that have been claimed. A folder without a claim is free."""
     return [
         number
         for number in attempt_numbers(shard_folder)
@@ -143,7 +149,6 @@ def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
 
 
 def _claim(shard_folder: Folder, number: int) -> Claim | None:
-    """An attempt's claim; None if it can't be read."""
     try:
         data = shard_folder.read_bytes(f"{attempt_name(number)}/{CLAIM_FILE}")
         return Claim.model_validate_json(data)
@@ -152,16 +157,15 @@ def _claim(shard_folder: Folder, number: int) -> Claim | None:
 
 
 def _who(claim: Claim | None) -> str:
-    """Whose attempt it is, as far as its claim can be read."""
     if claim is None:
         return "its claim can't be read"
     return f"process {claim.process_id} on {claim.host!r}, since {claim.claimed_at}"
 
 
-def _gives_signs(shard_folder: Folder, number: int) -> bool:
-    """Whether an attempt is live: its last sign is young, or another one comes.
+def _is_live(shard_folder: Folder, number: int) -> bool:
+    """Whether an attempt's last sign is recent, or another one comes.
 
-    Clocks differ. So one that looks old, or is from the future, is looked at again.
+    Clocks differ. So a sign that looks old, or is from the future, is looked at again.
     """
     seen = _live_progress(shard_folder, number)
     if seen is None:
@@ -176,10 +180,8 @@ def _gives_signs(shard_folder: Folder, number: int) -> bool:
 
 def _live_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
     """An attempt's progress; None if it has ended, or has left none that can be read."""
-    path = f"{attempt_name(number)}/{PROGRESS_FILE}"
     try:
-        data = shard_folder.read_bytes(path)
-        progress = ShardProgress.from_bytes(data, source=f"{shard_folder.uri}/{path}")
-    except (FileNotFoundError, PlanError):
+        progress = read_progress(shard_folder, number)
+    except PlanError:
         return None
-    return progress if progress.state in LIVE_STATES else None
+    return progress if progress and progress.state in LIVE_STATES else None

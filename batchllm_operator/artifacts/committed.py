@@ -1,7 +1,6 @@
 """What a plan's folder says after its commit: enough to know that nothing is left to do.
 
-The parts may be removed then. A task that is cleared and runs again must neither miss them nor
-pay for them a second time.
+The parts may be removed then. A task that is cleared must neither miss them nor make them again.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ import logging
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from batchllm_operator.artifacts.counts import Frozen
 from batchllm_operator.artifacts.shard_report import ShardReport
 from batchllm_operator.artifacts.stored_plan import StoredPlan, check_publisher
 from batchllm_operator.errors import MissingLibraryError, SpecError
@@ -21,10 +21,8 @@ COMMITTED_FILE: Final = "committed.json"
 _log = logging.getLogger(__name__)
 
 
-class Committed(BaseModel):
+class Committed(Frozen):
     """Version 1 of committed.json. Committing again writes the same bytes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     committed_version: Literal[1] = 1
     plan_id: str
@@ -37,10 +35,9 @@ class Committed(BaseModel):
 def mark_committed(
     plan: StoredPlan, shards: Sequence[ShardReport], reuse_sha256: str | None = None
 ) -> None:
-    """Note in the plan's folder that the output table holds its rows, after it was seen to."""
-    committed = Committed(
-        plan_id=plan.manifest.plan_id, shards=tuple(shards), reuse_sha256=reuse_sha256
-    )
+    """Note in the plan's folder that the output table holds its rows, which was just checked."""
+    plan_id = plan.manifest.plan_id
+    committed = Committed(plan_id=plan_id, shards=tuple(shards), reuse_sha256=reuse_sha256)
     data = committed.model_dump_json(indent=1, exclude_none=True).encode()
     plan.folder.write_bytes(COMMITTED_FILE, data)
 
@@ -48,8 +45,8 @@ def mark_committed(
 def find_committed(plan: StoredPlan) -> Committed | None:
     """The note, if it is there and the output table still holds the plan's rows.
 
-    A note alone proves too little: a later plan may have replaced the rows, or somebody may have
-    dropped them, to have them made again. One that can't be read is none.
+    A note alone proves too little: rows may have been replaced by a later plan, or dropped to be
+    made again. A note that can't be read is none.
 
     Raises:
         TableError: the output partition holds what another job or program wrote.

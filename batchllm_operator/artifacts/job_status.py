@@ -6,11 +6,12 @@ import logging
 import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 from pydantic import ValidationError
 
-from batchllm_operator.artifacts.attempts import attempt_name, attempt_numbers
+from batchllm_operator.artifacts.attempts import attempt_name, attempt_numbers, read_progress
 from batchllm_operator.artifacts.committed import find_committed
 from batchllm_operator.artifacts.manifest import MANIFEST_FILE
 from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
@@ -40,13 +41,12 @@ class ShardAttempts:
     num_attempts: int
     """Attempts that have a folder; parts of releases without attempts are none."""
     progress: tuple[ShardProgress, ...]
-    """Of each that has left some which can be read, the earliest first."""
+    """The earliest attempt's first; of those that left none that can be read, nothing."""
     notes: tuple[str, ...] = ()
     """What can't be read."""
 
     @property
     def latest(self) -> ShardProgress | None:
-        """Of the latest attempt that has left some."""
         return self.progress[-1] if self.progress else None
 
     @property
@@ -69,7 +69,7 @@ class _Found:
 
 
 def read_attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
-    """The progress of all attempts, for each shard that somebody has begun, by shard_idx.
+    """The progress of all attempts at the shards that were begun, by shard_idx.
 
     Progress that is corrupted, foreign or of another version is left out, with a warning.
 
@@ -143,95 +143,72 @@ def _status(
     plan: StoredPlan, shard_idx: int, found: _Found, committed: ShardReport | None, now: datetime
 ) -> ShardStatus:
     shard = plan.manifest.shards[shard_idx]
-    waiting = ShardStatus(shard_idx, "waiting", shard.num_rows, shard.num_parts)
+    status = ShardStatus(shard_idx, "waiting", shard.num_rows, shard.num_parts)
     attempts, latest = found.attempts, found.attempts.latest
     report = committed or found.report
     is_at_work = committed is None and latest is not None and latest.is_live(now)
     if report is not None and not is_at_work:
-        status = _finished(waiting, report, latest, now)
+        status = replace(
+            status,
+            state="finished",
+            num_rows_done=report.num_rows,
+            num_rows_failed=report.num_failed_rows,
+            num_parts_done=report.num_parts,
+            **report.tokens,
+            age_s=latest.age_s(now) if latest is not None else None,
+            host=latest.host if latest is not None else "",
+        )
     elif latest is not None:
         status = shard_status(latest, now)
-    else:
-        status = replace(waiting, state="silent" if attempts.num_attempts else "waiting")
+    elif attempts.num_attempts:
+        status = replace(status, state="silent")
     return replace(status, num_attempts=attempts.num_attempts, gpu_s=attempts.gpu_s)
-
-
-def _finished(
-    waiting: ShardStatus, report: ShardReport, latest: ShardProgress | None, now: datetime
-) -> ShardStatus:
-    return replace(
-        waiting,
-        state="finished",
-        num_rows_done=report.num_rows,
-        num_rows_failed=report.num_failed_rows,
-        num_parts_done=report.num_parts,
-        num_logical_tokens=report.num_logical_tokens,
-        num_prompt_tokens=report.num_prompt_tokens,
-        num_cached_tokens=report.num_cached_tokens,
-        num_output_tokens=report.num_output_tokens,
-        age_s=latest.age_s(now) if latest is not None else None,
-        host=latest.host if latest is not None else "",
-    )
 
 
 def _read_shards(plan: StoredPlan, *, with_reports: bool) -> dict[int, _Found]:
     """What lies in the run folders, by shard_idx; those of no shard of the plan are left out."""
-    names = plan.folder.child(RUNS_FOLDER).subfolder_names()
-    matches = filter(None, map(_SHARD.fullmatch, names))
-    begun = [int(match[1]) for match in matches if int(match[1]) < len(plan.manifest.shards)]
-
-    def read(shard_idx: int) -> _Found:
-        return _read_shard(plan, shard_idx, with_report=with_reports)
-
+    matches = map(_SHARD.fullmatch, plan.folder.child(RUNS_FOLDER).subfolder_names())
+    numbers = [int(match[1]) for match in matches if match]
+    begun = [number for number in numbers if number < len(plan.manifest.shards)]
+    read = partial(_read_shard, plan, with_report=with_reports)
     return dict(zip(begun, ahead(begun, read, num_threads=_NUM_THREADS), strict=True))
 
 
 def _read_shard(plan: StoredPlan, shard_idx: int, *, with_report: bool) -> _Found:
-    folder = plan.run_folder(shard_idx)
+    folder, plan_id = plan.run_folder(shard_idx), plan.manifest.plan_id
     numbers = attempt_numbers(folder)
     progress: list[ShardProgress] = []
     notes: list[str] = []
     for number in numbers:
         try:
-            found = _progress(folder, number, plan.manifest.plan_id, shard_idx)
+            found = _progress(folder, number, plan_id, shard_idx)
         except PlanError as error:
             notes.append(str(error))
         else:
             progress += [found] if found is not None else []
     report = None
-    # After the progress, for it is written before the last of that, which then says the same.
-    is_told = bool(progress) and progress[-1].state == "finished"
-    if with_report and not is_told:
+    # After the progress: the report is written before the last progress, which says the same.
+    is_known = bool(progress) and progress[-1].state == "finished"
+    if with_report and not is_known:
         try:
-            report = _report(folder, plan.manifest.plan_id, shard_idx)
+            report = _report(folder, plan_id, shard_idx)
         except PlanError as error:
             notes.append(str(error))
     return _Found(ShardAttempts(len(numbers), tuple(progress), tuple(notes)), report)
 
 
 def _progress(folder: Folder, number: int, plan_id: str, shard_idx: int) -> ShardProgress | None:
-    """What an attempt has left; None if that is nothing.
-
-    Raises:
-        PlanError: it can't be read, or belongs elsewhere.
-    """
-    path = f"{attempt_name(number)}/{PROGRESS_FILE}"
-    try:
-        data = folder.read_bytes(path)
-    except FileNotFoundError:
-        return None
-    progress = ShardProgress.from_bytes(data, source=f"{folder.uri}/{path}")
-    if (progress.plan_id, progress.shard_idx, progress.attempt) != (plan_id, shard_idx, number):
-        raise PlanError(f"progress {folder.uri}/{path}: belongs elsewhere")
+    """See `read_progress`; progress of another plan, shard or attempt is a `PlanError`, too."""
+    progress = read_progress(folder, number)
+    where = f"{folder.uri}/{attempt_name(number)}/{PROGRESS_FILE}"
+    expected = (plan_id, shard_idx, number)
+    if progress and (progress.plan_id, progress.shard_idx, progress.attempt) != expected:
+        raise PlanError(f"progress {where}: belongs elsewhere")
     return progress
 
 
 def _report(folder: Folder, plan_id: str, shard_idx: int) -> ShardReport | None:
-    """The report of a shard; None if there is none yet.
-
-    Raises:
-        PlanError: it can't be read, or belongs elsewhere.
-    """
+    """The report of a shard; None if there is none yet. PlanError if it can't be that."""
     where = f"report {folder.uri}/{REPORT_FILE}"
     try:
         report = ShardReport.model_validate_json(folder.read_bytes(REPORT_FILE))

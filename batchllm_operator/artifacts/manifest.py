@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from batchllm_operator.artifacts.counts import Count, Frozen
 from batchllm_operator.artifacts.shard_files import shard_file
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.algorithm1 import saving_ratio
@@ -34,32 +35,22 @@ REUSED_FILE: Final = "reused.parquet"
 """Outputs that the plan takes from an earlier commit, like a part of a shard."""
 ERROR_COLUMN: Final = "error"
 """Column of rows.parquet: why a row can't be prompted; null where it can."""
-
-
 ERRORS_SCHEMA: Final = pa.schema([pa.field(ERROR_COLUMN, pa.string())])
 """What rows.parquet has, beside the columns that the job keeps."""
-
 GROUPS_SCHEMA: Final = pa.schema(
     [pa.field("prefix_hash", pa.int64()), pa.field("upper_prefix_hash", pa.int64())]
 )
 """One row per group, in plan order: what a later plan knows its prefix by, null for nothing."""
 
 
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataFile(_Frozen):
+class DataFile(Frozen):
     """A file of the plan, with what proves that it is the one that was written."""
 
     size_bytes: Count
     sha256: str
 
 
-class SpreadGroup(_Frozen):
+class SpreadGroup(Frozen):
     """A group whose members are on all replicas of a run."""
 
     group_id: Count
@@ -68,7 +59,7 @@ class SpreadGroup(_Frozen):
     one request, of its prompt but the last token. Empty: each computes the whole prefix."""
 
 
-class ReplicaPlacement(_Frozen):
+class ReplicaPlacement(Frozen):
     """How the replicas of a run share a shard (ADR 26); predictions are in seconds."""
 
     num_replicas: int = Field(ge=2)
@@ -102,7 +93,7 @@ class ReplicaPlacement(_Frozen):
         return sum(bool(group.split) for group in self.spread)
 
 
-class ShardInfo(_Frozen):
+class ShardInfo(Frozen):
     """One shard: the work of one GPU task."""
 
     file: str
@@ -120,7 +111,7 @@ class ShardInfo(_Frozen):
     placing groups otherwise than as they come."""
 
 
-class PlanCounts(_Frozen):
+class PlanCounts(Frozen):
     """What was planned, in rows, requests and tokens."""
 
     num_rows: Count
@@ -156,7 +147,7 @@ class PlanCounts(_Frozen):
         return saving_ratio(self.num_optimal_tokens, self.num_logical_tokens)
 
 
-class CostEstimate(_Frozen):
+class CostEstimate(Frozen):
     """What the job will take on the spec's `target_gpu`; formulas in `planner.cost.roofline`."""
 
     gpu: GPU
@@ -178,7 +169,7 @@ class CostEstimate(_Frozen):
     assumptions: tuple[str, ...]
 
 
-class LengthBucket(_Frozen):
+class LengthBucket(Frozen):
     """Outputs to prompts of a range of lengths."""
 
     min_prompt_tokens: Count
@@ -187,7 +178,7 @@ class LengthBucket(_Frozen):
     num_output_tokens: Count
 
 
-class LearnedOutputs(_Frozen):
+class LearnedOutputs(Frozen):
     """How long an earlier partition's outputs were."""
 
     ds: str
@@ -203,11 +194,10 @@ class LearnedOutputs(_Frozen):
 
     @property
     def mean_output_tokens(self) -> float:
-        """Of all rows."""
         return sum(bucket.num_output_tokens for bucket in self.buckets) / self.num_rows
 
 
-class SnapshotFile(_Frozen):
+class SnapshotFile(Frozen):
     """One input file as it was when the plan read it."""
 
     name: str
@@ -215,7 +205,7 @@ class SnapshotFile(_Frozen):
     version: str
 
 
-class PlanManifest(_Frozen):
+class PlanManifest(Frozen):
     """All about a plan but its data. Equal inputs give equal bytes."""
 
     kind: Literal["batchllm-plan"] = PLAN_KIND
@@ -262,7 +252,6 @@ class PlanManifest(_Frozen):
 
     @property
     def run_id(self) -> str:
-        """Names this plan's run in the output table."""
         return f"{self.spec.name}/{self.ds}/{self.plan_id}"
 
     def to_bytes(self) -> bytes:
@@ -315,12 +304,8 @@ def compute_plan_id(
 ) -> str:
     """16 hex digits that stand for what is asked, of which model, about which data."""
     content = {name: file.sha256 for name, file in files.items()}
-    identity: dict[str, Any] = {
-        "spec": spec.identity,
-        "ds": ds,
-        "model": model_version,
-        "files": content,
-    }
+    identity: dict[str, Any] = {"spec": spec.identity, "ds": ds, "model": model_version}
+    identity["files"] = content
     if learned is not None:
         identity["learned"] = learned.model_dump(mode="json")
     return _digest(identity)[:16]

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Final, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from batchllm_operator.artifacts.attempts import Attempt, attempt_name
+from batchllm_operator.artifacts.counts import Count, Counts
 from batchllm_operator.artifacts.manifest import describe_file
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import FencedError
@@ -49,13 +50,8 @@ _PARQUET_OPTIONS: Final[Mapping[str, Any]] = {
 }
 
 
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class PartEntry(BaseModel):
+class PartEntry(Counts):
     """The ledger entry of a part."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     entry_version: Literal[1, 2] = 2
     """Version 1, of releases without attempts, has neither `attempt` nor the range."""
@@ -69,21 +65,9 @@ class PartEntry(BaseModel):
     file: str
     """Name in the attempt's folder."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    num_requests: Count
-    num_rows: Count
-    num_failed_rows: Count
-    num_logical_tokens: Count
-    """Prompt tokens of the rows that got a text, duplicates included."""
-    num_prompt_tokens: Count
-    """Prompt tokens of the requests that got a text."""
-    num_cached_tokens: Count
-    num_output_tokens: Count
-    engine_s: Annotated[float, Field(ge=0)]
-    """Seconds from the part before it (or the start of the stream) to this one."""
 
     @property
     def path(self) -> str:
-        """Where the part's file lies, relative to the shard's run folder."""
         return _path(self.attempt, self.file)
 
 
@@ -103,23 +87,17 @@ def write_part(
         part_idx: row group of the shard file.
         outputs: one for each request of the part, in any order; at least one.
         row_idxs: for each request_idx, the rows that it stands for.
-        engine_s: see `PartEntry`.
+        engine_s: see `Counts`.
 
     Raises:
         FencedError: a later attempt has begun: there is no entry, whatever became of the file.
     """
     outputs = sorted(outputs, key=lambda output: output.request_idx)
     rows = [list(row_idxs[output.request_idx]) for output in outputs]
-    columns = {
-        "request_idx": [o.request_idx for o in outputs],
-        "row_idxs": rows,
-        "generated_text": [o.text for o in outputs],
-        "finish_reason": [o.finish_reason for o in outputs],
-        "num_prompt_tokens": [o.num_prompt_tokens for o in outputs],
-        "num_cached_tokens": [o.num_cached_tokens for o in outputs],
-        "num_output_tokens": [o.num_output_tokens for o in outputs],
-        "error": [o.error for o in outputs],
-    }
+    columns = {"row_idxs": rows, "generated_text": [output.text for output in outputs]}
+    for name in PART_SCHEMA.names:
+        if name not in columns:
+            columns[name] = [getattr(output, name) for output in outputs]
     with tempfile.TemporaryDirectory(prefix="batchllm-part-") as spool:
         path = Path(spool) / "part.parquet"
         table = pa.table(columns, schema=PART_SCHEMA)
@@ -127,8 +105,7 @@ def write_part(
         sha256 = describe_file(path).sha256
         name = _file_name(part_idx, sha256)
         attempt.folder.publish_file(path, name)
-    answered = [(o, len(r)) for o, r in zip(outputs, rows, strict=True) if o.error is None]
-    num_rows = sum(map(len, rows))
+    counts = Counts.of(zip(outputs, map(len, rows), strict=True), engine_s)
     entry = PartEntry(
         plan_id=plan_id,
         part_idx=part_idx,
@@ -137,14 +114,7 @@ def write_part(
         last_request_idx=outputs[-1].request_idx,
         file=name,
         sha256=sha256,
-        num_requests=len(outputs),
-        num_rows=num_rows,
-        num_failed_rows=num_rows - sum(count for _, count in answered),
-        num_logical_tokens=sum(count * o.num_prompt_tokens for o, count in answered),
-        num_prompt_tokens=sum(o.num_prompt_tokens for o, _ in answered),
-        num_cached_tokens=sum(o.num_cached_tokens for o, _ in answered),
-        num_output_tokens=sum(o.num_output_tokens for o, _ in answered),
-        engine_s=round(engine_s, 3),
+        **dict(counts),
     )
     attempt.check_current()
     entry_name, data = f"part-{part_idx:05d}.json", entry.model_dump_json(indent=1).encode()

@@ -121,7 +121,6 @@ class ReuseIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes while a plan is made."""
         return len(self.fingerprints) * BYTES_PER_ENTRY
 
     def places(self, fingerprints: Fingerprints) -> npt.NDArray[np.int64]:

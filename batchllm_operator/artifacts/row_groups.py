@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import pyarrow as pa
@@ -35,16 +34,10 @@ class RowGroupWriter:
     def __enter__(self) -> RowGroupWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def write(self, table: pa.Table) -> None:
-        """Add rows."""
         self._kept.append(table.cast(self._schema))
         self._num_kept += table.num_rows
         if self._num_kept < self._num_at_once:

@@ -84,13 +84,12 @@ def _as_bytes(column: pa.Array) -> pa.Array:
 
 
 def shown_key(value: pa.Scalar) -> str:
-    """One column's value of a key, for an error's message."""
     shown = repr(_in_python(value))
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
 
 
 def key_texts(batch: pa.RecordBatch, idx: int, key: tuple[str, ...]) -> dict[str, str]:
-    """One row's key, as a report has it."""
+    """One row's key, for a report."""
     return {name: str(_in_python(batch.column(name)[idx])) for name in key}
 
 

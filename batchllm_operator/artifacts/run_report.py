@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AwareDatetime,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AwareDatetime, Field, ValidationError, model_validator
 
+from batchllm_operator.artifacts.counts import Count, Frozen, Seconds
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.sharing import PlanSharing
 
@@ -21,9 +15,7 @@ PAGE_FILE: Final = "report.html"
 _NOT_FIGURES: Final = {"sample_rows", "bill", "errors", "shards", "timelines", "sharing"}
 _MOST_BINS: Final = 1000
 
-# Bounded so that what can be read can be drawn, and sums and products of them are numbers, too.
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-_Seconds = Annotated[float, Field(ge=0, le=1e12)]
+# Bounded so that what can be read can be drawn.
 _Number = Annotated[float, Field(ge=0, le=1e24)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Saving = Annotated[float, Field(ge=-1e6, le=1)]
@@ -31,68 +23,62 @@ _Bins = Annotated[tuple[_Number, ...], Field(min_length=1, max_length=_MOST_BINS
 _Shares = Annotated[tuple[_Share, ...], Field(min_length=1, max_length=_MOST_BINS)]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class SampleRow(_Frozen):
+class SampleRow(Frozen):
     """A row of the output table, for a look."""
 
     key: dict[str, str]
     generated_text: str
 
 
-class ErrorKind(_Frozen):
+class ErrorKind(Frozen):
     """Rows that failed in the same way."""
 
     kind: str
     """What stands before the colon of their errors."""
-    num_rows: _Count
+    num_rows: Count
     example_keys: tuple[dict[str, str], ...]
     """Of the first rows of this kind, in input order; few."""
     example_error: str
     """Of the first of these rows, clipped."""
 
 
-class TokenKinds(_Frozen):
+class TokenKinds(Frozen):
     """Where the tokens of the rows that got a text went. Prompt tokens, but for the last."""
 
-    num_duplicate: _Count
+    num_duplicate: Count
     """Of rows that took their text from an equal prompt's request."""
-    num_cached: _Count
+    num_cached: Count
     """Found in the KV cache: shared prefixes that were computed once."""
-    num_computed: _Count
-    num_output: _Count
+    num_computed: Count
+    num_output: Count
 
     @property
     def num_logical(self) -> int:
-        """All prompt tokens."""
         return self.num_duplicate + self.num_cached + self.num_computed
 
 
-class ShardRun(_Frozen):
+class ShardRun(Frozen):
     """What one shard took."""
 
-    shard_idx: _Count
-    num_rows: _Count
-    num_rows_failed: _Count
-    num_requests: _Count
-    num_tokens: _Count
+    shard_idx: Count
+    num_rows: Count
+    num_rows_failed: Count
+    num_requests: Count
+    num_tokens: Count
     """Prompt and output tokens of the requests that got a text."""
-    engine_s: _Seconds
+    engine_s: Seconds
     """Seconds of generating the parts that count."""
-    num_attempts: _Count
+    num_attempts: Count
     gpu_s: _Number | None = None
     """GPU seconds of all attempts, engine starts and dropped work included; None if unknown."""
     predicted_gpu_s: _Number | None = None
 
     @property
     def tokens_per_s(self) -> float:
-        """While parts were generated."""
         return self.num_tokens / self.engine_s if self.engine_s else 0.0
 
 
-class Bill(_Frozen):
+class Bill(Frozen):
     """GPU time and its price, against what was predicted."""
 
     gpu_s: _Number | None
@@ -114,25 +100,23 @@ class Bill(_Frozen):
 
     @property
     def cost_usd(self) -> float | None:
-        """What the run has cost."""
         return self.usd(self.gpu_s)
 
     @property
     def predicted_cost_usd(self) -> float | None:
-        """What it was predicted to cost."""
         return self.usd(self.predicted_gpu_s)
 
 
-class Timeline(_Frozen):
+class Timeline(Frozen):
     """The token batches of one engine over time (paper, Fig. 2 and 6), in bins of equal length.
 
     Tuples hold a value for each bin; token counts are means over its time.
     """
 
-    shard_idx: _Count
-    num_steps: _Count
-    duration_s: _Seconds
-    chunk_size: _Count | None
+    shard_idx: Count
+    num_steps: Count
+    duration_s: Seconds
+    chunk_size: Count | None
     """Most tokens of a step; None in traces of older releases."""
     bin_s: Annotated[float, Field(gt=0, le=1e12)]
     num_decode_tokens: _Bins
@@ -144,11 +128,11 @@ class Timeline(_Frozen):
     """Of it, held for members to come; the largest of the bin."""
     valley: _Shares
     """Share of the bin's time in valleys, 0 to 1."""
-    num_valley_steps: _Count
+    num_valley_steps: Count
     """Steps of less than half of the chunk size while requests waited."""
     valley_share: _Share
     """Of the time, in such steps, 0 to 1."""
-    num_preempted: _Count
+    num_preempted: Count
 
     @model_validator(mode="after")
     def _check_bins(self) -> Timeline:
@@ -158,7 +142,7 @@ class Timeline(_Frozen):
         return self
 
 
-class RunReport(_Frozen):
+class RunReport(Frozen):
     """Version 2 of report.json. Ratios are fractions (0 to 1) of the logical prompt tokens.
 
     Version 1, of older releases, ends with `sample_rows`, and is read too.
@@ -172,34 +156,34 @@ class RunReport(_Frozen):
     table_uri: str
     report_uri: str
     model: str
-    num_rows_in: _Count
-    num_rows_out: _Count
+    num_rows_in: Count
+    num_rows_out: Count
     """Rows with a text."""
-    num_rows_failed: _Count
+    num_rows_failed: Count
     """Rows with an error in place of a text."""
-    num_rows_duplicate: _Count
+    num_rows_duplicate: Count
     """Rows that took their text from an equal prompt's request."""
-    num_rows_reused: _Count = 0
+    num_rows_reused: Count = 0
     """Rows that took their text from an earlier commit. Nothing was generated for them, and tokens
     and ratios are without them."""
-    errors_by_kind: dict[str, _Count]
-    num_requests: _Count
-    num_groups: _Count
-    num_shared_groups: _Count
-    num_shards: _Count
-    num_logical_tokens: _Count
+    errors_by_kind: dict[str, Count]
+    num_requests: Count
+    num_groups: Count
+    num_shared_groups: Count
+    num_shards: Count
+    num_logical_tokens: Count
     """Prompt tokens of all rows that could be prompted and reused nothing."""
-    num_computed_tokens: _Count
+    num_computed_tokens: Count
     """Prompt tokens of the answered requests whose KV was computed rather than found in the
     cache. Recomputation after a preemption isn't in it."""
-    num_output_tokens: _Count
+    num_output_tokens: Count
     optimal_saving_ratio: _Saving
     """Eq. 2 if every shared prefix at every level were computed once."""
     planned_saving_ratio: _Saving
     """Eq. 2 of the single-level plan, by exact tokens."""
     achieved_saving_ratio: _Saving
     """Eq. 2 as it came out, by whole KV blocks, over the rows that got a text."""
-    engine_s: _Seconds
+    engine_s: Seconds
     """Seconds of generating the parts, summed over the shards. Not in it: engine start, and
     what was spent on parts that an interruption dropped."""
     tokens_per_s: _Number
@@ -219,7 +203,6 @@ class RunReport(_Frozen):
 
     @property
     def page_uri(self) -> str:
-        """Where its page lies."""
         return f"{self.plan_uri}/{PAGE_FILE}"
 
     @property

@@ -45,7 +45,6 @@ REQUIRED_SHARD_SCHEMA: Final = pa.schema(
 
 
 def shard_file(shard_idx: int) -> str:
-    """Name of a shard's file in the plan."""
     return f"shard-{shard_idx:05d}.parquet"
 
 
@@ -143,7 +142,7 @@ def write_shard(
 
 
 def read_parts(file: pq.ParquetFile, part_idxs: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (part_idx, its requests) of a shard file, one part in memory at a time."""
+    """Yield (part_idx, its requests), one part in memory at a time."""
     for part_idx in part_idxs:
         yield part_idx, file.read_row_group(part_idx)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Final, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, Field, ValidationError
 
+from batchllm_operator.artifacts.counts import Count, Frozen, Seconds
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import saving_ratio
 
@@ -21,53 +22,46 @@ _SILENT_AFTER_INTERVALS: Final = 10
 MOST_INTERVAL_S: Final = 60.0
 """Longer ones don't count: an attempt that was killed would look live for hours."""
 
-# Bounded so that sums and products of them are numbers, too.
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-_Seconds = Annotated[float, Field(ge=0, le=1e12)]
-_Speed = Annotated[float, Field(ge=0, le=1e18)]
 
-
-class ShardProgress(BaseModel):
+class ShardProgress(Frozen):
     """Version 1 of an attempt's progress.json. For people, and for waiting tasks.
 
     Rows, parts and tokens count what is finished, by this attempt and by those before it.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
     progress_version: Literal[1] = 1
     plan_id: str
-    shard_idx: _Count
-    attempt: _Count
+    shard_idx: Count
+    attempt: Count
     host: str
     state: State
     """`starting` until the engine takes requests; `stopped` by a signal, to be gone on with."""
     started_at: AwareDatetime
     updated_at: AwareDatetime
-    interval_s: _Seconds = 5.0
+    interval_s: Seconds = 5.0
     """How often a live attempt replaces it."""
-    elapsed_s: _Seconds
+    elapsed_s: Seconds
     """Since `started_at`, by a clock that never goes back; the engine's start is in it."""
-    engine_start_s: _Seconds = 0.0
+    engine_start_s: Seconds = 0.0
     """Of it, until the engine took requests."""
     num_gpus: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """GPUs that the attempt holds; 0 on a CPU."""
-    num_rows: _Count
-    num_rows_done: _Count
-    num_rows_failed: _Count = 0
-    num_parts: _Count
-    num_parts_done: _Count
+    num_rows: Count
+    num_rows_done: Count
+    num_rows_failed: Count = 0
+    num_parts: Count
+    num_parts_done: Count
     """Parts that are written. Rows of others are done too as soon as the engine has given them."""
-    num_logical_tokens: _Count = 0
+    num_logical_tokens: Count = 0
     """Prompt tokens of the rows that got a text, duplicates included."""
-    num_prompt_tokens: _Count = 0
+    num_prompt_tokens: Count = 0
     """Prompt tokens of the requests that got a text."""
-    num_cached_tokens: _Count = 0
+    num_cached_tokens: Count = 0
     """Of those, found in the cache instead of computed."""
-    num_output_tokens: _Count = 0
-    tokens_per_s: _Speed = 0.0
+    num_output_tokens: Count = 0
+    tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
     """Prompt and output tokens of this attempt's requests per second, over the last minute."""
-    eta_s: _Seconds | None = None
+    eta_s: Seconds | None = None
     """Until the last row, as seen at `updated_at`; None while that isn't known."""
     error: str | None = None
     """Of a failed attempt, its first line."""

@@ -6,9 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from batchllm_operator.artifacts.parts import Count, PartEntry
+from batchllm_operator.artifacts.counts import Count, Counts
+from batchllm_operator.artifacts.parts import PartEntry
 from batchllm_operator.errors import IncompleteRunError, PlanError
 from batchllm_operator.lake import Folder
 
@@ -16,10 +17,8 @@ REPORT_FILE: Final = "report.json"
 _REPORT_VERSION: Final = 1
 
 
-class ShardReport(BaseModel):
+class ShardReport(Counts):
     """What became of a shard, all attempts together."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     report_version: Literal[1] = 1
     plan_id: str
@@ -27,18 +26,10 @@ class ShardReport(BaseModel):
     num_parts: Count
     num_resumed_parts: Count
     """Parts that earlier attempts had finished."""
-    num_requests: Count
-    num_rows: Count
-    num_failed_rows: Count
-    num_logical_tokens: Count
-    num_prompt_tokens: Count
-    num_cached_tokens: Count
-    num_output_tokens: Count
-    engine_s: float
 
     @classmethod
-    def of(
-        cls, plan_id: str, shard_idx: int, entries: Sequence[PartEntry], num_resumed_parts: Count
+    def of_parts(
+        cls, plan_id: str, shard_idx: int, entries: Sequence[PartEntry], num_resumed_parts: int
     ) -> ShardReport:
         """Add up the ledger entries of a finished shard."""
         return cls(
@@ -46,19 +37,11 @@ class ShardReport(BaseModel):
             shard_idx=shard_idx,
             num_parts=len(entries),
             num_resumed_parts=num_resumed_parts,
-            num_requests=sum(e.num_requests for e in entries),
-            num_rows=sum(e.num_rows for e in entries),
-            num_failed_rows=sum(e.num_failed_rows for e in entries),
-            num_logical_tokens=sum(e.num_logical_tokens for e in entries),
-            num_prompt_tokens=sum(e.num_prompt_tokens for e in entries),
-            num_cached_tokens=sum(e.num_cached_tokens for e in entries),
-            num_output_tokens=sum(e.num_output_tokens for e in entries),
-            engine_s=round(sum(e.engine_s for e in entries), 3),
+            **dict(Counts.total(entries)),
         )
 
 
 def write_report(folder: Folder, report: ShardReport) -> None:
-    """Create or replace the report in a shard's run folder."""
     folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
 
 

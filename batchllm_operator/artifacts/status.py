@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Literal
 
@@ -52,7 +52,6 @@ class ShardStatus:
 
     @property
     def is_live(self) -> bool:
-        """Whether an attempt works on it."""
         return self.state in ("starting", "running")
 
     @property
@@ -103,7 +102,6 @@ class JobStatus:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the live shards together."""
         return sum(shard.tokens_per_s for shard in self.shards)
 
     @property
@@ -118,12 +116,10 @@ class JobStatus:
 
     @property
     def num_finished(self) -> int:
-        """Shards that are finished."""
         return sum(shard.state == "finished" for shard in self.shards)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to generate."""
         return self.num_finished == len(self.shards)
 
     @property
@@ -155,39 +151,18 @@ class JobStatus:
         num_left = self.num_rows - self.num_rows_done - since
         return max(latest_s, num_left / rows_per_s) if rows_per_s > 0 else None
 
-    def num_in(self, state: ShardState) -> int:
-        """Shards in a state."""
-        return sum(shard.state == state for shard in self.shards)
-
 
 def shard_status(latest: ShardProgress, now: datetime) -> ShardStatus:
     """What the progress of a shard's latest attempt says at `now`, of that attempt alone."""
-    is_live = latest.is_live(now)
+    is_live, age_s = latest.is_live(now), latest.age_s(now)
     state: ShardState = latest.state
-    if state in ("starting", "running") and not is_live:
-        state = "silent"
-    age_s = latest.age_s(now)
-    eta_s = latest.eta_s if is_live else None
-    return ShardStatus(
-        shard_idx=latest.shard_idx,
-        state=state,
-        num_rows=latest.num_rows,
-        num_parts=latest.num_parts,
-        num_rows_done=latest.num_rows_done,
-        num_rows_failed=latest.num_rows_failed,
-        num_parts_done=latest.num_parts_done,
-        num_logical_tokens=latest.num_logical_tokens,
-        num_prompt_tokens=latest.num_prompt_tokens,
-        num_cached_tokens=latest.num_cached_tokens,
-        num_output_tokens=latest.num_output_tokens,
-        tokens_per_s=latest.tokens_per_s if is_live else 0.0,
-        eta_s=None if eta_s is None else max(0.0, eta_s - age_s),
-        age_s=age_s,
-        num_attempts=1,
-        gpu_s=latest.gpu_s,
-        host=latest.host,
-        error=latest.error,
-    )
+    same = {field.name for field in fields(ShardStatus)} & ShardProgress.model_fields.keys()
+    found = ShardStatus(**{name: getattr(latest, name) for name in same})
+    found = replace(found, age_s=age_s, num_attempts=1, gpu_s=latest.gpu_s)
+    if not is_live:
+        state = "silent" if found.is_live else state
+        return replace(found, state=state, tokens_per_s=0.0, eta_s=None)
+    return replace(found, eta_s=None if latest.eta_s is None else max(0.0, latest.eta_s - age_s))
 
 
 def _saving_ratio(shards: Iterable[ShardStatus]) -> float | None:

@@ -98,11 +98,7 @@ class StoredPlan:
     def open_parquet(
         self, name: str, columns: pa.Schema, num_rows: int | None = None
     ) -> Iterator[PlanFile]:
-        """Open a data file of the plan as what it must be; see `open_file` and `PlanFile`.
-
-        Raises:
-            PlanError: the file is absent, or isn't the one that was planned.
-        """
+        """Open a data file of the plan as what it must be; see `open_file` and `PlanFile`."""
         with self.open_file(name) as file:
             where = f"plan {self.folder.uri}: {name}"
             with PlanFile(file, where, columns, num_rows) as parquet:
@@ -121,11 +117,7 @@ class StoredPlan:
         return self.manifest.shards[shard_idx]
 
     def run_folder(self, shard_idx: int) -> Folder:
-        """Where the parts of a shard lie.
-
-        Raises:
-            PlanError: the plan has no such shard.
-        """
+        """Where the parts of a shard lie; see `shard`."""
         self.shard(shard_idx)
         return self.folder.child(RUNS_FOLDER, f"shard-{shard_idx:05d}")
 
@@ -151,7 +143,7 @@ class StoredPlan:
         if published is not None:
             marked.add(published.plan_id)
         for each in sorted(marked & others.keys()):
-            is_marked = _superseded_by(others[each]) is not None  # again, it would grow young
+            is_marked = _superseded_by(others[each]) is not None  # a second note would look recent
             if not is_marked and others[each].exists(MANIFEST_FILE):
                 self.mark_superseded_at(others[each], by=self.manifest.plan_id)
 
@@ -190,7 +182,7 @@ class StoredPlan:
         self.folder.remove(SUPERSEDED_FILE)
 
     def mark_committing(self) -> None:
-        """Note that a commit is at work: a plan with young files isn't collected.
+        """Note that a commit is at work: a plan with recent files isn't collected.
 
         Raises:
             PlanError: it was collected just now.
@@ -210,7 +202,6 @@ class StoredPlan:
             )
 
     def superseded_by(self) -> str | None:
-        """The id of the plan whose outputs take the place of this one's; None if none do."""
         return _superseded_by(self.folder)
 
     def check_current(self) -> None:

@@ -38,7 +38,7 @@ class StoredProfiles:
         return self._find(ChainProfile, subject)
 
     def _find(self, kind: type[_Profile], subject: Mapping[str, str]) -> _Profile | None:
-        name = _file_name(profile_key(subject))
+        name = f"{profile_key(subject)}.json"
         try:
             profile = kind.model_validate_json(self._folder.read_bytes(name))
         except FileNotFoundError:
@@ -50,17 +50,12 @@ class StoredProfiles:
 
     def keep(self, profile: DeviceProfile | ChainProfile) -> None:
         """Remember a profile, in place of an earlier one of the same subject."""
-        name = _file_name(profile.key)
         try:
-            self._folder.write_bytes(name, profile.model_dump_json(indent=1).encode())
+            data = profile.model_dump_json(indent=1).encode()
+            self._folder.write_bytes(f"{profile.key}.json", data)
         except StorageError as error:  # it can be measured again
             _log.warning("the device's profile can't be kept: %s", error)
 
 
 def profiles_folder(spec: JobSpec) -> Folder:
-    """Where profiles lie, for all jobs that keep their plans there."""
     return Folder.open(spec.output.staging_folder).child("_batchllm", "profiles")
-
-
-def _file_name(key: str) -> str:
-    return f"{key}.json"

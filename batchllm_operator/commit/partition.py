@@ -44,7 +44,6 @@ class FinishedShard:
         return ahead(self._together(), read)
 
     def _together(self) -> Iterator[list[PartEntry]]:
-        """The entries, as many at a time as are read at once."""
         chosen: list[PartEntry] = []
         num_rows = num_tokens = 0
         for entry in self.entries:
@@ -99,7 +98,6 @@ def _check_kept(plan: StoredPlan, rows_schema: pa.Schema) -> None:
 
 
 def _rebatch(rows_file: pq.ParquetFile, bucket_rows: int) -> Iterator[pa.Table]:
-    """The rows in tables of exactly `bucket_rows`, the last one shorter."""
     kept: list[pa.RecordBatch] = []
     num_kept = 0
     for batch in rows_file.iter_batches(batch_size=min(bucket_rows, _BATCH_ROWS)):
@@ -135,11 +133,7 @@ def _join(
     constants: Mapping[str, pa.Array],
     schema: pa.Schema,
 ) -> Iterator[pa.Table]:
-    """Put each row's output beside it; rows that couldn't be prompted have none.
-
-    Raises:
-        PlanError: a row has no output, or more than one.
-    """
+    """Put each row's output beside it; rows that couldn't be prompted have none."""
     prompted = rows[ERROR_COLUMN].is_null().to_numpy()
     expected = np.flatnonzero(prompted) + start
     found = outputs["row_idx"].to_numpy()

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from batchllm_operator.artifacts.committed import COMMITTED_FILE, holds_outputs
+from batchllm_operator.artifacts.counts import Counts
 from batchllm_operator.artifacts.job_status import ShardAttempts, read_attempts
 from batchllm_operator.artifacts.manifest import PlanManifest
 from batchllm_operator.artifacts.outputs import model_name
@@ -23,7 +24,6 @@ from batchllm_operator.artifacts.run_report import (
     Timeline,
     TokenKinds,
 )
-from batchllm_operator.artifacts.shard_report import ShardReport
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.partition import FinishedShard
 from batchllm_operator.commit.row_errors import RowErrors
@@ -54,9 +54,8 @@ def describe_run(
     manifest = plan.manifest
     counts, spec = manifest.counts, manifest.spec
     entries = [entry for shard in shards for entry in shard.entries]
-    total = ShardReport.of(manifest.plan_id, 0, entries, 0)
-    num_computed = total.num_prompt_tokens - total.num_cached_tokens
-    num_tokens = total.num_prompt_tokens + total.num_output_tokens
+    total = Counts.total(entries)
+    num_computed, num_tokens = total.num_computed_tokens, total.num_request_tokens
     runs = _shard_runs(manifest, shards, _attempts(plan))
     return RunReport(
         job=spec.name,
@@ -101,7 +100,6 @@ def describe_run(
 
 
 def store_report(folder: Folder, report: RunReport) -> None:
-    """Create or replace `report.json` in the plan's folder."""
     folder.write_bytes(REPORT_FILE, report.model_dump_json(indent=1).encode())
 
 
@@ -181,7 +179,7 @@ def _shard_runs(
 ) -> tuple[ShardRun, ...]:
     runs = []
     for shard_idx, shard in enumerate(shards):
-        done = ShardReport.of(manifest.plan_id, shard_idx, shard.entries, 0)
+        done = Counts.total(shard.entries)
         found = attempts.get(shard_idx, ShardAttempts(0, ()))
         runs.append(
             ShardRun(
@@ -189,7 +187,7 @@ def _shard_runs(
                 num_rows=done.num_rows,
                 num_rows_failed=done.num_failed_rows,
                 num_requests=done.num_requests,
-                num_tokens=done.num_prompt_tokens + done.num_output_tokens,
+                num_tokens=done.num_request_tokens,
                 engine_s=done.engine_s,
                 num_attempts=found.num_attempts,
                 gpu_s=_gpu_s(found),
@@ -222,14 +220,12 @@ def _bill(manifest: PlanManifest, runs: Sequence[ShardRun]) -> Bill:
 
 
 def _timelines(plan: StoredPlan, runs: Sequence[ShardRun]) -> tuple[Timeline, ...]:
-    """Of the shards that took longest."""
     longest = heapq.nlargest(_NUM_TIMELINES, runs, key=lambda run: run.engine_s)
     found = (read_timeline(plan.run_folder(run.shard_idx), run.shard_idx) for run in longest)
     return tuple(each for each in found if each is not None)
 
 
 def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:
-    """The first rows of the published partition that have a text."""
     key = manifest.spec.input.key
     samples: list[SampleRow] = []
     for batch in table.scan(table.snapshot(manifest.ds), [*key, "generated_text"]):

@@ -32,11 +32,9 @@ class RowErrors:
 
     @property
     def num_rows(self) -> int:
-        """Of all kinds."""
         return self.counts.total()
 
     def add(self, error: str, row_idxs: Iterable[int]) -> None:
-        """Count rows that failed with one error."""
         kind = error.partition(":")[0]
         row_idxs = list(row_idxs)
         self.counts[kind] += len(row_idxs)

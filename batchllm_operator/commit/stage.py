@@ -163,13 +163,15 @@ def _check_failed_fraction(plan: StoredPlan, errors: RowErrors) -> None:
 def _write_report(
     plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
 ) -> RunReport:
-    """Write what the published plan did, then that it is committed: the report is there by then."""
+    """Write what the published plan did, and only then that it is committed."""
     report = describe_run(plan, table, shards, errors)
     store_report(plan.folder, report)
     mark_committed(
         plan,
         [
-            ShardReport.of(plan.manifest.plan_id, shard_idx, shard.entries, len(shard.entries))
+            ShardReport.of_parts(
+                plan.manifest.plan_id, shard_idx, shard.entries, len(shard.entries)
+            )
             for shard_idx, shard in enumerate(shards)
         ],
         write_index(plan, [*shards, ReusedOutputs(plan)]),

@@ -81,12 +81,7 @@ def read_timeline(folder: Folder, shard_idx: int) -> Timeline | None:
 
 
 def _read_trace(folder: Folder, path: str) -> pa.Table:
-    """The steps of one engine.
-
-    Raises:
-        pa.ArrowException, OSError: it is damaged, or no trace.
-        StorageError: it can't be read.
-    """
+    """The steps of one engine."""
     file = pq.ParquetFile(pa.BufferReader(folder.read_bytes(path)))
     schema = pa.schema([(name, TRACE_SCHEMA.field(name).type) for name in _COLUMNS])
     if not set(_COLUMNS) <= set(file.schema_arrow.names):
@@ -153,7 +148,6 @@ def _means(
     edges: NDArray[np.float64],
     digits: int = 1,
 ) -> tuple[float, ...]:
-    """The mean over time of a value of the step that runs, for each bin."""
     before = np.append(0.0, np.cumsum(values * np.diff(bounds_s)))
     means = np.diff(np.interp(edges, bounds_s, before)) / np.diff(edges)
     return tuple(np.round(means, digits).tolist())
@@ -162,7 +156,6 @@ def _means(
 def _largest(
     values: NDArray[np.float64], start_s: NDArray[np.float64], edges: NDArray[np.float64]
 ) -> tuple[float, ...]:
-    """The largest value of the steps that run in each bin."""
     num_bins = len(edges) - 1
     running = np.maximum(np.searchsorted(start_s, edges[:-1], "right") - 1, 0)
     largest = values[running]

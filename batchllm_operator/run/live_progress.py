@@ -23,8 +23,7 @@ _LEAST_INTERVAL_S: Final = 0.1
 _END_WAIT_S: Final = 5.0
 """How long the end of a run waits for the last write."""
 _QUIET_S: Final = 86_400.0
-"""When nothing has been finished for so long, a process hangs. It isn't to keep a plan young for
-ever that `gc` would take."""
+"""When nothing has been finished for so long, a process hangs, and must not keep `gc` off."""
 _MAX_ERROR_CHARS: Final = 300
 
 Observe = Callable[[ShardTally], AbstractContextManager[object]]
@@ -71,7 +70,7 @@ def live_progress(
         folder: the attempt's.
         tally: what is written.
         every_s: seconds between two writes; None for none.
-        observe: who else looks at the tally.
+        observe: another observer of the tally.
     """
     writer = ProgressWriter(folder, tally, every_s)
     with nullcontext() if observe is None else observe(tally):
@@ -115,8 +114,7 @@ class ProgressWriter:
         self._thread = thread
 
     def write_soon(self) -> None:
-        """Write at once, for the state has changed. Doesn't wait for it."""
-        self._wake.set()
+        self._wake.set()  # and doesn't wait for it
 
     def end(self, wait_s: float) -> None:
         """Write once more, and wait for that, at most `wait_s` seconds."""
@@ -139,7 +137,7 @@ class ProgressWriter:
     def _write(self, *, is_last: bool) -> None:
         try:
             self._write_news(is_last=is_last)
-        # Whatever it is: a thread that dies of it would say nothing of the attempt any more.
+        # Any error: a thread that died of it would leave the attempt without a sign.
         except Exception as error:  # noqa: BLE001
             self._warn(error)
 

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from typing import Final
 
 from batchllm_operator.artifacts.attempts import Attempt
+from batchllm_operator.artifacts.counts import Counts
 from batchllm_operator.artifacts.parts import PartEntry
 from batchllm_operator.artifacts.shard_progress import ShardProgress, State
 from batchllm_operator.artifacts.stored_plan import StoredPlan
@@ -21,48 +22,6 @@ DEFAULT_INTERVAL_S: Final = 5.0
 _WINDOW_S: Final = 60.0
 _STEP_S: Final = 1.0
 """What comes within a second is one entry of the window."""
-
-
-class Counts(NamedTuple):
-    """What is done. Replaced, never changed, so that no reader sees the half of a step."""
-
-    num_rows: int = 0
-    num_failed_rows: int = 0
-    num_parts: int = 0
-    num_logical_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-
-    def plus(self, other: Counts) -> Counts:
-        """The sums."""
-        return Counts(*(mine + its for mine, its in zip(self, other, strict=True)))
-
-    @classmethod
-    def of_output(cls, output: EngineOutput, num_rows: int) -> Counts:
-        """Of one request that stands for `num_rows` rows, as its part's entry will count it."""
-        if output.error is not None:
-            return cls(num_rows=num_rows, num_failed_rows=num_rows)
-        return cls(
-            num_rows=num_rows,
-            num_logical_tokens=num_rows * output.num_prompt_tokens,
-            num_prompt_tokens=output.num_prompt_tokens,
-            num_cached_tokens=output.num_cached_tokens,
-            num_output_tokens=output.num_output_tokens,
-        )
-
-    @classmethod
-    def of_part(cls, entry: PartEntry) -> Counts:
-        """Of a part that is written."""
-        return cls(
-            num_rows=entry.num_rows,
-            num_failed_rows=entry.num_failed_rows,
-            num_parts=1,
-            num_logical_tokens=entry.num_logical_tokens,
-            num_prompt_tokens=entry.num_prompt_tokens,
-            num_cached_tokens=entry.num_cached_tokens,
-            num_output_tokens=entry.num_output_tokens,
-        )
 
 
 class ShardTally:
@@ -97,11 +56,9 @@ class ShardTally:
         self._attempt, self._num_gpus, self._interval_s = attempt.number, num_gpus, interval_s
         self._clock, self._now = clock, now
         self._host = socket.gethostname()
-        self._kept = Counts()
-        for entry in entries:
-            self._kept = self._kept.plus(Counts.of_part(entry))
-        self._done = self._kept
-        self._num_rows_before = self._kept.num_rows
+        entries = list(entries)
+        self._done = self._kept = Counts.total(entries)
+        self._num_parts, self._num_rows_before = len(entries), self._kept.num_rows
         self._window = _Window()
         self._began_at, self._started_at = clock(), now()
         self._running_at: float | None = None
@@ -109,21 +66,18 @@ class ShardTally:
         self._error: str | None = None
 
     def begin_running(self) -> None:
-        """The engine takes requests from now on."""
         self._running_at = self._clock()
         self._state = "running"
 
     def count_output(self, output: EngineOutput, num_rows: int) -> None:
-        """Count what the engine gave for a request that stands for `num_rows` rows."""
-        counts = Counts.of_output(output, num_rows)
-        self._done = self._done.plus(counts)
-        num_tokens = counts.num_prompt_tokens + counts.num_output_tokens
-        self._window.add(self._clock(), num_tokens, num_rows)
+        counts = Counts.of([(output, num_rows)])
+        self._done += counts
+        self._window.add(self._clock(), counts.num_request_tokens, num_rows)
 
     def count_part(self, entry: PartEntry) -> None:
         """Count a part as written; its outputs have been counted one by one."""
-        self._kept = self._kept.plus(Counts.of_part(entry))
-        self._done = self._done._replace(num_parts=self._kept.num_parts)
+        self._kept += entry
+        self._num_parts += 1
 
     def end(self, state: State, error: str | None = None) -> None:
         """Come to a last state; unless it is `finished`, what no written part holds is lost."""
@@ -155,11 +109,8 @@ class ShardTally:
             num_rows_done=done.num_rows,
             num_rows_failed=done.num_failed_rows,
             num_parts=self._shard.num_parts,
-            num_parts_done=done.num_parts,
-            num_logical_tokens=done.num_logical_tokens,
-            num_prompt_tokens=done.num_prompt_tokens,
-            num_cached_tokens=done.num_cached_tokens,
-            num_output_tokens=done.num_output_tokens,
+            num_parts_done=self._num_parts,
+            **done.tokens,
             tokens_per_s=tokens_per_s,
             eta_s=self._eta_s(state, done, running_s, rows_per_s),
             error=self._error,
@@ -170,9 +121,7 @@ class ShardTally:
         clock, done = self._clock(), self._done
         running_s = 0.0 if self._running_at is None else clock - self._running_at
         tokens_per_s, _ = self._window.rates(clock, running_s)
-        saved = saving_ratio(
-            done.num_prompt_tokens - done.num_cached_tokens, done.num_logical_tokens
-        )
+        saved = saving_ratio(done.num_computed_tokens, done.num_logical_tokens)
         return f"{tokens_per_s:,.0f} tokens/s, {100 * saved:.0f} % saved"
 
     def _eta_s(

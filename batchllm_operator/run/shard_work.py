@@ -40,12 +40,10 @@ class ShardWork:
 
     @property
     def num_requests(self) -> int:
-        """In all parts."""
         return int(self._sizes.sum())
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Requests of each group that has any."""
         return dict(zip(self._group_ids.tolist(), self._sizes.tolist(), strict=True))
 
     def first_prompt(self, group_id: int) -> list[int]:

@@ -52,10 +52,6 @@ class _OpenPart:
     row_idxs: dict[int, list[int]]
     outputs: list[EngineOutput] = field(default_factory=list)
 
-    @property
-    def is_finished(self) -> bool:
-        return len(self.outputs) == len(self.row_idxs)
-
 
 def run_shard(
     plan_uri: str,
@@ -69,11 +65,9 @@ def run_shard(
 ) -> ShardReport:
     """Generate for every request of a shard that has no finished part yet.
 
-    Parts are written as they finish, by an attempt of its own; an interruption drops the open
-    ones, and the next run begins with them. Memory holds the open parts only. If nothing is left
-    to do, no attempt and no engine is started: so for a plan that is committed, and for a shard
-    below `planner.num_shards` that a small partition didn't need. An attempt keeps a progress
-    object in its folder, see `live_progress`.
+    Parts are written as they finish; an interruption drops the open ones, and the next run begins
+    with them. Memory holds the open parts only. If nothing is left to do, no attempt and no engine
+    is started: the plan is committed, or a small partition needs no shard of that number.
 
     Args:
         plan_uri: where the plan lies.
@@ -81,10 +75,10 @@ def run_shard(
         start: makes the engine.
         num_gpus: GPUs that this process has been given, for `engine.replicas` times
             `engine.tensor_parallel_size`; None for what the spec says.
-        owner: what all tries of one task have in common. While another's attempt gives signs, this
-            one isn't begun; None to begin it in any case.
+        owner: what all tries of one task have in common. While another owner's attempt is live,
+            this one isn't begun; None to begin it in any case.
         drain: when it has begun, no further part is opened and the open ones are finished.
-        observe: looks on while an attempt works, see `live_progress.Observe`.
+        observe: see `live_progress.Observe`.
 
     Raises:
         PlanError: the plan or the shard is absent, corrupted or of another version, or the
@@ -96,11 +90,9 @@ def run_shard(
         Interrupted: `drain` has begun, and parts are left to do.
     """
     plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
-    drain = drain or Drain()
-    num_planned = plan.manifest.spec.planner.num_shards
-    if len(plan.manifest.shards) <= shard_idx < num_planned:
+    if len(plan.manifest.shards) <= shard_idx < plan.manifest.spec.planner.num_shards:
         _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
-        return ShardReport.of(plan.manifest.plan_id, shard_idx, [], 0)
+        return ShardReport.of_parts(plan.manifest.plan_id, shard_idx, [], 0)
     if (committed := committed_shard(plan, shard_idx)) is not None:
         _log.info("shard %d is committed: there is nothing left to do", shard_idx)
         return committed
@@ -110,6 +102,7 @@ def run_shard(
         return _report(plan, shard_idx, entries, len(entries))
     if owner is not None:
         check_free(folder, owner)
+    drain = drain or Drain()
     with plan.open_shard(shard_idx) as file:
         _check_model(plan)
         attempt = claim_attempt(folder, owner)
@@ -137,13 +130,12 @@ def _tally(
 ) -> tuple[ShardTally, float | None]:
     """What counts an attempt's work, and how often that is written; None for never."""
     every_s = interval_s()
-    held = num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus
     tally = ShardTally(
         plan,
         shard_idx,
         attempt,
         entries.values(),
-        num_gpus=held,
+        num_gpus=num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus,
         interval_s=every_s or DEFAULT_INTERVAL_S,
     )
     return tally, every_s
@@ -152,15 +144,13 @@ def _tally(
 def _report(
     plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry], num_resumed_parts: int
 ) -> ShardReport:
-    """Write the report of a shard that has all its parts."""
     in_order = [entries[part_idx] for part_idx in sorted(entries)]
-    report = ShardReport.of(plan.manifest.plan_id, shard_idx, in_order, num_resumed_parts)
+    report = ShardReport.of_parts(plan.manifest.plan_id, shard_idx, in_order, num_resumed_parts)
     write_report(plan.run_folder(shard_idx), report)
     return report
 
 
 def _missing(plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry]) -> list[int]:
-    """The parts of a shard that aren't in the ledger."""
     num_parts = plan.manifest.shards[shard_idx].num_parts
     return [part_idx for part_idx in range(num_parts) if part_idx not in entries]
 
@@ -272,7 +262,6 @@ def _has_estimates(spec: JobSpec) -> bool:
 
 
 def _step_cost(manifest: PlanManifest) -> StepCost | None:
-    """What the plan's estimate says of a step; None if it has none."""
     estimate = manifest.estimate
     if estimate is None:
         return None
@@ -281,51 +270,43 @@ def _step_cost(manifest: PlanManifest) -> StepCost | None:
     return StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)
 
 
+@dataclass(slots=True)
 class _ShardRun:
     """Feeds parts to the engine and collects what comes back."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        plan_id: str,
-        drain: Drain,
-        tally: ShardTally,
-        writer: ProgressWriter,
-    ) -> None:
-        self.attempt, self.drain = attempt, drain
-        self._plan_id = plan_id
-        self._tally, self._writer = tally, writer
-        self._open_parts: dict[int, _OpenPart] = {}
-        self._part_of: dict[int, int] = {}  # request_idx -> part_idx, of requests with the engine
+    attempt: Attempt
+    plan_id: str
+    drain: Drain
+    tally: ShardTally
+    writer: ProgressWriter
+    open_parts: dict[int, _OpenPart] = field(default_factory=dict)
+    part_of: dict[int, int] = field(default_factory=dict)
+    """Part of each request that is with the engine."""
 
     def entries(self, engine: Engine, work: ShardWork, progress: Progress) -> Iterator[PartEntry]:
         """Run all parts through the engine; yield the ledger entry of each as it is written."""
         part_started_at = time.monotonic()
-        self._tally.begin_running()
-        self._writer.write_soon()
+        self.tally.begin_running()
+        self.writer.write_soon()
         for output in engine.stream(self._requests(work)):
-            part_idx = self._part_of.pop(output.request_idx)
-            part = self._open_parts[part_idx]
+            part_idx = self.part_of.pop(output.request_idx)
+            part = self.open_parts[part_idx]
             part.outputs.append(output)
             num_rows = len(part.row_idxs[output.request_idx])
-            self._tally.count_output(output, num_rows)
-            progress.advance(num_rows, self._tally.note())
-            if part.is_finished:
-                del self._open_parts[part_idx]
-                now = time.monotonic()
-                entry = write_part(
-                    self.attempt,
-                    self._plan_id,
-                    part_idx,
-                    part.outputs,
-                    part.row_idxs,
-                    now - part_started_at,
-                )
-                self.drain.num_open_parts = len(self._open_parts)
-                self._tally.count_part(entry)
-                yield entry
-                part_started_at = now
-        assert not self._open_parts, "the engine left requests without an output"
+            self.tally.count_output(output, num_rows)
+            progress.advance(num_rows, self.tally.note())
+            if len(part.outputs) < len(part.row_idxs):
+                continue
+            del self.open_parts[part_idx]
+            now = time.monotonic()
+            part_s, part_started_at = now - part_started_at, now
+            entry = write_part(
+                self.attempt, self.plan_id, part_idx, part.outputs, part.row_idxs, part_s
+            )
+            self.drain.num_open_parts = len(self.open_parts)
+            self.tally.count_part(entry)
+            yield entry
+        assert not self.open_parts, "the engine left requests without an output"
 
     def _requests(self, work: ShardWork) -> Iterator[EngineRequest]:
         for part_idx, table in work.parts():
@@ -333,13 +314,13 @@ class _ShardRun:
                 return
             request_idxs = table["request_idx"].to_pylist()
             row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
-            self._open_parts[part_idx] = _OpenPart(row_idxs)
-            self.drain.num_open_parts = len(self._open_parts)
+            self.open_parts[part_idx] = _OpenPart(row_idxs)
+            self.drain.num_open_parts = len(self.open_parts)
             known = table.drop_columns(["request_idx", "row_idxs", "prompt_token_ids"]).to_pylist()
             for request_idx, hints, token_ids in zip(
                 request_idxs, known, table["prompt_token_ids"], strict=True
             ):
-                self._part_of[request_idx] = part_idx
+                self.part_of[request_idx] = part_idx
                 yield EngineRequest(
                     request_idx=request_idx, prompt_token_ids=token_ids.as_py(), **hints
                 )

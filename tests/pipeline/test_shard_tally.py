@@ -104,7 +104,7 @@ def test_the_sums_are_those_of_the_report(
     for each, num_rows in still_open:
         tally.count_output(each, num_rows)
     live = tally.snapshot()
-    report = ShardReport.of("p", 0, entries, len(before))
+    report = ShardReport.of_parts("p", 0, entries, len(before))
     assert live.num_rows_done == report.num_rows + sum(num_rows for _, num_rows in still_open)
     assert live.num_parts_done == report.num_parts
     assert live.saving_ratio >= 0

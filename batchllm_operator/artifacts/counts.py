@@ -1,0 +1,79 @@
+"""Rows, requests and tokens of finished work: what parts, shards and reports count alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from batchllm_operator.engine import EngineOutput
+
+# Bounded so that sums and products of them are numbers, too.
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+
+
+class Frozen(BaseModel):
+    """What is stored as JSON: immutable, without unknown fields, infinity or NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Counts(Frozen):
+    """What is done. Replaced, never changed, so that no reader sees half of a step."""
+
+    num_requests: Count
+    num_rows: Count
+    num_failed_rows: Count
+    num_logical_tokens: Count
+    """Prompt tokens of the rows that got a text, duplicates included."""
+    num_prompt_tokens: Count
+    """Prompt tokens of the requests that got a text."""
+    num_cached_tokens: Count
+    """Of those, found in the cache instead of computed."""
+    num_output_tokens: Count
+    engine_s: Annotated[float, Field(ge=0)]
+    """Seconds from the part before (or the start of the stream) to this one, summed over parts."""
+
+    @classmethod
+    def of(cls, outputs: Iterable[tuple[EngineOutput, int]], engine_s: float = 0.0) -> Counts:
+        """Count outputs, each with the number of rows that its request stands for."""
+        outputs = list(outputs)
+        num_rows = sum(count for _, count in outputs)
+        answered = [(output, count) for output, count in outputs if output.error is None]
+        return cls(
+            num_requests=len(outputs),
+            num_rows=num_rows,
+            num_failed_rows=num_rows - sum(count for _, count in answered),
+            num_logical_tokens=sum(count * output.num_prompt_tokens for output, count in answered),
+            num_prompt_tokens=sum(output.num_prompt_tokens for output, _ in answered),
+            num_cached_tokens=sum(output.num_cached_tokens for output, _ in answered),
+            num_output_tokens=sum(output.num_output_tokens for output, _ in answered),
+            engine_s=round(engine_s, 3),
+        )
+
+    @classmethod
+    def total(cls, counts: Iterable[Counts]) -> Counts:
+        """The sums; zeros of nothing."""
+        counts = list(counts)
+        sums = {name: sum(getattr(each, name) for each in counts) for name in Counts.model_fields}
+        return Counts(**sums | {"engine_s": round(sums["engine_s"], 3)})
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts.total([self, other])
+
+    @property
+    def tokens(self) -> dict[str, Any]:
+        """The counts of tokens by name, as progress and status have them, too."""
+        return {name: getattr(self, name) for name in Counts.model_fields if "tokens" in name}
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Prompt tokens whose KV was computed."""
+        return self.num_prompt_tokens - self.num_cached_tokens
+
+    @property
+    def num_request_tokens(self) -> int:
+        """Prompt and output tokens of the requests that got a text."""
+        return self.num_prompt_tokens + self.num_output_tokens
