@@ -1,7 +1,6 @@
 """How far a shard is, as Prometheus reads it."""
 
-from batchllm_operator.metrics.address import ADDRESS_VARIABLE, MetricsAddress
-from batchllm_operator.metrics.collector import ShardCollector
-from batchllm_operator.metrics.endpoint import serving_metrics
-
-__all__ = ["ADDRESS_VARIABLE", "MetricsAddress", "ShardCollector", "serving_metrics"]
+from batchllm_operator.metrics.collector import ShardCollector as ShardCollector
+from batchllm_operator.metrics.endpoint import ADDRESS_VARIABLE as ADDRESS_VARIABLE
+from batchllm_operator.metrics.endpoint import MetricsAddress as MetricsAddress
+from batchllm_operator.metrics.endpoint import serving_metrics as serving_metrics

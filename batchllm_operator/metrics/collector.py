@@ -81,7 +81,6 @@ class ShardCollector(Collector):
         self._highest: dict[str, float] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """The families, all of the same moment."""
         progress = self._snapshot()
         labels = {"job_name": self._job, "ds": self._ds, "shard": str(progress.shard_idx)}
         for name, text, value_of in _COUNTERS:

@@ -3,47 +3,80 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, ClassVar, Final
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from dataclasses import dataclass
+from socketserver import TCPServer
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
-from batchllm_operator.metrics.address import MetricsAddress
 from batchllm_operator.metrics.collector import ShardCollector
 
+ADDRESS_VARIABLE: Final = "BATCHLLM_METRICS_PORT"
+"""Environment variable with the address, for `batchllm run` without `--metrics-port`."""
+_LOCAL: Final = "127.0.0.1"
+_ADDRESS: Final = re.compile(r"(?:(?P<host>[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):)?(?P<port>[0-9]{1,5})")
 _PATH: Final = "/metrics"
-_CLIENT_PATIENCE_S: Final = 10.0
-"""How long a client may take over a request: it holds a thread."""
 _log = logging.getLogger(__name__)
 
-_Environ = dict[str, Any]
-_StartResponse = Callable[..., Any]
+
+@dataclass(frozen=True, slots=True)
+class MetricsAddress:
+    """An address to listen on."""
+
+    host: str
+    """0.0.0.0 for all IPv4 addresses of the machine, :: for all of IPv6."""
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> MetricsAddress | None:
+        """Read `[HOST:]PORT`; an IPv6 HOST stands in brackets. None for no text and for port 0.
+
+        Without a host, only this machine can read the metrics.
+
+        Raises:
+            ValueError: it is no such address.
+        """
+        if not text:
+            return None
+        match = _ADDRESS.fullmatch(text)
+        if match is None or int(match["port"]) > 65535:
+            raise ValueError(
+                f"{text!r} isn't [HOST:]PORT with a port from 1 to 65535, such as 9400 or"
+                " 0.0.0.0:9400; 0 is for none"
+            )
+        port = int(match["port"])
+        return cls((match["host"] or _LOCAL).strip("[]"), port) if port else None
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _CLIENT_PATIENCE_S
+    timeout = 10.0
+    """Seconds that a client, which holds a thread, may take over a request."""
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing of each scrape."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads: ClassVar[bool] = True  # type: ignore[misc]
+class _Server(ThreadingWSGIServer):
+    def __init__(self, address: MetricsAddress) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        super().__init__((address.host, address.port), _Handler)
 
     def server_bind(self) -> None:
         """Bind without asking for the host's name: where DNS is down, that takes minutes."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
 
 
 @contextmanager
@@ -82,9 +115,8 @@ def serving_metrics(
 
 
 def _listen(address: MetricsAddress, collector: ShardCollector) -> _Server | None:
-    kind = _Server6 if ":" in address.host else _Server
     try:
-        server = kind((address.host, address.port), _Handler)
+        server = _Server(address)
     except (OSError, UnicodeError) as error:  # the latter of a host that can't be a name
         _log.warning("no metrics: can't listen on %s: %s", address, error)
         return None
@@ -95,21 +127,13 @@ def _listen(address: MetricsAddress, collector: ShardCollector) -> _Server | Non
 
 
 def _only_metrics(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """`app`, answering to GET /metrics alone."""
+    """`app`, which answers at any path, at its own alone."""
 
-    def answer(environ: _Environ, start_response: _StartResponse) -> Iterable[bytes]:
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] != _PATH:
-            return _refuse(start_response, "404 Not Found")
-        if environ["REQUEST_METHOD"] != "GET":
-            return _refuse(start_response, "405 Method Not Allowed", ("Allow", "GET"))
+            start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+            return [f"404 Not Found: GET {_PATH}\n".encode()]
         # A choice of names works on names that are known beforehand only.
         return app({**environ, "QUERY_STRING": ""}, start_response)
 
     return answer
-
-
-def _refuse(
-    start_response: _StartResponse, status: str, *headers: tuple[str, str]
-) -> Iterable[bytes]:
-    start_response(status, [("Content-Type", "text/plain; charset=utf-8"), *headers])
-    return [f"{status}: GET {_PATH}\n".encode()]
