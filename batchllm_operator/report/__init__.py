@@ -1,17 +1,10 @@
 """What a job will do and did, in words, tables and pages."""
 
-from batchllm_operator.report.advice import Advice, Alternative, format_advice
-from batchllm_operator.report.plan_summary import format_plan
-from batchllm_operator.report.status_table import format_status, format_totals
-from batchllm_operator.report.summary import format_summary, share
-
-__all__ = [
-    "Advice",
-    "Alternative",
-    "format_advice",
-    "format_plan",
-    "format_status",
-    "format_summary",
-    "format_totals",
-    "share",
-]
+from batchllm_operator.report.advice import Advice as Advice
+from batchllm_operator.report.advice import Alternative as Alternative
+from batchllm_operator.report.advice import format_advice as format_advice
+from batchllm_operator.report.plan_summary import format_plan as format_plan
+from batchllm_operator.report.status_table import format_status as format_status
+from batchllm_operator.report.status_table import format_totals as format_totals
+from batchllm_operator.report.summary import format_summary as format_summary
+from batchllm_operator.report.summary import share as share

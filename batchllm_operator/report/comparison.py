@@ -50,7 +50,6 @@ class Comparison:
 
     @property
     def notable(self) -> list[str]:
-        """What is better or worse, in words; the worse first."""
         found = [
             (
                 measure.verdict != "worse",
@@ -83,7 +82,6 @@ def compare(before: RunReport, after: RunReport) -> Comparison:
 
 
 def format_comparison(comparison: Comparison) -> str:
-    """A table for a terminal; no trailing line break."""
     before, after = comparison.before, comparison.after
     rows = [
         (measure.name, measure.before, measure.after, measure.change, _mark(measure.verdict))
@@ -102,12 +100,7 @@ def format_comparison(comparison: Comparison) -> str:
 
 
 def render_comparison(comparison: Comparison, *, trail: Trail = ()) -> str:
-    """The page of a comparison.
-
-    Args:
-        comparison: the comparison.
-        trail: see `pages.render`.
-    """
+    """The page of a comparison; `trail` as in `pages.render`."""
     return render("comparison.html.j2", trail=trail, comparison=comparison)
 
 
@@ -161,7 +154,6 @@ def _failures(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
 
 
 def _failed(report: RunReport, kind: str | None) -> float | None:
-    """Share of the rows that failed, in one way or in any."""
     number = report.num_rows_failed if kind is None else report.errors_by_kind.get(kind, 0)
     return number / report.num_rows_in if report.num_rows_in else None
 
@@ -187,7 +179,6 @@ def _reached(report: RunReport) -> float | None:
 
 
 def _valleys(report: RunReport) -> float | None:
-    """Share of the time, over the shards that were traced."""
     total_s = sum(line.duration_s for line in report.timelines)
     valley_s = sum(line.duration_s * line.valley_share for line in report.timelines)
     return valley_s / total_s if total_s else None

@@ -33,12 +33,10 @@ def render(template: str, *, trail: Trail = (), actions: Trail = (), **values: A
 
 
 def count(value: int | float | None) -> str:
-    """A number of things, such as `12,345`, or `unknown`."""
     return _UNKNOWN if value is None else f"{value:,.0f}"
 
 
 def ratio(value: float | None) -> str:
-    """A fraction as a percentage, such as `63.3 %`."""
     return _UNKNOWN if value is None else f"{100 * value:.1f}\N{NO-BREAK SPACE}%"
 
 
@@ -56,7 +54,6 @@ def duration(seconds: float | None) -> str:
 
 
 def usd(value: float | None) -> str:
-    """A price, such as `$1.25`."""
     if value is None:
         return _UNKNOWN
     return f"${value:,.2f}" if value >= 0.01 or value == 0 else "under $0.01"

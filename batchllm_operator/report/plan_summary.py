@@ -75,7 +75,6 @@ def _format_estimate(estimate: CostEstimate) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in the unit that reads best."""
     if seconds < 120:
         return f"{seconds:,.3g} s"
     if seconds < 7200:

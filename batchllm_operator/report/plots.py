@@ -66,7 +66,6 @@ def saving_plot(report: RunReport) -> Plot:
 
 
 def token_plot(tokens: TokenKinds) -> Plot:
-    """Where the tokens went: prompt tokens that were saved and computed, and output."""
     kinds = (
         ("saved", "prompt, of duplicate rows", tokens.num_duplicate),
         ("prefix", "prompt, found in the KV cache", tokens.num_cached),
@@ -104,8 +103,6 @@ def token_plot(tokens: TokenKinds) -> Plot:
 
 
 def timeline_plot(line: Timeline) -> Plot:
-    """Tokens of each step by kind over time, and below it the KV cache."""
-
     def paint(figure: Figure, narrow: bool) -> None:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
         edges = np.arange(len(line.kv_used) + 1) * line.bin_s
@@ -146,21 +143,18 @@ def timeline_plot(line: Timeline) -> Plot:
 
 
 def length_plot(found: Histogram) -> Plot:
-    """How long the shared prefixes are."""
     return _histogram_plot(
         found, "Prefix lengths", "tokens of the shared prefix", "groups", colour("prefix")
     )
 
 
 def degree_plot(found: Histogram) -> Plot:
-    """How many requests share a prefix."""
     return _histogram_plot(
         found, "Share degrees", "requests that share the prefix", "requests", colour("decode")
     )
 
 
 def shard_plot(shards: Sequence[ShardRun]) -> Plot:
-    """Seconds of generating, the slowest shards first."""
     slowest = sorted(shards, key=lambda each: -each.engine_s)[:_MOST_BARS]
     names = [str(each.shard_idx) for each in slowest]
 

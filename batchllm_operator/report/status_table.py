@@ -36,7 +36,6 @@ def format_status(status: JobStatus) -> str:
 
 
 def format_totals(status: JobStatus) -> str:
-    """One line about all shards."""
     parts = [
         f"{_share(status.num_rows_done, status.num_rows)} rows",
         f"{status.num_rows_failed:,} failed" if status.num_rows_failed else "",
@@ -52,7 +51,6 @@ def format_totals(status: JobStatus) -> str:
 
 
 def _shown(shards: Sequence[ShardStatus]) -> tuple[list[ShardStatus], list[ShardStatus]]:
-    """Those to list, and those only to count."""
     shown = list(shards)
     for state in ("finished", "waiting"):
         if len(shown) > _MOST_SHARDS:

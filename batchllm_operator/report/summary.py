@@ -10,7 +10,6 @@ _MAX_TEXT_CHARS: Final = 70
 
 
 def format_summary(report: RunReport) -> str:
-    """A few lines for a terminal; no trailing line break."""
     failed = "".join(f", {count} {kind}" for kind, count in sorted(report.errors_by_kind.items()))
     reused = f", {report.num_rows_reused:,} reused" if report.num_rows_reused else ""
     lines = [

@@ -38,7 +38,6 @@ _ENTITIES: Final = (
 
 
 def may_read(user: BaseUser, dag_id: str) -> bool:
-    """Whether a user may read the runs, tasks and XComs of a DAG."""
     details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
     manager = get_auth_manager()
     return all(

@@ -40,7 +40,6 @@ class FilesWithoutLinks(LocalFileSystem):  # type: ignore[misc]  # fsspec ships 
         return os.fdopen(file, "rb")
 
     def exists(self, path: str, **_: Any) -> bool:
-        """Whether there is such a file."""
         try:
             self._open(path).close()
         except FileNotFoundError:

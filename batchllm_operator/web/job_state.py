@@ -24,8 +24,6 @@ class JobState:
 
     text: str
     is_failed: bool = False
-    is_active: bool = False
-    """Whether there is more to come."""
 
 
 def job_state(session: Session, job: JobInRun) -> JobState:
@@ -59,8 +57,8 @@ def _generating(shards: list[str]) -> JobState:
     if num_failed := sum(counts[state] for state in FAILED):
         return JobState(f"generating failed ({num_failed} of {len(shards)} shards)", is_failed=True)
     if any(counts[state] for state in ACTIVE):
-        return JobState(f"generating ({done})", is_active=True)
-    return JobState("planned" if not counts["success"] else f"generated ({done})", is_active=True)
+        return JobState(f"generating ({done})")
+    return JobState("planned" if not counts["success"] else f"generated ({done})")
 
 
 def _stage(doing: str, done: str, state: str) -> JobState:
@@ -69,7 +67,7 @@ def _stage(doing: str, done: str, state: str) -> JobState:
     if state in FAILED:
         return JobState(f"{doing} failed", is_failed=True)
     if state in ("none", "scheduled", "queued"):
-        return JobState(f"waiting for {doing}", is_active=True)
+        return JobState(f"waiting for {doing}")
     if state in ACTIVE:
-        return JobState(f"{doing}{' again' if state == 'up_for_retry' else ''}", is_active=True)
+        return JobState(f"{doing}{' again' if state == 'up_for_retry' else ''}")
     return JobState(f"{doing}: {state}")

@@ -61,7 +61,6 @@ class JobRun:
 
     @property
     def is_planned(self) -> bool:
-        """Whether its partition is that of a plan."""
         return readable_uri(self.job.noted) is not None
 
     @property
@@ -69,8 +68,12 @@ class JobRun:
         """Whether there is a plan, or may be one yet."""
         return self.is_planned or self.run_state not in ENDED
 
+    @property
+    def is_failed(self) -> bool:
+        return self.run_state in FAILED
+
     def number(self, name: str) -> float | None:
-        """A number of the outcome that is one; None for anything else."""
+        """A number of the outcome; None for anything else."""
         value = self.outcome.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
@@ -108,6 +111,15 @@ class Job:
         latest."""
         return next((run for run in reversed(self.runs) if run.outcome), self.latest)
 
+    def before(self, run: JobRun) -> JobRun | None:
+        """The run of the newest partition before a run's own that has an outcome."""
+        earlier = [
+            each
+            for partition, each in self.by_partition.items()
+            if each.outcome and partition < (run.partition or "")
+        ]
+        return max(earlier, key=lambda each: each.partition or "", default=None)
+
     @property
     def name(self) -> str:
         """As in the latest plan; the task's id before there is one."""
@@ -128,10 +140,7 @@ def _planning_tasks(session: Session) -> set[tuple[str, str]]:
     """DAG and id of each task that has planned, is at it, or failed; by Airflow's own indexes."""
     noted = (
         select(XComModel.dag_id, XComModel.task_id)
-        .join(
-            TaskInstance,
-            same_task(XComModel),
-        )
+        .join(TaskInstance, same_task(XComModel))
         .where(XComModel.key == PLAN_URI_KEY, TaskInstance.operator == PLAN)
     )
     unplanned = select(TaskInstance.dag_id, TaskInstance.task_id).where(
@@ -254,10 +263,7 @@ def _outcomes(
     """What commit and report tasks have returned, by run and the plan's URI that they name."""
     rows = session.execute(
         select(XComModel.run_id, XComModel.value)
-        .join(
-            TaskInstance,
-            same_task(XComModel),
-        )
+        .join(TaskInstance, same_task(XComModel))
         .where(
             XComModel.dag_id == dag_id,
             XComModel.run_id.in_(run_ids),

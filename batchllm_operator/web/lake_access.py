@@ -57,7 +57,6 @@ class LakeReader:
         self._secrets: frozenset[str] = frozenset()
 
     def report(self) -> RunReport | None:
-        """The report; None before the commit."""
         return self._kept(_REPORTS, self._read_report)
 
     def status(self) -> JobStatus | None:
@@ -115,11 +114,7 @@ class LakeReader:
         return StoredPlan(folder, manifest), self._secrets
 
     def _options(self) -> dict[str, Any]:
-        """How S3 is reached, if not as the API server's own environment says.
-
-        Raises:
-            AirflowException: there is no such connection, or it isn't one for AWS.
-        """
+        """How S3 is reached, if not as the API server's own environment says."""
         conn_id = os.environ.get(CONNECTION_SETTING)
         if not conn_id or self._uri.local_path is not None:
             return {}
@@ -166,13 +161,7 @@ _S3_OPTIONS: Final = (
 
 
 def _bounded(folder: Folder, name: str) -> bytes:
-    """The content of a file of at most 64 MiB.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        PlanError: it is larger.
-        StorageError: it can't be read.
-    """
+    """The content of a file of at most 64 MiB."""
     try:
         with folder.open_file(name) as file:
             data = file.read(_MAX_BYTES + 1)

@@ -26,11 +26,14 @@ class Links:
 
     @property
     def jobs(self) -> str:
-        """The list of jobs."""
         return f"{self.root}/"
 
+    def trail(self, ref: JobRef | None = None) -> tuple[tuple[str, str], ...]:
+        """The pages above that of a job's run, or above any other: text and address of each."""
+        jobs = ("Jobs", self.jobs)
+        return (jobs, (f"Run {ref.run_id}", self.run(ref.dag_id, ref.run_id))) if ref else (jobs,)
+
     def run(self, dag_id: str, run_id: str) -> str:
-        """A run of a DAG: its job, or a choice among its jobs."""
         return f"{self.root}/dags/{_quoted(dag_id)}/runs/{_quoted(run_id)}"
 
     def job(self, ref: JobRef) -> str:
@@ -43,7 +46,6 @@ class Links:
         return f"{self.job(ref)}/live"
 
     def report_file(self, ref: JobRef) -> str:
-        """The report as a file to keep."""
         return f"{self.job(ref)}/report.html"
 
     def comparison(self, before: JobRef, after: JobRef) -> str:
@@ -51,15 +53,12 @@ class Links:
         return f"{self.root}/compare?{urlencode({'before': str(before), 'after': str(after)})}"
 
     def job_shard(self, ref: JobRef, shard_idx: int) -> str:
-        """A shard of a job, by its number."""
         return f"{self.job(ref)}/shards/{shard_idx}"
 
     def live_shard(self, ref: JobRef, shard_idx: int) -> str:
-        """What of a shard's page changes."""
         return f"{self.job_shard(ref, shard_idx)}/live"
 
     def task(self, dag_id: str, run_id: str, task_id: str, map_index: int) -> str:
-        """The shard that a generate task is about."""
         return f"{self.run(dag_id, run_id)}/tasks/{_quoted(task_id)}/{map_index}"
 
 
@@ -73,7 +72,6 @@ class LiveProgressLink(BaseOperatorLink):
 
     @property
     def name(self) -> str:
-        """What the button says."""
         return "Live progress"
 
     @property
@@ -91,7 +89,6 @@ class LiveProgressLink(BaseOperatorLink):
         return [BatchLLMGenerateOperator]
 
     def get_link(self, operator: Any, *, ti_key: Any) -> str:
-        """The address of the shard's page."""
         links = Links(pages_root())
         return links.task(ti_key.dag_id, ti_key.run_id, ti_key.task_id, ti_key.map_index)
 

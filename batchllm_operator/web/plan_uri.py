@@ -57,7 +57,6 @@ class PlanURI:
 
     @property
     def local_path(self) -> str | None:
-        """The path, if it lies on a local disk."""
         return None if self.uri.startswith("s3") else self.uri.removeprefix("file://")
 
     def place(self, roots: Iterable[str]) -> str:

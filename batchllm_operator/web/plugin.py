@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from airflow.plugins_manager import AirflowPlugin
 
 from batchllm_operator.web.links import LiveProgressLink, pages_root, run_template
 
-_Message = MutableMapping[str, Any]
-_App = Callable[
-    [_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]],
-    Awaitable[None],
-]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 URL_PREFIX: Final = "/batchllm"
 """Where Airflow's API server mounts the pages."""
@@ -27,26 +23,21 @@ class LazyApp:
     """
 
     def __init__(self) -> None:
-        self._app: _App | None = None
+        self._app: ASGIApp | None = None
         self._lock = asyncio.Lock()
 
-    async def __call__(
-        self,
-        scope: _Message,
-        receive: Callable[[], Awaitable[_Message]],
-        send: Callable[[_Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app or await self._built()
         await app(scope, receive, send)
 
-    async def _built(self) -> _App:
+    async def _built(self) -> ASGIApp:
         async with self._lock:  # imports take a second: the API server goes on meanwhile
             if self._app is None:
                 self._app = await asyncio.to_thread(_build)
             return self._app
 
 
-def _build() -> _App:
+def _build() -> ASGIApp:
     from batchllm_operator.web.app import create_app
     from batchllm_operator.web.headers import SecurityHeaders
 

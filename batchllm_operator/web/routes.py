@@ -18,12 +18,7 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.report.comparison import compare, render_comparison
 from batchllm_operator.report.page import render_report
 from batchllm_operator.web import views
-from batchllm_operator.web.access import (
-    CurrentUser,
-    check_readable,
-    may_read,
-    readable_dag,
-)
+from batchllm_operator.web.access import CurrentUser, check_readable, may_read, readable_dag
 from batchllm_operator.web.headers import CSP, live_policy
 from batchllm_operator.web.job_state import job_state
 from batchllm_operator.web.jobs import list_jobs
@@ -42,6 +37,23 @@ from batchllm_operator.web.runs import (
 
 MapIndex = Annotated[int, Path(ge=-1, lt=1 << 31)]
 ShardIdx = Annotated[int, Path(ge=0, lt=1 << 31)]
+
+
+def find_job(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> JobInRun:
+    """The job that a task has planned.
+
+    Raises:
+        PageError: the run has no such task.
+    """
+    with create_session(scoped=False) as session:
+        jobs = jobs_of_run(session, dag_id, run_id)
+    for job in jobs:
+        if (job.ref.task_id, job.ref.map_index) == (task_id, map_index):
+            return job
+    raise PageError(404, "No such job in this run: its plan task isn't there (any more).")
+
+
+PathJob = Annotated[JobInRun, Depends(find_job)]
 
 _RELOAD: Final = 205
 """Tells a live page's script to reload: it is another page now."""
@@ -70,12 +82,12 @@ def show_comparison(request: Request, user: CurrentUser, before: str, after: str
         if ref is None:
             raise PageError(404, "There is no such page.")
         check_readable(user, ref.dag_id, ref.run_id, ref.task_id)
-        reader = _reader(_find_job(ref.dag_id, ref.run_id, ref.task_id, ref.map_index))
+        reader = _reader(find_job(ref.dag_id, ref.run_id, ref.task_id, ref.map_index))
         report = None if reader is None else reader.report()
         if report is None:
             raise PageError(404, f"Run {ref.run_id} has no report: it hasn't been committed.")
         reports.append(report)
-    trail = (("Jobs", _links(request).jobs),)
+    trail = _links(request).trail()
     return HTMLResponse(render_comparison(compare(*reports), trail=trail))
 
 
@@ -100,28 +112,24 @@ def show_run(request: Request, dag_id: str, run_id: str) -> Response:
 
 
 @dag_pages.get("/jobs/{task_id}/{map_index}")
-def show_job(
-    request: Request, dag_id: str, run_id: str, task_id: str, map_index: MapIndex
-) -> Response:
+def show_job(request: Request, job: PathJob) -> Response:
     """A job: live progress until the commit, then its report."""
-    return _job_page(_find_job(dag_id, run_id, task_id, map_index), _links(request))
+    return _job_page(job, _links(request))
 
 
 @dag_pages.get("/jobs/{task_id}/{map_index}/live")
-def show_job_news(
-    request: Request, dag_id: str, run_id: str, task_id: str, map_index: MapIndex
-) -> Response:
+def show_job_news(request: Request, job: PathJob) -> Response:
     """What changes of a job's page; 205 once there is a report."""
-    found = _live_job(_find_job(dag_id, run_id, task_id, map_index))
+    found = _live_job(job)
     if isinstance(found, RunReport):
         return Response(status_code=_RELOAD)
     return HTMLResponse(found.fragment(_links(request)))
 
 
 @dag_pages.get("/jobs/{task_id}/{map_index}/report.html")
-def download_report(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> Response:
+def download_report(job: PathJob) -> Response:
     """The report as a file, rendered from report.json."""
-    reader = _reader(_find_job(dag_id, run_id, task_id, map_index))
+    reader = _reader(job)
     report = None if reader is None else reader.report()
     if report is None:
         raise PageError(404, "There is no report yet: the job hasn't been committed.")
@@ -131,16 +139,8 @@ def download_report(dag_id: str, run_id: str, task_id: str, map_index: MapIndex)
 
 
 @dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}")
-def show_shard(
-    request: Request,
-    dag_id: str,
-    run_id: str,
-    task_id: str,
-    map_index: MapIndex,
-    shard_idx: ShardIdx,
-) -> Response:
+def show_shard(request: Request, job: PathJob, shard_idx: ShardIdx) -> Response:
     """A shard's live progress; after the commit, the job's report."""
-    job = _find_job(dag_id, run_id, task_id, map_index)
     links = _links(request)
     found = _live_shard(job, shard_idx)
     if found is None:
@@ -149,11 +149,9 @@ def show_shard(
 
 
 @dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}/live")
-def show_shard_news(
-    dag_id: str, run_id: str, task_id: str, map_index: MapIndex, shard_idx: ShardIdx
-) -> Response:
+def show_shard_news(job: PathJob, shard_idx: ShardIdx) -> Response:
     """What changes of a shard's page; 205 once there is a report."""
-    found = _live_shard(_find_job(dag_id, run_id, task_id, map_index), shard_idx)
+    found = _live_shard(job, shard_idx)
     if found is None:
         return Response(status_code=_RELOAD)
     return HTMLResponse(found.fragment())
@@ -182,15 +180,6 @@ def _links(request: Request) -> Links:
 
 def _redirect(url: str) -> Response:
     return RedirectResponse(url, status_code=302)
-
-
-def _find_job(dag_id: str, run_id: str, task_id: str, map_index: int) -> JobInRun:
-    with create_session(scoped=False) as session:
-        jobs = jobs_of_run(session, dag_id, run_id)
-    for job in jobs:
-        if (job.ref.task_id, job.ref.map_index) == (task_id, map_index):
-            return job
-    raise PageError(404, "No such job in this run: its plan task isn't there (any more).")
 
 
 def _reader(job: JobInRun) -> LakeReader | None:

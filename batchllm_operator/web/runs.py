@@ -55,7 +55,6 @@ class JobRef:
 
     @classmethod
     def of(cls, text: str) -> JobRef | None:
-        """A job as it is written in an address; None if it isn't one."""
         dag_id, run_id, task_id, index, *more = [*text.split("/"), "", "", "", ""][:5]
         if any(more) or not _MAP_INDEX.fullmatch(index):
             return None
@@ -94,7 +93,6 @@ class JobInRun:
 
 
 def readable_uri(noted: Any) -> PlanURI | None:
-    """What was noted as the plan's URI, if it is one."""
     try:
         return PlanURI.parse(noted)
     except PlanError:
@@ -102,7 +100,6 @@ def readable_uri(noted: Any) -> PlanURI | None:
 
 
 def run_state(session: Session, dag_id: str, run_id: str) -> str | None:
-    """The state of a run of a DAG; None if there is no such run."""
     state = session.scalar(
         select(DagRun.state).where(DagRun.dag_id == dag_id, DagRun.run_id == run_id)
     )
@@ -110,10 +107,9 @@ def run_state(session: Session, dag_id: str, run_id: str) -> str | None:
 
 
 def jobs_of_run(session: Session, dag_id: str, run_id: str) -> list[JobInRun]:
-    """The jobs in a run, in order of task and map index."""
     rows = session.execute(
         select(TaskInstance.task_id, TaskInstance.map_index, TaskInstance.state, XComModel.value)
-        .join(XComModel, _noted_by_task(PLAN_URI_KEY), isouter=True)
+        .join(XComModel, and_(same_task(XComModel), XComModel.key == PLAN_URI_KEY), isouter=True)
         .where(
             TaskInstance.dag_id == dag_id,
             TaskInstance.run_id == run_id,
@@ -152,11 +148,7 @@ def shard_of_task(
     row = session.execute(
         select(RenderedTaskInstanceFields.rendered_fields, TaskInstance.task_id)
         .select_from(TaskInstance)
-        .join(
-            RenderedTaskInstanceFields,
-            same_task(RenderedTaskInstanceFields),
-            isouter=True,
-        )
+        .join(RenderedTaskInstanceFields, same_task(RenderedTaskInstanceFields), isouter=True)
         .where(
             TaskInstance.dag_id == dag_id,
             TaskInstance.run_id == run_id,
@@ -217,13 +209,8 @@ def _mapped_shard(session: Session, ref: JobRef, map_index: int) -> int | None:
 
 
 def _index(value: Any) -> int | None:
-    """A shard's number, which templates make text of; None if it is none."""
     text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-def _noted_by_task(key: str) -> ColumnElement[bool]:
-    return and_(same_task(XComModel), XComModel.key == key)
 
 
 def same_task(table: Any) -> ColumnElement[bool]:
