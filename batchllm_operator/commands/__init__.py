@@ -1,1 +1,4 @@
-"""One file per command of `batchllm`: its arguments, and what it prints."""
+"""One file per command of `batchllm`: its arguments, and what it prints.
+
+Heavy imports wait until a command runs, so that `--help` answers at once.
+"""

@@ -1,4 +1,4 @@
-"""The command `batchllm commit`: its arguments, and what it prints."""
+"""The command `batchllm commit`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from batchllm_operator.commands.plan_argument import add_plan, plan_uri
-
-# Heavy imports wait until the command runs, so that --help answers at once.
+from batchllm_operator.commands.arguments import add_plan, plan_uri
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     add_plan(command)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Publish the partition, print the counts, and return the report's figures.
-
-    Raises:
-        BatchLLMError: see `commit.stage`.
-    """
+    """Publish the partition, print the counts, and return the report's figures."""
     from batchllm_operator.commit.stage import commit_run
     from batchllm_operator.report import share
     from batchllm_operator.spec.masking import print_unmasked

@@ -1,4 +1,4 @@
-"""The command `batchllm demo-table`: its arguments, and what it prints."""
+"""The command `batchllm demo-table`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Heavy imports wait until the command runs, so that --help answers at once.
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     command.add_argument("folder", type=Path, metavar="DIR")
     command.add_argument("--ds", required=True, help="the partition to make")
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Make the table, and return where it is."""
     from batchllm_operator.demo.table import build_demo_table
 
     info = build_demo_table(args.folder, ds=args.ds)

@@ -1,4 +1,4 @@
-"""The command `batchllm gc`: its arguments, and what it does with them."""
+"""The command `batchllm gc`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from batchllm_operator.commands.job_argument import add_job, load_job
-
-# Heavy imports wait until the command runs, so that --help answers at once.
+from batchllm_operator.commands.arguments import add_job, load_job
 
 _UNIT_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     add_job(command)
     command.add_argument(
         "--older-than",
@@ -45,7 +42,6 @@ def parse_age(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """List what may go, remove it if that is asked for, and return the counts."""
     from batchllm_operator.inspect.gc import find_garbage, remove_garbage
 
     now = time.time()

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchllm_operator.commands import commit, plan, report
-from batchllm_operator.commands.job_argument import add_job
+from batchllm_operator.commands.arguments import add_job
 from batchllm_operator.errors import Interrupted
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     add_job(command)
     command.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
 

@@ -1,4 +1,4 @@
-"""The command `batchllm plan`: its arguments, and what it prints."""
+"""The command `batchllm plan`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from batchllm_operator.commands.job_argument import add_job, load_job
-
-# Heavy imports wait until the command runs, so that --help answers at once.
+from batchllm_operator.commands.arguments import add_job, load_job
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     add_job(command)
     command.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
     command.add_argument(
@@ -27,11 +24,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Plan the partition, print the counts, and return them.
-
-    Raises:
-        BatchLLMError: see `plan.stage`.
-    """
+    """Plan the partition, print the counts, and return them."""
     from batchllm_operator.plan.stage import plan_job
     from batchllm_operator.report import format_plan
     from batchllm_operator.spec.masking import print_unmasked

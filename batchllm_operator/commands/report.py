@@ -1,4 +1,4 @@
-"""The command `batchllm report`: its arguments, and what it does with them."""
+"""The command `batchllm report`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchllm_operator.commands.plan_argument import add_plan, tell_plan
+from batchllm_operator.commands.arguments import add_plan, tell_plan
 from batchllm_operator.named_file import parse_file, write_file
-
-# Heavy imports wait until the command runs, so that --help answers at once.
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     add_plan(command).add_argument(
         "--compare",
         nargs=2,
@@ -27,7 +24,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Print the summary of a run, or what changed between two, and return the figures."""
     if args.compare is not None:
         return _compare(args.compare, args.out)
     from batchllm_operator.commit.report import load_report, refresh_page

@@ -1,4 +1,4 @@
-"""The command `batchllm run`: its arguments, and what it does with them."""
+"""The command `batchllm run`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from batchllm_operator.commands.plan_argument import add_plan, check_plan, plan_uri
+from batchllm_operator.commands.arguments import add_plan, check_plan, plan_uri
 
 if TYPE_CHECKING:
     from batchllm_operator.metrics import MetricsAddress
     from batchllm_operator.run.shard_tally import ShardTally
 
-# Heavy imports wait until the command runs, so that --help answers at once.
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     add_plan(command)
     command.add_argument("--shard", required=True, type=int, metavar="I", help="shard, from 0")
     command.add_argument(
@@ -57,11 +54,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Generate for the shard, print a line of counts, and return them.
-
-    Raises:
-        BatchLLMError: see `run.stage`.
-    """
+    """Generate for the shard, print a line of counts, and return them."""
     from batchllm_operator.run.draining import Drain
     from batchllm_operator.run.stage import run_shard
 

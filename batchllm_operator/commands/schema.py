@@ -1,4 +1,4 @@
-"""The command `batchllm schema`: its arguments, and what it prints."""
+"""The command `batchllm schema`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-# Heavy imports wait until the command runs, so that --help answers at once.
-
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     command.add_argument(
         "what",
         nargs="?",
@@ -25,7 +22,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Print the JSON schema, and return it."""
     from batchllm_operator.spec.masking import print_unmasked
 
     schema = _model(args.what).model_json_schema()

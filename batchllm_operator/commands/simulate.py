@@ -1,4 +1,4 @@
-"""The command `batchllm simulate`: its arguments, and what it does with them."""
+"""The command `batchllm simulate`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from batchllm_operator.commands.plan_argument import add_plan, check_plan, plan_uri
+from batchllm_operator.commands.arguments import add_plan, check_plan, plan_uri
 
 if TYPE_CHECKING:
     from batchllm_operator.inspect.simulations import SimulationOptions
     from batchllm_operator.simulate.workload import Shape
-
-# Heavy imports wait until the command runs, so that --help answers at once.
 
 _MADE_UP: Final[Mapping[str, tuple[str, int | float, str]]] = {
     "num_requests": ("--requests", 3000, "made-up requests"),
@@ -61,7 +59,6 @@ _NOT_WITH_RUNAHEAD: Final[Mapping[str, str]] = {
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     add_plan(command, required=False)  # none: made-up requests
     command.add_argument("--shard", type=int, metavar="I", help="of the plan (default: 0)")
     for name, (option, default, text) in _MADE_UP.items():
@@ -110,7 +107,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the process with the usage if arguments don't go together."""
     if args.runahead:
         for name, option in _NOT_WITH_RUNAHEAD.items():
             if getattr(args, name) is not None:
@@ -125,11 +121,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Simulate as the arguments say, print the table, and return its numbers.
-
-    Raises:
-        BatchLLMError: see `inspect.simulations`.
-    """
+    """Simulate as the arguments say, print the table, and return its numbers."""
     if args.runahead:
         return _run_runahead()
     from batchllm_operator.inspect.simulations import (

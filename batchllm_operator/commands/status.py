@@ -1,4 +1,4 @@
-"""The command `batchllm status`: its arguments, and what it does with them."""
+"""The command `batchllm status`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from batchllm_operator.commands.plan_argument import add_plan, plan_uri
+from batchllm_operator.commands.arguments import add_plan, plan_uri
 
 if TYPE_CHECKING:
     from batchllm_operator.artifacts.status import JobStatus
-
-# Heavy imports wait until the command runs, so that --help answers at once.
 
 _DEFAULT_INTERVAL_S: Final = 5.0
 _NARROWEST: Final = 20
@@ -24,7 +22,6 @@ _NOT_IN_RESULT: Final = ("shards", "notes", "read_at")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     add_plan(command)
     command.add_argument(
         "--follow",
@@ -56,7 +53,6 @@ def parse_interval(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Print how far the run is, again and again if that is asked for, and return the last."""
     from batchllm_operator.artifacts.job_status import read_status
     from batchllm_operator.artifacts.stored_plan import StoredPlan
 
@@ -70,7 +66,6 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def result_of(status: JobStatus) -> dict[str, Any]:
-    """The status as a command's result."""
     fields = asdict(status)
     totals = (
         "num_rows",
@@ -136,8 +131,7 @@ def follow(
 def _replace(status: JobStatus, stream: TextIO, num_lines: int) -> int:
     """Show the status over the `num_lines` lines of the one before; how many lines it took.
 
-    A line that is longer than the terminal would take two, and what has scrolled away can't be
-    written over: so it is cut to fit.
+    Longer lines are cut to fit the terminal: they would take two, and scroll the others away.
     """
     from batchllm_operator.report import format_status
 

@@ -1,4 +1,4 @@
-"""The command `batchllm verify`: its arguments, and what it prints."""
+"""The command `batchllm verify`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Final
 
-from batchllm_operator.commands.job_argument import load_job
-from batchllm_operator.commands.plan_argument import add_plan, plan_uri
-
-# Heavy imports wait until the command runs, so that --help answers at once.
+from batchllm_operator.commands.arguments import add_plan, load_job, plan_uri
 
 _OF_A_SHARD: Final = ({"plan", "shard"}, {"job", "ds", "shard"})
 _OF_A_PLAN: Final = ({"record", "job", "ds"}, {"record", "job_json", "ds"})
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its arguments."""
     add_plan(command).add_argument(
         "--job-json", metavar="JSON", help="the job spec itself; with --record"
     )
@@ -43,11 +39,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Check what a stage was to leave in the lake, and return what it counted.
-
-    Raises:
-        BatchLLMError: see `inspect.verify`.
-    """
+    """Check what a stage was to leave in the lake, and return what it counted."""
     from batchllm_operator.inspect.verify import verify_plan, verify_shard
 
     if args.record is not None:

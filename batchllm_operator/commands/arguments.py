@@ -1,4 +1,4 @@
-"""The arguments that select a plan: `--plan URI`, or `--job FILE --ds DS` for the newest one."""
+"""Arguments that commands share: a job spec, and a plan or the newest one of a job."""
 
 from __future__ import annotations
 
@@ -12,9 +12,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchllm_operator.spec import JobSpec
 
-# Heavy imports wait until the command runs, so that --help answers at once.
-
 _log = logging.getLogger(__name__)
+
+
+def add_job(command: argparse.ArgumentParser) -> None:
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML)")
+    which.add_argument("--job-json", metavar="JSON", help="the job spec itself, paths absolute")
+
+
+def load_job(args: argparse.Namespace) -> JobSpec:
+    """The job spec.
+
+    Raises:
+        SpecError: it can't be read, or isn't valid.
+    """
+    from batchllm_operator.spec import load_spec, parse_spec_json
+
+    if args.job_json is not None:
+        return parse_spec_json(args.job_json, source="--job-json")
+    return load_spec(args.job)
 
 
 def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
@@ -33,7 +50,6 @@ def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
 
 
 def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the process with the usage if the arguments don't go together."""
     if args.job is not None and args.ds is None:
         parser.error(f"{args.name}: --job needs --ds")
     if args.job is None and args.ds is not None:
@@ -85,7 +101,6 @@ def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
 
 
 def _changed(now: Mapping[str, Any], then: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Names of the fields that differ."""
     for name in now.keys() | then.keys():
         old, new = then.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
