@@ -4,19 +4,12 @@ Only Airflow, the clients of Kubernetes, `spec` and `errors` may be imported her
 DAG files over and over, and its workers need neither the engine nor a GPU to do so.
 """
 
-from batchllm_operator.operators.arrival import BatchLLMArrivalOperator, one_run_per_partition
-from batchllm_operator.operators.commit import BatchLLMCommitOperator
-from batchllm_operator.operators.generate import BatchLLMGenerateOperator
-from batchllm_operator.operators.plan import BatchLLMPlanOperator
-from batchllm_operator.operators.report import BatchLLMReportOperator
-from batchllm_operator.operators.task_group import batchllm_task_group
-
-__all__ = [
-    "BatchLLMArrivalOperator",
-    "BatchLLMCommitOperator",
-    "BatchLLMGenerateOperator",
-    "BatchLLMPlanOperator",
-    "BatchLLMReportOperator",
-    "batchllm_task_group",
-    "one_run_per_partition",
-]
+from batchllm_operator.operators.arrival import BatchLLMArrivalOperator as BatchLLMArrivalOperator
+from batchllm_operator.operators.arrival import one_run_per_partition as one_run_per_partition
+from batchllm_operator.operators.commit import BatchLLMCommitOperator as BatchLLMCommitOperator
+from batchllm_operator.operators.generate import (
+    BatchLLMGenerateOperator as BatchLLMGenerateOperator,
+)
+from batchllm_operator.operators.plan import BatchLLMPlanOperator as BatchLLMPlanOperator
+from batchllm_operator.operators.report import BatchLLMReportOperator as BatchLLMReportOperator
+from batchllm_operator.operators.task_group import batchllm_task_group as batchllm_task_group

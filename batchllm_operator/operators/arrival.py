@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from airflow.providers.common.compat.sdk import AirflowFailException, AirflowSkipException
@@ -59,9 +59,9 @@ class BatchLLMArrivalOperator(BaseOperator):
 
     XComs: `ds` is the partition, empty for a run that starts others; the return value has one
     `{"trigger_run_id": ..., "conf": {"ds": ...}}` for each partition among the run's events and
-    those that came after them, for `TriggerDagRunOperator.partial(...).expand_kwargs(...)`. Run ids
-    are made of the partition and the time of its latest event; where Airflow refuses a character of
-    the partition, a digest tells it apart.
+    later ones, for `TriggerDagRunOperator.partial(...).expand_kwargs(...)`. Run ids are made of the
+    partition and the time of its latest event; where Airflow refuses a character of the partition,
+    a digest tells it apart.
 
     Args:
         assets: input tables whose events say what has arrived.
@@ -109,12 +109,13 @@ class BatchLLMArrivalOperator(BaseOperator):
         for asset in self.assets:
             if asset not in triggering or not triggering[asset]:
                 continue
-            _keep_latest(arrived, _partitions(asset, triggering[asset]))
             since = min(event.timestamp for event in triggering[asset])
-            events = context["inlet_events"][asset]
-            if hasattr(events, "after"):  # Airflow 3.2 and later; before, there is no filter
-                events = events.after(since.isoformat())
-            _keep_latest(arrived, _partitions(asset, [e for e in events if e.timestamp > since]))
+            later = context["inlet_events"][asset]
+            if hasattr(later, "after"):  # Airflow 3.2 and later; before, there is no filter
+                later = later.after(since.isoformat())
+            events = [*triggering[asset], *(event for event in later if event.timestamp > since)]
+            for ds, time in _partitions(asset, events).items():
+                arrived[ds] = max(time, arrived.get(ds, time))
         return arrived
 
 
@@ -135,9 +136,8 @@ class _PartitionOperator(BaseOperator):
 
 
 def _given_ds(context: Context) -> str | None:
-    """The partition that somebody, another run or Airflow named when making this run."""
     run = context["dag_run"]
-    conf: Mapping[str, Any] = run.conf or {}
+    conf: dict[str, Any] = run.conf or {}
     key = getattr(run, "partition_key", None)  # from Airflow 3.2 on
     return conf.get(DS_KEY) or context["params"].get(DS_KEY) or key
 
@@ -150,13 +150,7 @@ def _named(ds: str) -> str:
     return f"{_NOT_IN_RUN_IDS.sub('-', ds)[:_MAX_IN_RUN_ID]}-{digest}"
 
 
-def _keep_latest(arrived: dict[str, str], more: Mapping[str, str]) -> None:
-    for ds, time in more.items():
-        arrived[ds] = max(time, arrived.get(ds, time))
-
-
 def _partitions(asset: Asset, events: Iterable[Any]) -> dict[str, str]:
-    """Partition -> time of its latest event."""
     partitions = {}
     for event in sorted(events, key=lambda event: event.timestamp):
         ds = event.extra.get(DS_KEY) or getattr(event, "partition_key", None)

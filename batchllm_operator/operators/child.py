@@ -61,9 +61,9 @@ class ChildProcess:
     def run(self, log: Callable[[str], None]) -> ChildOutcome:
         """Start the command, pass each line that it prints to `log`, wait for its end.
 
-        The child is stopped when the parent of this process has died (Airflow's supervisor:
-        nobody would wait for the result), and when an exception is raised here, such as
-        Airflow's task timeout. Nothing of it is alive when this returns or raises.
+        The child is stopped when the parent of this process has died (Airflow's supervisor: the
+        result would be lost), and when an exception is raised here, such as Airflow's task timeout.
+        Nothing of it is alive when this returns or raises.
 
         Raises:
             OSError: the command can't be started.
@@ -75,7 +75,6 @@ class ChildProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             encoding="utf-8",
             errors="replace",
             bufsize=1,
@@ -97,11 +96,8 @@ class ChildProcess:
                 reader.join(_DRAIN_S)
         self._log_lines(log)
         code = process.returncode
-        return ChildOutcome(
-            exit_code=128 - code if code < 0 else code,
-            error=self._error or self._last_line,
-            stop_reason=self._stop_reason,
-        )
+        exit_code = 128 - code if code < 0 else code
+        return ChildOutcome(exit_code, self._error or self._last_line, self._stop_reason)
 
     def stop(self, reason: str) -> None:
         """Ask the command to stop: SIGTERM now, and SIGKILL from `run` after the grace.
@@ -118,18 +114,13 @@ class ChildProcess:
             os.kill(process.pid, signal.SIGTERM)
 
     def _start_readers(self, process: subprocess.Popen[str]) -> list[threading.Thread]:
-        """Collect the lines of both streams. Threads only read; `run` alone logs."""
-
-        def read(stream: IO[str], is_stderr: bool) -> None:
+        def read(stream: IO[str], is_stderr: bool) -> None:  # only reads: `run` alone logs
             with stream:
                 for line in stream:
                     self._lines.put((is_stderr, self._masker(line).rstrip()))
 
-        assert process.stdout is not None and process.stderr is not None
-        readers = [
-            threading.Thread(target=read, args=(process.stdout, False), daemon=True),
-            threading.Thread(target=read, args=(process.stderr, True), daemon=True),
-        ]
+        streams = [(process.stdout, False), (process.stderr, True)]
+        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
         for reader in readers:
             reader.start()
         return readers

@@ -86,14 +86,12 @@ class CommandRunner:
         _raise_failure("verify", outcome)
 
     def stop(self, reason: str) -> None:
-        """Ask the running command to stop; its waiter handles the end."""
         if self._child is not None:
             self._child.stop(reason)
 
     def _run(
         self, command: str, arguments: Sequence[str], log: Callable[[str], None]
     ) -> tuple[dict[str, Any] | None, ChildOutcome]:
-        """Run the command; its result is None unless it ended well."""
         with TemporaryDirectory(prefix="batchllm-") as folder:
             result_path = Path(folder) / "result.json"
             argv = (*_COMMAND, command, *arguments)
@@ -160,7 +158,6 @@ class BatchLLMCommandOperator(BaseOperator):
         return self._runner.run(command, *arguments)
 
     def on_kill(self) -> None:
-        """Ask the command to stop; `execute`, which waits for it, handles the end."""
         if self._runner is not None:
             self.log.warning("The task is being killed; stopping the command")
             self._runner.stop("the task was killed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from airflow.sdk import Asset, Context, XComArg
@@ -29,11 +29,9 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
     the table and of the report, and the report's counts.
 
     Each `Asset` among the task's `outlets` gets an event with the partition (`ds`), the rows
-    in, out and failed, the saving ratio and the URIs of plan, report and table. Airflow stores
-    it in the transaction that makes the task a success, so a task that dies after publishing
-    has sent none: its retry, which finds everything published, must. That is why every
-    success sends one, also when nothing had to be done. An event with the `plan_uri` of the one
-    before it for the same `ds` says that the rows are still the same.
+    in, out and failed, the saving ratio and the URIs of plan, report and table. Every success sends
+    one, also when nothing had to be done: a task that died after publishing has sent none. An event
+    with the `plan_uri` of the one before it for the same `ds` says that the rows are the same.
 
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.
@@ -48,7 +46,6 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
         self.plan_uri = plan_uri
 
     def execute(self, context: Context) -> dict[str, str | int | float]:
-        """Publish; see `run_command` for the errors."""
         result = self.run_command("commit", "--plan", str(self.plan_uri))
         if num_failed := result.get("num_rows_failed"):
             self.log.warning(
@@ -60,10 +57,6 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
             )
         for outlet in self.outlets:
             if isinstance(outlet, Asset):
-                context["outlet_events"][outlet].extra = _event_extra(result)
+                context["outlet_events"][outlet].extra = {n: result[n] for n in _EVENT_FIELDS}
         send_stage("commit", context, result)
         return uris_and_counts(result)
-
-
-def _event_extra(result: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: result[name] for name in _EVENT_FIELDS}

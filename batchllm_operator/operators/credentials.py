@@ -67,12 +67,10 @@ class Credentials:
     def from_aws(cls, conn_id: str) -> Credentials:
         """Read an Airflow connection of type `aws`; the Amazon provider isn't needed.
 
-        Its fields are those of the Amazon provider: login and password (or
-        `aws_access_key_id` and `aws_secret_access_key` in extra), and in extra
-        `aws_session_token`, `region_name` and `endpoint_url`. What is absent or empty is left
-        to the worker's environment. Airflow is told to mask the secret ones. Type `generic`
-        will do too: that's what `airflow connections add --conn-type aws` stores where the
-        Amazon provider isn't installed.
+        Its fields are those of the Amazon provider: login and password (or `aws_access_key_id` and
+        `aws_secret_access_key` in extra), and in extra `aws_session_token`, `region_name` and
+        `endpoint_url`. What is absent or empty is left to the worker's environment. Airflow masks
+        the secret ones. Without the Amazon provider Airflow stores such a connection as `generic`.
 
         Raises:
             AirflowFailException: there is no such connection, this task may not read it, it
@@ -82,7 +80,6 @@ class Credentials:
 
     @classmethod
     def from_connection(cls, conn_id: str, connection: Any) -> Credentials:
-        """Take the fields of a connection that has been read; see `from_aws`."""
         if connection.conn_type not in ("aws", "generic"):
             raise AirflowFailException(
                 f"Airflow connection {conn_id!r} is of type {connection.conn_type!r}; aws_conn_id"
@@ -106,7 +103,6 @@ class Credentials:
 
     @property
     def masker(self) -> Masker:
-        """Takes the secrets out of a text."""
         return Masker.of(secrets=self.secrets)
 
     def _masked_by_airflow(self) -> Self:
@@ -170,7 +166,6 @@ def _read_field(name: str, reference: str) -> str:
 
 
 def _get_connection(conn_id: str, wanted_by: str = "aws_conn_id") -> Any:
-    """The connection, as a task gets it: from secrets backends, the environment or the API."""
     try:
         return Connection.get(conn_id)
     except AirflowNotFoundException:
@@ -184,11 +179,7 @@ def _get_connection(conn_id: str, wanted_by: str = "aws_conn_id") -> Any:
 
 
 def _aws_extra(conn_id: str, text: str | None) -> dict[str, Any]:
-    """An AWS connection's extra fields; what only tunes a client (`config_kwargs`) is passed over.
-
-    Raises:
-        AirflowFailException: they mean another identity, endpoint or trust than could be passed on.
-    """
+    """An AWS connection's extra fields; those that only tune a client are passed over."""
     extra = _parse_extra(conn_id, text)
     if extra.get(_VERIFY, True) is not True:
         raise AirflowFailException(

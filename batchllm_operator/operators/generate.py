@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from airflow.sdk import Context, XComArg
@@ -27,11 +27,7 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         kwargs: see `BatchLLMPodOperator`.
     """
 
-    template_fields: Sequence[str] = (
-        "plan_uri",
-        "shard_idx",
-        *BatchLLMStageOperator.template_fields,
-    )
+    template_fields = ("plan_uri", "shard_idx", *BatchLLMStageOperator.template_fields)
     ui_color = "#f4dfc8"
     component: ClassVar[str] = "run"
 
@@ -41,7 +37,6 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         self.shard_idx = shard_idx
 
     def command(self, context: Context) -> list[str]:
-        """`batchllm run`, for as many GPUs as were asked for."""
         return self._run_command(context, self.gpu_count if self.gpu is not None else 0)
 
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
@@ -50,11 +45,9 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         return [*self._run_command(context, num_gpus), "--drain-s", str(drain_s)]
 
     def verify_command(self, pod_uid: str | None) -> list[str]:
-        """For the shard, whichever attempt generated it."""
         return self._shard()
 
     def work(self) -> str:
-        """Plan and shard."""
         return " ".join(self._shard())
 
     def table_uri(self) -> str:
@@ -62,16 +55,13 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         return str(self.plan_uri).partition("/_batchllm/")[0]
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
-        """URIs and counts of the shard's report."""
         send_stage("generate", context, result)
         return uris_and_counts(result)
 
     def stem(self) -> str:
-        """Job and shard."""
         return f"{self._job}-{self.shard_idx}"
 
     def stage_labels(self) -> dict[str, str]:
-        """Job, plan and shard."""
         return {
             f"{LABEL}/job": self._job,
             f"{LABEL}/plan": str(self.plan_uri).rstrip("/").rsplit("/", 1)[-1],

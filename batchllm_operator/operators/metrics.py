@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 # Airflow 3.1, 3.2 and 3.3 each have it in another place.
 from airflow.providers.common.compat.sdk import Stats
@@ -22,8 +20,7 @@ STAGE_TAG: Final = "stage"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskMetric:
+class TaskMetric(NamedTuple):
     """A number of a command's result, and how it is sent."""
 
     name: str
@@ -37,38 +34,36 @@ def _metrics(stage: str, *metrics: tuple[str, Kind, str]) -> tuple[TaskMetric, .
     return tuple(TaskMetric(f"batchllm.{stage}.{what}", kind, key) for what, kind, key in metrics)
 
 
-STAGE_METRICS: Final[Mapping[str, tuple[TaskMetric, ...]]] = MappingProxyType(
-    {
-        "plan": _metrics(
-            "plan",
-            ("rows", "counter", "num_rows"),
-            ("rejected_rows", "counter", "num_rejected_rows"),
-            ("duplicate_rows", "counter", "num_duplicate_rows"),
-            ("reused_rows", "counter", "num_reused_rows"),
-            ("requests", "counter", "num_requests"),
-            ("saving_ratio", "gauge", "planned_saving_ratio"),
-        ),
-        "generate": _metrics(
-            "generate",
-            ("rows", "counter", "num_rows"),
-            ("failed_rows", "counter", "num_failed_rows"),
-            ("logical_tokens", "counter", "num_logical_tokens"),
-            ("prompt_tokens", "counter", "num_prompt_tokens"),
-            ("cached_tokens", "counter", "num_cached_tokens"),
-            ("output_tokens", "counter", "num_output_tokens"),
-            ("engine_time", "timer", "engine_s"),
-        ),
-        "commit": _metrics(
-            "commit",
-            ("rows_in", "counter", "num_rows_in"),
-            ("rows_out", "counter", "num_rows_out"),
-            ("failed_rows", "counter", "num_rows_failed"),
-            ("reused_rows", "counter", "num_rows_reused"),
-            ("saving_ratio", "gauge", "achieved_saving_ratio"),
-            ("tokens_per_second", "gauge", "tokens_per_s"),
-        ),
-    }
-)
+STAGE_METRICS: Final[Mapping[str, tuple[TaskMetric, ...]]] = {
+    "plan": _metrics(
+        "plan",
+        ("rows", "counter", "num_rows"),
+        ("rejected_rows", "counter", "num_rejected_rows"),
+        ("duplicate_rows", "counter", "num_duplicate_rows"),
+        ("reused_rows", "counter", "num_reused_rows"),
+        ("requests", "counter", "num_requests"),
+        ("saving_ratio", "gauge", "planned_saving_ratio"),
+    ),
+    "generate": _metrics(
+        "generate",
+        ("rows", "counter", "num_rows"),
+        ("failed_rows", "counter", "num_failed_rows"),
+        ("logical_tokens", "counter", "num_logical_tokens"),
+        ("prompt_tokens", "counter", "num_prompt_tokens"),
+        ("cached_tokens", "counter", "num_cached_tokens"),
+        ("output_tokens", "counter", "num_output_tokens"),
+        ("engine_time", "timer", "engine_s"),
+    ),
+    "commit": _metrics(
+        "commit",
+        ("rows_in", "counter", "num_rows_in"),
+        ("rows_out", "counter", "num_rows_out"),
+        ("failed_rows", "counter", "num_rows_failed"),
+        ("reused_rows", "counter", "num_rows_reused"),
+        ("saving_ratio", "gauge", "achieved_saving_ratio"),
+        ("tokens_per_second", "gauge", "tokens_per_s"),
+    ),
+}
 """What a task of each stage sends when it succeeds."""
 
 PODS_REPLACED: Final = "batchllm.pods.replaced"

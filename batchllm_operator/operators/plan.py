@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
@@ -43,12 +43,7 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
     """
 
     # Fields of this kind are what Airflow keeps of an operator beside the parsed DAG.
-    template_fields: Sequence[str] = (
-        "spec_path",
-        "ds",
-        "report_root",
-        *BatchLLMStageOperator.template_fields,
-    )
+    template_fields = ("spec_path", "ds", "report_root", *BatchLLMStageOperator.template_fields)
     ui_color = "#cde6d0"
     component: ClassVar[str] = "plan"
 
@@ -70,7 +65,6 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
             )
 
     def command(self, context: Context) -> list[str]:
-        """`batchllm plan` over the spec's file."""
         return ["plan", "--job", self.spec_path, "--ds", self.ds]
 
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
@@ -78,15 +72,12 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         return ["plan", *self._job, "--record", UID_PLACE]
 
     def verify_command(self, pod_uid: str | None) -> list[str] | None:
-        """For the record that the pod has left."""
         return None if pod_uid is None else [*self._job, "--record", pod_uid]
 
     def work(self) -> str:
-        """Spec and partition."""
         return " ".join(self._job)
 
     def table_uri(self) -> str:
-        """The output table."""
         return self._spec.output.uri
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> list[dict[str, str | int]]:
@@ -101,11 +92,9 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         ]
 
     def stem(self) -> str:
-        """Job and stage."""
         return f"{self._spec.name}-plan"
 
     def stage_labels(self) -> dict[str, str]:
-        """The job."""
         return {f"{LABEL}/job": self._spec.name}
 
     @cached_property

@@ -28,33 +28,17 @@ from batchllm_operator.operators.pods.spec import (
     without_repetitions,
 )
 from batchllm_operator.operators.pods.watch import WatchLimits
-from batchllm_operator.operators.triggers import PodWatchTrigger
+from batchllm_operator.operators.triggers import Cluster, PodWatchTrigger
 
 Runner = Literal["local", "kubernetes"]
 
-_OURS: Final = frozenset(
-    {
-        "arguments",
-        "callbacks",
-        "cmds",
-        "container_logs",
-        "durable",
-        "get_logs",
-        "init_container_logs",
-        "is_delete_operator_pod",
-        "logging_interval",
-        "name",
-        "on_kill_action",
-        "progress_callback",
-        "random_name_suffix",
-        "reattach_on_restart",
-        "schedule_timeout_seconds",
-        "skip_on_exit_code",
-        "startup_check_interval_seconds",
-        "startup_timeout_seconds",
-        "trigger_kwargs",
-    }
-)
+_OURS: Final = {
+    *("arguments", "callbacks", "cmds", "container_logs", "durable", "get_logs"),
+    *("init_container_logs", "is_delete_operator_pod", "logging_interval", "name"),
+    *("on_kill_action", "progress_callback", "random_name_suffix", "reattach_on_restart"),
+    *("schedule_timeout_seconds", "skip_on_exit_code", "startup_check_interval_seconds"),
+    *("startup_timeout_seconds", "trigger_kwargs"),
+}
 """Arguments of `KubernetesPodOperator` that would have no effect, or spoil what we do."""
 _OURS_REASON: Final = (
     "how a pod is named, found, awaited and logged is this operator's own (see queue_timeout,"
@@ -116,9 +100,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
 
     template_fields: Sequence[str] = (
         *KubernetesPodOperator.template_fields,
-        "env",
-        "aws_conn_id",
-        "connection_env",
+        *("env", "aws_conn_id", "connection_env"),
     )
     template_fields_renderers: ClassVar[dict[str, str]] = {
         "env_vars": "py",
@@ -211,7 +193,6 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         return without_repetitions(pod)
 
     def _security_and_resources(self) -> k8s.V1Pod:
-        """What Airflow's own arguments say of these, as a pod."""
         plain = ApiClient().sanitize_for_serialization  # each may be a dictionary already
         main = {
             "name": self.base_container_name,
@@ -223,7 +204,6 @@ class BatchLLMPodOperator(KubernetesPodOperator):
 
     @contextmanager
     def _given(self, **arguments: Any) -> Iterator[None]:
-        """Have other arguments for a while."""
         before = {name: getattr(self, name) for name in arguments}
         vars(self).update(arguments)
         try:
@@ -276,17 +256,13 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         )
 
     def _trigger(self, pod: k8s.V1Pod, deadline: datetime | None) -> PodWatchTrigger:
-        """What watches a pod in the triggerer."""
         return PodWatchTrigger(
             pod_name=pod.metadata.name,
             pod_namespace=pod.metadata.namespace,
             pod_uid=pod.metadata.uid,
             container_name=self.base_container_name,
             limits=asdict(self._limits()),
-            kubernetes_conn_id=self.kubernetes_conn_id,
-            in_cluster=self.in_cluster,
-            cluster_context=self.cluster_context,
-            config_file=self.config_file,
+            **asdict(self._cluster),
             deadline=deadline.isoformat() if deadline else None,
             aws_conn_id=self.aws_conn_id,
             connection_env=dict(self.connection_env or {}),
@@ -294,16 +270,17 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         )
 
     @property
+    def _cluster(self) -> Cluster:
+        return Cluster(
+            self.kubernetes_conn_id, self.in_cluster, self.cluster_context, self.config_file
+        )
+
+    @property
     def has_secrets(self) -> bool:
-        """Whether pods get a Secret of their own, filled from Airflow connections."""
         return self.aws_conn_id is not None or bool(self.connection_env)
 
     def _secret_variables(self) -> Mapping[str, str]:
-        """What a pod's own Secret holds.
-
-        Raises:
-            AirflowFailException: a connection is wrong, or what it gives doesn't last.
-        """
+        """What a pod's own Secret holds."""
         credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         if not self.session_token_outlives_task:
             credentials.check_lasting()
@@ -320,7 +297,6 @@ class BatchLLMPodOperator(KubernetesPodOperator):
 
 
 def _variables(given: Any) -> list[k8s.V1EnvVar]:
-    """Environment variables as a list, whichever way they were given."""
     if isinstance(given, Mapping):
         return [k8s.V1EnvVar(name=name, value=str(value)) for name, value in given.items()]
     return list(given or ())

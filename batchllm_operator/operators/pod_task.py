@@ -35,7 +35,6 @@ from batchllm_operator.operators.pods.spec import escaped, num_gpus, with_secret
 from batchllm_operator.operators.pods.watch import PodName, PodWatch
 from batchllm_operator.operators.tries import is_anothers, task_state, will_be_retried
 from batchllm_operator.operators.triggerer import when_triggerer_runs
-from batchllm_operator.operators.triggers import make_hook
 
 _LAST_CALL_S, _SHORTEST_LAST_CALL_S = 4.0, 1.0
 """For removing a pod: Airflow gives a task that it kills five seconds."""
@@ -88,7 +87,6 @@ class BatchLLMPodTask(BatchLLMPodOperator):
     # The cluster
 
     def _take_pod(self, context: Context) -> k8s.V1Pod:
-        """The live pod of this attempt, or a new one."""
         attempt = self._attempt(context)
         variables = self._secret_variables()
         first = self._request(context, attempt, 0, variables)
@@ -252,7 +250,6 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     @property
     def _last_call_s(self) -> float:
-        """What is left of the time that Airflow gives a task that it kills."""
         since = time.monotonic() - self._killed_at if self._killed_at is not None else 0.0
         return max(_SHORTEST_LAST_CALL_S, _LAST_CALL_S - since)
 
@@ -316,9 +313,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         """Watch a pod from this process; None if a triggerer, that runs by now, is to go on."""
         credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         watch = self._watch = PodWatch(
-            lambda: make_hook(
-                self.kubernetes_conn_id, self.in_cluster, self.cluster_context, self.config_file
-            ),
+            lambda: self._cluster.hook(),
             self._name_of(pod),
             self._limits(),
             lambda line: self.log.info("%s", line),

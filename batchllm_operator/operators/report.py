@@ -29,5 +29,4 @@ class BatchLLMReportOperator(BatchLLMCommandOperator):
         self.plan_uri = plan_uri
 
     def execute(self, context: Context) -> dict[str, str | int | float]:
-        """Report; see `run_command` for the errors."""
         return uris_and_counts(self.run_command("report", "--plan", str(self.plan_uri)))

@@ -80,7 +80,6 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             return self._work(context, num_disruptions=0)
 
     def resume(self, context: Context, event: Mapping[str, Any], num_disruptions: int = 0) -> Any:
-        """Go on when the triggerer has seen the pod's end; see `execute`."""
         with self._released_when_killed(context):
             result = self._conclude(context, PodEnd.from_event(event), num_disruptions)
             if result is not None:
@@ -151,7 +150,6 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
     def _work(
         self, context: Context, num_disruptions: int, waiting_since: datetime | None = None
     ) -> Any:
-        """Take up or make a pod and watch it, or defer; make another after a disruption."""
         while True:
             defers = self._defers(self.log.info)
             try:
@@ -244,12 +242,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         count_pod_event(name, self.component, context, job)
 
     def _defer(self, context: Context, pod: k8s.V1Pod, num_disruptions: int) -> NoReturn:
-        """Leave the pod to the triggerer.
-
-        Raises:
-            AirflowException: the user has marked or cleared the task meanwhile: Airflow would
-                refuse the deferral, and nobody would have the pod.
-        """
+        """Leave the pod to the triggerer."""
         state = task_state(context["ti"], self.log)
         if state not in ("running", None, UNKNOWN):
             if not is_anothers(state):

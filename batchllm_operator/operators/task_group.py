@@ -67,7 +67,7 @@ def batchllm_task_group(
     PodSettings(gpu=gpu, gpu_count=gpu_count)  # Airflow looks at mapped tasks when they run
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
     pool_args = {} if pool is None else {"pool": pool}
-    outlets = [] if output_asset is None else [_asset(output_asset)]
+    asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
     with TaskGroup(group_id=group_id) as group:
         plan = BatchLLMPlanOperator(
             task_id="plan",
@@ -92,7 +92,7 @@ def batchllm_task_group(
         commit = BatchLLMCommitOperator(
             task_id="commit",
             plan_uri=plan_uri,
-            outlets=outlets,
+            outlets=[] if asset is None else [asset],
             # Not for a plan that was skipped; without shards, generate is.
             trigger_rule=TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS,
             **everywhere,
@@ -100,7 +100,3 @@ def batchllm_task_group(
         report = BatchLLMReportOperator(task_id="report", plan_uri=plan_uri, **everywhere)
         generate >> commit >> report
     return group
-
-
-def _asset(asset: Asset | str) -> Asset:
-    return asset if isinstance(asset, Asset) else Asset(asset)

@@ -52,7 +52,6 @@ def task_state(ti: Any, log: logging.Logger | Any, limit_s: float | None = None)
 
 
 def will_be_retried(ti: Any) -> bool:
-    """Whether Airflow makes another try when this one fails."""
     return bool(ti.try_number <= ti.max_tries)
 
 

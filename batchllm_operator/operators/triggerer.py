@@ -102,11 +102,7 @@ def _health_url() -> str:
 
 
 def _trust() -> ssl.SSLContext:
-    """The certificates with which tasks talk to the API server, and those of the machine.
-
-    Raises:
-        OSError: a file that the settings name isn't there, or holds no certificate.
-    """
+    """The certificates with which tasks talk to the API server, and those of the machine."""
     names = ("ssl_ca_file", "ssl_cert", "client_ssl_cert", "client_ssl_key")
     ca_file, cert, client_cert, client_key = (
         conf.get("api", name, fallback=None) or None for name in names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -47,22 +47,49 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
     await asyncio.shield(task)
 
 
-def make_hook(
-    kubernetes_conn_id: str | None,
-    in_cluster: bool | None,
-    cluster_context: str | None,
-    config_file: str | None,
-) -> AsyncKubernetesHook:
-    """A hook that reads its configuration where it is used; no credential is handed on."""
-    config_dict = None
-    if config_file is not None:
-        config_dict = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
-    return AsyncKubernetesHook(
-        conn_id=kubernetes_conn_id,
-        in_cluster=in_cluster,
-        cluster_context=cluster_context,
-        config_dict=config_dict,
-    )
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """How a cluster is reached; each process that does reads its own credentials."""
+
+    kubernetes_conn_id: str | None
+    """This and the next two are as for the operator."""
+    in_cluster: bool | None
+    cluster_context: str | None
+    config_file: str | None
+    """The kubeconfig's path; the triggerer reads it, so it has to be there too."""
+
+    def hook(self) -> AsyncKubernetesHook:
+        config_dict = None
+        if self.config_file is not None:
+            config_dict = yaml.safe_load(Path(self.config_file).read_text(encoding="utf-8"))
+        return AsyncKubernetesHook(
+            conn_id=self.kubernetes_conn_id,
+            in_cluster=self.in_cluster,
+            cluster_context=self.cluster_context,
+            config_dict=config_dict,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedPod(Cluster):
+    """The arguments of `PodWatchTrigger`, which JSON can hold."""
+
+    pod_name: str
+    pod_namespace: str
+    pod_uid: str
+    """Under which a plan's result is recorded."""
+    container_name: str
+    limits: dict[str, float]
+    """A `WatchLimits`."""
+    deadline: str | None
+    """When the task's `execution_timeout` is reached, in ISO format."""
+    aws_conn_id: str | None
+    """Connection whose secrets are to be masked in what the pod says."""
+    connection_env: dict[str, str]
+    """Likewise."""
+    removes: bool
+    """Whether the pod is to be removed when it has ended. One that is still there and no longer
+    watched is removed in any case: the worker may come late."""
 
 
 class PodWatchTrigger(KubernetesPodTrigger):
@@ -72,78 +99,24 @@ class PodWatchTrigger(KubernetesPodTrigger):
     in `cleanup` once no try of the task lives. A restart of the triggerer leaves the pod alone.
 
     Args:
-        pod_name: the pod.
-        pod_namespace: its namespace.
-        pod_uid: its UID, under which a plan's result is recorded.
-        container_name: its main container.
-        limits: a `WatchLimits`, as a dictionary.
-        kubernetes_conn_id: as for the operator, and so are the next two.
-        in_cluster: whether the triggerer's own service account is used.
-        cluster_context: of the kubeconfig.
-        config_file: the kubeconfig's path; the triggerer reads it, so it has to be there too.
-        deadline: when the task's `execution_timeout` is reached, in ISO format.
-        aws_conn_id: connection whose secrets are to be masked in what the pod says.
-        connection_env: likewise.
-        removes: whether the pod is to be removed when it has ended. One that hasn't, and that
-            nobody watches from then on, is removed in any case: the worker may come late.
+        arguments: those of `WatchedPod`.
     """
 
-    def __init__(
-        self,
-        *,
-        pod_name: str,
-        pod_namespace: str,
-        pod_uid: str,
-        container_name: str,
-        limits: dict[str, float],
-        kubernetes_conn_id: str | None,
-        in_cluster: bool | None,
-        cluster_context: str | None,
-        config_file: str | None,
-        deadline: str | None,
-        aws_conn_id: str | None,
-        connection_env: dict[str, str],
-        removes: bool,
-    ) -> None:
+    def __init__(self, **arguments: Any) -> None:
+        pod = self._pod = WatchedPod(**arguments)
         super().__init__(
-            pod_name=pod_name,
-            pod_namespace=pod_namespace,
+            pod_name=pod.pod_name,
+            pod_namespace=pod.pod_namespace,
             trigger_start_time=datetime.now().astimezone(),
-            base_container_name=container_name,
-            kubernetes_conn_id=kubernetes_conn_id,
-            in_cluster=in_cluster,
-            cluster_context=cluster_context,
+            base_container_name=pod.container_name,
+            kubernetes_conn_id=pod.kubernetes_conn_id,
+            in_cluster=pod.in_cluster,
+            cluster_context=pod.cluster_context,
         )
-        self._limits = WatchLimits(**limits)
-        self._pod_uid, self._config_file, self._deadline = pod_uid, config_file, deadline
-        self._aws_conn_id, self._connection_env = aws_conn_id, connection_env
-        self._removes = removes
+        self._limits = WatchLimits(**pod.limits)
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """The class and arguments that make this trigger again."""
-        return (
-            "batchllm_operator.operators.triggers.PodWatchTrigger",
-            {
-                "pod_name": self.pod_name,
-                "pod_namespace": self.pod_namespace,
-                "pod_uid": self._pod_uid,
-                "container_name": self.base_container_name,
-                "limits": asdict(self._limits),
-                "kubernetes_conn_id": self.kubernetes_conn_id,
-                "in_cluster": self.in_cluster,
-                "cluster_context": self.cluster_context,
-                "config_file": self._config_file,
-                "deadline": self._deadline,
-                "aws_conn_id": self._aws_conn_id,
-                "connection_env": self._connection_env,
-                "removes": self._removes,
-            },
-        )
-
-    def _make_hook(self) -> AsyncKubernetesHook:
-        return make_hook(
-            self.kubernetes_conn_id, self.in_cluster, self.cluster_context, self._config_file
-        )
+        return "batchllm_operator.operators.triggers.PodWatchTrigger", asdict(self._pod)
 
     async def on_kill(self) -> None:
         """Delete the pod when a user has killed the task (Airflow 3.3 and later).
@@ -178,7 +151,6 @@ class PodWatchTrigger(KubernetesPodTrigger):
             self.log.error("Pod %s couldn't be removed: %r", self.pod_name, error)
 
     async def _delete(self, patience_s: float, *, at_once: bool = False) -> None:
-        """Ask the pod to stop, if it is there; try again for a while."""
         tries = AsyncRetrying(
             wait=wait_random_exponential(max=15),
             retry=retry_if_exception(is_passing),
@@ -191,9 +163,9 @@ class PodWatchTrigger(KubernetesPodTrigger):
         """Delete the pod, but not another that has its name by now."""
         where = (self.pod_name, self.pod_namespace)
         options = V1DeleteOptions(
-            grace_period_seconds=grace_s, preconditions=V1Preconditions(uid=self._pod_uid)
+            grace_period_seconds=grace_s, preconditions=V1Preconditions(uid=self._pod.pod_uid)
         )
-        async with self._make_hook().get_conn() as connection:
+        async with self._pod.hook().get_conn() as connection:
             api = CoreV1Api(connection)
             try:
                 await api.delete_namespaced_pod(*where, body=options, _request_timeout=_REQUEST_S)
@@ -203,14 +175,14 @@ class PodWatchTrigger(KubernetesPodTrigger):
                 if error.status != CONFLICT:
                     raise
                 found = await api.read_namespaced_pod(*where, _request_timeout=_REQUEST_S)
-                if found.metadata.uid == self._pod_uid:
+                if found.metadata.uid == self._pod.pod_uid:
                     raise
 
     async def _mask(self) -> Callable[[str], str]:
         """Takes the connections' secrets out of a text: this process doesn't know them yet."""
         try:
             credentials = await sync_to_async(Credentials.of)(
-                self._aws_conn_id, self._connection_env
+                self._pod.aws_conn_id, self._pod.connection_env
             )
         # Whatever it is: the pod has to be watched, and then nothing that it says is passed on.
         except Exception as error:  # noqa: BLE001
@@ -229,15 +201,15 @@ class PodWatchTrigger(KubernetesPodTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Fire once, when the pod has ended in whatever way."""
         watch = PodWatch(
-            self._make_hook,
-            PodName(self.pod_name, self.pod_namespace, self.base_container_name, self._pod_uid),
+            self._pod.hook,
+            PodName(self.pod_name, self.pod_namespace, self.base_container_name, self._pod.pod_uid),
             self._limits,
             lambda line: self.log.info("%s", line),
-            deadline=datetime.fromisoformat(self._deadline) if self._deadline else None,
+            deadline=datetime.fromisoformat(self._pod.deadline) if self._pod.deadline else None,
             masked=await self._mask(),
         )
         end = await watch.until_end()
-        if not end.is_unseen and (self._removes or not end.may_stay):
+        if not end.is_unseen and (self._pod.removes or not end.may_stay):
             await self._remove(at_once=end.is_unreachable)
         self._fired_event = True
         yield TriggerEvent(end.as_event())  # type: ignore[no-untyped-call]

@@ -52,11 +52,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         return self._command_runner
 
     def _verify(self, pod_uid: str | None, owner: str | None = None) -> dict[str, Any] | str:
-        """The results in the lake, or what is missing of them; looks again if that fails.
-
-        Raises:
-            TakenOverError: an attempt that isn't that `owner`'s works on what is missing.
-        """
+        """The results in the lake, or what is missing of them; looks again if that fails."""
         arguments = self.verify_command(pod_uid)
         if arguments is None:
             return ""
@@ -84,11 +80,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         defers: bool,
         deadline: datetime | None = None,
     ) -> None:
-        """Let some time pass, in the triggerer if there is one: longer, the longer it takes.
-
-        Raises:
-            AirflowException: the time is up, or the task was killed.
-        """
+        """Let some time pass, in the triggerer if there is one: longer, the longer it takes."""
         now = datetime.now(UTC)
         if now - since > self.queue_timeout:
             raise AirflowException(f"no room for a pod in time (queue_timeout): {said}")
@@ -185,5 +177,4 @@ def _pause(waited: timedelta, poll_interval_s: float) -> timedelta:
 
 
 def time_left(deadline: datetime | None) -> timedelta | None:
-    """For a deferral, a little longer than until the deadline."""
     return deadline - datetime.now(UTC) + _DEFERRAL_MARGIN if deadline is not None else None

@@ -40,7 +40,6 @@ def reason_of(error: ApiException | AsyncApiException) -> str:
 
 
 def message_of(error: Exception) -> str:
-    """What the API said, on one line."""
     if isinstance(error, ApiException):
         return f"{error.status} {status_of(error).get('message') or error.reason}"
     return f"{type(error).__name__}: {error}"

@@ -320,7 +320,6 @@ class AttemptPods:
                 self.delete(pod.metadata.name, pod.metadata.uid)
 
     def delete_secret(self, name: str) -> None:
-        """Remove the Secret of a pod, if it has one."""
         if not self._has_secrets:
             return
         try:

@@ -57,7 +57,6 @@ class ClusterCalls:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time for all calls is used up."""
         return time.monotonic() >= self._over_at
 
     def interrupt(self) -> None:

@@ -52,12 +52,10 @@ class PodEnd:
 
     @property
     def is_disruption(self) -> bool:
-        """Whether the cluster, not the job, was the cause: another pod may be made."""
         return self.kind in (EndKind.DISRUPTED, EndKind.GONE)
 
     @property
     def is_unseen(self) -> bool:
-        """Whether the pod's state is unknown, so that it is left to the next try."""
         return self.kind in (EndKind.API_LOST, EndKind.FORBIDDEN)
 
     @property
@@ -78,7 +76,6 @@ class PodEnd:
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> PodEnd:
-        """The end that a trigger reported."""
         return cls(**{**event, "kind": EndKind(event["kind"])})
 
     def explanation(self) -> str:

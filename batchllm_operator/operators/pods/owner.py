@@ -35,7 +35,6 @@ class Attempt:
 
     @property
     def labels(self) -> dict[str, str]:
-        """That each pod and Secret of this attempt carries."""
         return {
             f"{LABEL}/attempt": self.owner,
             f"{LABEL}/work": self.work,
@@ -45,7 +44,6 @@ class Attempt:
 
     @property
     def selector(self) -> str:
-        """Of all pods of this owner."""
         return f"{LABEL}/attempt={self.owner}"
 
     def pod_name(self, stem: str, ordinal: int) -> str:

@@ -100,5 +100,4 @@ class PodSettings:
 
     @property
     def preset(self) -> GpuPreset | None:
-        """The GPU's; None for a pod without one."""
         return PRESETS[self.gpu] if self.gpu is not None else None

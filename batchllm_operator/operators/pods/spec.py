@@ -138,7 +138,6 @@ def overlaid(merged: k8s.V1Pod, below: k8s.V1Pod, above: k8s.V1Pod) -> k8s.V1Pod
 
 
 def _put_first(containers: list[k8s.V1Container], name: str) -> None:
-    """The main container before all others."""
     containers.sort(key=lambda each: each.name != name)
     if containers[0].name != name:
         names = ", ".join(each.name for each in containers)

@@ -26,33 +26,18 @@ class Stage(StrEnum):
 # Reasons that kubelet, scheduler and node life-cycle controllers give when a pod ends for the
 # cluster's sake: eviction, preemption, shutdown of the node, or a node that admitted the pod
 # and then had nothing left for it (a device plugin that restarts, say).
-_DISRUPTIONS: Final = frozenset(
-    {
-        "Evicted",
-        "NodeAffinity",
-        "NodeLost",
-        "NodeShutdown",
-        "Preempted",
-        "Preempting",
-        "Shutdown",
-        "Terminated",
-        "TopologyAffinityError",
-        "UnexpectedAdmissionError",
-    }
-)
+_DISRUPTIONS: Final = {
+    *("Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempted", "Preempting"),
+    *("Shutdown", "Terminated", "TopologyAffinityError", "UnexpectedAdmissionError"),
+}
 _NOTHING_LEFT: Final = "OutOf"
 """A kubelet's reason begins so when it had no more of a resource, such as nvidia.com/gpu."""
 _RESET: Final = "ContainerStatusUnknown"
 """A container's reason when its node was reset and its fate is unknown."""
 _HOPELESS: Final = frozenset({"ErrImageNeverPull", "InvalidImageName"})
 _STUCK: Final = _HOPELESS | {
-    "CreateContainerConfigError",
-    "CreateContainerError",
-    "ErrImagePull",
-    "ImageInspectError",
-    "ImagePullBackOff",
-    "RegistryUnavailable",
-    "RunContainerError",
+    *("CreateContainerConfigError", "CreateContainerError", "ErrImagePull", "ImageInspectError"),
+    *("ImagePullBackOff", "RegistryUnavailable", "RunContainerError"),
 }
 
 
@@ -148,7 +133,6 @@ class PodState:
 
 
 def _status_of(status: Any, container_name: str) -> Any:
-    """The status of the main container; None before there is one."""
     statuses = (status.container_statuses if status else None) or []
     return next((each for each in statuses if each.name == container_name), None)
 
@@ -163,7 +147,6 @@ def _waiting(status: Any, container: Any) -> Any:
 
 
 def _failed_init_container(status: Any) -> Any:
-    """How the init container ended that kept the main one from starting, if one did."""
     ended = [
         each.state.terminated
         for each in status.init_container_statuses or []

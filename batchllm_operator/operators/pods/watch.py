@@ -134,7 +134,6 @@ class PodWatch:
                 return self._end(EndKind.STOPPED)
 
     async def aclose(self) -> None:
-        """Give up the connection; it is made again where it is needed."""
         self._api = None
         with suppress(ClientError, OSError):
             await self._connection.aclose()
@@ -244,7 +243,6 @@ class PodWatch:
         return None
 
     def _tell(self, state: PodState) -> None:
-        """Log a state when it is new, or has lasted."""
         text = str(state) + (", being deleted" if state.is_being_deleted else "")
         if text != self._said or self._now() - self._said_at > _REPEAT:
             self._log(self._masked(f"Pod {self._pod.name}: {text}"))

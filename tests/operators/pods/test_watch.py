@@ -19,7 +19,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from batchllm_operator.operators.pods import watch as watch_module
 from batchllm_operator.operators.pods.end import EndKind
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
-from batchllm_operator.operators.triggers import make_hook
+from batchllm_operator.operators.triggers import Cluster
 
 
 def watch_with(hook: Any, lines: list[str], api_s: float = 0.2, uid: str = "") -> PodWatch:
@@ -39,7 +39,7 @@ def test_a_kubeconfig_that_is_being_rewritten_does_not_end_the_watch(tmp_path: P
     path = tmp_path / "config"
     path.write_text("users: [{name: x")  # half of it
     lines: list[str] = []
-    watch = watch_with(lambda: make_hook(None, False, None, str(path)), lines)
+    watch = watch_with(Cluster(None, False, None, str(path)).hook, lines)
     assert asyncio.run(watch.until_end()).kind is EndKind.API_LOST
     assert len(lines) == 1 and "Can't see pod p at the moment" in lines[0]
 
