@@ -68,7 +68,6 @@ class MissingLibraryError(BatchLLMError):
 
     @classmethod
     def of(cls, error: ModuleNotFoundError, what: str) -> MissingLibraryError:
-        """Say which library `what` needs, and how to install it."""
         library = (error.name or "").partition(".")[0]
         message = f"{what}: needs the library {library or error}, which isn't installed"
         if extras := _EXTRAS.get(library):

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final, TextIO
 
 from tqdm import tqdm
@@ -27,8 +26,7 @@ class Progress:
         total: how much there is to do.
         unit: of what.
         initial: how much of it was done before.
-        announce: whether a plain line says that it begins; leave it out where it is likely to end
-            soon, for it says so then.
+        announce: whether a plain line says that it begins; not where it is likely to end soon.
         stream: where to show it; stderr by default.
         line_interval_s: seconds between plain lines; None for `BATCHLLM_PROGRESS_INTERVAL_S` of
             the environment, or ten.
@@ -67,12 +65,7 @@ class Progress:
             self._print(f"{self._label}: {self._total} {self._unit}{resumed}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
         else:
@@ -120,7 +113,6 @@ class Progress:
 
 
 def _interval_s() -> float:
-    """What the environment wants, if that is a number."""
     try:
         return float(os.environ.get(INTERVAL_VARIABLE, LINE_INTERVAL_S))
     except ValueError:
@@ -128,7 +120,6 @@ def _interval_s() -> float:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, to the second or to the minute."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -11,7 +11,6 @@ from batchllm_operator import __version__
 
 
 def get_provider_info() -> dict[str, Any]:
-    """Describe the provider, in the form of Airflow's provider_info.schema.json."""
     return {
         "package-name": "batchllm-operator",
         "name": "BatchLLM",

@@ -28,7 +28,6 @@ def open_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr, if possible."""
     with suppress(OSError):
         print(text, file=sys.stderr)
 

@@ -98,7 +98,6 @@ def build_demo_table(
 def _choose(
     documents: Sequence[DemoDocument], max_documents: int, max_queries: int
 ) -> list[tuple[DemoDocument, tuple[str, ...]]]:
-    """The documents whose headings recur most, each with its queries."""
     spellings = Counter(heading for document in documents for heading in document.headings)
     recurrence = Counter(h.casefold() for document in documents for h in document.headings)
     # One spelling for all documents ("Quick Start", "Quick start"), or they wouldn't be shared.

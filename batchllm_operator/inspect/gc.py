@@ -1,7 +1,7 @@
 """Removing what jobs have left behind: by age, and never what may still be needed (ADR 19).
 
-What is still worked on has young files, so everything goes by the youngest file of a plan: a run
-writes its parts, a plan that is made again all of its files.
+What is still worked on has recent files, so a plan is as old as its newest file: a run writes its
+parts, planning again writes all files.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from batchllm_operator.artifacts.manifest import (
 )
 from batchllm_operator.artifacts.stored_plan import (
     COMMITTING_FILE,
+    PLAN_FOLDER,
     SUPERSEDED_FILE,
     StoredPlan,
     check_publisher,
@@ -34,7 +35,6 @@ from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import Folder, StoredFile, list_files, open_table, remove_files
 from batchllm_operator.spec import JobSpec, TableAddress
 
-_PLAN: Final = re.compile(r"plan-([0-9a-f]{16})")
 _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 """As `Folder` names them on local disk; on S3 there are none."""
 _SHARD: Final = re.compile(r"shard-[0-9]+\.parquet")
@@ -59,7 +59,7 @@ class Garbage:
 
     @property
     def modified_at(self) -> float:
-        """When the youngest was written, in seconds since 1970."""
+        """When the newest was written, in seconds since 1970."""
         return max(file.modified_at for file in self.files.values())
 
 
@@ -97,7 +97,7 @@ def find_garbage(
         loose: dict[str, StoredFile] = {}
         for name, file in list_files(folder).items():
             top, _, rest = name.partition("/")
-            if rest and _PLAN.fullmatch(top):
+            if rest and PLAN_FOLDER.fullmatch(top):
                 plans[top][rest] = file
             elif top == "records" or _is_temporary(folder, name):
                 loose[name] = file
@@ -126,7 +126,7 @@ def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept
         if each.seen is not None and list_files(each.folder) != each.seen:
             kept.append(Kept(each.folder, "it has changed meanwhile"))
             continue
-        if _was_begun_anew(each):
+        if _has_begun_again(each):
             kept.append(Kept(each.folder, "somebody has begun to work on it"))
             continue
         remove_files(each.folder, each.files)
@@ -134,11 +134,11 @@ def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept
     return removed, kept
 
 
-def _was_begun_anew(garbage: Garbage) -> bool:
-    """Take away what makes a plan of it, so that the rest is not mistaken for one, and look again.
+def _has_begun_again(garbage: Garbage) -> bool:
+    """Take the manifest away, so that the rest is not mistaken for a plan, and look again.
 
-    Who works on a plan writes something there, then looks whether the manifest is there. So either
-    they see that it has gone, or this sees what they wrote, and puts it back.
+    A process that works on a plan writes something there, then looks for the manifest. So either it
+    sees that the manifest has gone, or this sees what was written, and puts the manifest back.
     """
     if garbage.seen is None or MANIFEST_FILE not in garbage.files:
         return False
@@ -155,7 +155,7 @@ def _was_begun_anew(garbage: Garbage) -> bool:
 
 
 def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garbage | Kept | None:
-    """What may go of a plan; None if nothing may, for a reason that needs no words."""
+    """What may go of a plan; None if nothing may yet."""
     if any(file.modified_at >= before for file in files.values()):
         return None
     try:
@@ -189,12 +189,7 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
 
 
 def _state(spec: JobSpec, folder: Folder, files: Files) -> tuple[bool, bool]:
-    """Whether an output partition holds the plan's rows, and whether the plan knows it, too.
-
-    Raises:
-        PlanError: its manifest can't be read.
-        TableError: the output partition can't be read, or holds what another job wrote.
-    """
+    """Whether an output partition holds the plan's rows, and whether the plan knows it, too."""
     if MANIFEST_FILE in files:
         plan = StoredPlan.open(folder.uri)
         spec, ds, plan_id = plan.manifest.spec, plan.manifest.ds, plan.manifest.plan_id

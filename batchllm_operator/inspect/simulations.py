@@ -133,7 +133,7 @@ def shard_to_simulate(
     machine = _machine(
         model, gpu, engine_limits(spec), options, spec.engine.block_size or BLOCK_SIZE
     )
-    return _told(workload, options), replace(machine, max_num_seqs=spec.engine.max_num_seqs)
+    return _with_error(workload, options), replace(machine, max_num_seqs=spec.engine.max_num_seqs)
 
 
 def shape_to_simulate(shape: Shape, options: SimulationOptions) -> tuple[Workload, Machine]:
@@ -147,7 +147,7 @@ def shape_to_simulate(shape: Shape, options: SimulationOptions) -> tuple[Workloa
     model = find_model(options.model or _DEFAULT_MODEL)
     gpu = find_gpu(options.gpu or _DEFAULT_GPU, options.gpu_table)
     machine = _machine(model, gpu, EngineLimits(), options, BLOCK_SIZE)
-    return _told(shape.make(options.seed), options), machine
+    return _with_error(shape.make(options.seed), options), machine
 
 
 def simulate_policies(
@@ -225,7 +225,7 @@ def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
     write_file(folder / "timeline.png", plot_timelines(runs, machine))
 
 
-def _told(workload: Workload, options: SimulationOptions) -> Workload:
+def _with_error(workload: Workload, options: SimulationOptions) -> Workload:
     if options.estimate_error == 0:
         return workload
     return workload.with_estimate_error(options.estimate_error, options.seed)

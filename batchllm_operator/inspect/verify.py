@@ -56,7 +56,7 @@ def verify_shard(plan_uri: str, shard_idx: int, owner: str | None = None) -> Sha
 def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
     manifest = plan.manifest
     if len(manifest.shards) <= shard_idx < manifest.spec.planner.num_shards:
-        return ShardReport.of(manifest.plan_id, shard_idx, [], 0)  # as `run_shard` has it
+        return ShardReport.of_parts(manifest.plan_id, shard_idx, [], 0)  # as `run_shard` has it
     shard = plan.shard(shard_idx)
     if (committed := committed_shard(plan, shard_idx)) is not None:
         return committed
@@ -72,7 +72,7 @@ def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
             f"{where}: there is a report, but {len(missing)} of {shard.num_parts} parts are"
             f" missing or altered, the first is part {missing[0]}; run the shard again"
         )
-    found = ShardReport.of(
+    found = ShardReport.of_parts(
         manifest.plan_id, shard_idx, list(entries.values()), report.num_resumed_parts
     )
     if (found.num_requests, found.num_rows) != (report.num_requests, report.num_rows):
@@ -83,7 +83,7 @@ def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
 
 
 def record_plan(spec: JobSpec, ds: str, name: str, result: Mapping[str, Any]) -> None:
-    """Keep under `name` what planning gave, for who asked for it and can't see the process."""
+    """Keep under `name` what planning gave, for a caller that can't see this process."""
     body = {"record_version": _RECORD_VERSION, "result": dict(result)}
     _records(spec, ds).write_bytes(_file_name(name), json.dumps(body, indent=1).encode())
 

@@ -51,7 +51,6 @@ class RowGroup:
         return cls(rows, num_bytes, sink.size() - num_bytes)
 
     def write(self, writer: pq.ParquetWriter) -> None:
-        """Write it as one row group."""
         writer.write_table(self.rows, row_group_size=max(1, self.rows.num_rows))
 
 

@@ -76,7 +76,6 @@ class Folder:
 
     @property
     def is_local(self) -> bool:
-        """Whether the folder is on this machine's own file system."""
         return isinstance(self.fs, LocalFileSystem)
 
     @property
@@ -85,7 +84,6 @@ class Folder:
         return self.path if self.is_local else str(self.fs.unstrip_protocol(self.path))
 
     def child(self, *names: str) -> Folder:
-        """The folder `names[0]/names[1]/...` in this one."""
         return Folder(self.fs, "/".join((self.path, *names)))
 
     def full_path(self, name: str) -> str:
@@ -210,16 +208,11 @@ class Folder:
                 shutil.copyfile(source, temporary)
 
     def remove(self, name: str) -> None:
-        """Remove `name` if it is there."""
         with self._errors(name), suppress(FileNotFoundError):
             self.fs.rm_file(self.full_path(name))
 
     def _create(self, name: str, data: bytes) -> None:
-        """Write `name` if it isn't there.
-
-        Raises:
-            OSError: it exists, couldn't be written, or the outcome is unknown.
-        """
+        """Write `name` if it isn't there."""
         if not self.is_local:
             self.fs.pipe_file(self.full_path(name), data, mode="create")
             return

@@ -61,17 +61,14 @@ class TableAddress:
 
     @property
     def catalog(self) -> str:
-        """The Iceberg catalog's name."""
         return self.location.partition("/")[0]
 
     @property
     def identifier(self) -> str:
-        """The Iceberg table's name in its catalog, the namespace before it."""
         return self.location.partition("/")[2]
 
     @property
     def uri(self) -> str:
-        """The address as it is written."""
         return {"iceberg": _ICEBERG, "delta": _DELTA, "parquet": ""}[self.format] + self.location
 
     def resolved(self, resolve: Callable[[str], str]) -> TableAddress:

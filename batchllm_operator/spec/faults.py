@@ -138,7 +138,6 @@ def _unknown(name: str, value: object, section: type[BaseModel], spec: type[Base
 
 
 def _paths(section: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Dotted names of all fields of a section and of those in it."""
     for name, field in section.model_fields.items():
         inner = _section_in(field.annotation)
         yield f"{path}{name}"

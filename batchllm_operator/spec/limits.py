@@ -53,7 +53,6 @@ def check_tree(root: Any, children: Callable[[Any], Iterable[Any]]) -> None:
 
 
 def shown(name: object, max_len: int = _MAX_NAME_LEN) -> str:
-    """A name for a message of one line: a long one is cut, and what can't be printed is escaped."""
     text = str(name)
     if len(text) > max_len:
         text = f"{text[:max_len]}..."

@@ -98,11 +98,7 @@ def parse_spec_json(text: str, *, source: str) -> JobSpec:
 
 
 def _read_text(path: Path) -> str:
-    """The file's text.
-
-    Raises:
-        SpecError: there is no such file, or it isn't text, or much larger than a spec.
-    """
+    """The file's text."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

@@ -157,7 +157,6 @@ Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
 
 
 def _kinds(annotation: object) -> Iterator[object]:
-    """The types that an annotation is made of, and those of its literals."""
     arguments = get_args(annotation)
     if not arguments:
         yield annotation if isinstance(annotation, type) else type(annotation)
@@ -251,7 +250,6 @@ class PromptSpec(_Section):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the input columns that the template places."""
         return template_columns(self.template)
 
 
@@ -483,7 +481,6 @@ class PlannerSpec(_Section):
 
     @property
     def estimate_columns(self) -> tuple[str, ...]:
-        """The input column that holds output lengths, if there is one."""
         estimate = self.estimated_output_tokens
         if isinstance(estimate, OutputEstimate) and estimate.column is not None:
             return (estimate.column,)

@@ -269,7 +269,6 @@ def _delta_type(where: str, column: pa.Field, kind: pa.DataType) -> pa.DataType:
 def _flat_columns(
     footer: pq.FileMetaData,
 ) -> Iterator[tuple[str, list[pq.Statistics | None]]]:
-    """Columns that aren't nested, with their statistics by row group."""
     for idx in range(footer.num_columns):
         column = footer.schema.column(idx)
         if column.path != column.name or column.max_repetition_level:

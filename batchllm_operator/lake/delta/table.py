@@ -201,11 +201,7 @@ class DeltaTable:
     def _columns(
         self, seen: TableVersion | None, partition: str, rows: pa.Schema, add_columns: bool
     ) -> tuple[pa.Schema, pa.Schema]:
-        """The rows' columns as Delta has them, and those that the table lacks.
-
-        Raises:
-            TableError: the table doesn't take them, or can't be made.
-        """
+        """The rows' columns as Delta has them, and those that the table lacks."""
         where, column = f"output {self.uri}", self._partition_column
         columns = delta_schema(where, rows)
         if column in columns.names:
@@ -258,12 +254,7 @@ class DeltaTable:
                 )
 
     def _published_in(self, version: TableVersion, partition: str) -> Publication | None:
-        """Whose outputs the partition holds in this version.
-
-        Raises:
-            TableError: rows that no job of this package wrote.
-            StorageError: the storage fails.
-        """
+        """Whose outputs the partition holds in this version."""
         self._check_partitioning(version)
         files = self._files_of(version, partition)
         if not files:
@@ -303,7 +294,6 @@ class DeltaTable:
         return InputFile(file.name, file.size_bytes, num_rows, f"modified:{file.modified_ms}")
 
     def _files_of(self, version: TableVersion, partition: str) -> list[DataFile]:
-        """The partition's files, by name."""
         self._check_partitioning(version)
         value = version.partition_value(self._partition_column, partition)
         if value is None:
@@ -322,7 +312,6 @@ class DeltaTable:
         return sorted(chosen, key=lambda file: file.name)
 
     def _pinned(self, snapshot: Snapshot) -> list[DataFile]:
-        """The snapshot's files, as its version describes them."""
         number = snapshot.version.removeprefix(_VERSION_PREFIX)
         if number == snapshot.version or not number.isdecimal():
             raise TableError(f"table {self.uri}: {snapshot.version!r} is no version of Delta")

@@ -52,7 +52,6 @@ class TableVersion:
 
     @classmethod
     def of(cls, raw: deltalake.DeltaTable) -> TableVersion:
-        """The version that delta-rs has loaded."""
         metadata = raw.metadata()
         return cls(
             number=raw.version(),
@@ -64,7 +63,6 @@ class TableVersion:
         )
 
     def files(self) -> Iterator[DataFile]:
-        """All files, in no order."""
         actions = pa.table(self.raw.get_add_actions())
         for batch in actions.to_batches(1024):
             for action in batch.to_pylist():

@@ -42,7 +42,6 @@ class Overwrite:
         new_files: Sequence[DataFile],
         properties: Mapping[str, str],
     ) -> None:
-        """Write the manifests of one snapshot that removes and adds these files."""
         snapshot = self._transaction.update_snapshot(snapshot_properties=dict(properties))
         self._producer = snapshot.overwrite()
         for file in old_files:

@@ -120,7 +120,6 @@ class PartitionView:
     def scan(
         self, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
     ) -> Iterator[pa.RecordBatch]:
-        """See `LakeTable.scan`."""
         check_columns(self.uri, self.arrow_schema, columns, conditions)
         tasks = self.tasks(conditions)
         wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
@@ -150,7 +149,6 @@ class PartitionView:
                             yield chosen.select(list(columns))
 
     def published(self) -> Publication | None:
-        """See `LakeTable.published`."""
         names = self.arrow_schema.names
         column = [_RUN_ID] if _RUN_ID in names else []
         run_ids: set[Any] = set()

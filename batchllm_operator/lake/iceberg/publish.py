@@ -68,7 +68,6 @@ class Publisher:
         self._is_open = False  # whether a commit of the staged files may have happened
 
     def publish(self, replaces: Publication | None, *, add_columns: bool) -> None:
-        """See `LakeTable.publish`."""
         check_name(self._uri, self._publication.partition)
         try:
             for attempt in range(_ATTEMPTS):
@@ -146,11 +145,7 @@ class Publisher:
         return True
 
     def _prepare(self, table: Table, view: PartitionView, add_columns: bool) -> Overwrite | None:
-        """A commit over the table as it is now, its data files written; None for nothing to do.
-
-        Raises:
-            TableError: the table or its partition isn't one that can be replaced so.
-        """
+        """A commit over the table as it is now, its data files written; None for nothing to do."""
         old = [task.file for task in view.tasks()]
         new_names = check_takes(table, view, old, self._rows, add_columns=add_columns)
         new_columns = pa.schema([self._rows.field(name) for name in new_names])

@@ -24,7 +24,6 @@ _SAME: Final = (
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """Columns of a table as a scan gives them."""
     return pa.schema(
         [
             pa.field(field.name, plain_type(field.type), field.nullable)

@@ -194,11 +194,7 @@ class ParquetTable:
         raise StorageError(f"output {folder.uri}: wasn't published: {failure}") from failure
 
     def _look(self, partition: str) -> tuple[Publication | None, str | None]:
-        """Whose outputs the partition holds, and the ETag of its file where there are ETags.
-
-        Raises:
-            TableError: it holds anything else.
-        """
+        """Whose outputs the partition holds, and the ETag of its file where there are ETags."""
         folder, names = self._partition_folder(partition)
         foreign = [name for name in names if name != DATA_FILE]
         if foreign:
@@ -275,7 +271,6 @@ class ParquetTable:
                 yield value
 
     def _folders_of(self, partition: str) -> list[str]:
-        """Names of the folders at the first level that stand for the partition."""
         return [
             name
             for name in self._folder.subfolder_names()
