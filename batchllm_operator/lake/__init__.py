@@ -1,38 +1,23 @@
-"""The data lake: tables to read and publish, folders to keep plans and parts in."""
+"""The data lake: tables to read and publish, folders to keep plans and parts in.
 
-from batchllm_operator.lake.data_files import gather, write_files
-from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.many_files import (
-    StoredFile,
-    ahead,
-    hash_files,
-    list_files,
-    read_files,
-    remove_files,
-)
-from batchllm_operator.lake.opening import open_table
-from batchllm_operator.lake.parquet.table import ParquetTable
-from batchllm_operator.lake.parquet_footer import published_schema
-from batchllm_operator.lake.scanning import listed_columns, row_condition
-from batchllm_operator.lake.table import InputFile, LakeTable, Publication, Snapshot
+Whatever reads or writes it raises `StorageError` where the storage, or a catalog, fails.
+"""
 
-__all__ = [
-    "Folder",
-    "InputFile",
-    "LakeTable",
-    "ParquetTable",
-    "Publication",
-    "Snapshot",
-    "StoredFile",
-    "ahead",
-    "gather",
-    "hash_files",
-    "list_files",
-    "listed_columns",
-    "open_table",
-    "published_schema",
-    "read_files",
-    "remove_files",
-    "row_condition",
-    "write_files",
-]
+from batchllm_operator.lake.data_files import gather as gather
+from batchllm_operator.lake.data_files import write_files as write_files
+from batchllm_operator.lake.folder import Folder as Folder
+from batchllm_operator.lake.many_files import StoredFile as StoredFile
+from batchllm_operator.lake.many_files import ahead as ahead
+from batchllm_operator.lake.many_files import hash_files as hash_files
+from batchllm_operator.lake.many_files import list_files as list_files
+from batchllm_operator.lake.many_files import read_files as read_files
+from batchllm_operator.lake.many_files import remove_files as remove_files
+from batchllm_operator.lake.opening import open_table as open_table
+from batchllm_operator.lake.parquet.table import ParquetTable as ParquetTable
+from batchllm_operator.lake.parquet_footer import published_schema as published_schema
+from batchllm_operator.lake.scanning import listed_columns as listed_columns
+from batchllm_operator.lake.scanning import row_condition as row_condition
+from batchllm_operator.lake.table import InputFile as InputFile
+from batchllm_operator.lake.table import LakeTable as LakeTable
+from batchllm_operator.lake.table import Publication as Publication
+from batchllm_operator.lake.table import Snapshot as Snapshot

@@ -57,9 +57,8 @@ class RowGroup:
 def gather(tables: Iterable[pa.Table], most_file_bytes: int | None = None) -> Iterator[RowGroup]:
     """Put neighbouring tables together, for row groups of half to all of `MAX_GROUP_BYTES`.
 
-    Args:
-        tables: of one schema; columns of one value may share their memory.
-        most_file_bytes: of the files to be written; groups of small files are smaller.
+    Tables have one schema; columns of one value may share their memory. Groups of small files
+    (`most_file_bytes`) are smaller.
     """
     most = _most_group_bytes(most_file_bytes)
     most_held = _MOST_HELD_BYTES * most // MAX_GROUP_BYTES
@@ -148,13 +147,8 @@ def write_files(
 ) -> list[Path]:
     """Write row groups to new files in the local `folder`, which is created; at least one file.
 
-    One group is written while the next is made: two are in memory.
-
-    Args:
-        groups: see `gather`.
-        folder: the files' names sort as the rows do.
-        schema: of all groups.
-        most_bytes: that a file may have, unless one row has more; None for one file of any size.
+    Names sort as the rows do. A file has at most `most_bytes`, unless one row has more; None for
+    one file of any size. Two groups are in memory: one is written while the next is made.
     """
     folder.mkdir()
     with _Files(folder, schema, most_bytes) as files:
@@ -171,8 +165,7 @@ def files_of(data: Path) -> list[Path]:
 def row_groups(data: Iterable[Path], columns: pa.Schema) -> Iterator[pa.Table]:
     """Each row group of local Parquet files that hold `columns`, in these types.
 
-    Raises:
-        pa.ArrowException: a value doesn't fit its column's type.
+    Raises `pa.ArrowException` for a value that doesn't fit its column's type.
     """
     for path in data:
         with pq.ParquetFile(path) as file:

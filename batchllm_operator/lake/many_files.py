@@ -37,7 +37,6 @@ def list_files(folder: Folder) -> dict[str, StoredFile]:
 
     Raises:
         SpecError: the storage doesn't say when a file was written.
-        StorageError: the storage fails.
     """
     found = {}
     for name, details in folder.find().items():

@@ -21,16 +21,12 @@ def open_table(
 ) -> LakeTable:
     """The table at an address of the spec; a folder is opened as the format that lies in it.
 
-    Args:
-        uri: the address.
-        partition_column: the column that it is partitioned by.
-        most_file_bytes: of the data files that are published, where a partition may have several.
+    `most_file_bytes` is of the data files that are published, where a partition may have several.
 
     Raises:
         SpecError: the address isn't one, or no catalog or storage of its kind is set up.
         MissingLibraryError: the format's library isn't installed.
         TableError: an Iceberg table's folder is addressed without its catalog.
-        StorageError: the storage or the catalog fails.
     """
     try:
         address = TableAddress.parse(uri)

@@ -24,7 +24,6 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
 
     Raises:
         TableError: the file vanished, or isn't a whole Parquet file.
-        StorageError: the storage fails.
     """
     where = f"table {folder.uri}"
     broken = f"{where}: {name} isn't a whole Parquet file; write it again or move it away"
@@ -68,11 +67,8 @@ def file_schema(footer: pq.FileMetaData) -> pa.Schema:
 
 def published_schema(schema: pa.Schema, publication: Publication) -> pa.Schema:
     """`schema` marked with whose outputs a file of it holds."""
-    mark = {
-        "plan_id": publication.plan_id,
-        "run_id": publication.run_id,
-        "job": publication.job,
-    }
+    whose = publication
+    mark = {"plan_id": whose.plan_id, "run_id": whose.run_id, "job": whose.job}
     return schema.with_metadata({_PREFIX + key.encode(): value for key, value in mark.items()})
 
 

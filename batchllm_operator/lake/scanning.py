@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import and_
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.dataset as pds
@@ -15,6 +16,10 @@ from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.spec import FilterTerm
 
 _MAX_NAMED: Final = 30  # columns
+_COMPARISONS: Final[Mapping[str, Callable[[Any, Any], pds.Expression]]] = {
+    **{"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le},
+    **{">": operator.gt, ">=": operator.ge},
+}
 
 
 def check_columns(
@@ -66,11 +71,6 @@ def row_condition(
 def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]:
     """Turn what goes wrong while data of a partition are read into this package's errors.
 
-    Args:
-        uri: the table's.
-        partition: which one is read.
-        file: name of the file that is read, if it is one.
-
     Raises:
         TableError: a file vanished or is damaged, or a condition can't be applied.
         StorageError: the storage fails.
@@ -96,25 +96,8 @@ def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]
 
 def _expression(term: FilterTerm) -> pds.Expression:
     field = pds.field(term.column)
-    match term.op:
-        case "in":
-            return field.isin(list(_values(term)))
-        case "not in":
-            return ~field.isin(list(_values(term)))
-        case "==":
-            return field == term.value
-        case "!=":
-            return field != term.value
-        case "<":
-            return field < term.value
-        case "<=":
-            return field <= term.value
-        case ">":
-            return field > term.value
-        case ">=":
-            return field >= term.value
-
-
-def _values(term: FilterTerm) -> tuple[str | int | float | bool, ...]:
-    assert isinstance(term.value, tuple)  # the spec checks it
-    return term.value
+    if term.op in ("in", "not in"):
+        assert isinstance(term.value, tuple)  # the spec checks it
+        is_in = field.isin(list(term.value))
+        return is_in if term.op == "in" else ~is_in
+    return _COMPARISONS[term.op](field, term.value)

@@ -34,10 +34,6 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
     """One schema for the files of a partition, with the wider of two types that fit.
 
-    Args:
-        where: names the table, in errors.
-        schemas: by file.
-
     Raises:
         TableError: two files disagree on a column, or one has two columns of a name.
     """
@@ -88,15 +84,10 @@ def check_cases(where: str, names: Sequence[str]) -> None:
 
 
 def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: bool) -> list[str]:
-    """Names of the columns that `rows` would add to the table.
+    """Names of the columns that `rows` would add to the table, whose columns are `table`.
 
-    Columns that only the table has are fine: they will be null. So are those of type null.
-
-    Args:
-        where: names the table, in errors.
-        table: its columns, without the partition's own.
-        rows: what is to be published.
-        add_columns: whether the table may get more columns.
+    Columns that only the table has are fine: they will be null. So are those of type null. `where`
+    names the table in errors.
 
     Raises:
         TableError: a column has another type, parts that may not be null, is new and none may be,

@@ -57,6 +57,12 @@ class Publication:
         """The value of column `run_id` in each of its rows."""
         return f"{self.job}/{self.partition}/{self.plan_id}"
 
+    @property
+    def properties(self) -> dict[str, str]:
+        """What a table's history says of the commit."""
+        fields = {"job": self.job, "partition": self.partition, "plan-id": self.plan_id}
+        return {f"batchllm.{name}": value for name, value in fields.items()}
+
     @classmethod
     def of_run_id(cls, run_id: str | None) -> Publication | None:
         """The publication that a row's `run_id` tells of; None if no job of ours wrote it.
@@ -74,16 +80,13 @@ class LakeTable(Protocol):
     @property
     def uri(self) -> str:
         """Where the table lies, as a spec names it."""
-        ...
 
     @property
     def most_file_bytes(self) -> int | None:
         """The most that a data file may have; None if a partition is one file of any size."""
-        ...
 
     def partitions(self) -> list[str]:
         """Names of the partitions that there are, ascending; none if there is no table."""
-        ...
 
     def snapshot(self, partition: str) -> Snapshot:
         """Describe the partition's present content; no files if the table lacks the partition.
@@ -91,9 +94,7 @@ class LakeTable(Protocol):
         Raises:
             TableError: there is no table, it isn't partitioned by the column, or a file
                 can't be read.
-            StorageError: the storage or the catalog fails.
         """
-        ...
 
     def scan(
         self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
@@ -105,18 +106,14 @@ class LakeTable(Protocol):
         Raises:
             TableError: a column is unknown, can't be compared as a condition asks, or the
                 snapshot is gone.
-            StorageError: the storage or the catalog fails.
         """
-        ...
 
     def published(self, partition: str) -> Publication | None:
         """Whose outputs the partition holds; None if it has no rows, or there is no table.
 
         Raises:
             TableError: the partition holds rows that no job of this package wrote.
-            StorageError: the storage or the catalog fails.
         """
-        ...
 
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
@@ -130,9 +127,7 @@ class LakeTable(Protocol):
 
         Raises:
             TableError: the table's schema or partitioning doesn't take such rows.
-            StorageError: the storage or the catalog fails.
         """
-        ...
 
     def publish(
         self,
@@ -161,4 +156,3 @@ class LakeTable(Protocol):
                 partition holds rows that no job of this package wrote.
             StorageError: the storage or the catalog fails; nothing was published.
         """
-        ...

@@ -606,7 +606,7 @@ def test_files_go_if_not_all_could_be_put(
     data = many_files(tmp_path, by("a"))
     if types_differ:
         monkeypatch.setattr("batchllm_operator.lake.data_files.MAX_GROUP_BYTES", 1)
-        monkeypatch.setattr(table, "_most_file_bytes", 1)
+        monkeypatch.setattr(table, "most_file_bytes", 1)
         for file in data.iterdir():
             found = pq.read_table(file)
             pq.write_table(found.set_column(0, "n", found["n"].cast(pa.uint32())), file)

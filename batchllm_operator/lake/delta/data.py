@@ -68,17 +68,13 @@ def check_takes(
     *,
     add_columns: bool,
 ) -> pa.Schema:
-    """The columns that the table would get with rows of `columns`.
+    """The columns that the table would get with rows of `columns`, which `delta_schema` gave.
 
-    Args:
-        where: names the table, in errors.
-        version: the table.
-        partition_values: the rows' partition column and its value.
-        columns: as `delta_schema` gives them.
-        add_columns: whether the table may get any.
+    `partition_values` are the rows' partition column and its value; `where` names the table in
+    errors.
 
     Raises:
-        TableError: it doesn't take such rows, or not from this package.
+        TableError: the table doesn't take such rows, or not from this package.
     """
     ((partition_column, partition),) = partition_values.items()
     if version.partition_columns != (partition_column,):
@@ -121,13 +117,9 @@ class OutputFiles:
     def __init__(
         self, folder: Folder, subfolder: str, data: Sequence[Path], most_file_bytes: int
     ) -> None:
-        """Take note of what to put where.
+        """Take note of local Parquet files, at least one, to put into a folder of the table's.
 
-        Args:
-            folder: the table's.
-            subfolder: the partition's in it.
-            data: local Parquet files, in the order of the rows, at least one.
-            most_file_bytes: that a file may have, unless one row has more.
+        Files have at most `most_file_bytes`, unless one row has more.
         """
         self.schema = pq.read_schema(data[0])
         self.may_be_committed = False
@@ -149,7 +141,6 @@ class OutputFiles:
 
         Raises:
             TableError: a value can't be kept, or is null and must not be.
-            StorageError: the storage fails.
         """
         if self._put_as == columns:
             return self._actions
@@ -266,9 +257,7 @@ def _delta_type(where: str, column: pa.Field, kind: pa.DataType) -> pa.DataType:
     )
 
 
-def _flat_columns(
-    footer: pq.FileMetaData,
-) -> Iterator[tuple[str, list[pq.Statistics | None]]]:
+def _flat_columns(footer: pq.FileMetaData) -> Iterator[tuple[str, list[pq.Statistics | None]]]:
     for idx in range(footer.num_columns):
         column = footer.schema.column(idx)
         if column.path != column.name or column.max_repetition_level:

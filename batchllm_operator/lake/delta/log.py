@@ -76,7 +76,6 @@ class DeltaLog:
 
         Raises:
             TableError: the log is damaged, or needs a feature that can't be read.
-            StorageError: the storage fails.
         """
         from deltalake.exceptions import TableNotFoundError
 
@@ -91,7 +90,6 @@ class DeltaLog:
 
         Raises:
             TableError: that version is gone, or can't be read.
-            StorageError: the storage fails.
         """
         with self._reading(f"version delta:{number} is gone, or its log is damaged; plan again"):
             return self._load(number)

@@ -7,11 +7,10 @@ refer to are never removed: those of a refused commit are left to the table's va
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -24,14 +23,20 @@ from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
 from batchllm_operator.lake.delta.version import DataFile, TableVersion, may_hold
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import read_footer
-from batchllm_operator.lake.publishing import check_name, is_published, values_of
+from batchllm_operator.lake.publishing import (
+    RUN_ID,
+    check_name,
+    is_published,
+    looking_again,
+    pauses_s,
+    publisher_in,
+)
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.schema import check_cases
 from batchllm_operator.lake.table import InputFile, Publication, Snapshot
 from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm
 
-_RUN_ID: Final = "run_id"
 _VERSION_PREFIX: Final = "delta:"
 _ATTEMPTS: Final = 20  # while others commit to other partitions
 _FIRST_PAUSE_S: Final = 0.05
@@ -52,16 +57,9 @@ class DeltaTable:
         """
         self._folder = Folder.open(uri)
         self._log = DeltaLog(self._folder)
+        self.uri = self._log.uri
+        self.most_file_bytes = most_file_bytes
         self._partition_column = partition_column
-        self._most_file_bytes = most_file_bytes
-
-    @property
-    def uri(self) -> str:
-        return self._log.uri
-
-    @property
-    def most_file_bytes(self) -> int:
-        return self._most_file_bytes
 
     def partitions(self) -> list[str]:
         """Those that hold files. Rows without a value of the column are in none."""
@@ -119,22 +117,21 @@ class DeltaTable:
         add_columns: bool,
     ) -> None:
         partition = publication.partition
-        pauses_s = iter(_pauses_s())
+        pauses = pauses_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ATTEMPTS - 1)
         seen, found = self._look(partition)
-        while True:
-            if is_published(self.uri, found, publication, replaces):
-                return
+        while not is_published(self.uri, found, publication, replaces):
             try:
                 self._commit(seen, publication, rows, add_columns)
                 return
             except CommitRefusedError as error:
                 refusal = error
             tried = seen
-            seen, found = self._look_again(partition, refusal)
+            with looking_again(self.uri, partition):
+                seen, found = self._look(partition)
             if _number(seen) == _number(tried):
                 raise self._failure(refusal, partition)
-            # Somebody was first, elsewhere in the table or here; or it was us.
-            if (pause_s := next(pauses_s, None)) is None:
+            # Another commit was first, elsewhere in the table or here; or it was ours.
+            if (pause_s := next(pauses, None)) is None:
                 raise StorageError(
                     f"output {self.uri}: partition {partition!r} wasn't published: another commit"
                     " to the table always came first; commit again"
@@ -142,7 +139,7 @@ class DeltaTable:
             time.sleep(pause_s)
 
     def _failure(self, refusal: CommitRefusedError, partition: str) -> BatchLLMError:
-        """What to tell when a commit was refused though nobody else has committed."""
+        """Of a commit that was refused though no other has been made."""
         if refusal.is_storage and not self._folder.is_local:  # the request may yet arrive
             return CommitUnknownError(
                 f"output {self.uri}: no answer came whether partition {partition!r} was published;"
@@ -155,17 +152,6 @@ class DeltaTable:
         """The table as it is now, and whose outputs the partition holds in that version."""
         version = self._log.latest()
         return version, None if version is None else self._published_in(version, partition)
-
-    def _look_again(
-        self, partition: str, refusal: CommitRefusedError
-    ) -> tuple[TableVersion | None, Publication | None]:
-        try:
-            return self._look(partition)
-        except StorageError as error:
-            raise CommitUnknownError(
-                f"output {self.uri}: no answer came whether partition {partition!r} was published"
-                f" ({refusal}), and the table can't be read; commit again to find out: {error}"
-            ) from error
 
     def _commit(
         self,
@@ -185,18 +171,13 @@ class DeltaTable:
         column, partition = self._partition_column, publication.partition
         columns, new = self._columns(seen, partition, rows.schema, add_columns)
         values = {column: partition}
-        metadata = {
-            "batchllm.job": publication.job,
-            "batchllm.partition": partition,
-            "batchllm.plan-id": publication.plan_id,
-        }
         known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
         files = rows.put(where, pa.schema([known[name] for name in columns.names]), values)
         if not (seen is None or files or new or self._files_of(seen, partition)):
             return
         # Whatever the answer: delta-rs tries again by itself, and is refused by its own first try.
         rows.may_be_committed = True
-        self._log.commit(seen, (column, partition), files, new, metadata)
+        self._log.commit(seen, (column, partition), files, new, publication.properties)
 
     def _columns(
         self, seen: TableVersion | None, partition: str, rows: pa.Schema, add_columns: bool
@@ -254,30 +235,13 @@ class DeltaTable:
                 )
 
     def _published_in(self, version: TableVersion, partition: str) -> Publication | None:
-        """Whose outputs the partition holds in this version."""
-        self._check_partitioning(version)
+        """Whose outputs the partition holds in this version; see `publisher_in`."""
         files = self._files_of(version, partition)
         if not files:
             return None
-        foreign = (
-            f"output {self.uri}: partition {partition!r} holds rows that no job of this package"
-            " wrote; move them away or choose another output table"
-        )
-        if _RUN_ID not in version.schema.names:
-            raise TableError(f"{foreign} (there is no column {_RUN_ID!r})")
-        snapshot = self._snapshot_of(version, partition)
-        run_ids: set[Any] = set()
-        for batch in self._rows(snapshot, files, [_RUN_ID], ()):
-            run_ids |= values_of(batch.column(0))
-            if len(run_ids) > 1:
-                raise TableError(f"{foreign} (there are several values of {_RUN_ID!r})")
-        if not run_ids:
-            return None
-        run_id = run_ids.pop()
-        found = Publication.of_run_id(run_id) if isinstance(run_id, str) else None
-        if found is None or found.partition != partition:
-            raise TableError(f"{foreign} (their {_RUN_ID!r} is {run_id!r})")
-        return found
+        columns = [RUN_ID] if RUN_ID in version.schema.names else []
+        rows = self._rows(self._snapshot_of(version, partition), files, columns, ())
+        return publisher_in(self.uri, partition, version.schema, rows)
 
     def _snapshot_of(self, version: TableVersion, partition: str) -> Snapshot:
         return Snapshot(
@@ -298,11 +262,8 @@ class DeltaTable:
         value = version.partition_value(self._partition_column, partition)
         if value is None:
             return []
-        chosen = [
-            file
-            for file in version.files()
-            if file.partition_values[self._partition_column] == value
-        ]
+        column = self._partition_column
+        chosen = [file for file in version.files() if file.partition_values[column] == value]
         for file in chosen:
             if "://" in file.name or file.name.startswith("/") or ".." in file.name.split("/"):
                 raise TableError(
@@ -333,9 +294,3 @@ class DeltaTable:
 
 def _number(version: TableVersion | None) -> int | None:
     return None if version is None else version.number
-
-
-def _pauses_s() -> Iterator[float]:
-    """Longer and longer, and not in step with others who wait."""
-    for attempt in range(_ATTEMPTS - 1):
-        yield random.uniform(0, min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))

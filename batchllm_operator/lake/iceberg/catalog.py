@@ -55,21 +55,18 @@ class CatalogTable:
 
         Raises:
             TableError: the catalog has another kind of table there.
-            StorageError: the catalog fails.
         """
         try:
-            return self._catalog.load_table(self._identifier)
+            with self._catalog_errors():
+                return self._catalog.load_table(self._identifier)
         except NoSuchIcebergTableError as error:
             text, cause = without_secrets(error, self.uri)
             raise TableError(f"table {self.uri}: isn't an Iceberg table: {text}") from cause
         except NoSuchTableError:
             return None
-        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
-            failure, cause = _failure(self.uri, error)
-            raise failure from cause
 
-    def load_anew(self) -> Table | None:
-        """The same after a commit that failed, as everybody else sees it.
+    def load_again(self) -> Table | None:
+        """The same after a commit that failed, as other clients see it.
 
         A connection whose commit was refused (SQLite: database is locked) may still have the
         transaction open, and answers as if it had been committed.
@@ -77,11 +74,8 @@ class CatalogTable:
         Raises:
             TableError, StorageError: see `load`.
         """
-        try:
+        with self._catalog_errors():
             self._catalog.close()
-        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
-            failure, cause = _failure(self.uri, error)
-            raise failure from cause
         self._catalog = self._open()
         return self.load()
 
@@ -90,7 +84,6 @@ class CatalogTable:
 
         Raises:
             TableError: there is no such namespace.
-            StorageError: the catalog fails.
         """
         with iceberg_errors(self.uri), self._namespace():
             self._catalog.load_namespace_properties(self._identifier[:-1])
@@ -100,7 +93,6 @@ class CatalogTable:
 
         Raises:
             TableError: there is no such namespace, or a column's type isn't one of Iceberg's.
-            StorageError: the catalog fails.
         """
         with iceberg_errors(self.uri), self._namespace():
             schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
@@ -121,14 +113,23 @@ class CatalogTable:
     def _open(self) -> Catalog:
         """Raises: see `__init__`."""
         try:
-            return load_catalog(self._name)
+            with self._catalog_errors(ValueError, NotInstalledError):
+                return load_catalog(self._name)
         except (ValueError, NotInstalledError) as error:
             text, cause = without_secrets(error, self.uri)
             raise SpecError(
                 f"table {self.uri}: catalog {self._name!r} can't be set up from pyiceberg's"
                 f" configuration (PYICEBERG_CATALOG__*, .pyiceberg.yaml): {text}"
             ) from cause
-        except Exception as error:  # noqa: BLE001 - each catalog has errors of its own
+
+    @contextmanager
+    def _catalog_errors(self, *but: type[Exception]) -> Iterator[None]:
+        """Turn errors into `StorageError`; not `but`, nor those that say what the table is."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, (NoSuchIcebergTableError, NoSuchTableError, *but)):
+                raise
             failure, cause = _failure(self.uri, error)
             raise failure from cause
 
@@ -148,7 +149,6 @@ def iceberg_errors(uri: str) -> Iterator[None]:
 
     Raises:
         TableError: the table is at fault, or what is asked of it can't be done.
-        StorageError: the storage or the catalog fails.
     """
     try:
         yield

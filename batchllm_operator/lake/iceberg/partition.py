@@ -23,25 +23,17 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import (
-    BooleanType,
-    DoubleType,
-    IntegerType,
-    LongType,
-    NestedField,
-    StringType,
-)
+from pyiceberg.types import BooleanType, DoubleType, IntegerType, LongType, NestedField, StringType
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg.catalog import iceberg_errors
 from batchllm_operator.lake.iceberg.read import IcebergFiles
 from batchllm_operator.lake.iceberg.schema import arrow_schema, partition_name, partition_value
-from batchllm_operator.lake.publishing import values_of
+from batchllm_operator.lake.publishing import RUN_ID, publisher_in
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.table import Publication
 from batchllm_operator.spec import FilterTerm
 
-_RUN_ID: Final = "run_id"
 _COMPARISONS: Final[dict[str, Any]] = {
     "==": EqualTo,
     "<": LessThan,
@@ -59,20 +51,9 @@ _LITERALS: Final[dict[type, tuple[type, ...]]] = {
 
 
 class PartitionView:
-    """The rows of a partition, and what is to be known about its files.
+    """The rows of a partition in one snapshot (None for a table that has none), and its files.
 
-    Attributes:
-        uri, column, partition, snapshot_id: as given.
-        arrow_schema: all columns.
-        value: the partition column's, in the partition.
-
-    Args:
-        table: as it was loaded.
-        uri: names it in errors.
-        column: the partition column.
-        partition: its value, as text.
-        snapshot_id: which snapshot; None for a table that has none.
-        schema: the table's when the snapshot was looked at.
+    `schema` is the table's when the snapshot was looked at; `value` is the partition column's.
 
     Raises:
         TableError: the table isn't partitioned by the column, or the partition's name can't be a
@@ -149,23 +130,9 @@ class PartitionView:
                             yield chosen.select(list(columns))
 
     def published(self) -> Publication | None:
-        names = self.arrow_schema.names
-        column = [_RUN_ID] if _RUN_ID in names else []
-        run_ids: set[Any] = set()
-        for batch in self.scan(column):
-            run_ids |= values_of(batch.column(0)) if column else {None}
-            if len(run_ids) > 1:
-                break
-        if not run_ids:
-            return None
-        (first, *others) = run_ids
-        found = Publication.of_run_id(first) if isinstance(first, str) and not others else None
-        if found is None:
-            raise TableError(
-                f"output {self.uri}: partition {self.partition!r} holds rows that no job of this"
-                " package wrote; move them away or choose another output table"
-            )
-        return found
+        """See `LakeTable.published`."""
+        columns = [RUN_ID] if RUN_ID in self.arrow_schema.names else []
+        return publisher_in(self.uri, self.partition, self.arrow_schema, self.scan(columns))
 
     def is_whole(self, file: DataFile) -> bool:
         """Whether the file's partition says that all its rows are of this one."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
@@ -17,23 +16,19 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 
 from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
-from batchllm_operator.lake.iceberg.catalog import (
-    CatalogTable,
-    iceberg_errors,
-    without_secrets,
-)
+from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors, without_secrets
 from batchllm_operator.lake.iceberg.commit import NotCommittedError, Overwrite
 from batchllm_operator.lake.iceberg.partition import PartitionView
 from batchllm_operator.lake.iceberg.schema import iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg.write import StagedFiles
-from batchllm_operator.lake.publishing import check_name, is_published
+from batchllm_operator.lake.publishing import check_name, is_published, looking_again, pauses_s
 from batchllm_operator.lake.schema import check_fit
 from batchllm_operator.lake.table import Publication
 
 _NEWEST_FORMAT: Final = 2
 _ATTEMPTS: Final = 10
-_MIN_WAIT_S: Final = 0.1
-_MAX_WAIT_S: Final = 5.0
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -68,12 +63,11 @@ class Publisher:
         self._is_open = False  # whether a commit of the staged files may have happened
 
     def publish(self, replaces: Publication | None, *, add_columns: bool) -> None:
+        """See `LakeTable.publish`."""
         check_name(self._uri, self._publication.partition)
         try:
-            for attempt in range(_ATTEMPTS):
-                if attempt:
-                    wait_s = min(_MIN_WAIT_S * 2**attempt, _MAX_WAIT_S)
-                    time.sleep(wait_s * random.uniform(0.5, 1.0))
+            for pause_s in (0.0, *pauses_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ATTEMPTS - 1)):
+                time.sleep(pause_s)
                 failure = self._try(replaces, add_columns)
                 if failure is None:
                     return
@@ -89,7 +83,7 @@ class Publisher:
         ) from cause
 
     def _try(self, replaces: Publication | None, add_columns: bool) -> Exception | None:
-        """Look at the table and commit on top of it; return why that wasn't to be."""
+        """Look at the table and commit on top of it; returns the reason the commit was refused."""
         with self._looking():
             table = self._catalog_table.load()
             if table is None:
@@ -113,7 +107,7 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 - each catalog has its own; judged below
             failure = error
         with self._looking():
-            now = self._catalog_table.load_anew()
+            now = self._catalog_table.load_again()
         if now is not None and self._has_happened(now):
             return None
         if isinstance(failure, NotCommittedError):
@@ -123,19 +117,8 @@ class Publisher:
         _log.warning("%s: not committed, trying again: %s", self._uri, text)
         return failure
 
-    @contextmanager
-    def _looking(self) -> Iterator[None]:
-        """While a commit's outcome is open, what can't be read leaves it so."""
-        try:
-            yield
-        except StorageError as error:
-            if not self._is_open:
-                raise
-            raise CommitUnknownError(
-                f"output {self._uri}: no answer came whether partition"
-                f" {self._publication.partition!r} was published, and the table can't be read;"
-                f" commit again to find out: {error}"
-            ) from error
+    def _looking(self) -> AbstractContextManager[None]:
+        return looking_again(self._uri, self._publication.partition, is_open=self._is_open)
 
     def _has_happened(self, table: Table) -> bool:
         """Whether a commit of ours is part of the table, whatever its answer was."""
@@ -158,13 +141,7 @@ class Publisher:
         if not old and not self._staged.files:
             return None
         self._overwrites.append(overwrite)
-        whose = self._publication
-        properties = {
-            "batchllm.job": whose.job,
-            "batchllm.partition": whose.partition,
-            "batchllm.plan-id": whose.plan_id,
-        }
-        overwrite.stage(old, self._staged.files, properties)
+        overwrite.stage(old, self._staged.files, self._publication.properties)
         return overwrite
 
 
@@ -176,14 +153,9 @@ def check_takes(
     *,
     add_columns: bool,
 ) -> list[str]:
-    """Names of the columns that the table lacks of the rows to be published.
+    """Names of the columns that the table lacks of the rows (`storable_schema`) to be published.
 
-    Args:
-        table: as it was loaded.
-        view: the partition in its newest state.
-        old: the partition's files.
-        rows: columns as `storable_schema` gives them.
-        add_columns: whether the table may get more.
+    `view` is the partition in its newest state, and `old` are its files.
 
     Raises:
         TableError: the table or its partition isn't one that can be replaced by such rows.

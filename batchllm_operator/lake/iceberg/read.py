@@ -33,13 +33,8 @@ from batchllm_operator.spec import FilterTerm
 class IcebergFiles:
     """Reads data files as some of the table's columns.
 
-    Args:
-        uri: the table's, for errors.
-        metadata: the table's.
-        file_io: reaches the files.
-        schema: the snapshot's, all columns.
-        columns: those wanted, each once.
-        conditions: the scan's, on wanted columns; rows that don't meet them may come all the same.
+    `schema` is the snapshot's, with all columns; of these, `columns` are wanted, each once. Rows
+    that don't meet the `conditions`, which are on wanted columns, may come all the same.
     """
 
     def __init__(

@@ -35,16 +35,9 @@ class IcebergTable:
             StorageError: the catalog can't be reached.
         """
         self._catalog_table = CatalogTable(address)
+        self.uri = address.uri
+        self.most_file_bytes = most_file_bytes
         self._partition_column = partition_column
-        self._most_file_bytes = most_file_bytes
-
-    @property
-    def uri(self) -> str:
-        return self._catalog_table.uri
-
-    @property
-    def most_file_bytes(self) -> int:
-        return self._most_file_bytes
 
     def partitions(self) -> list[str]:
         """From the table's metadata, so the table must be partitioned by the column's values."""

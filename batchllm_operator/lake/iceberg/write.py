@@ -52,9 +52,8 @@ class _CountedFile(OutputFile):
 class StagedFiles:
     """Data files that no snapshot refers to yet.
 
-    Attributes:
-        schema: the table's, which they were written for.
-        files: their entries for a snapshot, in the order of the rows.
+    `schema` is the table's, which they were written for; `files` are their entries for a snapshot,
+    in the order of the rows.
     """
 
     def __init__(self, table: Table, metadata: TableMetadata, column: str, value: Any) -> None:
@@ -72,13 +71,11 @@ class StagedFiles:
         self._write_id = uuid.uuid4()
 
     def write(self, data: Sequence[Path], rows: pa.Schema, most_file_bytes: int) -> None:
-        """Write the rows of local Parquet files, as columns of `rows`' types.
-
-        Columns that only the table has are null.
+        """Write the rows of local Parquet files; columns that only the table has are null.
 
         Args:
             data: the files, in the order of the rows.
-            rows: as `storable_schema` gives them.
+            rows: their columns, as `storable_schema` gives them.
             most_file_bytes: that a file may have, unless one row has more.
 
         Raises:

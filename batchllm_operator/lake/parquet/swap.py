@@ -62,11 +62,8 @@ def etag_of(file: Any) -> str | None:
 def replace_file(folder: Folder, source: Path, name: str, *, etag: str | None) -> None:
     """Put a copy of the local file `source` in place of `name`, in one step.
 
-    Args:
-        folder: where to; the caller is `exclusive` in it.
-        source: the new content.
-        name: the file to create or replace.
-        etag: of the file to replace; None if there is none.
+    The caller is `exclusive` in the folder. `etag` is of the file to replace; None if there is
+    none.
 
     Raises:
         FileChangedError: on S3, it is another file meanwhile, or there is one.

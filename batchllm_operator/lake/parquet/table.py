@@ -30,7 +30,7 @@ from batchllm_operator.lake.parquet.hive_names import (
 )
 from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
 from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
-from batchllm_operator.lake.publishing import check_name, has_happened, is_published
+from batchllm_operator.lake.publishing import check_name, is_published, looking_again
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.schema import check_fit, merge_schemas
@@ -46,17 +46,12 @@ _log = logging.getLogger(__name__)
 class ParquetTable:
     """A Parquet dataset whose folders are named `column=value`."""
 
+    most_file_bytes = None
+
     def __init__(self, folder: Folder, partition_column: str) -> None:
+        self.uri = folder.uri
         self._folder = folder
         self._partition_column = partition_column
-
-    @property
-    def uri(self) -> str:
-        return self._folder.uri
-
-    @property
-    def most_file_bytes(self) -> None:
-        return None
 
     def partitions(self) -> list[str]:
         """From the folders; a published partition is always at their first level."""
@@ -73,10 +68,9 @@ class ParquetTable:
                 f"table {self.uri}: isn't partitioned by {self._partition_column!r}: there are no"
                 f" folders named {self._partition_column}=..."
             )
-        chosen = self._chosen(files, partition)
         schemas: dict[str, pa.Schema] = {}
         pinned: list[InputFile] = []
-        for name, details in chosen.items():
+        for name, details in self._chosen(files, partition).items():
             schemas[name], file = self._look_into(name, details, partition)
             pinned.append(file)
         return Snapshot(
@@ -169,21 +163,13 @@ class ParquetTable:
         if publication_of(footer) != publication:
             raise ValueError(f"{file}: its footer doesn't name {publication.run_id}")
         folder, _ = self._partition_folder(publication.partition)
-        with exclusive(self._folder, self._folder_name(publication.partition)):
-            for longest_s in _LONGEST_PAUSES_S:
-                time.sleep(random.uniform(0, longest_s))
-                found, etag = self._look(publication.partition)
-                if is_published(self.uri, found, publication, replaces):
-                    return
-                try:
-                    replace_file(folder, file, DATA_FILE, etag=etag)
-                    return
-                except FileChangedError as error:
-                    failure: Exception = error
-                except (StorageError, CommitUnknownError) as error:
-                    failure = error
-                    break
-            if has_happened(self, publication, replaces):
+        with exclusive(self._folder, folder_name(self._partition_column, publication.partition)):
+            failure = self._replace(folder, file, publication, replaces)
+            if failure is None:
+                return
+            with looking_again(self.uri, publication.partition):
+                found = self.published(publication.partition)
+            if is_published(self.uri, found, publication, replaces):
                 _log.info("%s: the answer was lost, but the file is published", folder.uri)
                 return
         if isinstance(failure, CommitUnknownError):
@@ -192,6 +178,24 @@ class ParquetTable:
                 f" find out: {failure}"
             ) from failure
         raise StorageError(f"output {folder.uri}: wasn't published: {failure}") from failure
+
+    def _replace(
+        self, folder: Folder, file: Path, publication: Publication, replaces: Publication | None
+    ) -> Exception | None:
+        """Replace the partition's file; again while others write it. Returns why it isn't."""
+        for longest_s in _LONGEST_PAUSES_S:
+            time.sleep(random.uniform(0, longest_s))
+            found, etag = self._look(publication.partition)
+            if is_published(self.uri, found, publication, replaces):
+                return None
+            try:
+                replace_file(folder, file, DATA_FILE, etag=etag)
+                return None
+            except FileChangedError as error:
+                failure: Exception = error
+            except (StorageError, CommitUnknownError) as error:
+                return error
+        return failure
 
     def _look(self, partition: str) -> tuple[Publication | None, str | None]:
         """Whose outputs the partition holds, and the ETag of its file where there are ETags."""
@@ -236,9 +240,6 @@ class ParquetTable:
                     f" {self._partition_column!r}; move it away or choose another output table"
                 )
 
-    def _folder_name(self, partition: str) -> str:
-        return folder_name(self._partition_column, partition)
-
     def _partition_folder(self, partition: str) -> tuple[Folder, dict[str, dict[str, Any]]]:
         """The partition's folder, and the files in it that readers see.
 
@@ -247,7 +248,7 @@ class ParquetTable:
         Raises:
             TableError: two such folders hold files.
         """
-        own = self._folder_name(partition)
+        own = folder_name(self._partition_column, partition)
         holding = {}
         for name in dict.fromkeys((own, *self._folders_of(partition))):
             found = self._folder.child(name).find()
@@ -315,11 +316,8 @@ class ParquetTable:
     def _chosen(
         self, files: Mapping[str, dict[str, Any]], partition: str
     ) -> dict[str, dict[str, Any]]:
-        return {
-            name: details
-            for name, details in files.items()
-            if hive_values(name).get(self._partition_column) == partition
-        }
+        column = self._partition_column
+        return {n: each for n, each in files.items() if hive_values(n).get(column) == partition}
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Whether the partition still has the snapshot's files, as they were."""
