@@ -28,8 +28,12 @@ def check_values(value: object) -> None:
     for path, text in _texts(value, ""):
         if "\0" in text:
             raise LimitError(f"{path}: holds a NUL character")
-        if not _is_storable(text):
-            raise LimitError(f"{path}: holds half a surrogate pair, which is no character")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise LimitError(
+                f"{path}: holds half a surrogate pair, which is no character"
+            ) from None
 
 
 def check_tree(root: Any, children: Callable[[Any], Iterable[Any]]) -> None:
@@ -77,11 +81,3 @@ def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
     else:
         for child in _children(value):
             yield from _texts(child, path)
-
-
-def _is_storable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

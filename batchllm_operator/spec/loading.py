@@ -172,24 +172,19 @@ def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
     def resolve_table(uri: str, field: str) -> str:
         return TableAddress.parse(uri).resolved(lambda folder: resolve(folder, field)).uri
 
-    model = spec.model
-    if model.path.startswith(("/", "./", "../", "~/")):
-        model = model.model_copy(update={"path": resolve(model.path, "model.path")})
-    planner = spec.planner
-    if planner.gpu_table is not None:
-        planner = planner.model_copy(
-            update={"gpu_table": resolve(planner.gpu_table, "planner.gpu_table")}
-        )
-    output = {"uri": resolve_table(spec.output.uri, "output.uri")}
+    resolved: dict[str, dict[str, str]] = {
+        "input": {"uri": resolve_table(spec.input.uri, "input.uri")},
+        "output": {"uri": resolve_table(spec.output.uri, "output.uri")},
+    }
+    if spec.model.path.startswith(("/", "./", "../", "~/")):
+        resolved["model"] = {"path": resolve(spec.model.path, "model.path")}
+    if spec.planner.gpu_table is not None:
+        table = resolve(spec.planner.gpu_table, "planner.gpu_table")
+        resolved["planner"] = {"gpu_table": table}
     if spec.output.staging_uri is not None:
-        output["staging_uri"] = resolve(spec.output.staging_uri, "output.staging_uri")
-    return spec.model_copy(
-        update={
-            "input": spec.input.model_copy(
-                update={"uri": resolve_table(spec.input.uri, "input.uri")}
-            ),
-            "output": spec.output.model_copy(update=output),
-            "model": model,
-            "planner": planner,
-        }
-    )
+        folder_uri = resolve(spec.output.staging_uri, "output.staging_uri")
+        resolved["output"]["staging_uri"] = folder_uri
+    sections = {
+        name: getattr(spec, name).model_copy(update=fields) for name, fields in resolved.items()
+    }
+    return spec.model_copy(update=sections)

@@ -1,0 +1,459 @@
+"""The sections of a job spec. Unknown fields are refused, and every value is checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from string import Formatter
+from typing import Annotated, Final, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from batchllm_operator.spec.addresses import TableAddress, check_folder, scheme_of
+
+TARGET_FILE_BYTES: Final = 512 << 20
+
+
+def _as_list(value: object) -> object:
+    if not isinstance(value, str | list | tuple):
+        raise ValueError("must be text or a list of texts")
+    return [value] if isinstance(value, str) else value
+
+
+def _as_switch(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _check_template(template: str) -> str:
+    for column in template_columns(template):
+        if not column:
+            raise ValueError("has an empty {}: name a column, or write {{}} for braces")
+    return template
+
+
+def template_columns(template: str) -> tuple[str, ...]:
+    """Names of the columns that `template` places, in order of first use.
+
+    A place is `{column}`; `{{` and `}}` are literal braces. Anything else that Python's
+    format strings allow (attributes, indexes, conversions, formats) is refused: a
+    template can place data and do nothing more.
+
+    Raises:
+        ValueError: the template isn't well formed.
+    """
+    columns: dict[str, None] = {}
+    try:
+        places = list(Formatter().parse(template))
+    except ValueError:  # in Python's own words
+        raise ValueError(
+            "has a { or } without its other half; write {{ or }} for a brace that is text"
+        ) from None
+    for _, name, format_spec, conversion in places:
+        if name is None:
+            continue
+        if format_spec or conversion:
+            raise ValueError(f"{{{name}}} may not carry a conversion or a format")
+        if any(mark in name for mark in ".[]"):
+            raise ValueError(f"{{{name}}} may not reach into a value; name a column")
+        columns[name] = None
+    return tuple(columns)
+
+
+def _check_address(uri: str) -> str:
+    if uri != uri.strip() or not uri.isprintable():
+        raise ValueError("begins or ends with a space, or holds a character that can't be seen")
+    TableAddress.parse(uri)
+    return uri
+
+
+def _check_staging_address(uri: str) -> str:
+    if uri.startswith(("iceberg:", "delta+")):
+        raise ValueError("is a folder: a path or s3://BUCKET/FOLDER, not a table")
+    check_folder(uri)
+    return _check_address(uri)
+
+
+def _check_model(path: str) -> str:
+    if (scheme := scheme_of(path)) is not None:
+        raise ValueError(
+            f"{scheme}:// isn't a place of models that works here; write a local folder (beginning"
+            " with /, ./, ../ or ~/) or the model's name on the Hugging Face hub"
+        )
+    return path
+
+
+def _check_file(path: str) -> str:
+    if scheme_of(path) not in (None, "file"):
+        raise ValueError("must be the path of a local file")
+    return path
+
+
+def _check_distinct(columns: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(columns)) < len(columns):
+        raise ValueError("names a column twice")
+    return columns
+
+
+_MAX_COUNT: Final = (1 << 31) - 1
+_MAX_SHARDS: Final = 100_000  # their files are numbered with five digits
+_MAX_BYTES: Final = (1 << 63) - 1
+_MAX_REPLICAS: Final = 64
+_LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
+_SWITCH: Final = BeforeValidator(  # in YAML, a bare on is true
+    _as_switch, json_schema_input_type=Literal["auto", "on", "off"] | bool
+)
+Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+Int64 = Annotated[int, Field(ge=-_MAX_BYTES - 1, le=_MAX_BYTES)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+Columns = Annotated[tuple[str, ...], _LIST]
+TableUri = Annotated[str, Field(min_length=1), AfterValidator(_check_address)]
+Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
+
+
+def _kinds(annotation: object) -> Iterator[object]:
+    arguments = get_args(annotation)
+    if not arguments:
+        yield annotation if isinstance(annotation, type) else type(annotation)
+    for each in arguments:
+        yield from _kinds(each)
+
+
+class Section(BaseModel):
+    """A part of the spec: immutable, no unknown fields, no values in error messages."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_number(cls, value: object, info: ValidationInfo) -> object:
+        """Python counts with true and false, and YAML's `yes` and `on` are true."""
+        if isinstance(value, bool):
+            kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
+            if bool not in kinds and kinds & {int, float, ByteSize}:
+                raise ValueError("must be a number, not true or false (YAML's yes and no)")
+        return value
+
+
+class FilterTerm(Section):
+    """One condition on an input column; all conditions of a spec must hold."""
+
+    column: str
+    """Input column that is compared."""
+    op: Literal["==", "!=", "<", "<=", ">", ">=", "in", "not in"] = "=="
+    """Comparison; `in` and `not in` take a list."""
+    value: str | Int64 | float | bool | tuple[str | Int64 | float | bool, ...]
+    """What the column is compared with. Whole numbers have at most 64 bits."""
+
+    @field_validator("value", mode="before")
+    @classmethod
+    def _check_size(cls, value: object) -> object:
+        """A larger number would become a float, and compare as one."""
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, int) and not -_MAX_BYTES - 1 <= each <= _MAX_BYTES:
+                raise ValueError("a whole number must fit into 64 bits")
+        return value
+
+    @model_validator(mode="after")
+    def _check_list(self) -> FilterTerm:
+        if (self.op in ("in", "not in")) != isinstance(self.value, tuple):
+            raise ValueError("'in' and 'not in' take a list; the other comparisons one value")
+        return self
+
+
+class InputSpec(Section):
+    """The table that the job reads."""
+
+    uri: TableUri
+    """The table's address. A local path (relative to the spec file) or `s3://bucket/table`
+    (`s3a://` is the same; no other storage works) is a Parquet dataset, or the Delta table that
+    lies there; `delta+` before it insists on Delta.
+    `iceberg://CATALOG/NAMESPACE.TABLE` is an Iceberg table of a catalog that pyiceberg's own
+    configuration (`PYICEBERG_CATALOG__*`, `.pyiceberg.yaml`) says how to reach."""
+    partition_column: str = Field(default="ds", min_length=1)
+    """Column that `--ds` selects a value of: of Parquet, a Hive-style folder
+    (`uri/ds=2026-01-31/...`)."""
+    key: Annotated[Columns, Field(min_length=1), AfterValidator(_check_distinct)]
+    """Column, or list of columns, that identifies a row within the partition."""
+    filter: tuple[FilterTerm, ...] = ()
+    """Conditions that a row must meet to take part."""
+
+
+class PromptSpec(Section):
+    """How a row becomes a prompt."""
+
+    system: str | None = None
+    """Constant text that comes first in every prompt (braces are literal): the system
+    message when `chat_template` is on, else put before the template as it is."""
+    template: Template
+    """Text with `{column}` places; `{{` and `}}` are literal braces. Put the columns
+    that many rows share first: what comes first can be shared. Text is placed as it is; integers
+    and decimals as plain digits, floats by the fewest digits (0.1, 3.0, 1e+20), booleans as `true`
+    and `false`, dates and times as in ISO 8601 (in UTC if they have a time zone), lists of these as
+    JSON. A null, NaN or infinity fails its row; a column of anything else is refused.
+    Values mean nothing here, but text that spells a special token of the model (`<|im_start|>`)
+    becomes that token, as in vLLM itself. Rows of people whom you don't trust can end a chat's
+    turn and begin another that way: take such text out of them before."""
+    chat_template: bool = False
+    """Wrap the prompt in the model's chat template, as one user message."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return template_columns(self.template)
+
+
+class ModelSpec(Section):
+    """The model that generates."""
+
+    path: Annotated[NonEmpty, AfterValidator(_check_model)]
+    """Folder with the model (starting with `/`, `./`, `../` or `~/`; relative to the
+    spec file) or the model's name on the Hugging Face hub."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's repository brings along. Off unless you vouch for it."""
+
+
+class SamplingSpec(Section):
+    """How tokens are chosen. The default is greedy: the likeliest token each time."""
+
+    max_tokens: int = Field(default=128, ge=1, le=_MAX_COUNT)
+    """Most tokens generated for a row. An output ends earlier where prompt and output together have
+    as many as the model allows (`engine.max_model_len`)."""
+    min_tokens: Count = 0
+    """Fewest tokens generated before a stop is honoured."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """0 is greedy; exact duplicate prompts are then generated once."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the smallest set of tokens with this much probability."""
+    top_k: Count = 0
+    """Sample from this many likeliest tokens; 0 is all of them."""
+    seed: Int64 | None = None
+    """Seed of each request's sampling; needed for repeatable outputs when not greedy."""
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    """Above 1 discourages tokens that occurred before."""
+    stop: Annotated[tuple[NonEmpty, ...], _LIST] = ()
+    """Strings at which generation ends; not part of the output."""
+    stop_token_ids: tuple[Count, ...] = ()
+    """Token ids at which generation ends."""
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever the model says; for benchmarks."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> SamplingSpec:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError("min_tokens is above max_tokens")
+        return self
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether equal prompts give equal outputs, so that one may stand for all."""
+        return self.temperature == 0.0
+
+
+class OutputSpec(Section):
+    """The table that the job writes."""
+
+    uri: TableUri
+    """The table's address, in any of the input's forms; the first commit creates the table, which
+    is partitioned by the same column as the input."""
+    staging_uri: Annotated[NonEmpty, AfterValidator(_check_staging_address)] | None = None
+    """Folder under whose `_batchllm/` the job keeps plans, parts and reports: a local path
+    (relative to the spec file) or `s3://bucket/folder`. Unset: the output table's own folder, where
+    readers skip that name. An Iceberg table has no folder of ours, so there it is required."""
+    carry: Columns = ()
+    """Input columns to carry over into the output, besides the key."""
+    add_columns: bool = False
+    """Whether columns that the output table lacks are added to it; else they are an error. A
+    column that the job no longer writes is null from then on."""
+    target_file_bytes: ByteSize = Field(
+        default=ByteSize(TARGET_FILE_BYTES), ge=1 << 20, le=_MAX_BYTES
+    )
+    """The most that a data file of an Iceberg or Delta table may have, as a number of bytes or text
+    like `256MiB`; larger partitions are several files. A plain Parquet partition is one file,
+    whatever its size."""
+
+    @model_validator(mode="after")
+    def _check_staging(self) -> OutputSpec:
+        if self.staging_uri is None and TableAddress.parse(self.uri).folder is None:
+            raise ValueError(
+                "an Iceberg table's folder belongs to its catalog: name a folder for the job's"
+                " plans and parts, as staging_uri"
+            )
+        return self
+
+    @property
+    def staging_folder(self) -> str:
+        """Path or URI of the folder that `_batchllm/` is in."""
+        folder = self.staging_uri or TableAddress.parse(self.uri).folder
+        assert folder is not None  # checked above
+        return folder
+
+
+class EngineSpec(Section):
+    """Settings of the inference engine. Unset ones are chosen for the device."""
+
+    backend: Literal["vllm", "fake"] = "vllm"
+    """`fake` makes up outputs, and needs of the model its configuration and tokenizer only: for
+    trying out the pipeline. With no model at all, `extra_args: {byte_tokens: true}` takes the bytes
+    of a prompt for its tokens."""
+    max_model_len: int | None = Field(default=None, ge=2, le=_MAX_COUNT)
+    """Most tokens of a prompt and its output together; unset: what the model allows."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of weights and activations."""
+    block_size: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
+    """Tokens per KV-cache block."""
+    max_num_seqs: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
+    """Most requests that run at a time."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=_MAX_COUNT)
+    """The most tokens of one engine step. The chunk size may be less, if a profile of the device
+    says that smaller steps are as fast."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of the GPU's memory that the engine may take."""
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1, le=_MAX_BYTES)
+    """Size of the KV cache, in place of a share of the memory."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=_MAX_COUNT)
+    """GPUs that one engine spans."""
+    replicas: int = Field(default=1, ge=1, le=_MAX_REPLICAS)
+    """Engines that a run starts, each with `tensor_parallel_size` GPUs of its own. They share the
+    shard: a group is on one of them, unless the plan spreads it over all (`planner.runahead`)."""
+    scheduler: Literal["batchllm", "stock"] = "batchllm"
+    """Who decides what runs in an engine step: our group scheduler, or vLLM's own, to compare."""
+    attention: Literal["batchllm", "stock"] = "stock"
+    """Who computes attention: our backend, which reads a prefix that running requests share once
+    a step, or vLLM's own. Ours runs on CUDA, ROCm and, slowly, CPU; a model that it doesn't take
+    is refused. It has yet to be timed on a GPU, so vLLM's own is the default."""
+    profile: bool | None = None
+    """Measure steps of the device once, before the first request, for the chunk size and for
+    how prefill is spread; what was measured is kept in `_batchllm/profiles`, beside the plans.
+    Unset: on for GPUs, off for CPU. Only our scheduler makes use of it."""
+    enforce_eager: bool | None = None
+    """Skip compilation and CUDA graphs; unset: on for CPU, off for GPUs."""
+    extra_args: Mapping[str, JsonValue] = Field(default_factory=dict)
+    """Any other engine argument of vLLM, by its Python name."""
+
+    @property
+    def reason_against_chains(self) -> str | None:
+        """Why replicas can't compute a prefix together (ADR 24), as far as settings say; None if
+        they can."""
+        reasons = {
+            "engine.backend is fake": self.backend == "fake",
+            "engine.replicas is 1: a chain takes two at least": self.replicas == 1,
+            "a replica must be one GPU: engine.tensor_parallel_size is above 1": (
+                self.tensor_parallel_size > 1
+            ),
+        }
+        for name in ("kv_transfer_config", "speculative_config", "pipeline_parallel_size"):
+            reasons[f"engine.extra_args has {name}"] = name in self.extra_args
+        return next((reason for reason, is_met in reasons.items() if is_met), None)
+
+    @field_validator("extra_args")
+    @classmethod
+    def _check_extra_args(cls, value: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+        fields = {name: f"engine.{name}" for name in cls.model_fields}
+        fields |= {name: f"model.{name}" for name in ("revision", "trust_remote_code")}
+        fields |= dict.fromkeys(("model", "tokenizer"), "model.path")
+        for name in sorted(set(value) & set(fields)):
+            raise ValueError(f"{name!r} has a field of its own: {fields[name]}")
+        stages = value.get("pipeline_parallel_size", 1)  # counted where vLLM may be absent
+        if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+            raise ValueError("'pipeline_parallel_size' must be a whole number of at least 1")
+        return value
+
+
+class OutputEstimate(Section):
+    """Where a request's estimated output length comes from: exactly one of these."""
+
+    column: NonEmpty | None = None
+    """Integer column of the input that holds it; null means `sampling.max_tokens`."""
+    learned: Literal[True] | None = None
+    """The mean of outputs to prompts of about that length, in the latest partition before the
+    planned one (by name) that this job has published; `sampling.max_tokens` if there is none.
+    What was learned is part of the plan: publish that partition anew, and planning again
+    gives another plan."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> OutputEstimate:
+        if (self.column is None) == (self.learned is None):
+            raise ValueError("give a number, {column: NAME} or {learned: true}")
+        return self
+
+
+def _estimate_kind(value: object) -> str:
+    return "source" if isinstance(value, Mapping | OutputEstimate) else "number"
+
+
+OutputTokens = Annotated[
+    Annotated[int, Field(ge=1, le=_MAX_COUNT), Tag("number")]
+    | Annotated[OutputEstimate, Tag("source")],
+    Discriminator(_estimate_kind),  # one clear error instead of one for each kind
+]
+
+
+class PlannerSpec(Section):
+    """How the work is cut."""
+
+    num_shards: int = Field(default=1, ge=1, le=_MAX_SHARDS)
+    """GPU tasks that share the job; fewer are made where there are fewer groups."""
+    estimated_output_tokens: OutputTokens | None = None
+    """Output length to plan with: a number, `{column: NAME}` or `{learned: true}`; unset:
+    `sampling.max_tokens`, which is also the most."""
+    target_gpu: NonEmpty | None = "H100"
+    """GPU whose time and price `plan` predicts, and by whose time it balances shards; null
+    for no prediction. Built in: A100, H100, H200, MI300X."""
+    gpu_table: Annotated[NonEmpty, AfterValidator(_check_file)] | None = None
+    """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
+    built-in `planner/gpus.toml`: rates, achievable shares, prices."""
+    part_rows: int = Field(default=500, ge=1, le=_MAX_COUNT)
+    """Requests per output part: what a restart may have to generate again. Parts end
+    where a group ends, unless the group alone is larger."""
+    memory_budget_bytes: ByteSize = Field(default=ByteSize(2 << 30), ge=1, le=_MAX_BYTES)
+    """Most memory that `plan` takes, as a number of bytes or text like `4GiB`; the rest goes to
+    temporary files. It takes some hundred bytes for each row, and says how much if the budget
+    is too small."""
+    runahead: Annotated[Literal["auto", "on", "off"], _SWITCH] = "auto"
+    """Whether a very long prefix may be computed by all `engine.replicas` together (KV-Runahead),
+    where that is predicted to pay. `auto`: once a run has measured how fast they hand KV on. `on`:
+    also by `link_bytes_per_s`, and refused if neither is known. It needs replicas of one GPU
+    each."""
+    link_bytes_per_s: float | None = Field(default=None, ge=1.0, le=1e15)
+    """Rate at which a replica hands KV to the next, in place of a measured one; only with
+    `runahead: on`."""
+
+    @model_validator(mode="after")
+    def _check_link(self) -> PlannerSpec:
+        if self.link_bytes_per_s is not None and self.runahead != "on":
+            raise ValueError(
+                "link_bytes_per_s goes with runahead: on; with auto, what counts is measured"
+            )
+        return self
+
+    @property
+    def estimate_columns(self) -> tuple[str, ...]:
+        estimate = self.estimated_output_tokens
+        if isinstance(estimate, OutputEstimate) and estimate.column is not None:
+            return (estimate.column,)
+        return ()
+
+    @property
+    def learns_output_tokens(self) -> bool:
+        """Whether output lengths come from an earlier partition's outputs."""
+        estimate = self.estimated_output_tokens
+        return isinstance(estimate, OutputEstimate) and estimate.learned is True
