@@ -32,11 +32,7 @@ class TakenOverError(AirflowException):
 class CommandRunner:
     """Runs `batchllm` commands, one at a time, as child processes of the task.
 
-    Args:
-        log: takes the commands' lines.
-        env: environment variables on top of the task's own.
-        credentials: further ones, of which some are secret; they win over those of `env`.
-        kill_grace_s: seconds that a command may take to stop.
+    They get the task's environment, `env` on top of it, and the credentials, which win.
     """
 
     def __init__(

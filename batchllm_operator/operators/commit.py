@@ -11,14 +11,8 @@ from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_an
 from batchllm_operator.operators.metrics import send_stage
 
 _EVENT_FIELDS: Final = (
-    "ds",
-    "num_rows_in",
-    "num_rows_out",
-    "num_rows_failed",
-    "achieved_saving_ratio",
-    "plan_uri",
-    "report_uri",
-    "table_uri",
+    *("ds", "num_rows_in", "num_rows_out", "num_rows_failed", "achieved_saving_ratio"),
+    *("plan_uri", "report_uri", "table_uri"),
 )
 
 

@@ -45,11 +45,7 @@ _REFUSED: Final = (400, 403, 404, 422)
 
 
 class BatchLLMPodTask(BatchLLMPodOperator):
-    """A task whose work is done by one pod at a time; what to make of its end isn't said here.
-
-    Args:
-        kwargs: see `BatchLLMPodOperator`.
-    """
+    """A task whose work is done by one pod at a time; what to make of its end isn't said here."""
 
     component: ClassVar[str]
     """The command, for labels."""
@@ -167,12 +163,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         return with_secret(pod, name, variables) if self.has_secrets else pod
 
     def _pods(
-        self,
-        attempt: Attempt,
-        namespace: str,
-        patience_s: float,
-        *,
-        is_cleaning_up: bool = False,
+        self, attempt: Attempt, namespace: str, patience_s: float, *, is_cleaning_up: bool = False
     ) -> AttemptPods:
         """The cluster, for as long as the task isn't killed, or also then for cleaning up."""
         # The last client, for a new one asks Airflow for the connection.

@@ -31,14 +31,11 @@ _DEFERRAL_FAILED: Final = "__fail__"
 class BatchLLMStageOperator(BatchLLMWaitingTask):
     """Runs one `batchllm` command in the worker or in a pod.
 
-    A pod's phase, exit code and log are reports of an attempt. The task succeeds when the
-    results are found in the lake, complete, by a command in the worker, which therefore needs
-    to read the lake. A try takes up the live pod that an earlier one left behind, and never
-    one that has ended. A pod that ends for the cluster's sake (eviction, preemption, a lost
-    node) is followed by another in the same try, and goes on from the finished parts.
-
-    Args:
-        kwargs: see `BatchLLMPodOperator`.
+    A pod's phase, exit code and log are reports of an attempt. The task succeeds when the results
+    are found in the lake, complete, by a command in the worker, which therefore needs to read the
+    lake. A try takes up the live pod that an earlier one left behind, and never one that has ended.
+    A pod that ends for the cluster's sake (eviction, preemption, a lost node) is followed by
+    another in the same try, and goes on from the finished parts.
     """
 
     # What a stage is

@@ -70,11 +70,7 @@ def batchllm_task_group(
     asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
     with TaskGroup(group_id=group_id) as group:
         plan = BatchLLMPlanOperator(
-            task_id="plan",
-            spec_path=str(spec_path),
-            ds=str(ds),
-            **everywhere,
-            **(plan_args or {}),
+            task_id="plan", spec_path=str(spec_path), ds=str(ds), **everywhere, **(plan_args or {})
         )
         if isinstance(ds, XComArg):  # as a string, it is a template that pulls the value
             ds >> plan

@@ -152,9 +152,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
 
     async def _delete(self, patience_s: float, *, at_once: bool = False) -> None:
         tries = AsyncRetrying(
-            wait=wait_random_exponential(max=15),
-            retry=retry_if_exception(is_passing),
-            reraise=True,
+            wait=wait_random_exponential(max=15), retry=retry_if_exception(is_passing), reraise=True
         )
         async with asyncio.timeout(patience_s):
             await tries(self._delete_once, 0 if at_once else None)

@@ -30,9 +30,6 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
     """Looks for its results in the lake, and waits while others do its work.
 
     It waits in the triggerer where the task defers, and not in step with other tasks.
-
-    Args:
-        kwargs: see `BatchLLMPodOperator`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -121,15 +118,10 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         num_disruptions: int,
         waiting_since: datetime | None = None,
     ) -> dict[str, Any] | None:
-        """The results of the attempt that has taken over; None if this task shall go on.
+        """The results of the attempt that has taken over (`said` tells how the task knows of it).
 
-        It goes on once the other gives no sign any more; earlier, it would fence that one out.
-
-        Args:
-            context: the task's.
-            said: how the task knows of the other attempt.
-            num_disruptions: how often it has gone on before.
-            waiting_since: None for a wait that begins.
+        None once the other is silent, so that this task shall go on; earlier, it would fence that
+        one out.
 
         Raises:
             AirflowException: it has gone on too often, the time is up, or the task was killed.

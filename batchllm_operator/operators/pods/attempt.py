@@ -44,15 +44,12 @@ class AttemptPods:
     """The pods of one attempt, and what may be done with them.
 
     Args:
-        connect: see `ClusterCalls`, and so for the last three.
+        connect: see `ClusterCalls`, also for the patience, the limit and what stops it.
         namespace: where the pods are.
-        attempt: whose.
+        attempt: whose they are.
         container_name: of the main container.
-        log: tells the user what happens.
+        log: shows the user what happens.
         has_secrets: whether its pods have Secrets of their own, named as they are.
-        patience_s: how long each call is made again.
-        limit_s: for all calls together.
-        is_stopped: whether the task was killed meanwhile.
         poll_s: between two looks at a pod that is waited for.
     """
 

@@ -76,9 +76,7 @@ class ClusterCalls:
             HTTPError: it doesn't answer in time.
             StoppedError: the task was killed.
         """
-        return self.retried(
-            lambda api, **limits: getattr(api, name)(*args, **options, **limits),
-        )
+        return self.retried(lambda api, **limits: getattr(api, name)(*args, **options, **limits))
 
     def call_unlogged(self, name: str, *args: Any) -> None:
         """The same without a body in the answer, which the client would log when debugging."""

@@ -81,39 +81,31 @@ class PodEnd:
     def explanation(self) -> str:
         """One sentence for the task's log: what happened, and what can be done about it."""
         pod, said = f"pod {self.pod_name}", _clipped(self.message)
-        match self.kind:
-            case EndKind.EXITED:
-                return f"{pod} {_exit_words(self)}" + (f"; it said: {said}" if said else "")
-            case EndKind.DISRUPTED:
-                return (
-                    f"{pod} was ended by the cluster ({self.reason or 'no reason given'}): {said}"
-                )
-            case EndKind.GONE:
-                return f"{pod} was deleted from outside before its results were whole"
-            case EndKind.QUEUE_LIMIT:
-                return (
-                    f"{pod} found no node in time (queue_timeout): {said or self.reason}; finished"
-                    " parts are kept"
-                )
-            case EndKind.START_LIMIT:
-                return f"{pod} didn't start in time (start_timeout): {self.reason} {said}".rstrip()
-            case EndKind.STUCK:
-                return f"{pod} can't start ({self.reason}): {said}"
-            case EndKind.TIMEOUT:
-                return f"{pod} reached the task's execution_timeout; finished parts are kept"
-            case EndKind.API_LOST:
-                return (
-                    f"the cluster's API didn't answer for too long ({said}); {pod} was left alone,"
-                    " the next try looks for it"
-                )
-            case EndKind.FORBIDDEN:
-                return (
-                    f"whoever watches {pod} may not read pods: give the triggerer's (or, with"
-                    " deferrable=False, the worker's) service account the chart's Role; the pod was"
-                    " left alone, the next try looks for it"
-                )
-            case EndKind.STOPPED:
-                return f"{pod} is no longer watched"
+        reason = self.reason or "no reason given"
+        return {
+            EndKind.EXITED: f"{pod} {_exit_words(self)}" + (f"; it said: {said}" if said else ""),
+            EndKind.DISRUPTED: f"{pod} was ended by the cluster ({reason}): {said}",
+            EndKind.GONE: f"{pod} was deleted from outside before its results were whole",
+            EndKind.QUEUE_LIMIT: (
+                f"{pod} found no node in time (queue_timeout): {said or self.reason}; finished"
+                " parts are kept"
+            ),
+            EndKind.START_LIMIT: (
+                f"{pod} didn't start in time (start_timeout): {self.reason} {said}".rstrip()
+            ),
+            EndKind.STUCK: f"{pod} can't start ({self.reason}): {said}",
+            EndKind.TIMEOUT: f"{pod} reached the task's execution_timeout; finished parts are kept",
+            EndKind.API_LOST: (
+                f"the cluster's API didn't answer for too long ({said}); {pod} was left alone, the"
+                " next try looks for it"
+            ),
+            EndKind.FORBIDDEN: (
+                f"the watcher of {pod} may not read pods: give the triggerer's (or, with"
+                " deferrable=False, the worker's) service account the chart's Role; the pod was"
+                " left alone, the next try looks for it"
+            ),
+            EndKind.STOPPED: f"{pod} is no longer watched",
+        }[self.kind]
 
 
 def _exit_words(end: PodEnd) -> str:

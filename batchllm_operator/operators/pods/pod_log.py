@@ -23,17 +23,11 @@ _LINE: Final = re.compile(
 
 
 class LogReader:
-    """Passes the new lines of a container's log on.
+    """Passes the new lines of a container's log on, and once a read that fails.
 
     The API gives lines with the times that the node put on them, and takes only ages, in whole
     seconds. Ages are counted from the read before, by this machine's steady clock; times are
     compared with each other only. So no clock has to agree with another.
-
-    Args:
-        name: the pod.
-        namespace: its namespace.
-        container: its container.
-        log: takes each line, and once a read that fails.
     """
 
     def __init__(

@@ -96,8 +96,8 @@ class PodState:
             terminated = terminated or _failed_init_container(status)
             return cls(
                 Stage.ENDED,
-                reason=(status.reason or (terminated.reason if terminated else "")) or "",
-                message=(status.message or (terminated.message if terminated else "")) or "",
+                reason=status.reason or _said(terminated)["reason"],
+                message=status.message or _said(terminated)["message"],
                 exit_code=terminated.exit_code if terminated else None,
                 since=terminated.finished_at if terminated else None,
                 is_over=phase in ("Succeeded", "Failed"),
@@ -107,21 +107,10 @@ class PodState:
             return cls(Stage.RUNNING, since=container.state.running.started_at, **shared)
         scheduled = conditions.get("PodScheduled")
         if scheduled is None or scheduled.status != "True":
-            return cls(
-                Stage.QUEUED,
-                reason=(scheduled.reason if scheduled else "") or "",
-                message=(scheduled.message if scheduled else "") or "",
-                since=metadata.creation_timestamp,
-                **shared,
-            )
-        waiting = _waiting(status, container)
-        return cls(
-            Stage.STARTING,
-            reason=(waiting.reason if waiting else "") or "",
-            message=(waiting.message if waiting else "") or "",
-            since=scheduled.last_transition_time,
-            **shared,
-        )
+            since = metadata.creation_timestamp
+            return cls(Stage.QUEUED, since=since, **_said(scheduled), **shared)
+        since = scheduled.last_transition_time
+        return cls(Stage.STARTING, since=since, **_said(_waiting(status, container)), **shared)
 
     def __str__(self) -> str:
         """For a log: stage, reason, message."""
@@ -130,6 +119,11 @@ class PodState:
             words.append(f"({self.reason})")
         text = " ".join(words)
         return f"{text}: {' '.join(self.message.split())}" if self.message else text
+
+
+def _said(found: Any) -> dict[str, Any]:
+    """Reason and message of a part of a status, which may be absent."""
+    return {name: getattr(found, name, "") or "" for name in ("reason", "message")}
 
 
 def _status_of(status: Any, container_name: str) -> Any:
