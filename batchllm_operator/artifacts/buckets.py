@@ -40,7 +40,6 @@ class Outputs(Protocol):
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Read these columns of `PART_SCHEMA`, some requests at a time."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

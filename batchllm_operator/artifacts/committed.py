@@ -50,7 +50,6 @@ def find_committed(plan: StoredPlan) -> Committed | None:
 
     Raises:
         TableError: the output partition holds what another job or program wrote.
-        StorageError: the storage fails.
     """
     try:
         committed = Committed.model_validate_json(plan.folder.read_bytes(COMMITTED_FILE))
@@ -72,7 +71,6 @@ def holds_outputs(plan: StoredPlan) -> bool:
 
     Raises:
         TableError: the output partition holds what another job or program wrote.
-        StorageError: the storage fails.
     """
     spec = plan.manifest.spec
     try:

@@ -72,9 +72,6 @@ def read_attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
     """The progress of all attempts at the shards that were begun, by shard_idx.
 
     Progress that is corrupted, foreign or of another version is left out, with a warning.
-
-    Raises:
-        StorageError: the storage fails.
     """
     found = {idx: each.attempts for idx, each in _read_shards(plan, with_reports=False).items()}
     for attempts in found.values():
@@ -88,7 +85,6 @@ def newest_plan_uri(spec: JobSpec, ds: str) -> str | None:
 
     Raises:
         SpecError: the partition's name is wrong.
-        StorageError: the storage fails.
     """
     parent = job_folder(spec, ds)
     folders = [parent.child(n) for n in parent.subfolder_names() if PLAN_FOLDER.fullmatch(n)]
@@ -108,7 +104,6 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
 
     Raises:
         PlanError: there is no plan, or it is corrupted, foreign or of another version.
-        StorageError: the storage fails.
     """
     if isinstance(plan, str):
         plan = StoredPlan.open(plan)

@@ -11,9 +11,7 @@ from batchllm_operator.spec import OUTPUT_COLUMNS, JobSpec
 def output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
     """Columns of the output table: key, the job's own, carried ones.
 
-    Args:
-        spec: the job.
-        rows_schema: holds the key and the carried columns.
+    `rows_schema` holds the key and the carried columns.
     """
     own = {field.name: field for field in PART_SCHEMA}
     return pa.schema(

@@ -82,7 +82,7 @@ def write_part(
     """Write a part's file, then its ledger entry, each in one step.
 
     Args:
-        attempt: who has generated it.
+        attempt: the attempt that has generated it.
         plan_id: the plan that the part belongs to.
         part_idx: row group of the shard file.
         outputs: one for each request of the part, in any order; at least one.
@@ -131,14 +131,9 @@ def read_ledger(
 ) -> dict[int, PartEntry]:
     """The parts of a shard that can be trusted, by part_idx: of all attempts together.
 
-    For each part that is the entry of the latest attempt whose file has its checksum. Entries
-    that can't be read, that belong elsewhere, or whose file is absent or altered don't count; a
-    warning says so.
-
-    Args:
-        folder: the shard's run folder.
-        plan_id: the plan that the parts have to be of.
-        known: what was found before; these parts aren't looked at again.
+    For each part that is the entry of the latest attempt whose file has its checksum. Entries that
+    can't be read, that belong elsewhere, or whose file is absent or altered don't count; a warning
+    says so. Parts that are `known` from before aren't looked at again.
     """
     trusted = dict(known or {})
     matches = filter(None, map(_ENTRY_PATH.fullmatch, folder.find()))

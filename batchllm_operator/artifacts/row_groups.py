@@ -18,14 +18,7 @@ class RowGroupWriter:
     def __init__(
         self, path: Path, schema: pa.Schema, num_rows: int = ROW_GROUP_ROWS, **options: Any
     ) -> None:
-        """Create the file.
-
-        Args:
-            path: a local file.
-            schema: of all tables to come.
-            num_rows: of a row group.
-            options: of `pyarrow.parquet.ParquetWriter`.
-        """
+        """Create the local file; `options` are those of `pyarrow.parquet.ParquetWriter`."""
         self._writer = pq.ParquetWriter(path, schema, **options)
         self._schema, self._num_at_once = schema, num_rows
         self._kept: list[pa.Table] = []

@@ -9,9 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.errors import KeyColumnError
-from batchllm_operator.planner import (
-    TokenTable,
-)
+from batchllm_operator.planner import TokenTable
 
 _MAX_SHOWN: Final = 100  # characters of a value
 _BYTES: Final = (

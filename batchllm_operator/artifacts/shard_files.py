@@ -96,14 +96,14 @@ def write_shard(
 ) -> int:
     """Write one shard, a row group for each part, and return the number of parts.
 
+    The arrays have one element per request of the shard, in plan order.
+
     Args:
         path: local file to create.
         requests: all requests of the plan.
         request_idx_start: number of requests in the shards before.
-        request_idxs: int64 [num_requests of the shard], in plan order.
-        group_ids: int64, the same shape.
-        num_prefix_tokens: int64, the same shape.
-        num_output_tokens: int64, the same shape; estimates.
+        request_idxs, group_ids, num_prefix_tokens: int64 [num_requests].
+        num_output_tokens: int64 [num_requests], estimates.
         part_rows: see `part_bounds`.
         written: called with the number of requests of each part that is written.
     """

@@ -62,7 +62,6 @@ def plan_uri(args: argparse.Namespace) -> str:
     Raises:
         SpecError: the spec or the partition's name is wrong.
         PlanError: there is no plan, or it is of another version.
-        StorageError: the storage fails.
     """
     if args.plan is not None:
         return str(args.plan)
@@ -84,7 +83,6 @@ def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
 
     Raises:
         PlanError: it is of another version.
-        StorageError: the storage fails.
     """
     from batchllm_operator.artifacts.stored_plan import StoredPlan
 

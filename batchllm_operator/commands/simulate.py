@@ -24,34 +24,15 @@ _MADE_UP: Final[Mapping[str, tuple[str, int | float, str]]] = {
 }
 """Options of `simulate` by field of its shape, with their defaults: the paper's case 1."""
 _POLICIES: Final = (
-    "static",
-    "dynamic",
-    "continuous",
-    "chunked_prefill",
-    "stock_shuffled",
-    "stock_sorted",
-    "batchllm_stock_attention",
-    "batchllm",
+    *("static", "dynamic", "continuous", "chunked_prefill"),
+    *("stock_shuffled", "stock_sorted", "batchllm_stock_attention", "batchllm"),
 )
 _NOT_WITH_RUNAHEAD: Final[Mapping[str, str]] = {
     **{
         name: f"--{name.replace('_', '-')}"
         for name in (
-            "plan",
-            "job",
-            "ds",
-            "shard",
-            "policies",
-            "gpu",
-            "gpu_table",
-            "model",
-            "num_gpus",
-            "num_blocks",
-            "chunk_size",
-            "arrivals_per_s",
-            "seed",
-            "estimate_error",
-            "out",
+            *("plan", "job", "ds", "shard", "policies", "gpu", "gpu_table", "model", "num_gpus"),
+            *("num_blocks", "chunk_size", "arrivals_per_s", "seed", "estimate_error", "out"),
         )
     },
     **{name: option for name, (option, _, _) in _MADE_UP.items()},

@@ -68,17 +68,8 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 def result_of(status: JobStatus) -> dict[str, Any]:
     fields = asdict(status)
     totals = (
-        "num_rows",
-        "num_rows_done",
-        "num_rows_failed",
-        "num_parts",
-        "num_parts_done",
-        "num_finished",
-        "is_finished",
-        "tokens_per_s",
-        "saving_ratio",
-        "eta_s",
-        "gpu_s",
+        *("num_rows", "num_rows_done", "num_rows_failed", "num_parts", "num_parts_done"),
+        *("num_finished", "is_finished", "tokens_per_s", "saving_ratio", "eta_s", "gpu_s"),
     )
     shards = [
         asdict(shard) | {"saving_ratio": shard.saving_ratio, "is_live": shard.is_live}
@@ -103,12 +94,6 @@ def follow(
 
     On a terminal each takes the place of the one before. Elsewhere there is a line of totals
     whenever rows or states have changed.
-
-    Args:
-        read: looks how far the run is.
-        interval_s: seconds between two looks.
-        stream: where to show it.
-        sleep: waits, for tests.
     """
     is_terminal = stream.isatty()
     num_lines, seen = 0, None

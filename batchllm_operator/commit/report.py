@@ -40,17 +40,7 @@ _log = logging.getLogger(__name__)
 def describe_run(
     plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
 ) -> RunReport:
-    """Gather the report of a plan whose outputs are published.
-
-    Args:
-        plan: the plan.
-        table: where its outputs are.
-        shards: all of its shards, in order.
-        errors: the rows that failed.
-
-    Raises:
-        StorageError: the storage fails.
-    """
+    """Gather the report of a plan whose outputs are published; `shards` are in order."""
     manifest = plan.manifest
     counts, spec = manifest.counts, manifest.spec
     entries = [entry for shard in shards for entry in shard.entries]
@@ -133,7 +123,6 @@ def load_report(plan_uri: str) -> RunReport:
 
     Raises:
         PlanError: the plan isn't there, or wasn't committed, or this release can't read its report.
-        StorageError: the storage fails.
     """
     plan = StoredPlan.open(plan_uri)
     try:
@@ -173,9 +162,7 @@ def _attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
 
 
 def _shard_runs(
-    manifest: PlanManifest,
-    shards: Sequence[FinishedShard],
-    attempts: Mapping[int, ShardAttempts],
+    manifest: PlanManifest, shards: Sequence[FinishedShard], attempts: Mapping[int, ShardAttempts]
 ) -> tuple[ShardRun, ...]:
     runs = []
     for shard_idx, shard in enumerate(shards):

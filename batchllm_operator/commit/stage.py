@@ -21,19 +21,9 @@ from batchllm_operator.artifacts.stored_plan import (
     job_folder,
 )
 from batchllm_operator.commit.partition import FinishedShard, write_partition
-from batchllm_operator.commit.report import (
-    describe_run,
-    load_report,
-    store_page,
-    store_report,
-)
+from batchllm_operator.commit.report import describe_run, load_report, store_page, store_report
 from batchllm_operator.commit.row_errors import RowErrors, find_errors
-from batchllm_operator.errors import (
-    ConflictError,
-    FailedRowsError,
-    IncompleteRunError,
-    TableError,
-)
+from batchllm_operator.errors import ConflictError, FailedRowsError, IncompleteRunError, TableError
 from batchllm_operator.lake import LakeTable, Publication, open_table
 from batchllm_operator.report import share
 from batchllm_operator.spec import JobSpec

@@ -54,12 +54,8 @@ class _Steps:
 def read_timeline(folder: Folder, shard_idx: int) -> Timeline | None:
     """The timeline of a shard: the steps of all its engines, of all attempts, one after the other.
 
-    None if it left no trace (vLLM's own scheduler, a killed process), or none that can be read;
-    a warning says so.
-
-    Args:
-        folder: the shard's run folder.
-        shard_idx: which shard it is.
+    None if it left no trace (vLLM's own scheduler, a killed process), or none that can be read; a
+    warning says so. `folder` is the shard's run folder.
     """
     try:
         names = folder.find()
@@ -143,10 +139,7 @@ def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
 
 
 def _means(
-    values: NDArray[Any],
-    bounds_s: NDArray[np.float64],
-    edges: NDArray[np.float64],
-    digits: int = 1,
+    values: NDArray[Any], bounds_s: NDArray[np.float64], edges: NDArray[np.float64], digits: int = 1
 ) -> tuple[float, ...]:
     before = np.append(0.0, np.cumsum(values * np.diff(bounds_s)))
     means = np.diff(np.interp(edges, bounds_s, before)) / np.diff(edges)

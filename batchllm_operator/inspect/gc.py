@@ -84,7 +84,6 @@ def find_garbage(
     Raises:
         SpecError: the output table's address or library is wrong, or the storage doesn't say when
             files were written.
-        StorageError: the storage fails.
     """
     root = job_root(spec)
     folders = [root.child(name) for name in root.subfolder_names()]

@@ -192,11 +192,7 @@ def find_model(name: str) -> ModelShape:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for timelines, with those above it.
-
-    Raises:
-        StorageError: that fails.
-    """
+    """Make a folder for timelines, with those above it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -206,22 +202,14 @@ def make_folder(folder: Path) -> None:
 
 
 def write_timeline(run: Run, folder: Path) -> None:
-    """Write a run's steps as `timeline-<policy>.parquet`.
-
-    Raises:
-        StorageError: that fails.
-    """
+    """Write a run's steps as `timeline-<policy>.parquet`."""
     data = io.BytesIO()
     pq.write_table(run.timeline.to_table(), data)
     write_file(folder / f"timeline-{run.policy}.parquet", data.getvalue())
 
 
 def write_plot(runs: Sequence[Run], machine: Machine, folder: Path) -> None:
-    """Draw the steps of all runs as `timeline.png`.
-
-    Raises:
-        StorageError: writing it fails.
-    """
+    """Draw the steps of all runs as `timeline.png`."""
     write_file(folder / "timeline.png", plot_timelines(runs, machine))
 
 

@@ -69,11 +69,6 @@ class ShardCollector(Collector):
     taken for a restart, so here they stay where they were.
 
     Every sample has the labels `job_name`, `ds` and `shard`. (`job` is Prometheus's own.)
-
-    Args:
-        snapshot: how far the shard is.
-        job: name in the job's spec.
-        ds: the partition.
     """
 
     def __init__(self, snapshot: Snapshot, *, job: str, ds: str) -> None:
@@ -100,8 +95,7 @@ class ShardCollector(Collector):
             "batchllm_shard", "Plan and attempt; always 1.", labels=list(labels)
         )
         info.add_metric(
-            list(labels.values()),
-            {"plan_id": progress.plan_id, "attempt": str(progress.attempt)},
+            list(labels.values()), {"plan_id": progress.plan_id, "attempt": str(progress.attempt)}
         )
         yield info
 

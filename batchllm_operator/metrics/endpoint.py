@@ -85,12 +85,8 @@ def serving_metrics(
 ) -> Iterator[MetricsAddress | None]:
     """Serve what `collector` makes for as long as the context lasts; yields where.
 
-    Metrics never stop a run: if the address can't be had, that is a warning, and nothing is
-    served.
-
-    Args:
-        address: where to listen; port 0 for any free one, None for not at all.
-        collector: is asked at each scrape, in a thread of its own.
+    It is asked at each scrape, in a thread. Metrics never stop a run: if the address (port 0 for
+    any free one, None for none) can't be had, that is a warning, and nothing is served.
     """
     server = _listen(address, collector) if address is not None else None
     if address is None or server is None:

@@ -88,15 +88,10 @@ def draw(
     wide_height: float,
     narrow_height: float,
 ) -> Plot:
-    """Draw a plot in both shapes.
+    """Draw a plot in both shapes; see `Plot` for title, alt and table.
 
-    Args:
-        title: what stands above it.
-        alt: see `Plot`.
-        table: see `Plot`.
-        paint: fills a figure; the second argument says whether it is the narrow one.
-        wide_height: in inches, of ten of width.
-        narrow_height: in inches, of 3.7 of width.
+    `paint` fills a figure; its second argument says whether it is the narrow one. Heights are in
+    inches, of ten inches of width and of 3.7.
     """
     wide = _svg(title, alt, (_WIDE_INCHES, wide_height), lambda figure: paint(figure, False))
     narrow = _svg(title, alt, (_NARROW_INCHES, narrow_height), lambda figure: paint(figure, True))

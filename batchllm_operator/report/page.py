@@ -39,12 +39,9 @@ class _Plots:
 
 
 def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) -> str:
-    """The page of a run report. The same report gives the same page.
+    """The page of a run report, of any version; the same report gives the same page.
 
-    Args:
-        report: of any version that can be read; older ones show less.
-        trail: see `pages.render`.
-        actions: see `pages.render`.
+    For `trail` and `actions` see `pages.render`.
     """
     return render(
         "report.html.j2",

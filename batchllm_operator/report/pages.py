@@ -19,11 +19,8 @@ Trail = Sequence[tuple[str, str]]
 def render(template: str, *, trail: Trail = (), actions: Trail = (), **values: Any) -> str:
     """Render one of `templates/` as a whole page: nothing is loaded from elsewhere.
 
-    Args:
-        template: its file name.
-        trail: pages above this one.
-        actions: what can be done with it.
-        values: what it shows.
+    `trail` are the pages above this one, `actions` what can be done with it, `values` what it
+    shows.
     """
     return (
         _environment()

@@ -55,10 +55,7 @@ def saving_plot(report: RunReport) -> Plot:
         "Saving ratio",
         "Bars of the share of prompt tokens that needn't be computed: "
         + ", ".join(f"{text} {name}" for name, text in zip(values, shown, strict=True)),
-        Table(
-            ("Saving", "Share of prompt tokens"),
-            list(zip(values, shown, strict=True)),
-        ),
+        Table(("Saving", "Share of prompt tokens"), list(zip(values, shown, strict=True))),
         paint,
         wide_height=1.5,
         narrow_height=1.6,

@@ -55,22 +55,13 @@ def interval_s() -> float | None:
 
 @contextmanager
 def live_progress(
-    folder: Folder,
-    tally: ShardTally,
-    every_s: float | None,
-    observe: Observe | None = None,
+    folder: Folder, tally: ShardTally, every_s: float | None, observe: Observe | None = None
 ) -> Iterator[ProgressWriter]:
     """Write the tally to an attempt's folder for as long as the context is open, and its end.
 
     The body's end is the attempt's: `finished` without an error, `stopped` by a `KeyboardInterrupt`
     (such as `Interrupted`), `failed` by any other. Storage that fails costs a warning; one that
-    hangs holds up the end for five seconds at most.
-
-    Args:
-        folder: the attempt's.
-        tally: what is written.
-        every_s: seconds between two writes; None for none.
-        observe: another observer of the tally.
+    hangs holds up the end for five seconds at most. Without `every_s`, nothing is written.
     """
     writer = ProgressWriter(folder, tally, every_s)
     with nullcontext() if observe is None else observe(tally):

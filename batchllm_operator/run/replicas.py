@@ -23,11 +23,7 @@ def chain_job(
 ) -> ChainJob | None:
     """What the replicas are to compute together, and whether to measure it; None for nothing.
 
-    Args:
-        spec: the plan's, with the GPUs of this run.
-        placement: of the shard.
-        work: what is left of it; groups that have nothing left aren't computed again.
-        profiles: take what is measured.
+    `spec` has the GPUs of this run. Groups of which `work` has nothing left aren't computed again.
     """
     if not (placement.num_chained or placement.measure):
         return None
@@ -38,9 +34,7 @@ def chain_job(
     groups = tuple(
         ChainedGroup(
             RunaheadGroup(
-                group.group_id,
-                work.first_prompt(group.group_id)[: sum(group.split)],
-                group.split,
+                group.group_id, work.first_prompt(group.group_id)[: sum(group.split)], group.split
             ),
             sizes[group.group_id],
         )

@@ -29,13 +29,11 @@ class ShardTally:
 
     Args:
         plan: the plan; its shard `shard_idx` is worked on.
-        shard_idx: from 0.
-        attempt: who works on it, from now on.
+        attempt: works on it from now on.
         entries: of the parts that earlier attempts have finished.
         num_gpus: that the attempt holds.
         interval_s: how often a snapshot goes to the lake.
         clock: seconds that never go back.
-        now: the time of day.
     """
 
     def __init__(

@@ -17,13 +17,7 @@ from batchllm_operator.artifacts.parts import PartEntry, read_ledger, write_part
 from batchllm_operator.artifacts.shard_report import ShardReport, write_report
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
-from batchllm_operator.engine import (
-    Engine,
-    EngineJob,
-    EngineOutput,
-    EngineRequest,
-    start_engine,
-)
+from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
 from batchllm_operator.engine.gpus import num_gpus_of, num_stages_of
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.planner import matrix_seconds

@@ -29,12 +29,7 @@ _MAX_ID_CHARS: Final = 250
 """Airflow's own bound of ids."""
 
 # The pages show a run, its tasks' states, and what tasks have noted (and what that leads to).
-_ENTITIES: Final = (
-    None,
-    DagAccessEntity.RUN,
-    DagAccessEntity.TASK_INSTANCE,
-    DagAccessEntity.XCOM,
-)
+_ENTITIES: Final = (None, DagAccessEntity.RUN, DagAccessEntity.TASK_INSTANCE, DagAccessEntity.XCOM)
 
 
 def may_read(user: BaseUser, dag_id: str) -> bool:

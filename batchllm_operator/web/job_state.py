@@ -7,15 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from batchllm_operator.web.runs import (
-    ACTIVE,
-    COMMIT,
-    FAILED,
-    GENERATE,
-    PLAN,
-    JobInRun,
-    task_states,
-)
+from batchllm_operator.web.runs import ACTIVE, COMMIT, FAILED, GENERATE, PLAN, JobInRun, task_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,7 @@ class Kept(Generic[_T]):
     """
 
     def __init__(
-        self,
-        keep_s: float,
-        *,
-        wait_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, keep_s: float, *, wait_s: float = 5.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._keep_s, self._wait_s, self._clock = keep_s, wait_s, clock
         self._lock = threading.Lock()

@@ -26,15 +26,9 @@ class Sparkline:
 def sparkline(
     what: str, values: Sequence[float | None], shown: Callable[[float], str]
 ) -> Sparkline | None:
-    """The trend of `values`, the earliest first; None for an unknown one.
+    """The trend of `values`, the earliest first; None unless two of them are known.
 
-    Args:
-        what: what the values are, at the start of the text.
-        values: of any range.
-        shown: how a value is written in the text.
-
-    Returns:
-        None unless two values are known.
+    The text begins with `what` the values are, and has them as `shown` writes them.
     """
     known = [value for value in values if value is not None]
     if len(known) < 2:
