@@ -103,7 +103,6 @@ class ShardInfo(Frozen):
     num_parts: Count
     """Row groups of the shard file; each becomes one output part."""
     num_prefill_tokens: Count
-    """Prefill tokens after sharing."""
     predicted_gpu_s: float | None = None
     """Its part of the estimate: the parts of all shards add up to it. None without one."""
     replicas: ReplicaPlacement | None = None

@@ -81,13 +81,8 @@ def write_part(
 ) -> PartEntry:
     """Write a part's file, then its ledger entry, each in one step.
 
-    Args:
-        attempt: the attempt that has generated it.
-        plan_id: the plan that the part belongs to.
-        part_idx: row group of the shard file.
-        outputs: one for each request of the part, in any order; at least one.
-        row_idxs: for each request_idx, the rows that it stands for.
-        engine_s: see `Counts`.
+    `outputs` are one for each request of the part, in any order, at least one; `row_idxs` are the
+    rows that a request_idx stands for. For `engine_s` see `Counts`.
 
     Raises:
         FencedError: a later attempt has begun: there is no entry, whatever became of the file.

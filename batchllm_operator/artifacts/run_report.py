@@ -67,7 +67,6 @@ class ShardRun(Frozen):
     num_tokens: Count
     """Prompt and output tokens of the requests that got a text."""
     engine_s: Seconds
-    """Seconds of generating the parts that count."""
     num_attempts: Count
     gpu_s: _Number | None = None
     """GPU seconds of all attempts, engine starts and dropped work included; None if unknown."""
@@ -160,7 +159,6 @@ class RunReport(Frozen):
     num_rows_out: Count
     """Rows with a text."""
     num_rows_failed: Count
-    """Rows with an error in place of a text."""
     num_rows_duplicate: Count
     """Rows that took their text from an equal prompt's request."""
     num_rows_reused: Count = 0
@@ -196,7 +194,6 @@ class RunReport(Frozen):
     errors: tuple[ErrorKind, ...] = ()
     """The most frequent first."""
     shards: tuple[ShardRun, ...] = ()
-    """In order."""
     timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
     """Of the shards that took longest, the longest first; none with vLLM's own scheduler."""
     sharing: PlanSharing | None = None

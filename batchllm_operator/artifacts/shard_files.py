@@ -96,13 +96,11 @@ def write_shard(
 ) -> int:
     """Write one shard, a row group for each part, and return the number of parts.
 
-    The arrays have one element per request of the shard, in plan order.
-
     Args:
         path: local file to create.
         requests: all requests of the plan.
         request_idx_start: number of requests in the shards before.
-        request_idxs, group_ids, num_prefix_tokens: int64 [num_requests].
+        request_idxs, group_ids, num_prefix_tokens: int64 [num_requests], in plan order.
         num_output_tokens: int64 [num_requests], estimates.
         part_rows: see `part_bounds`.
         written: called with the number of requests of each part that is written.
@@ -123,20 +121,16 @@ def write_shard(
         write_batch_size=_SHARD_BATCH,
     ) as writer:
         for (start, end), part, prompts in zip(pairwise(bounds), parts, tables, strict=True):
-            writer.write_table(
-                pa.table(
-                    [
-                        pa.array(np.arange(start, end) + request_idx_start),
-                        pa.array(group_ids[start:end]),
-                        pa.array(num_prefix_tokens[start:end].astype(np.int32)),
-                        pa.array(num_output_tokens[start:end]),
-                        _list_array(requests.rows_of(part), num_rows[part]),
-                        _list_array(prompts.token_ids, prompts.lengths),
-                    ],
-                    schema=SHARD_SCHEMA,
-                ),
-                row_group_size=max(end - start, 1),
-            )
+            columns = [
+                pa.array(np.arange(start, end) + request_idx_start),
+                pa.array(group_ids[start:end]),
+                pa.array(num_prefix_tokens[start:end].astype(np.int32)),
+                pa.array(num_output_tokens[start:end]),
+                _list_array(requests.rows_of(part), num_rows[part]),
+                _list_array(prompts.token_ids, prompts.lengths),
+            ]
+            table = pa.table(columns, schema=SHARD_SCHEMA)
+            writer.write_table(table, row_group_size=max(end - start, 1))
             written(end - start)
     return len(bounds) - 1
 

@@ -53,11 +53,8 @@ class ShardProgress(Frozen):
     num_parts_done: Count
     """Parts that are written. Rows of others are done too as soon as the engine has given them."""
     num_logical_tokens: Count = 0
-    """Prompt tokens of the rows that got a text, duplicates included."""
     num_prompt_tokens: Count = 0
-    """Prompt tokens of the requests that got a text."""
     num_cached_tokens: Count = 0
-    """Of those, found in the cache instead of computed."""
     num_output_tokens: Count = 0
     tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
     """Prompt and output tokens of this attempt's requests per second, over the last minute."""

@@ -31,9 +31,7 @@ class ShardStatus:
     num_rows_failed: int = 0
     num_parts_done: int = 0
     num_logical_tokens: int = 0
-    """Prompt tokens of the rows that got a text, duplicates included."""
     num_prompt_tokens: int = 0
-    """Prompt tokens of the requests that got a text."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     tokens_per_s: float = 0.0
@@ -78,7 +76,6 @@ class JobStatus:
     shards: tuple[ShardStatus, ...]
     """In order; all of them."""
     notes: tuple[str, ...] = ()
-    """What was found and couldn't be read."""
 
     @property
     def num_rows(self) -> int:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Final
+from typing import IO, Any, Final
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -217,22 +217,33 @@ class StoredPlan:
             )
 
 
-def _superseded_by(folder: Folder) -> str | None:
+def _noted(folder: Folder, file: str, key: str) -> Any:
+    """What a note in a plan's folder says; None if it isn't there.
+
+    Raises:
+        ValueError: it can't be read.
+    """
     try:
-        return str(json.loads(folder.read_bytes(SUPERSEDED_FILE))["superseded_by"])
+        return json.loads(folder.read_bytes(file))[key]
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder.uri}/{file} can't be read") from error
+
+
+def _superseded_by(folder: Folder) -> str | None:
+    try:
+        found = _noted(folder, SUPERSEDED_FILE, "superseded_by")
+    except ValueError:
         return "a plan whose note can't be read"
+    return None if found is None else str(found)
 
 
 def turn_of(folder: Folder) -> int:
     """When a plan was planned last, counted from 1; 0 for plans of older releases."""
     try:
-        return int(json.loads(folder.read_bytes(TURN_FILE))["turn"])
-    except FileNotFoundError:
-        return 0
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return int(_noted(folder, TURN_FILE, "turn") or 0)
+    except (ValueError, TypeError, OverflowError):
         _log.warning("%s/%s can't be read", folder.uri, TURN_FILE)
         return 0
 

@@ -34,9 +34,7 @@ class DemoTableInfo:
     """What `build_demo_table` wrote."""
 
     uri: str
-    """Root of the dataset."""
     partition_path: Path
-    """Folder of the partition."""
     num_rows: int
     num_documents: int
     num_queries: int

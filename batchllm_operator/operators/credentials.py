@@ -40,7 +40,6 @@ class Credentials:
 
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
-    """Values that must not be shown."""
 
     @classmethod
     def of(cls, aws_conn_id: str | None, connection_env: Mapping[str, str] | None) -> Credentials:

@@ -247,13 +247,9 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         return started_at + self.execution_timeout
 
     def _limits(self) -> WatchLimits:
-        return WatchLimits(
-            queue_s=self.queue_timeout.total_seconds(),
-            start_s=self.start_timeout.total_seconds(),
-            stuck_s=self.stuck_timeout.total_seconds(),
-            api_s=self.api_timeout.total_seconds(),
-            poll_s=self.poll_interval,
-        )
+        waits = (self.queue_timeout, self.start_timeout, self.stuck_timeout, self.api_timeout)
+        queue_s, start_s, stuck_s, api_s = (each.total_seconds() for each in waits)
+        return WatchLimits(queue_s, start_s, stuck_s, api_s, self.poll_interval)
 
     def _trigger(self, pod: k8s.V1Pod, deadline: datetime | None) -> PodWatchTrigger:
         return PodWatchTrigger(

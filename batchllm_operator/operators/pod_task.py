@@ -48,7 +48,6 @@ class BatchLLMPodTask(BatchLLMPodOperator):
     """A task whose work is done by one pod at a time; what to make of its end isn't said here."""
 
     component: ClassVar[str]
-    """The command, for labels."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from batchllm_operator import __version__
+from batchllm_operator import __version__, progress
 
 _UNKNOWN: Final = "unknown"
 
@@ -41,13 +41,7 @@ def duration(seconds: float | None) -> str:
     """Seconds in the unit that reads best, such as `12 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds is None:
         return _UNKNOWN
-    if seconds < 10:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{seconds:.3g} s" if seconds < 10 else progress.duration(seconds)
 
 
 def usd(value: float | None) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow.parquet as pq
 
@@ -37,14 +38,6 @@ from batchllm_operator.spec import JobSpec
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _OpenPart:
-    """A part of which some requests are still with the engine."""
-
-    row_idxs: dict[int, list[int]]
-    outputs: list[EngineOutput] = field(default_factory=list)
 
 
 def run_shard(
@@ -96,43 +89,14 @@ def run_shard(
         return _report(plan, shard_idx, entries, len(entries))
     if owner is not None:
         check_free(folder, owner)
-    drain = drain or Drain()
     with plan.open_shard(shard_idx) as file:
         _check_model(plan)
         attempt = claim_attempt(folder, owner)
         plan.check_stays()
         # An earlier attempt may have gone on until it could see the claim.
         entries = read_ledger(folder, plan.manifest.plan_id, entries)
-        resumed = len(entries)
-        if attempt.number > 1:
-            _log.info("attempt %d: %d parts are finished already", attempt.number, resumed)
-        tally, every_s = _tally(plan, shard_idx, attempt, entries, num_gpus)
-        with live_progress(attempt.folder, tally, every_s, observe) as writer:
-            run = _ShardRun(attempt, plan.manifest.plan_id, drain, tally, writer)
-            _generate(plan, shard_idx, file, run, entries, start)
-            drain.check(num_left=len(_missing(plan, shard_idx, entries)))
-            attempt.check_current()
-            return _report(plan, shard_idx, entries, resumed)
-
-
-def _tally(
-    plan: StoredPlan,
-    shard_idx: int,
-    attempt: Attempt,
-    entries: Mapping[int, PartEntry],
-    num_gpus: int | None,
-) -> tuple[ShardTally, float | None]:
-    """What counts an attempt's work, and how often that is written; None for never."""
-    every_s = interval_s()
-    tally = ShardTally(
-        plan,
-        shard_idx,
-        attempt,
-        entries.values(),
-        num_gpus=num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus,
-        interval_s=every_s or DEFAULT_INTERVAL_S,
-    )
-    return tally, every_s
+        run = _ShardRun(plan, shard_idx, attempt, entries, drain or Drain(), num_gpus)
+        return run.to_end(file, start, observe)
 
 
 def _report(
@@ -147,34 +111,6 @@ def _report(
 def _missing(plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry]) -> list[int]:
     num_parts = plan.manifest.shards[shard_idx].num_parts
     return [part_idx for part_idx in range(num_parts) if part_idx not in entries]
-
-
-def _generate(
-    plan: StoredPlan,
-    shard_idx: int,
-    file: pq.ParquetFile,
-    run: _ShardRun,
-    entries: dict[int, PartEntry],
-    start: Callable[[JobSpec, EngineJob], Engine],
-) -> None:
-    """Generate the parts that `entries` lacks, and add theirs; stop early if it is drained."""
-    missing = _missing(plan, shard_idx, entries)
-    if not missing:
-        return
-    spec, shard = plan.manifest.spec, plan.manifest.shards[shard_idx]
-    placement = shard.replicas
-    first = placement.first_groups if placement is not None else []
-    work = ShardWork(file, missing, has_estimates=_has_estimates(spec), first=first)
-    with traced(run.attempt.folder) as trace_folder:
-        engine = start(_pin_revision(plan.manifest), _job(plan, work, placement, trace_folder))
-        try:
-            rows_before = sum(entry.num_rows for entry in entries.values())
-            with Progress(f"shard {shard_idx}", shard.num_rows, initial=rows_before) as progress:
-                for entry in run.entries(engine, work, progress):
-                    entries[entry.part_idx] = entry
-            run.drain.end()
-        finally:
-            engine.close()
 
 
 def _check_model(plan: StoredPlan) -> None:
@@ -264,57 +200,119 @@ def _step_cost(manifest: PlanManifest) -> StepCost | None:
     return StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)
 
 
-@dataclass(slots=True)
 class _ShardRun:
-    """Feeds parts to the engine and collects what comes back."""
+    """An attempt at a shard: feeds parts to the engine and collects what comes back."""
 
-    attempt: Attempt
-    plan_id: str
-    drain: Drain
-    tally: ShardTally
-    writer: ProgressWriter
-    open_parts: dict[int, _OpenPart] = field(default_factory=dict)
-    part_of: dict[int, int] = field(default_factory=dict)
-    """Part of each request that is with the engine."""
+    def __init__(
+        self,
+        plan: StoredPlan,
+        shard_idx: int,
+        attempt: Attempt,
+        entries: dict[int, PartEntry],
+        drain: Drain,
+        num_gpus: int | None,
+    ) -> None:
+        self._plan, self._shard_idx, self._attempt = plan, shard_idx, attempt
+        self._entries, self._drain, self._every_s = entries, drain, interval_s()
+        self._tally = ShardTally(
+            plan,
+            shard_idx,
+            attempt,
+            entries.values(),
+            num_gpus=num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus,
+            interval_s=self._every_s or DEFAULT_INTERVAL_S,
+        )
+        self._open_parts: dict[int, _OpenPart] = {}
+        self._part_of: dict[int, int] = {}  # request_idx -> part_idx, of requests with the engine
 
-    def entries(self, engine: Engine, work: ShardWork, progress: Progress) -> Iterator[PartEntry]:
-        """Run all parts through the engine; yield the ledger entry of each as it is written."""
+    def to_end(
+        self,
+        file: pq.ParquetFile,
+        start: Callable[[JobSpec, EngineJob], Engine],
+        observe: Observe | None,
+    ) -> ShardReport:
+        """Generate the parts that the ledger lacks, and write the report; see `run_shard`."""
+        num_resumed = len(self._entries)
+        if self._attempt.number > 1:
+            number = self._attempt.number
+            _log.info("attempt %d: %d parts are finished already", number, num_resumed)
+        with live_progress(self._attempt.folder, self._tally, self._every_s, observe) as writer:
+            if missing := _missing(self._plan, self._shard_idx, self._entries):
+                self._generate(file, missing, start, writer)
+            num_left = len(_missing(self._plan, self._shard_idx, self._entries))
+            self._drain.check(num_left=num_left)
+            self._attempt.check_current()
+            return _report(self._plan, self._shard_idx, self._entries, num_resumed)
+
+    def _generate(
+        self,
+        file: pq.ParquetFile,
+        missing: Sequence[int],
+        start: Callable[[JobSpec, EngineJob], Engine],
+        writer: ProgressWriter,
+    ) -> None:
+        manifest, shard = self._plan.manifest, self._plan.manifest.shards[self._shard_idx]
+        has_estimates = _has_estimates(manifest.spec)
+        first = shard.replicas.first_groups if shard.replicas is not None else []
+        work = ShardWork(file, missing, has_estimates=has_estimates, first=first)
+        with traced(self._attempt.folder) as trace_folder:
+            job = _job(self._plan, work, shard.replicas, trace_folder)
+            engine = start(_pin_revision(manifest), job)
+            try:
+                rows_before = sum(entry.num_rows for entry in self._entries.values())
+                name = f"shard {self._shard_idx}"
+                with Progress(name, shard.num_rows, initial=rows_before) as progress:
+                    self._tally.begin_running()
+                    writer.write_soon()
+                    self._collect(engine, work, progress)
+                self._drain.end()
+            finally:
+                engine.close()
+
+    def _collect(self, engine: Engine, work: ShardWork, progress: Progress) -> None:
+        """Run all parts through the engine; each is written when its last output has come."""
         part_started_at = time.monotonic()
-        self.tally.begin_running()
-        self.writer.write_soon()
         for output in engine.stream(self._requests(work)):
-            part_idx = self.part_of.pop(output.request_idx)
-            part = self.open_parts[part_idx]
+            part_idx = self._part_of.pop(output.request_idx)
+            part = self._open_parts[part_idx]
             part.outputs.append(output)
             num_rows = len(part.row_idxs[output.request_idx])
-            self.tally.count_output(output, num_rows)
-            progress.advance(num_rows, self.tally.note())
+            self._tally.count_output(output, num_rows)
+            progress.advance(num_rows, self._tally.note())
             if len(part.outputs) < len(part.row_idxs):
                 continue
-            del self.open_parts[part_idx]
+            del self._open_parts[part_idx]
             now = time.monotonic()
             part_s, part_started_at = now - part_started_at, now
+            plan_id = self._plan.manifest.plan_id
             entry = write_part(
-                self.attempt, self.plan_id, part_idx, part.outputs, part.row_idxs, part_s
+                self._attempt, plan_id, part_idx, part.outputs, part.row_idxs, part_s
             )
-            self.drain.num_open_parts = len(self.open_parts)
-            self.tally.count_part(entry)
-            yield entry
-        assert not self.open_parts, "the engine left requests without an output"
+            self._drain.num_open_parts = len(self._open_parts)
+            self._tally.count_part(entry)
+            self._entries[part_idx] = entry
+        assert not self._open_parts, "the engine left requests without an output"
 
     def _requests(self, work: ShardWork) -> Iterator[EngineRequest]:
         for part_idx, table in work.parts():
-            if self.drain.has_begun:
+            if self._drain.has_begun:
                 return
             request_idxs = table["request_idx"].to_pylist()
             row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
-            self.open_parts[part_idx] = _OpenPart(row_idxs)
-            self.drain.num_open_parts = len(self.open_parts)
+            self._open_parts[part_idx] = _OpenPart(row_idxs, [])
+            self._drain.num_open_parts = len(self._open_parts)
             known = table.drop_columns(["request_idx", "row_idxs", "prompt_token_ids"]).to_pylist()
             for request_idx, hints, token_ids in zip(
                 request_idxs, known, table["prompt_token_ids"], strict=True
             ):
-                self.part_of[request_idx] = part_idx
+                self._part_of[request_idx] = part_idx
                 yield EngineRequest(
                     request_idx=request_idx, prompt_token_ids=token_ids.as_py(), **hints
                 )
+
+
+class _OpenPart(NamedTuple):
+    """A part of which some requests are still with the engine."""
+
+    row_idxs: dict[int, list[int]]
+    outputs: list[EngineOutput]

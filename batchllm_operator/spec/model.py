@@ -8,14 +8,13 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
+from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
 from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.secrets import find_secrets
 from batchllm_operator.spec.sections import (
-    EngineSpec,
     InputSpec,
     ModelSpec,
     OutputSpec,
-    PlannerSpec,
     PromptSpec,
     SamplingSpec,
     Section,

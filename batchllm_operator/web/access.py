@@ -26,7 +26,6 @@ CurrentUser = Annotated[BaseUser, Depends(current_user)]
 
 _IDS: Final = ("run_id", "task_id")
 _MAX_ID_CHARS: Final = 250
-"""Airflow's own bound of ids."""
 
 # The pages show a run, its tasks' states, and what tasks have noted (and what that leads to).
 _ENTITIES: Final = (None, DagAccessEntity.RUN, DagAccessEntity.TASK_INSTANCE, DagAccessEntity.XCOM)

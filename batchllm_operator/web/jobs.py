@@ -93,7 +93,6 @@ class Job:
     """The latest attempt at the newest partition. One that has ended without a plan counts until a
     later run: its partition may never come, such as a mistyped one."""
     state: JobState
-    """Of the latest run."""
 
     @property
     def by_partition(self) -> dict[str, JobRun]:

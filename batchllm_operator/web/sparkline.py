@@ -18,7 +18,6 @@ class Sparkline:
     lines: tuple[str, ...]
     """Points of SVG polylines."""
     last: tuple[float, float]
-    """Where the latest known value lies."""
     text: str
     """What the picture says."""
 

@@ -66,7 +66,6 @@ class LiveJob:
     job: JobInRun
     stage: JobState
     status: JobStatus | None
-    """None before there is a plan."""
     is_final: bool
     """Whether the run of the DAG has ended, so that nothing changes any more."""
 

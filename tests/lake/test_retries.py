@@ -39,7 +39,10 @@ def test_conditional_writes_that_meet(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_commits_to_delta_tables() -> None:
-    series = [list(delta._pauses_s()) for _ in range(MANY)]
+    series = [
+        list(delta.pauses_s(delta._FIRST_PAUSE_S, delta._LONGEST_PAUSE_S, delta._ATTEMPTS - 1))
+        for _ in range(MANY)
+    ]
     assert {len(pauses) for pauses in series} == {19}
     check_pauses(series, 2.0)
 

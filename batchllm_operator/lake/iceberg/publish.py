@@ -66,15 +66,17 @@ class Publisher:
         """See `LakeTable.publish`."""
         check_name(self._uri, self._publication.partition)
         try:
-            for pause_s in (0.0, *pauses_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ATTEMPTS - 1)):
-                time.sleep(pause_s)
-                failure = self._try(replaces, add_columns)
+            failure = self._try(replaces, add_columns)
+            for pause_s in pauses_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _ATTEMPTS - 1):
                 if failure is None:
                     return
+                time.sleep(pause_s)
+                failure = self._try(replaces, add_columns)
         finally:
             if self._staged is not None and not self._is_open:
                 self._staged.remove()
-        assert failure is not None  # of the last attempt
+        if failure is None:
+            return
         kind = CommitUnknownError if self._is_open else StorageError
         text, cause = without_secrets(failure, self._uri)
         raise kind(

@@ -8,7 +8,6 @@ from typing import Any, Final
 from urllib.parse import quote, unquote
 
 HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
-"""The value that means null."""
 _UNSAFE: Final = re.compile(r"^\.|[%/=]")  # in a partition column's name
 _ASCII: Final = re.compile(r"[\x00-\x7f]+")
 

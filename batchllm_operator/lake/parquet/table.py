@@ -90,10 +90,7 @@ class ParquetTable:
     def _newest_schema(
         self, files: Mapping[str, dict[str, Any]], partition: str
     ) -> dict[str, pa.Schema]:
-        """The columns of an absent partition: those of the last file that can be read.
-
-        Others may just be written.
-        """
+        """The columns of an absent partition: those of the last file that can be read."""
         broken: TableError | None = None
         for name, details in reversed(list(files.items())):
             try:
@@ -244,9 +241,6 @@ class ParquetTable:
         """The partition's folder, and the files in it that readers see.
 
         Another program may have escaped its name otherwise: to readers that is the same partition.
-
-        Raises:
-            TableError: two such folders hold files.
         """
         own = folder_name(self._partition_column, partition)
         holding = {}
@@ -279,11 +273,7 @@ class ParquetTable:
         ]
 
     def _files_near(self, partition: str) -> dict[str, dict[str, Any]]:
-        """Parquet files that readers see, by name: the partition's, or all if it has none.
-
-        Where the table's first level of folders is the partition column, no other partition
-        is listed.
-        """
+        """Parquet files that readers see, by name: the partition's, or all if it has none."""
         found = {
             f"{name}/{below}": details
             for name in self._folders_of(partition)

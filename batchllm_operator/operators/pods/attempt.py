@@ -78,8 +78,8 @@ class AttemptPods:
     def take(self, make: Callable[[int], k8s.V1Pod], *, keep_dead: bool) -> tuple[k8s.V1Pod, bool]:
         """The live pod that does this work, or else a new one; and whether it is new.
 
-        The new one is what `make` gives for an ordinal of `Attempt.pod_name`: the first that no
-        pod has.
+        The new one is what `make` gives for the first ordinal of `Attempt.pod_name` that no pod
+        has.
 
         Raises:
             QuotaExceededError: a quota has no room for it.
@@ -105,14 +105,11 @@ class AttemptPods:
             self.calls.pause(self._poll_s)  # somebody has just made it, or it is on its way out
 
     def _find(self, *, keep_dead: bool) -> tuple[k8s.V1Pod | None, set[str]]:
-        """The live pod that does this work, once every other pod of the owner is out of the way.
+        """The live pod that does this work, if there is one, and the names of all pods that stay.
 
-        Waits for pods that are on their way out, so that two never work side by side; removes
-        those that have ended (unless `keep_dead`), those that do other work, and all but the
-        oldest of several.
-
-        Returns:
-            The pod, if there is one, and the names of all that stay.
+        Waits for pods that are on their way out, so that two never work side by side; removes those
+        that have ended (unless `keep_dead`), those that do other work, and all but the oldest of
+        several.
         """
         told = ""
         while True:
@@ -173,9 +170,7 @@ class AttemptPods:
         """Look for another try's pod once more: with another ordinal, the API refuses neither.
 
         Each try does so after it has made its pod, so that one of two sees the other's.
-
-        Raises:
-            SupersededError: it is a later one's; `made` is removed.
+        `SupersededError` if that is a later try's; `made` is removed then.
         """
         try:
             pods = self._list()
@@ -217,29 +212,19 @@ class AttemptPods:
     def put_secret(self, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
         """Make or renew the Secret that a pod of ours refers to, which has the pod's name.
 
-        It belongs to the pod from the beginning, so that the cluster removes it with the pod
-        whatever happens here; until it is there, the pod's container waits for it. One that is
-        there may belong to a pod that had the same name, and go with that one.
+        It belongs to the pod from the beginning, so that the cluster removes it with the pod; until
+        it is there, the pod's container waits for it. One that is there may belong to an earlier
+        pod of that name, and go with that one.
 
         Raises:
             QuotaExceededError: a quota has no room for it.
-            ApiException: the cluster refuses it for another reason.
-            StoppedError: the task was killed.
         """
-        name, owner = pod.metadata.name, pod.metadata
-        secret = V1Secret(
-            metadata=k8s.V1ObjectMeta(
-                name=name,
-                labels=self._attempt.labels,
-                owner_references=[
-                    k8s.V1OwnerReference(
-                        api_version="v1", kind="Pod", name=owner.name, uid=owner.uid
-                    )
-                ],
-            ),
-            string_data=dict(variables),
-            type="Opaque",
+        name, uid = pod.metadata.name, pod.metadata.uid
+        owner = k8s.V1OwnerReference(api_version="v1", kind="Pod", name=name, uid=uid)
+        metadata = k8s.V1ObjectMeta(
+            name=name, labels=self._attempt.labels, owner_references=[owner]
         )
+        secret = V1Secret(metadata=metadata, string_data=dict(variables), type="Opaque")
         while True:
             try:
                 self.calls.call_unlogged("create_namespaced_secret", self._namespace, secret)
@@ -255,9 +240,8 @@ class AttemptPods:
     def delete(self, name: str, uid: str, *, at_once: bool = False) -> None:
         """Ask a pod to stop, within its grace period or at once; its Secret goes with it.
 
-        Another that has its name by now is left alone, and so is one that a later try has. A pod
-        without a `uid` may still be on its way: a call that makes it was broken off. It is looked
-        for until the time for all calls is over.
+        Another pod of that name is left alone, and so is one that a later try has. A pod without a
+        `uid` may still be on its way: it is looked for until the time for all calls is over.
         """
         while True:
             try:

@@ -25,13 +25,11 @@ class EndKind(StrEnum):
     STUCK = "stuck"
     """It can't start: image, Secret, volume."""
     TIMEOUT = "timeout"
-    """The task's `execution_timeout`."""
     API_LOST = "api_lost"
     """The cluster's API didn't answer for too long; the pod may be well."""
     FORBIDDEN = "forbidden"
     """The watcher may not read pods; the pod may be well."""
     STOPPED = "stopped"
-    """The watcher was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,10 +85,10 @@ def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
                         read_only_root_filesystem=True,
                         capabilities=k8s.V1Capabilities(drop=["ALL"]),
                     ),
-                    volume_mounts=_mounts(settings),
+                    volume_mounts=[mount for _, mount in _places(settings)],
                 )
             ],
-            volumes=_volumes(settings),
+            volumes=[volume for volume, _ in _places(settings)],
         ),
     )
 
@@ -186,11 +186,9 @@ def with_arguments(pod: k8s.V1Pod, settings: PodSettings) -> k8s.V1Pod:
         "cache": settings.cache_claim is not None,
         "models": settings.model_claim is not None,
     }
-    volumes = [volume for volume in _volumes(settings) if given.get(volume.name)]
-    spec.volumes = [*(spec.volumes or []), *volumes]
-    names = {volume.name for volume in volumes}
-    mounts = [mount for mount in _mounts(settings) if mount.name in names]
-    main.volume_mounts = [*(main.volume_mounts or []), *mounts]
+    places = [place for place in _places(settings) if given.get(place[0].name)]
+    spec.volumes = [*(spec.volumes or []), *(volume for volume, _ in places)]
+    main.volume_mounts = [*(main.volume_mounts or []), *(mount for _, mount in places)]
     if settings.model_claim is not None:
         main.env = [*(main.env or []), *_variables(_MODEL_ENV)]
     secrets = _secrets(settings)  # last, wherever the template has them: a later source wins
@@ -301,38 +299,29 @@ def _secrets(settings: PodSettings) -> list[k8s.V1EnvFromSource]:
     ]
 
 
-def _volumes(settings: PodSettings) -> list[k8s.V1Volume]:
-    volumes = [
-        k8s.V1Volume(name="scratch", empty_dir=k8s.V1EmptyDirVolumeSource()),
-        _claim_or_own("cache", settings.cache_claim),
-        k8s.V1Volume(
-            name="shm",
-            empty_dir=k8s.V1EmptyDirVolumeSource(
-                medium="Memory", size_limit=settings.shm_size or DEFAULT_SHM_SIZE
-            ),
-        ),
+def _places(settings: PodSettings) -> list[tuple[k8s.V1Volume, k8s.V1VolumeMount]]:
+    """Each volume, and where the main container has it."""
+    size = settings.shm_size or DEFAULT_SHM_SIZE
+    memory = k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=size)
+    places = [
+        _place("scratch", "/tmp"),
+        _place("cache", "/cache", settings.cache_claim),
+        _place("shm", "/dev/shm", own=memory),
     ]
     if settings.model_claim is not None:
-        volumes.append(_claim_or_own("models", settings.model_claim, read_only=True))
-    return volumes
+        places.append(_place("models", "/models", settings.model_claim, read_only=True))
+    return places
 
 
-def _claim_or_own(name: str, claim: str | None, *, read_only: bool = False) -> k8s.V1Volume:
+def _place(
+    name: str, path: str, claim: str | None = None, *, own: Any = None, read_only: bool = False
+) -> tuple[k8s.V1Volume, k8s.V1VolumeMount]:
+    """A claim's volume, or else the pod's own."""
+    mount = k8s.V1VolumeMount(name=name, mount_path=path, read_only=read_only or None)
     if claim is None:
-        return k8s.V1Volume(name=name, empty_dir=k8s.V1EmptyDirVolumeSource())
+        return k8s.V1Volume(name=name, empty_dir=own or k8s.V1EmptyDirVolumeSource()), mount
     source = k8s.V1PersistentVolumeClaimVolumeSource(claim_name=claim, read_only=read_only)
-    return k8s.V1Volume(name=name, persistent_volume_claim=source)
-
-
-def _mounts(settings: PodSettings) -> list[k8s.V1VolumeMount]:
-    mounts = [
-        k8s.V1VolumeMount(name="scratch", mount_path="/tmp"),
-        k8s.V1VolumeMount(name="cache", mount_path="/cache"),
-        k8s.V1VolumeMount(name="shm", mount_path="/dev/shm"),
-    ]
-    if settings.model_claim is not None:
-        mounts.append(k8s.V1VolumeMount(name="models", mount_path="/models", read_only=True))
-    return mounts
+    return k8s.V1Volume(name=name, persistent_volume_claim=source), mount
 
 
 def _last(items: Iterable[_Item] | None, key: Callable[[_Item], Any]) -> list[_Item] | None:

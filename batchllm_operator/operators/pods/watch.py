@@ -27,7 +27,6 @@ from batchllm_operator.operators.pods.pod_log import LogReader
 from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, Stage
 
 _REPEAT: Final = timedelta(minutes=10)
-"""How often a lasting state is logged again."""
 _LONGEST_PAUSE_S: Final = 60.0
 _LAST_READS: Final = 3
 """Looks at a pod that has ended, while its log can't be read."""
@@ -49,7 +48,6 @@ class WatchLimits:
     api_s: float
     """Without an answer of the API."""
     poll_s: float
-    """Between two looks."""
 
 
 @dataclass(frozen=True, slots=True)

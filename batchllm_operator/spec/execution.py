@@ -1,0 +1,191 @@
+"""The sections of a job spec that say how the job runs: its engine, and how the work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from batchllm_operator.spec.addresses import scheme_of
+from batchllm_operator.spec.sections import MAX_BYTES, MAX_COUNT, NonEmpty, Section
+
+_MAX_SHARDS: Final = 100_000  # their files are numbered with five digits
+_MAX_REPLICAS: Final = 64
+
+
+def _as_switch(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _check_file(path: str) -> str:
+    if scheme_of(path) not in (None, "file"):
+        raise ValueError("must be the path of a local file")
+    return path
+
+
+_SWITCH: Final = BeforeValidator(  # in YAML, a bare on is true
+    _as_switch, json_schema_input_type=Literal["auto", "on", "off"] | bool
+)
+
+
+class EngineSpec(Section):
+    """Settings of the inference engine. Unset ones are chosen for the device."""
+
+    backend: Literal["vllm", "fake"] = "vllm"
+    """`fake` makes up outputs, and needs of the model its configuration and tokenizer only: for
+    trying out the pipeline. With no model at all, `extra_args: {byte_tokens: true}` takes the bytes
+    of a prompt for its tokens."""
+    max_model_len: int | None = Field(default=None, ge=2, le=MAX_COUNT)
+    """Most tokens of a prompt and its output together; unset: what the model allows."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of weights and activations."""
+    block_size: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Tokens per KV-cache block."""
+    max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Most requests that run at a time."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """The most tokens of one engine step. The chunk size may be less, if a profile of the device
+    says that smaller steps are as fast."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of the GPU's memory that the engine may take."""
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=1, le=MAX_BYTES)
+    """Size of the KV cache, in place of a share of the memory."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """GPUs that one engine spans."""
+    replicas: int = Field(default=1, ge=1, le=_MAX_REPLICAS)
+    """Engines that a run starts, each with `tensor_parallel_size` GPUs of its own. They share the
+    shard: a group is on one of them, unless the plan spreads it over all (`planner.runahead`)."""
+    scheduler: Literal["batchllm", "stock"] = "batchllm"
+    """Who decides what runs in an engine step: our group scheduler, or vLLM's own, to compare."""
+    attention: Literal["batchllm", "stock"] = "stock"
+    """Who computes attention: our backend, which reads a prefix that running requests share once
+    a step, or vLLM's own. Ours runs on CUDA, ROCm and, slowly, CPU; a model that it doesn't take
+    is refused. It has yet to be timed on a GPU, so vLLM's own is the default."""
+    profile: bool | None = None
+    """Measure steps of the device once, before the first request, for the chunk size and for
+    how prefill is spread; what was measured is kept in `_batchllm/profiles`, beside the plans.
+    Unset: on for GPUs, off for CPU. Only our scheduler makes use of it."""
+    enforce_eager: bool | None = None
+    """Skip compilation and CUDA graphs; unset: on for CPU, off for GPUs."""
+    extra_args: Mapping[str, JsonValue] = Field(default_factory=dict)
+    """Any other engine argument of vLLM, by its Python name."""
+
+    @property
+    def reason_against_chains(self) -> str | None:
+        """Why replicas can't compute a prefix together (ADR 24), as far as settings say; None if
+        they can."""
+        reasons = {
+            "engine.backend is fake": self.backend == "fake",
+            "engine.replicas is 1: a chain takes two at least": self.replicas == 1,
+            "a replica must be one GPU: engine.tensor_parallel_size is above 1": (
+                self.tensor_parallel_size > 1
+            ),
+        }
+        for name in ("kv_transfer_config", "speculative_config", "pipeline_parallel_size"):
+            reasons[f"engine.extra_args has {name}"] = name in self.extra_args
+        return next((reason for reason, is_met in reasons.items() if is_met), None)
+
+    @field_validator("extra_args")
+    @classmethod
+    def _check_extra_args(cls, value: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+        fields = {name: f"engine.{name}" for name in cls.model_fields}
+        fields |= {name: f"model.{name}" for name in ("revision", "trust_remote_code")}
+        fields |= dict.fromkeys(("model", "tokenizer"), "model.path")
+        for name in sorted(set(value) & set(fields)):
+            raise ValueError(f"{name!r} has a field of its own: {fields[name]}")
+        stages = value.get("pipeline_parallel_size", 1)  # counted where vLLM may be absent
+        if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+            raise ValueError("'pipeline_parallel_size' must be a whole number of at least 1")
+        return value
+
+
+class OutputEstimate(Section):
+    """Where a request's estimated output length comes from: exactly one of these."""
+
+    column: NonEmpty | None = None
+    """Integer column of the input that holds it; null means `sampling.max_tokens`."""
+    learned: Literal[True] | None = None
+    """The mean of outputs to prompts of about that length, in the latest partition before the
+    planned one (by name) that this job has published; `sampling.max_tokens` if there is none.
+    What was learned is part of the plan: publish that partition anew, and planning again
+    gives another plan."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> OutputEstimate:
+        if (self.column is None) == (self.learned is None):
+            raise ValueError("give a number, {column: NAME} or {learned: true}")
+        return self
+
+
+def _estimate_kind(value: object) -> str:
+    return "source" if isinstance(value, Mapping | OutputEstimate) else "number"
+
+
+OutputTokens = Annotated[
+    Annotated[int, Field(ge=1, le=MAX_COUNT), Tag("number")]
+    | Annotated[OutputEstimate, Tag("source")],
+    Discriminator(_estimate_kind),  # one clear error instead of one for each kind
+]
+
+
+class PlannerSpec(Section):
+    """How the work is cut."""
+
+    num_shards: int = Field(default=1, ge=1, le=_MAX_SHARDS)
+    """GPU tasks that share the job; fewer are made where there are fewer groups."""
+    estimated_output_tokens: OutputTokens | None = None
+    """Output length to plan with: a number, `{column: NAME}` or `{learned: true}`; unset:
+    `sampling.max_tokens`, which is also the most."""
+    target_gpu: NonEmpty | None = "H100"
+    """GPU whose time and price `plan` predicts, and by whose time it balances shards; null
+    for no prediction. Built in: A100, H100, H200, MI300X."""
+    gpu_table: Annotated[NonEmpty, AfterValidator(_check_file)] | None = None
+    """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
+    built-in `planner/gpus.toml`: rates, achievable shares, prices."""
+    part_rows: int = Field(default=500, ge=1, le=MAX_COUNT)
+    """Requests per output part: what a restart may have to generate again. Parts end
+    where a group ends, unless the group alone is larger."""
+    memory_budget_bytes: ByteSize = Field(default=ByteSize(2 << 30), ge=1, le=MAX_BYTES)
+    """Most memory that `plan` takes, as a number of bytes or text like `4GiB`; the rest goes to
+    temporary files. It takes some hundred bytes for each row, and says how much if the budget
+    is too small."""
+    runahead: Annotated[Literal["auto", "on", "off"], _SWITCH] = "auto"
+    """Whether a very long prefix may be computed by all `engine.replicas` together (KV-Runahead),
+    where that is predicted to pay. `auto`: once a run has measured how fast they hand KV on. `on`:
+    also by `link_bytes_per_s`, and refused if neither is known. It needs replicas of one GPU
+    each."""
+    link_bytes_per_s: float | None = Field(default=None, ge=1.0, le=1e15)
+    """Rate at which a replica hands KV to the next, in place of a measured one; only with
+    `runahead: on`."""
+
+    @model_validator(mode="after")
+    def _check_link(self) -> PlannerSpec:
+        if self.link_bytes_per_s is not None and self.runahead != "on":
+            raise ValueError(
+                "link_bytes_per_s goes with runahead: on; with auto, what counts is measured"
+            )
+        return self
+
+    @property
+    def estimate_columns(self) -> tuple[str, ...]:
+        estimate = self.estimated_output_tokens
+        if isinstance(estimate, OutputEstimate) and estimate.column is not None:
+            return (estimate.column,)
+        return ()
+
+    @property
+    def learns_output_tokens(self) -> bool:
+        """Whether output lengths come from an earlier partition's outputs."""
+        estimate = self.estimated_output_tokens
+        return isinstance(estimate, OutputEstimate) and estimate.learned is True
