@@ -68,7 +68,7 @@ class PartEntry(Counts):
 
     @property
     def path(self) -> str:
-        return _path(self.attempt, self.file)
+        return f"{attempt_name(self.attempt)}/{self.file}" if self.attempt else self.file
 
 
 def write_part(
@@ -178,7 +178,3 @@ def _whole(folder: Folder, entries: Iterable[PartEntry]) -> dict[int, PartEntry]
 
 def _file_name(part_idx: int, sha256: str) -> str:
     return f"part-{part_idx:05d}-{sha256[:12]}.parquet"
-
-
-def _path(attempt: int, name: str) -> str:
-    return f"{attempt_name(attempt)}/{name}" if attempt else name

@@ -260,5 +260,5 @@ class RunReport(Frozen):
         except ValidationError as error:
             raise PlanError(
                 f"report {source}: can't be read by this release; a later one has written it, or it"
-                " is damaged: remove it, and commit again to have it made anew"
+                " is damaged: remove it, and commit again to have it made"
             ) from error

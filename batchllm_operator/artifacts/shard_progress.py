@@ -35,7 +35,7 @@ class ShardProgress(Frozen):
     attempt: Count
     host: str
     state: State
-    """`starting` until the engine takes requests; `stopped` by a signal, to be gone on with."""
+    """`starting` until the engine takes requests; `stopped` by a signal, to be resumed."""
     started_at: AwareDatetime
     updated_at: AwareDatetime
     interval_s: Seconds = 5.0

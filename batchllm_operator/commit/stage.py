@@ -44,7 +44,7 @@ def commit_run(plan_uri: str) -> RunReport:
         FailedRowsError: more rows failed than the spec allows.
         TableError: the output partition holds what another job or program wrote, or the table
             lacks a column of the outputs, or has it with another type.
-        ConflictError: somebody else has published the partition meanwhile; plan again to replace
+        ConflictError: another client has published the partition meanwhile; plan again to replace
             that.
         CommitUnknownError: it may have been published; commit again to find out.
     """
@@ -110,7 +110,7 @@ def _publish(plan: StoredPlan, table: LakeTable, data: Path, seen: Publication |
     That plan passed its own check before it was marked. It can't come again: it has seen less.
 
     Raises:
-        ConflictError: somebody else has published, or is about to.
+        ConflictError: another client has published, or is about to.
     """
     spec, ds = plan.manifest.spec, plan.manifest.ds
     add_columns = spec.output.add_columns

@@ -126,7 +126,7 @@ def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept
             kept.append(Kept(each.folder, "it has changed meanwhile"))
             continue
         if _has_begun_again(each):
-            kept.append(Kept(each.folder, "somebody has begun to work on it"))
+            kept.append(Kept(each.folder, "work on it has begun again"))
             continue
         remove_files(each.folder, each.files)
         removed.append(each)

@@ -150,7 +150,7 @@ class LakeTable(Protocol):
             add_columns: whether columns that the table lacks may be added to it.
 
         Raises:
-            ConflictError: the partition isn't `replaces` any more: somebody else has published.
+            ConflictError: the partition isn't `replaces` any more: another client has published.
             CommitUnknownError: no answer came, and none can be found; it may have happened.
             TableError: the table's schema or partitioning doesn't take these rows, or the
                 partition holds rows that no job of this package wrote.

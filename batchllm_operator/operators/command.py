@@ -68,7 +68,7 @@ class CommandRunner:
 
         Raises:
             TakenOverError: another attempt works on what is missing.
-            AirflowException: it can't be told; see `run`.
+            AirflowException: the answer isn't known; see `run`.
         """
         lines: list[str] = []
         result, outcome = self._run("verify", arguments, lines.append)

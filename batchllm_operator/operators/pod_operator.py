@@ -141,6 +141,8 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             raise ValueError("give memory or container_resources, not both")
         for name in _OURS.intersection(kwargs):
             raise ValueError(f"{name} isn't yours to give: {_OURS_REASON}")
+        if isinstance(secret_names, str):
+            raise ValueError("secret_names must be a list of names")
         if runner not in (None, "local", "kubernetes"):
             raise ValueError(f"runner is {runner!r}; it must be 'local' or 'kubernetes'")
         kwargs.setdefault("termination_message_policy", "FallbackToLogsOnError")
@@ -155,18 +157,26 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         )
         self.wants_deferral = deferrable
         self.runner: Runner = runner or ("kubernetes" if gpu else "local")
-        self.gpu, self.gpu_count = gpu, gpu_count
         self._has_node_selector = kwargs.get("node_selector") is not None
-        self.cpu, self.memory, self.shm_size = cpu, memory, shm_size
-        self.model_claim, self.cache_claim = model_claim, cache_claim
-        self.env, self.secret_names = env, secret_names
+        self.settings = PodSettings(
+            gpu=gpu,
+            gpu_count=gpu_count,
+            cpu=cpu,
+            memory=memory,
+            shm_size=shm_size,
+            model_claim=model_claim,
+            cache_claim=cache_claim,
+            secret_names=tuple(secret_names),
+            deadline_s=active_deadline_seconds,
+            grace_s=termination_grace_period,
+        )
+        self.env = env
         self.aws_conn_id, self.connection_env = aws_conn_id, connection_env
         self.session_token_outlives_task = session_token_outlives_task
         self.max_disruptions = max_disruptions
         self.queue_timeout, self.start_timeout = queue_timeout, start_timeout
         self.stuck_timeout, self.api_timeout = stuck_timeout, api_timeout
         self.kill_grace_s = kill_grace_s
-        self._settings()  # refuses wrong values, when the DAG is parsed if the task isn't mapped
 
     def build_pod_request_obj(self, context: Context | None = None, **kwargs: Any) -> k8s.V1Pod:
         """The pod: our defaults, the user's template over them, single arguments over both.
@@ -174,12 +184,11 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         Raises:
             ValueError: the template isn't there, or wants another number of GPUs.
         """
-        settings = self._settings()
-        default = default_pod(settings, self.base_container_name)
+        default = default_pod(self.settings, self.base_container_name)
         if self._has_node_selector:
             default.spec.node_selector = None
         template = merged_pod(default, self._user_template(), self.base_container_name)
-        template = with_arguments(template, settings)
+        template = with_arguments(template, self.settings)
         with self._given(
             full_pod_spec=template,
             pod_template_file=None,
@@ -189,7 +198,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         ):
             pod = super().build_pod_request_obj(context, **kwargs)
         pod = overlaid(pod, template, self._security_and_resources())
-        check_gpus(pod, settings)
+        check_gpus(pod, self.settings)
         return without_repetitions(pod)
 
     def _security_and_resources(self) -> k8s.V1Pod:
@@ -222,22 +231,6 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         if self.full_pod_spec and template is not None:
             return PodGenerator.reconcile_pods(template, self.full_pod_spec)
         return self.full_pod_spec or template
-
-    def _settings(self) -> PodSettings:
-        if isinstance(self.secret_names, str):
-            raise ValueError("secret_names must be a list of names")
-        return PodSettings(
-            gpu=self.gpu,
-            gpu_count=self.gpu_count,
-            cpu=self.cpu,
-            memory=self.memory,
-            shm_size=self.shm_size,
-            model_claim=self.model_claim,
-            cache_claim=self.cache_claim,
-            secret_names=tuple(self.secret_names),
-            deadline_s=self.active_deadline_seconds,
-            grace_s=self.termination_grace_period,
-        )
 
     def _deadline(self, context: Context) -> datetime | None:
         """When the task's `execution_timeout` is over, all deferrals of a try together."""

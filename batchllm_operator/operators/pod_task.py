@@ -181,7 +181,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         )
 
     def _remove_pod(self, context: Context, end: PodEnd, *, is_success: bool) -> None:
-        """Remove a pod that has ended, as `on_finish_action` wants it, or that shall end."""
+        """Remove a pod that has ended, as `on_finish_action` wants it, or that has to."""
         keeps = self._keeps_dead and not (
             is_success and self.on_finish_action == OnFinishAction.DELETE_SUCCEEDED_POD
         )

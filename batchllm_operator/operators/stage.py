@@ -176,7 +176,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
     def _conclude(
         self, context: Context, end: PodEnd, num_disruptions: int
     ) -> dict[str, Any] | None:
-        """The results, if they are whole; None if another pod shall go on; else the failure.
+        """The results, if they are whole; None if another pod is to go on; else raises.
 
         The pod is removed, unless its state is unknown.
         """

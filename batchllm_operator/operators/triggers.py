@@ -137,7 +137,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
         try:
             state = await asyncio.wait_for(self.get_task_state(), _STATE_LIMIT_S)  # type: ignore[no-untyped-call]
             is_killed = state not in LIVE_STATES
-        # Whatever it is: a pod that nobody watches costs more than one that is made again.
+        # Any error: a pod without a watcher costs more than one that is made again.
         except Exception as error:  # noqa: BLE001
             self.log.warning("Can't tell why the trigger was cancelled: %r", error)
             is_killed = if_unknown

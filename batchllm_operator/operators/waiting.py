@@ -118,10 +118,10 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         num_disruptions: int,
         waiting_since: datetime | None = None,
     ) -> dict[str, Any] | None:
-        """The results of the attempt that has taken over (`said` tells how the task knows of it).
+        """The results of the attempt that has taken over (`said` is how the task knows of it).
 
-        None once the other is silent, so that this task shall go on; earlier, it would fence that
-        one out.
+        None once the other is silent, and this task may go on; earlier, it would fence that one
+        out.
 
         Raises:
             AirflowException: it has gone on too often, the time is up, or the task was killed.

@@ -22,7 +22,7 @@ def job_state(session: Session, job: JobInRun) -> JobState:
     """The stage that the job is at, and whether it has failed there.
 
     Its tasks are those in the task group of its plan task. Where several plan tasks share one (or
-    none, or are mapped), whose the others are can't be told, and the plan task alone is looked at.
+    none, or are mapped), whose the others are isn't known, and the plan task alone is looked at.
     """
     ref = job.ref
     if job.state != "success":

@@ -35,10 +35,10 @@ class Kept(Generic[_T]):
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The value of `key`, made by `make` if there is none that is young enough.
+        """The value of `key`, made by `make` if there is none that is recent enough.
 
         Raises:
-            TimeoutError: somebody else has been making it for more than `wait_s` seconds.
+            TimeoutError: another thread has been making it for more than `wait_s` seconds.
         """
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())

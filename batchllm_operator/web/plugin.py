@@ -19,7 +19,7 @@ URL_PREFIX: Final = "/batchllm"
 class LazyApp:
     """The pages as an ASGI application that is built when the first request comes.
 
-    Scheduler, triggerer and each task load plugins, too, and shall not pay for pyarrow and jinja2.
+    Scheduler, triggerer and tasks load plugins, too, and must not pay for pyarrow and jinja2.
     """
 
     def __init__(self) -> None:

@@ -147,5 +147,5 @@ def _share(num_done: int, num_rows: int) -> float:
 
 
 def _tenths(share: float) -> str:
-    """In steps of ten: what is read aloud shall not change every few seconds."""
+    """In steps of ten: what is read aloud must not change every few seconds."""
     return f"{int(share * 10) * 10} %"

@@ -16,6 +16,7 @@ from batchllm_operator.lake import folder as folder_module
 from batchllm_operator.lake.delta import log as delta_log
 from batchllm_operator.lake.delta import table as delta
 from batchllm_operator.lake.iceberg import publish as iceberg_publish
+from batchllm_operator.lake.publishing import pauses_s
 
 
 def test_conditional_writes_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +41,7 @@ def test_conditional_writes_that_meet(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_commits_to_delta_tables() -> None:
     series = [
-        list(delta.pauses_s(delta._FIRST_PAUSE_S, delta._LONGEST_PAUSE_S, delta._ATTEMPTS - 1))
+        list(pauses_s(delta._FIRST_PAUSE_S, delta._LONGEST_PAUSE_S, delta._ATTEMPTS - 1))
         for _ in range(MANY)
     ]
     assert {len(pauses) for pauses in series} == {19}

@@ -334,7 +334,7 @@ def test_who_begins_just_then_keeps_the_plan_or_is_told(
     garbage, _ = find_garbage(spec, before=time.time() + DAY_S)
     monkeypatch.setattr(gc_module, "list_files", look)
     removed, [kept] = remove_garbage(garbage)
-    assert removed == [] and kept.why == "somebody has begun to work on it"
+    assert removed == [] and kept.why == "work on it has begun again"
     assert plan.folder.read_bytes("manifest.json") == manifest
     run_and_commit(plan)
     check_published(plan)

@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -40,39 +41,34 @@ class SupersededError(Exception):
     """A later try of the task has a pod: this one is not the task's any more."""
 
 
+@dataclass
 class AttemptPods:
-    """The pods of one attempt, and what may be done with them.
+    """The pods of one attempt, and what may be done with them."""
 
-    Args:
-        connect: see `ClusterCalls`, also for the patience, the limit and what stops it.
-        namespace: where the pods are.
-        attempt: whose they are.
-        container_name: of the main container.
-        log: shows the user what happens.
-        has_secrets: whether its pods have Secrets of their own, named as they are.
-        poll_s: between two looks at a pod that is waited for.
-    """
+    connect: Callable[[], CoreV1Api]
+    """As for `ClusterCalls`, and so are `log`, `patience_s`, `limit_s` and `is_stopped`."""
+    namespace: str
+    attempt: Attempt
+    container_name: str
+    """Of the main container."""
+    log: logging.Logger | Any
+    _: KW_ONLY
+    has_secrets: bool
+    """Whether its pods have Secrets of their own, named as they are."""
+    patience_s: float
+    limit_s: float | None = None
+    is_stopped: Callable[[], bool]
+    poll_s: float = 2.0
+    """Between two looks at a pod that is waited for."""
 
-    def __init__(
-        self,
-        connect: Callable[[], CoreV1Api],
-        namespace: str,
-        attempt: Attempt,
-        container_name: str,
-        log: logging.Logger | Any,
-        *,
-        has_secrets: bool,
-        patience_s: float,
-        limit_s: float | None = None,
-        is_stopped: Callable[[], bool],
-        poll_s: float = 2.0,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.calls = ClusterCalls(
-            connect, log, patience_s=patience_s, limit_s=limit_s, is_stopped=is_stopped
+            self.connect,
+            self.log,
+            patience_s=self.patience_s,
+            limit_s=self.limit_s,
+            is_stopped=self.is_stopped,
         )
-        self._namespace, self._attempt = namespace, attempt
-        self._container_name, self._log = container_name, log
-        self._has_secrets, self._is_stopped, self._poll_s = has_secrets, is_stopped, poll_s
         self._ending_since: dict[str, float] = {}
 
     def take(self, make: Callable[[int], k8s.V1Pod], *, keep_dead: bool) -> tuple[k8s.V1Pod, bool]:
@@ -102,7 +98,7 @@ class AttemptPods:
             if made is not None:
                 self._clear_beside(made)
                 return made, True
-            self.calls.pause(self._poll_s)  # somebody has just made it, or it is on its way out
+            self.calls.pause(self.poll_s)  # it was just made elsewhere, or is on its way out
 
     def _find(self, *, keep_dead: bool) -> tuple[k8s.V1Pod | None, set[str]]:
         """The live pod that does this work, if there is one, and the names of all pods that stay.
@@ -111,29 +107,29 @@ class AttemptPods:
         that have ended (unless `keep_dead`), those that do other work, and all but the oldest of
         several.
         """
-        told = ""
+        said = ""
         while True:
             pods = self._list()
             ending = [pod for pod in pods if self._is_ending(pod)]
             live = [pod for pod in pods if self._state(pod).is_live]
             ours = [pod for pod in live if self._does_our_work(pod)]
             for pod in [*live, *ending]:
-                if self._attempt.is_before(pod.metadata.labels or {}):
+                if self.attempt.is_before(pod.metadata.labels or {}):
                     raise SupersededError(pod.metadata.name)
             names = {pod.metadata.name for pod in pods}
             for pod in pods:
                 dead = pod not in live and pod.metadata.deletion_timestamp is None
                 if (dead and not keep_dead) or (pod in live and pod not in ours[:1]):
-                    self._log.info("Removing pod %s (%s)", pod.metadata.name, self._state(pod))
+                    self.log.info("Removing pod %s (%s)", pod.metadata.name, self._state(pod))
                     self.delete(pod.metadata.name, pod.metadata.uid)
                     names.discard(pod.metadata.name)
             if len(ours) == len(live) <= 1 and not ending:
                 return ours[0] if ours else None, names
             waits_for = ", ".join(pod.metadata.name for pod in ending)
-            if waits_for and waits_for != told:
-                told = waits_for
-                self._log.info("Waiting until pod %s, which was told to stop, has gone", told)
-            self.calls.pause(self._poll_s)
+            if waits_for and waits_for != said:
+                said = waits_for
+                self.log.info("Waiting until pod %s, which was asked to stop, has gone", said)
+            self.calls.pause(self.poll_s)
 
     def _stamp(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
         """Label a pod that is taken up as this try's, so that no earlier one deletes it.
@@ -142,21 +138,21 @@ class AttemptPods:
             None if it has changed meanwhile, or has gone: look again.
         """
         metadata = pod.metadata
-        if (metadata.labels or {}).items() >= self._attempt.labels.items():
+        if (metadata.labels or {}).items() >= self.attempt.labels.items():
             return pod
-        changes = {"resourceVersion": metadata.resource_version, "labels": self._attempt.labels}
+        changes = {"resourceVersion": metadata.resource_version, "labels": self.attempt.labels}
 
         def stamp(api: CoreV1Api, **limits: Any) -> Any:
             try:
                 return api.patch_namespaced_pod(
-                    metadata.name, self._namespace, {"metadata": changes}, **limits
+                    metadata.name, self.namespace, {"metadata": changes}, **limits
                 )
             except ApiException as error:
                 if error.status in (CONFLICT, NOT_FOUND):
                     return None
                 if error.status != FORBIDDEN:
                     raise
-                self._log.warning(
+                self.log.warning(
                     "Pod %s can't be labelled as this try's (%s): an earlier try that wakes up late"
                     " might delete it. The Role needs the verb patch on pods",
                     metadata.name,
@@ -175,7 +171,7 @@ class AttemptPods:
         try:
             pods = self._list()
         except (ApiException, HTTPError) as error:  # the pod is there, and has to be watched
-            self._log.warning("Can't look for pods of other tries: %s", message_of(error))
+            self.log.warning("Can't look for pods of other tries: %s", message_of(error))
             return
         others = [
             pod
@@ -183,12 +179,12 @@ class AttemptPods:
             if pod.metadata.uid != made.metadata.uid and self._state(pod).stage is not Stage.ENDED
         ]
         for pod in others:
-            if self._attempt.is_before(pod.metadata.labels or {}):
-                self._log.info("Removing pod %s", made.metadata.name)
+            if self.attempt.is_before(pod.metadata.labels or {}):
+                self.log.info("Removing pod %s", made.metadata.name)
                 self.delete(made.metadata.name, made.metadata.uid)
                 raise SupersededError(pod.metadata.name)
         for pod in others:
-            self._log.info("Removing pod %s of an earlier try", pod.metadata.name)
+            self.log.info("Removing pod %s of an earlier try", pod.metadata.name)
             self.delete(pod.metadata.name, pod.metadata.uid)
 
     def _create(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
@@ -206,7 +202,7 @@ class AttemptPods:
                 raise QuotaExceededError(message_of(error)) from error
             raise
         labels = made.metadata.labels or {}
-        is_ours = is_new or labels.items() >= self._attempt.labels.items()
+        is_ours = is_new or labels.items() >= self.attempt.labels.items()
         return made if is_ours and self._state(made).is_live else None
 
     def put_secret(self, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
@@ -221,13 +217,11 @@ class AttemptPods:
         """
         name, uid = pod.metadata.name, pod.metadata.uid
         owner = k8s.V1OwnerReference(api_version="v1", kind="Pod", name=name, uid=uid)
-        metadata = k8s.V1ObjectMeta(
-            name=name, labels=self._attempt.labels, owner_references=[owner]
-        )
+        metadata = k8s.V1ObjectMeta(name=name, labels=self.attempt.labels, owner_references=[owner])
         secret = V1Secret(metadata=metadata, string_data=dict(variables), type="Opaque")
         while True:
             try:
-                self.calls.call_unlogged("create_namespaced_secret", self._namespace, secret)
+                self.calls.call_unlogged("create_namespaced_secret", self.namespace, secret)
                 return
             except ApiException as error:
                 if is_over_quota(error):
@@ -235,7 +229,7 @@ class AttemptPods:
                 if reason_of(error) != "AlreadyExists":
                     raise
             self.delete_secret(name)
-            self.calls.pause(self._poll_s)
+            self.calls.pause(self.poll_s)
 
     def delete(self, name: str, uid: str, *, at_once: bool = False) -> None:
         """Ask a pod to stop, within its grace period or at once; its Secret goes with it.
@@ -252,7 +246,7 @@ class AttemptPods:
                     raise
             if uid or self.calls.is_over:
                 return
-            self.calls.pause(min(self._poll_s, _UNSEEN_POLL_S))
+            self.calls.pause(min(self.poll_s, _UNSEEN_POLL_S))
 
     def _delete_once(
         self, name: str, uid: str, at_once: bool, api: CoreV1Api, *, _request_timeout: float
@@ -264,7 +258,7 @@ class AttemptPods:
         expected = k8s.V1Preconditions(uid=uid) if uid else None
         try:
             found = api.read_namespaced_pod(
-                name, self._namespace, _request_timeout=_request_timeout * _LOOK
+                name, self.namespace, _request_timeout=_request_timeout * _LOOK
             )
         except (ApiException, HTTPError) as error:
             if isinstance(error, ApiException) and error.status == NOT_FOUND:
@@ -273,8 +267,8 @@ class AttemptPods:
             metadata = found.metadata
             if uid and metadata.uid != uid:
                 return
-            if self._attempt.is_before(metadata.labels or {}):
-                self._log.warning("Pod %s is left to a later try of this task", name)
+            if self.attempt.is_before(metadata.labels or {}):
+                self.log.warning("Pod %s is left to a later try of this task", name)
                 return
             expected = k8s.V1Preconditions(
                 uid=metadata.uid, resource_version=metadata.resource_version
@@ -283,7 +277,7 @@ class AttemptPods:
             grace_period_seconds=0 if at_once else None, preconditions=expected
         )
         api.delete_namespaced_pod(
-            name, self._namespace, body=options, _request_timeout=_request_timeout * (1 - _LOOK)
+            name, self.namespace, body=options, _request_timeout=_request_timeout * (1 - _LOOK)
         )
 
     def delete_all(self, *, keep_dead: bool) -> None:
@@ -292,35 +286,35 @@ class AttemptPods:
         Those of a later try are left alone.
         """
         for pod in self._list():
-            if self._attempt.is_before(pod.metadata.labels or {}):
+            if self.attempt.is_before(pod.metadata.labels or {}):
                 continue
             if keep_dead and self._state(pod).is_over:
                 self.delete_secret(pod.metadata.name)
             elif pod.metadata.deletion_timestamp is None:
-                self._log.info("Removing pod %s", pod.metadata.name)
+                self.log.info("Removing pod %s", pod.metadata.name)
                 self.delete(pod.metadata.name, pod.metadata.uid)
 
     def delete_secret(self, name: str) -> None:
-        if not self._has_secrets:
+        if not self.has_secrets:
             return
         try:
-            self.calls.call_unlogged("delete_namespaced_secret", name, self._namespace)
+            self.calls.call_unlogged("delete_namespaced_secret", name, self.namespace)
         except ApiException as error:
             if error.status != NOT_FOUND:
                 raise
 
     def _list(self) -> list[k8s.V1Pod]:
         listed = self.calls.call(
-            "list_namespaced_pod", self._namespace, label_selector=self._attempt.selector
+            "list_namespaced_pod", self.namespace, label_selector=self.attempt.selector
         )
         return sorted(listed.items, key=lambda pod: pod.metadata.creation_timestamp)
 
     def _state(self, pod: k8s.V1Pod) -> PodState:
-        return PodState.of(pod, self._container_name)
+        return PodState.of(pod, self.container_name)
 
     def _does_our_work(self, pod: k8s.V1Pod) -> bool:
         labels = pod.metadata.labels or {}
-        return bool(labels.get(f"{LABEL}/work") == self._attempt.work)
+        return bool(labels.get(f"{LABEL}/work") == self.attempt.work)
 
     def _is_ending(self, pod: k8s.V1Pod) -> bool:
         """Asked to stop and still at work; one whose node doesn't answer is removed by force.
@@ -332,9 +326,9 @@ class AttemptPods:
             return False
         since = self._ending_since.setdefault(uid, time.monotonic())
         allowed_s = (metadata.deletion_grace_period_seconds or 0) + ENDING_MARGIN_S
-        if time.monotonic() - since > allowed_s and not self._attempt.is_before(metadata.labels):
+        if time.monotonic() - since > allowed_s and not self.attempt.is_before(metadata.labels):
             self._ending_since[uid] = time.monotonic()
-            self._log.warning("Pod %s doesn't stop; removing it by force", metadata.name)
+            self.log.warning("Pod %s doesn't stop; removing it by force", metadata.name)
             self.delete(metadata.name, uid, at_once=True)
         return True
 
@@ -344,18 +338,18 @@ class AttemptPods:
         """The new pod, or the owner's that has its name already; and whether it is new."""
         while True:
             try:
-                return api.create_namespaced_pod(self._namespace, pod, **limits), True
+                return api.create_namespaced_pod(self.namespace, pod, **limits), True
             except ApiException as error:
                 if reason_of(error) != "AlreadyExists":
                     raise
                 taken = error
             try:
-                found = api.read_namespaced_pod(pod.metadata.name, self._namespace, **limits)
+                found = api.read_namespaced_pod(pod.metadata.name, self.namespace, **limits)
             except ApiException as error:
                 if error.status != NOT_FOUND:
                     raise
-                self.calls.pause(self._poll_s)  # its namesake has just gone
+                self.calls.pause(self.poll_s)  # its namesake has just gone
                 continue
-            if (found.metadata.labels or {}).get(f"{LABEL}/attempt") != self._attempt.owner:
+            if (found.metadata.labels or {}).get(f"{LABEL}/attempt") != self.attempt.owner:
                 raise taken  # a stranger's
             return found, False

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, TypeVar
 
 from kubernetes.client import CoreV1Api
@@ -27,32 +28,29 @@ class StoppedError(Exception):
     """The task was killed while this waited for the cluster."""
 
 
+@dataclass
 class ClusterCalls:
     """Makes calls that fail for a passing reason again, for `patience_s`.
 
     Passing reasons are no connection, 429, 5xx, an expired token, or a conflict over a quota: a
     restart of the API server goes unnoticed.
-
-    Args:
-        connect: makes a client that doesn't retry by itself; called again after each failure.
-        log: tells the user what happens.
-        patience_s: see above, for each call.
-        limit_s: for all calls together, from now on; None for no such limit.
-        is_stopped: whether the task was killed meanwhile.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], CoreV1Api],
-        log: logging.Logger | Any,
-        *,
-        patience_s: float,
-        limit_s: float | None = None,
-        is_stopped: Callable[[], bool],
-    ) -> None:
-        self._over_at = time.monotonic() + (math.inf if limit_s is None else limit_s)
-        self._connect, self._api = connect, connect()
-        self._log, self._patience_s, self._is_stopped = log, patience_s, is_stopped
+    connect: Callable[[], CoreV1Api]
+    """Makes a client that doesn't retry by itself; called again after each failure."""
+    log: logging.Logger | Any
+    """Shows the user what happens."""
+    _: KW_ONLY
+    patience_s: float
+    """For each call."""
+    limit_s: float | None = None
+    """For all calls together, from now on; None for no such limit."""
+    is_stopped: Callable[[], bool]
+    """Whether the task was killed meanwhile."""
+
+    def __post_init__(self) -> None:
+        self._over_at = time.monotonic() + (math.inf if self.limit_s is None else self.limit_s)
+        self._api = self.connect()
         self._caller: int | None = None
 
     @property
@@ -86,10 +84,10 @@ class ClusterCalls:
 
     def retried(self, function: Callable[..., _Answer]) -> _Answer:
         """Call `function(api, _request_timeout=...)`, which may make several requests."""
-        give_up_at = min(time.monotonic() + self._patience_s, self._over_at)
+        give_up_at = min(time.monotonic() + self.patience_s, self._over_at)
         pause_s = _FIRST_PAUSE_S
         while True:
-            if self._is_stopped():
+            if self.is_stopped():
                 raise StoppedError
             left_s = give_up_at - time.monotonic()
             try:
@@ -105,10 +103,10 @@ class ClusterCalls:
                 left_s = give_up_at - time.monotonic()
                 if not is_passing(error) or left_s <= 0:
                     raise
-                self._log.warning("The cluster's API: %s; trying again", message_of(error))
+                self.log.warning("The cluster's API: %s; trying again", message_of(error))
                 self.pause(min(left_s, pause_s * random.uniform(0.5, 1.0)))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                self._api = self._connect()
+                self._api = self.connect()
 
     def pause(self, seconds: float) -> None:
         """Let time pass.
@@ -118,6 +116,6 @@ class ClusterCalls:
         """
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
-            if self._is_stopped():
+            if self.is_stopped():
                 raise StoppedError
             time.sleep(min(left_s, 0.5))

@@ -19,7 +19,7 @@ class EndKind(StrEnum):
     DISRUPTED = "disrupted"
     """By the cluster: eviction, preemption, loss of the node."""
     GONE = "gone"
-    """Somebody deleted it."""
+    """Deleted from outside."""
     QUEUE_LIMIT = "queue_limit"
     START_LIMIT = "start_limit"
     STUCK = "stuck"

@@ -255,7 +255,7 @@ def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
 
 
 def num_gpus(pod: k8s.V1Pod) -> int:
-    """GPUs that the main container gets, of whichever vendor, whoever asked for them.
+    """GPUs that the main container gets, of any vendor.
 
     Raises:
         ValueError: the pod's template asks for something that isn't a number of GPUs.

@@ -214,7 +214,7 @@ class PodWatch:
         return None
 
     def _judge_deletion(self, state: PodState, pod: Any) -> PodEnd | None:
-        """Somebody deletes the pod; if its node doesn't answer, that doesn't come to an end."""
+        """A deletion from outside, which doesn't end while the pod's node doesn't answer."""
         if self._deleting_since is None:
             self._deleting_since = time.monotonic()
         allowed_s = (pod.metadata.deletion_grace_period_seconds or 0) + ENDING_MARGIN_S
