@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from batchllm_operator.engine import EngineOutput
+if TYPE_CHECKING:
+    from batchllm_operator.engine import EngineOutput
 
 # Bounded so that sums and products of them are numbers, too.
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]

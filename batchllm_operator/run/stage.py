@@ -25,12 +25,7 @@ from batchllm_operator.planner import matrix_seconds
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.run.live_progress import (
-    Observe,
-    ProgressWriter,
-    interval_s,
-    live_progress,
-)
+from batchllm_operator.run.live_progress import Observe, ProgressWriter, interval_s, live_progress
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.run.traces import traced
