@@ -16,7 +16,7 @@ from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.spec import FilterTerm
 
 _MAX_NAMED: Final = 30  # columns
-_COMPARISONS: Final[Mapping[str, Callable[[Any, Any], pds.Expression]]] = {
+COMPARISONS: Final[Mapping[str, Callable[[Any, Any], pds.Expression]]] = {
     **{"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le},
     **{">": operator.gt, ">=": operator.ge},
 }
@@ -100,4 +100,4 @@ def _expression(term: FilterTerm) -> pds.Expression:
         assert isinstance(term.value, tuple)  # the spec checks it
         is_in = field.isin(list(term.value))
         return is_in if term.op == "in" else ~is_in
-    return _COMPARISONS[term.op](field, term.value)
+    return COMPARISONS[term.op](field, term.value)

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from batchllm_operator.errors import TableError
+from batchllm_operator.lake.scanning import COMPARISONS
 from batchllm_operator.spec import FilterTerm
 
 if TYPE_CHECKING:
@@ -118,19 +119,10 @@ def may_hold(term: FilterTerm, file: DataFile, schema: pa.Schema) -> bool:
         return True
     if is_exact and any(abs(value) > _MOST_EXACT for value in wanted):
         return True
-    match term.op:
-        case "==" | "in":
-            return any(low <= value <= high for value in wanted)
-        case "<":
-            return bool(low < wanted[0])
-        case "<=":
-            return bool(low <= wanted[0])
-        case ">":
-            return bool(high > wanted[0])
-        case ">=":
-            return bool(high >= wanted[0])
-        case _:
-            return True
+    if term.op in ("==", "in"):
+        return any(low <= value <= high for value in wanted)
+    bound = {"<": low, "<=": low, ">": high, ">=": high}.get(term.op)
+    return bound is None or bool(COMPARISONS[term.op](bound, wanted[0]))
 
 
 def _checks(raw: deltalake.DeltaTable) -> Iterator[str]:
