@@ -3,7 +3,7 @@
 First a gate: our kernel and every baseline against the reference in float32. Then, on a GPU,
 times: a row for each setting, all contenders in turn on the same inputs, once as calls and once
 as a replayed CUDA graph, in which no launch waits for the host. A run goes through several layers,
-each with a cache of its own, so nobody finds its keys in the L2 cache. Beside the times: the bytes
+each with its own cache, so that no keys are found in the L2 cache. Beside the times: the bytes
 that a step has to move and the time they take at the data sheet's rate. Without a GPU the gate runs
 small cases in Triton's interpreter, and rows hold the model only.
 

@@ -282,7 +282,7 @@ def find_baselines(device: torch.device) -> tuple[list[Contender], dict[str, str
     for name, make in makers.items():
         try:
             found.append(make())
-        # Whatever keeps somebody else's library from loading is the reason that is reported.
+        # Any error while another library loads is the reported reason.
         except Exception as error:  # noqa: BLE001
             missing[name] = f"{type(error).__name__}: {error}"
     return found, missing

@@ -1,7 +1,7 @@
-"""Is what is about to be timed right? Every contender against the reference in float32.
+"""Checks every contender against the reference in float32 before it is timed.
 
 Inputs are fresh and random, outputs hold NaN before, and so does every cache slot that belongs to
-nobody. Baselines get finite numbers there instead, and valid blocks behind a request's own in
+no request. Baselines get finite numbers there instead, and valid blocks behind a request's own in
 its block table: FlashAttention multiplies what it masks with zero.
 """
 
@@ -38,7 +38,7 @@ ROW_ERROR_FACTOR = 4
 that was lost or is another step's makes a row wrong by its own size."""
 REPETITIONS = 3
 """A merge that doesn't wait goes wrong now and then."""
-_LEFTOVER = 3.0  # in slots that nobody wrote
+_LEFTOVER = 3.0  # in slots that weren't written
 
 
 @dataclass(frozen=True, slots=True)

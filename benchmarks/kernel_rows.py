@@ -111,7 +111,7 @@ def measured(
 def time_all(
     bench: Bench, step: Step, num_layers: int, contenders: Sequence[Contender]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Everybody's times of a layer, as calls and as a graph; and why somebody has none."""
+    """The times of a layer of each contender, as calls and as a graph; why one has none."""
     layers = [make_layer(step, DTYPE, bench.layout, poisoned=False) for _ in range(num_layers)]
     runs: dict[str, Callable[[], object]] = {}
     failures: dict[str, str] = {}

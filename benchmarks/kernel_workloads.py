@@ -1,7 +1,7 @@
 """Steps to measure attention on: the settings of the paper's Fig. 8 and more.
 
 As in a real batch, the members of a group lie anywhere among the rows and blocks anywhere in the
-cache. Everything random is drawn anew for each step.
+cache. Random values are drawn for each step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchllm_kernels.prefix_attention import AttentionShape, PagedBatch, Shared
 
 CacheLayout = Literal["separate", "interleaved", "packed"]
 _NUM_SPARE_BLOCKS = 8
-_NOWHERE = 2**30  # in a block table, where nobody may look
+_NOWHERE = 2**30  # in a block table, which no kernel may read
 NAN = float("nan")
 
 
@@ -185,7 +185,7 @@ def make_layer(step: Step, dtype: torch.dtype, layout: CacheLayout, *, poisoned:
         dtype: of everything.
         layout: of the cache. "separate" tensors, "interleaved" ([num_blocks, 2, ...]), or
             "packed": the keys and values of a head side by side.
-        poisoned: whether slots that nobody wrote hold NaN, instead of what somebody left there.
+        poisoned: whether unwritten slots hold NaN instead of leftovers.
     """
     shape, device = step.shape, step.written.device
     size, num_heads, head_dim = shape.block_size, shape.num_kv_heads, shape.head_dim

@@ -40,9 +40,8 @@ with DAG(
     batchllm_task_group(
         SPEC_DIR / "daily_snippets.yaml",
         group_id="snippets",
-        # A slot for each GPU keeps dates that run in parallel from sharing one. Airflow lets tasks
-        # of a pool that nobody made wait for ever, so without the variable it's the one that
-        # every Airflow has.
+        # A slot for each GPU keeps dates that run in parallel from sharing one. Tasks of a pool
+        # that doesn't exist wait for ever, so the default is the pool that every Airflow has.
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",
         gpu=GPU,
         gpu_count=int(os.environ.get("BATCHLLM_GPU_COUNT") or 1),  # as many as the template has

@@ -3,7 +3,7 @@
     python scripts/screenshots.py http://127.0.0.1:8080 USER PASSWORD [RUN_ID]
 
 Writes docs/images/jobs.png and docs/images/report.png: the list of jobs, and the report of a run
-of daily_snippets (by default the latest that has ended well), as somebody with a browser sees them.
+of daily_snippets (by default the latest that has ended well), as a browser shows them.
 Needs Debian's package `chromium`.
 """
 

@@ -49,7 +49,7 @@ class Steps:
 
     @property
     def tecd_s(self) -> float:
-        """Seconds until the cool-down: until nobody waits and no prompt is left to compute.
+        """Seconds until the cool-down: until no request waits and no prompt is left to compute.
 
         TECD of the paper (Sec. 6.3.2). From there on each step only has a token of each request
         that still runs. A run of nothing but that has a TECD of 0.

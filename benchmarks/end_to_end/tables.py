@@ -1,7 +1,7 @@
 """The paper's tables and figures beside what was measured, as Markdown.
 
 Reads the JSON of any of `benchmarks.end_to_end`, its `agreement` and `calibrate`, and
-`benchmarks.kernel`, told apart by what they call themselves. What hasn't been measured says so.
+`benchmarks.kernel`, told apart by their `benchmark` field. What hasn't been measured says so.
 
     python -m benchmarks.end_to_end.tables benchmarks/results/*.json
 """

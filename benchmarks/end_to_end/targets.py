@@ -151,7 +151,7 @@ def targets(
     A target isn't judged (`is_met` is None) before ours and every setting of every baseline have
     been measured on its workload; cascade attention that this vLLM doesn't have is excused, and
     the class `LLM`, a control, isn't waited for. It counts only for whole workloads on an H100
-    with Mistral-7B, which whoever prints this has to know.
+    with Mistral-7B; the caller has to check that.
 
     Args:
         summaries: from `summarize`.

@@ -102,7 +102,7 @@ def compare(rows: Rows, truth: Truth) -> Differences:
 
 
 def is_whole(rows: Rows, truth: Truth | None) -> bool:
-    """Whether a reader sees exactly one publication; None is a table that nobody has written."""
+    """Whether a reader sees exactly one publication; None is a table that hasn't been written."""
     if truth is None:
         return not rows
     return not compare(rows, truth) and len({row["run_id"] for row in rows}) == 1

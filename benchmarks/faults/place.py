@@ -57,7 +57,7 @@ class Place:
         self.num_versions = 0
         """Of the input that there have been."""
         self.published: int | None = None
-        """Version of the input that the output table answers; None if nobody has written it."""
+        """Version of the input that the output table answers; None if it hasn't been written."""
         # Beside the folder, which may be a disk that is full.
         self._logs = root.with_name(f"{root.name}-logs")
         self._logs.mkdir(exist_ok=True)
@@ -190,7 +190,7 @@ class Onlooker:
     """
 
     def __init__(self, place: Place, allowed: Sequence[int | None]) -> None:
-        """`allowed` are versions of the input; None is a table that nobody has written."""
+        """`allowed` are versions of the input; None is a table that hasn't been written."""
         self._place = place
         self._allowed: list[Truth | None] = [
             None if version is None else computed_truth(version) for version in allowed

@@ -63,7 +63,7 @@ class Worker:
         self._usual: dict[tuple[str, bool], Usual] = {}
 
     def trials(self, table_format: str, numbers: range) -> Iterator[Outcome]:
-        """The trials of these numbers; a trial is the same whoever runs it."""
+        """The trials of these numbers; a trial doesn't depend on its worker."""
         for number in numbers:
             is_s3 = number % _S3_EVERY == _S3_EVERY - 1
             turn = number // _S3_EVERY if is_s3 else number - number // _S3_EVERY
@@ -75,7 +75,7 @@ class Worker:
             trial = Trial(kinds[turn % len(kinds)], place, usual, proxy, rng)
             outcome = trial.run()
             if outcome.has_failed:
-                del self._places[table_format, is_s3]  # left for whoever looks into it
+                del self._places[table_format, is_s3]  # left to be looked into
             yield outcome
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class Zygote:
         """Fork it; the caller has no thread yet.
 
         Args:
-            warm_up: called there first: it does what commands would each do anew.
+            warm_up: called there first: it does what each command would repeat.
         """
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
@@ -136,7 +136,7 @@ class Zygote:
 
 
 def _warm(warm_up: Callable[[], None]) -> None:
-    """Do it quietly; Arrow's threads, the only ones that it leaves, are made anew in a fork."""
+    """Do it quietly; Arrow's threads, the only ones that it leaves, are started again in a fork."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     kept = [(number, os.dup(number)) for number in (1, 2)]
     try:

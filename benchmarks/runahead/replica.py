@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Read when vLLM is imported: whoever starts a replica sets it before."""
+"""Read when vLLM is imported: set it before a replica starts."""
 BLOCK_SIZE = 32
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
