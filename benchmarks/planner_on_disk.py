@@ -100,7 +100,7 @@ def _check(prompts: PromptStore, groups: PrefixGroups) -> None:
     for group_idx in range(0, len(groups), step):
         members = groups.members(group_idx)[:16]
         cut = np.full(len(members), groups.num_prefix_tokens[group_idx])
-        prefixes = prompts.beginnings(members, cut)
+        prefixes = prompts.prefixes(members, cut)
         if np.any(prefixes.lengths != cut):
             sys.exit(f"group {group_idx} has a prompt shorter than its prefix")
         if np.any(np.diff(prefixes.token_ids.reshape(len(members), -1), axis=0)):

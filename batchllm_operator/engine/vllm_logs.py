@@ -49,20 +49,20 @@ def configure_logs() -> None:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     if not is_chosen:
-        for name, beginnings in _EVERY_RUN.items():
-            logging.getLogger(f"vllm.{name}").addFilter(_Without(beginnings))
-        for name, beginnings in _ON_CPU.items():
-            logging.getLogger(f"vllm.{name}").addFilter(_WithoutOnCPU(beginnings))
+        for name, starts in _EVERY_RUN.items():
+            logging.getLogger(f"vllm.{name}").addFilter(_Without(starts))
+        for name, starts in _ON_CPU.items():
+            logging.getLogger(f"vllm.{name}").addFilter(_WithoutOnCPU(starts))
 
 
 class _Without(logging.Filter):
-    def __init__(self, beginnings: tuple[str, ...]) -> None:
+    def __init__(self, starts: tuple[str, ...]) -> None:
         super().__init__()
-        self._beginnings = beginnings
+        self._starts = starts
 
     def filter(self, record: logging.LogRecord) -> bool:
         is_known = record.levelno <= logging.WARNING and isinstance(record.msg, str)
-        return not (is_known and record.msg.startswith(self._beginnings))
+        return not (is_known and record.msg.startswith(self._starts))
 
 
 class _WithoutOnCPU(_Without):

@@ -82,7 +82,7 @@ def hash_prefixes(requests: Requests, groups: PrefixGroups) -> npt.NDArray[np.in
     hasher = SegmentHasher(segment_tokens=_SEGMENT_TOKENS)
     for part in chunks(num_tokens):
         prompt_idxs = requests.prompt_idxs[firsts[part]]
-        prefixes = requests.prompts.beginnings(prompt_idxs, num_tokens[part])
+        prefixes = requests.prompts.prefixes(prompt_idxs, num_tokens[part])
         found = hasher.last_hashes(prefixes)
         hashes[chosen[part], 0], hashes[chosen[part], 1] = found[:, 0], found[:, 1]
     return hashes

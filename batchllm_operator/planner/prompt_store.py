@@ -41,7 +41,7 @@ class Prompts(Protocol):
     def lengths(self) -> NDArray[np.int64]:
         """Tokens per prompt: [num_prompts]."""
 
-    def beginnings(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
+    def prefixes(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
         """The first `num_tokens[i]` tokens of each prompt `idxs[i]`, all of a shorter one."""
 
 
@@ -103,7 +103,7 @@ class PromptStore:
         new += self._offsets[self._num_prompts]
         self._num_prompts = total
 
-    def beginnings(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
+    def prefixes(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
         begins = self._offsets[idxs]
         offsets = np.zeros(len(idxs) + 1, dtype=np.int64)
         np.cumsum(np.minimum(num_tokens, self._offsets[idxs + 1] - begins), out=offsets[1:])
@@ -113,7 +113,7 @@ class PromptStore:
 
     def take(self, idxs: NDArray[np.int64]) -> TokenTable:
         """The prompts at `idxs`, in that order."""
-        return self.beginnings(idxs, self._offsets[idxs + 1] - self._offsets[idxs])
+        return self.prefixes(idxs, self._offsets[idxs + 1] - self._offsets[idxs])
 
     def _widen(self) -> None:
         """Goes over to 4 bytes a token. Usually the first prompts say that it has to be."""
@@ -194,11 +194,11 @@ def read_ahead(
     wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
     most: int = _READ_AHEAD,
 ) -> Iterator[TokenTable]:
-    """`prompts.beginnings` of each (idxs, num_tokens); the next `most` are read meanwhile."""
+    """`prompts.prefixes` of each (idxs, num_tokens); the next `most` are read meanwhile."""
     with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="read-ahead") as readers:
         ahead: deque[Future[TokenTable]] = deque()
         for idxs, num_tokens in wanted:
-            ahead.append(readers.submit(prompts.beginnings, idxs, num_tokens))
+            ahead.append(readers.submit(prompts.prefixes, idxs, num_tokens))
             if len(ahead) > most:
                 yield ahead.popleft().result()
         while ahead:

@@ -16,7 +16,7 @@ _ROUNDING = 1e-9  # more than sums of costs can be off by
 
 
 def assign_shards(group_costs: NDArray[np.float64], num_shards: int) -> NDArray[np.int64]:
-    """Longest processing time first: each group, dearest first, to the cheapest shard so far.
+    """Longest processing time first: each group, costliest first, to the cheapest shard so far.
 
     Groups are taken whole: `split_large_groups` is for one that outweighs a fair share. Equal
     costs are taken in the order given, and equally cheap shards by index, so the same costs
@@ -35,14 +35,14 @@ def assign_shards(group_costs: NDArray[np.float64], num_shards: int) -> NDArray[
         PlanError: there is no shard, or a cost is negative or not finite.
     """
     _check_shards(group_costs, num_shards)
-    dearest_first = np.argsort(-group_costs, kind="stable")
-    return _assign(np.asarray(group_costs, dtype=np.float64), dearest_first, num_shards)
+    costliest_first = np.argsort(-group_costs, kind="stable")
+    return _assign(np.asarray(group_costs, dtype=np.float64), costliest_first, num_shards)
 
 
 def imbalance(
     group_costs: NDArray[np.float64], assignment: NDArray[np.int64], num_shards: int
 ) -> float:
-    """Cost of the dearest shard / mean cost of a shard: 1.0 is perfect, and no work is too.
+    """Cost of the costliest shard / mean cost of a shard; 1.0 if all cost the same or nothing.
 
     It is by what factor the slowest worker exceeds a job that is spread evenly over all
     `num_shards` shards, the empty ones included.
@@ -170,11 +170,11 @@ def _check_shards(group_costs: NDArray[np.float64], num_shards: int) -> None:
 
 @compiled
 def _assign(
-    costs: NDArray[np.float64], dearest_first: NDArray[np.int64], num_shards: int
+    costs: NDArray[np.float64], costliest_first: NDArray[np.int64], num_shards: int
 ) -> NDArray[np.int64]:
     loads = np.zeros(num_shards, dtype=np.float64)
     assignment = np.empty(len(costs), dtype=np.int64)
-    for group_idx in dearest_first:
+    for group_idx in costliest_first:
         shard = np.argmin(loads)
         assignment[group_idx] = shard
         loads[shard] += costs[group_idx]

@@ -126,9 +126,9 @@ def _largest(requests: Requests, groups: PrefixGroups, decode: Decode) -> tuple[
 def _prefixes(
     requests: Requests, request_idxs: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> list[NDArray[Any]]:
-    """The beginnings of the groups' prefixes, as far as they are looked at."""
+    """The groups' prefixes, as far as they are looked at."""
     lengths = np.minimum(lengths, _LONGEST_COMMON + _NUM_WORD_TOKENS)
-    table = requests.prompts.beginnings(requests.prompt_idxs[request_idxs], lengths)
+    table = requests.prompts.prefixes(requests.prompt_idxs[request_idxs], lengths)
     return np.split(table.token_ids, table.offsets[1:-1]) if len(lengths) else []
 
 

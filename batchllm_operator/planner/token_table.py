@@ -102,7 +102,7 @@ class TokenTable:
         """The prompts as lists of Python's integers, for small tables and for looking at them."""
         return [self.prompt(idx).tolist() for idx in range(len(self))]
 
-    def beginnings(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
+    def prefixes(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
         """The first `num_tokens[i]` tokens of each prompt `idxs[i]`, all of a shorter one.
 
         Args:
@@ -129,7 +129,7 @@ class TokenTable:
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise PlanError(f"prompt indexes must lie in [0, {len(self)})")
         wanted = np.ascontiguousarray(wanted, dtype=np.int64)
-        return self.beginnings(wanted, self.lengths[wanted])
+        return self.prefixes(wanted, self.lengths[wanted])
 
 
 def _check_array(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:

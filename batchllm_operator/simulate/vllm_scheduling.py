@@ -183,7 +183,7 @@ class _Simulation:
         )
         params = SamplingParams(
             max_tokens=workload.max_output_tokens
-            # What is told is the limit too, as in jobs that always use it, unless it is wrong.
+            # A right estimate is the limit, too, as in jobs that always reach theirs.
             or (output if output == estimated else _NO_LIMIT),
             stop_token_ids=[_STOP_TOKEN],
             extra_args=hints.to_extra_args(),

@@ -45,7 +45,7 @@ _MODEL_HEAD_DIM: Final = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile or tune as told; 2 if that can't be done here."""
+    """Compile or tune, as the options say; 2 if that can't be done here."""
     options = _parser().parse_args(arguments)
     if knobs.runtime.interpret:
         print("tune: unset TRITON_INTERPRET, kernels must be compiled", file=sys.stderr)

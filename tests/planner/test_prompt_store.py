@@ -42,7 +42,7 @@ def test_a_store_equals_a_table(
         taken = zip(store.take(idxs).to_lists(), num_tokens, strict=True)
         expected = [prompt[:n] for prompt, n in taken]
         for prompts in (store, everything):
-            assert prompts.beginnings(idxs, num_tokens).to_lists() == expected
+            assert prompts.prefixes(idxs, num_tokens).to_lists() == expected
         assert [path.name for path in folder.iterdir()] == ["prompts"]
 
 
@@ -66,7 +66,7 @@ def test_a_file_that_is_cut_is_noticed(tmp_path: Path) -> None:
     with PromptStore(tmp_path / "prompts") as store:
         store.append(TokenTable.from_lists([[1, 2, 3], [4]]))
         os.truncate(tmp_path / "prompts", 4)
-        assert store.beginnings(np.array([0]), np.array([2])).to_lists() == [[1, 2]]
+        assert store.prefixes(np.array([0]), np.array([2])).to_lists() == [[1, 2]]
         with pytest.raises(OSError, match="shorter"):
             store.take(np.array([0, 1]))
 

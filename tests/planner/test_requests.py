@@ -36,7 +36,7 @@ def test_every_row_is_in_the_request_of_its_prompt(
         2 * idx + 1 for members in expected.values() for idx in members
     ]
     firsts = [members[0] for members in expected.values()]
-    planned = requests.prompts.beginnings(requests.prompt_idxs, requests.lengths)
+    planned = requests.prompts.prefixes(requests.prompt_idxs, requests.lengths)
     assert planned.to_lists() == [prompts[idx] for idx in firsts]
     assert requests.lengths.tolist() == [len(prompts[idx]) for idx in firsts]
     if with_estimates:

@@ -38,7 +38,7 @@ def test_an_output_that_has_outgrown_its_estimate_counts_at_once_and_only_once()
     at_once, in_the_end = OutputEstimates(), OutputEstimates()
     at_once.learn(100, 120)
     assert at_once.scale > 1.0
-    at_once.learn(100, 180, told_before=120)
+    at_once.learn(100, 180, learned_before=120)
     in_the_end.learn(100, 180)
     assert at_once.scale == pytest.approx(in_the_end.scale)
     assert at_once.deviation == pytest.approx(in_the_end.deviation)

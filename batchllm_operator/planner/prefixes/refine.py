@@ -166,7 +166,7 @@ class Refinement:
         wanted = self._tree.depth[self._tree.parent[nodes]] + part.stop
         pieces = []
         for some in chunks(wanted):
-            prompts = self._prompts.beginnings(idxs[some], wanted[some])
+            prompts = self._prompts.prefixes(idxs[some], wanted[some])
             places = np.arange(len(prompts))
             rows = self._cut(nodes[some], families[some], prompts, places, part)
             pieces.append(_Windows(nodes[some], rows))

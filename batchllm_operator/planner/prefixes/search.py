@@ -78,9 +78,8 @@ class PrefixSearch:
 
         Args:
             prompts: all that were added, in the same order.
-            phase: called with the name of each phase ("sort", "compare") and the number of
-                prompts that it goes through; the context that it gives is told how many are
-                done.
+            phase: called with the name of each phase ("sort", "compare") and its number of
+                prompts; gives a context whose value takes the prompts done.
 
         Raises:
             PlanError: no hash tells the segments apart; never with the default `hash_bits`.
@@ -98,7 +97,7 @@ class PrefixSearch:
             self._start(seed)
             for part in chunks(prompts.lengths):
                 idxs = np.arange(part.start, part.stop)
-                self.add(prompts.beginnings(idxs, prompts.lengths[part]))
+                self.add(prompts.prefixes(idxs, prompts.lengths[part]))
         raise PlanError(f"hashes of {self._hash_bits} bits don't tell all prompts apart")
 
     def _start(self, seed: int) -> None:

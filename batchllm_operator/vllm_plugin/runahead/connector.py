@@ -2,7 +2,7 @@
 
 For each group a replica runs two requests (`plan.RunaheadShare`):
 
-- The *chunk* has the prompt up to the end of this replica's chunk. The scheduler is told that all
+- The *chunk* has the prompt up to the end of this replica's chunk. For the scheduler all
   before the chunk comes from elsewhere, so blocks for it are there and only the chunk is computed.
   Each layer's attention waits for that layer of the KV before it, which the previous replica
   sends, and hands all of it on as soon as this replica's own keys and values are written.
@@ -31,8 +31,11 @@ from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin import compat
 from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
 from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits, ChainSettings
-from batchllm_operator.vllm_plugin.runahead.scheduling import RunaheadMetadata, Scheduling
-from batchllm_operator.vllm_plugin.runahead.working import Working
+from batchllm_operator.vllm_plugin.runahead.scheduling import (
+    RunaheadConnectorScheduler,
+    RunaheadMetadata,
+)
+from batchllm_operator.vllm_plugin.runahead.working import RunaheadConnectorWorker
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +57,8 @@ class RunaheadConnector(KVConnectorBase_V1):
         )
         _check_engine(vllm_config, kv_cache_config)
         self.limits = _limits(vllm_config, kv_cache_config)
-        self.scheduling = Scheduling(self.settings, self.limits)
-        self.working = Working(self.limits)
+        self.scheduling = RunaheadConnectorScheduler(self.settings, self.limits)
+        self.working = RunaheadConnectorWorker(self.limits)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -163,7 +166,7 @@ def _limits(vllm_config: Any, kv_cache_config: Any) -> ChainLimits:
     )
 
 
-def fingerprint(vllm_config: Any, working: Working, weights: str) -> dict[str, Any]:
+def fingerprint(vllm_config: Any, working: RunaheadConnectorWorker, weights: str) -> dict[str, Any]:
     """What has to be equal on all replicas of a chain, as JSON values by name.
 
     What is chosen comes before what follows from it. A CPU with AMX uses it for attention if

@@ -26,8 +26,8 @@ from batchllm_operator.vllm_plugin.runahead.connector import (
     weights_digest,
 )
 from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits, Part, RunaheadGroup
-from batchllm_operator.vllm_plugin.runahead.scheduling import Scheduling
-from batchllm_operator.vllm_plugin.runahead.working import Working
+from batchllm_operator.vllm_plugin.runahead.scheduling import RunaheadConnectorScheduler
+from batchllm_operator.vllm_plugin.runahead.working import RunaheadConnectorWorker
 
 _IDLE_S: Final = 5e-4
 """Between steps that have nothing to compute: threads that move KV need the core more."""
@@ -165,8 +165,8 @@ class _Phase:
         self,
         engine: Any,
         chain: Chain,
-        scheduling: Scheduling,
-        working: Working,
+        scheduling: RunaheadConnectorScheduler,
+        working: RunaheadConnectorWorker,
         recompute: bool,
     ) -> None:
         self._engine, self._chain = engine, chain

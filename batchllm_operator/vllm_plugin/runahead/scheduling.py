@@ -73,7 +73,7 @@ class _Tracked:
     """The worker knows of all that it sends."""
 
 
-class Scheduling:
+class RunaheadConnectorScheduler:
     """The half in the scheduler: what is received, and what each step loads and sends."""
 
     def __init__(self, settings: ChainSettings, limits: ChainLimits) -> None:

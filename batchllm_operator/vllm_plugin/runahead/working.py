@@ -16,7 +16,7 @@ from batchllm_operator.vllm_plugin.runahead.scheduling import RunaheadMetadata, 
 from batchllm_operator.vllm_plugin.runahead.streams import mark
 
 
-class Working:
+class RunaheadConnectorWorker:
     """The half in the worker: moves KV while steps run."""
 
     def __init__(self, limits: ChainLimits) -> None:

@@ -2,7 +2,7 @@
 
 As long as a member runs, the prefix is in use through it. When the last running one leaves while
 others are still to come, its blocks are *pinned* until the next member has taken them over. When
-nobody is to come any more, they are made the first to be reused, except what the next group in
+no member is left to come, they are made the first to be reused, except what the next group in
 the queue begins with.
 """
 

@@ -58,15 +58,15 @@ class OutputEstimates:
         longer = num_tokens + max(_AT_LEAST, round(num_tokens * _LONGER_BY))
         return max(num_tokens + 1, min(longer, most))
 
-    def learn(self, given: int, num_tokens: int, told_before: int = 0) -> None:
+    def learn(self, given: int, num_tokens: int, learned_before: int = 0) -> None:
         """An output of `num_tokens` was estimated as `given`.
 
         Args:
-            told_before: the length that was told of it when it outgrew its estimate, or 0.
+            learned_before: the length learned when it outgrew its estimate, or 0.
         """
-        ratio, before = num_tokens / given, told_before / given
-        self._num_known += not told_before
-        self._estimated += 0 if told_before else given
-        self._num_tokens += num_tokens - told_before
+        ratio, before = num_tokens / given, learned_before / given
+        self._num_known += not learned_before
+        self._estimated += 0 if learned_before else given
+        self._num_tokens += num_tokens - learned_before
         self._ratios += ratio - before
         self._squares += ratio**2 - before**2

@@ -20,7 +20,7 @@ from batchllm_operator.vllm_plugin.runahead.connector import (
     weights_digest,
 )
 from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits
-from batchllm_operator.vllm_plugin.runahead.working import Working
+from batchllm_operator.vllm_plugin.runahead.working import RunaheadConnectorWorker
 
 
 def config(**changes: Any) -> tuple[Any, Any]:
@@ -117,7 +117,7 @@ def engine_fingerprint(**changes: Any) -> dict[str, Any]:
         cache_config=SimpleNamespace(cache_dtype=has["cache_dtype"]),
         compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
     )
-    working = Working(
+    working = RunaheadConnectorWorker(
         ChainLimits(has["block_size"], 4, has["max_step_tokens"], has["max_model_len"])
     )
     working.blocks = KVBlocks({name: torch.zeros(has["shape"]) for name in has["layers"]}, 4)

@@ -14,7 +14,7 @@ from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
 from batchllm_operator.vllm_plugin.runahead.links import Extent, Load, Send
 from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits
 from batchllm_operator.vllm_plugin.runahead.scheduling import RunaheadMetadata, StepLoad, StepSend
-from batchllm_operator.vllm_plugin.runahead.working import Working
+from batchllm_operator.vllm_plugin.runahead.working import RunaheadConnectorWorker
 
 BLOCKS, BLOCK = 8, 16
 DOWN, UP, BACK = Extent(3, 9, 0, 64), Extent(3, 9, 64, 96), Extent(3, 9, 32, 96)
@@ -53,14 +53,16 @@ class Neighbours:
         self.loads.append(load)
 
 
-def working(caches: dict[str, torch.Tensor], *, writes_first: bool) -> tuple[Working, Neighbours]:
-    made, neighbours = Working(ChainLimits(BLOCK, BLOCKS, 512, 1024)), Neighbours()
+def working(
+    caches: dict[str, torch.Tensor], *, writes_first: bool
+) -> tuple[RunaheadConnectorWorker, Neighbours]:
+    made, neighbours = RunaheadConnectorWorker(ChainLimits(BLOCK, BLOCKS, 512, 1024)), Neighbours()
     made.blocks, made.writes_first = KVBlocks(caches, BLOCKS), writes_first
     made.chain = cast(Any, neighbours)
     return made, neighbours
 
 
-def attend(made: Working, *names: str) -> None:
+def attend(made: RunaheadConnectorWorker, *names: str) -> None:
     for name in names:
         made.before_attention(name)
         made.after_attention(name)
