@@ -34,10 +34,6 @@ class Prompts(Protocol):
         """Number of prompts."""
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all prompts."""
-
-    @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens per prompt: [num_prompts]."""
 

@@ -14,6 +14,7 @@ from batchllm_operator.simulate.runahead import (
     log_errors,
     root_mean_square,
 )
+from batchllm_operator.simulate.summary import text_table
 
 _HEADINGS: Final = (
     "source",
@@ -63,7 +64,7 @@ def format_rows(
         "Predicted TTFT in seconds, beside that of the KV-Runahead paper (Cho et al., 2024) on"
         f" {paper.gpu}; rows with * took no part in the fit",
         "",
-        *_table(rows),
+        *text_table([_HEADINGS, *map(_cells, rows)], _NUM_TEXTS),
         "",
         "Chunks, as shares of the context:",
     ]
@@ -135,18 +136,6 @@ def _unseen(rows: Sequence[PredictedRow]) -> dict[str, list[PredictedRow]]:
                 label = f"{row.num_gpus} GPUs"
             found.setdefault(label, []).append(row)
     return found
-
-
-def _table(rows: Sequence[PredictedRow]) -> list[str]:
-    cells = [_HEADINGS, *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if idx < _NUM_TEXTS else text.rjust(width)
-            for idx, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
 
 
 def _cells(row: PredictedRow) -> tuple[str, ...]:

@@ -54,10 +54,16 @@ def format_runs(workload: Workload, machine: Machine, runs: Sequence[Run]) -> st
         )
         for run, relative in zip(runs, relative_times(runs), strict=True)
     ]
-    widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
-    for cells in (_HEADINGS, *rows):
-        first, *others = zip(cells, widths, strict=True)
-        lines.append(
-            "  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)])
+    return "\n".join([*lines, *text_table([_HEADINGS, *rows], num_texts=1)])
+
+
+def text_table(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
+    """Lines of a table of equally wide columns; the first `num_texts` are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if idx < num_texts else text.rjust(width)
+            for idx, (text, width) in enumerate(zip(row, widths, strict=True))
         )
-    return "\n".join(lines)
+        for row in rows
+    ]

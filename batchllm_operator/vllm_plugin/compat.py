@@ -105,13 +105,8 @@ def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def layer_kv_cache(layer: Any) -> Tensor:
-    """A layer's KV cache; some versions keep a list, of one for each virtual engine."""
-    return as_kv_cache(layer.kv_cache)
-
-
 def as_kv_cache(cache: Any) -> Tensor:
-    """A layer's KV cache as connectors are given it; some versions give a list."""
+    """A layer's KV cache; some versions have a list, of one for each virtual engine."""
     tensor: Tensor = cache[0] if isinstance(cache, list | tuple) else cache
     return tensor
 

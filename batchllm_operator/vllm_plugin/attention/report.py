@@ -53,7 +53,7 @@ def warm_up_attention(worker: Any) -> None:
     for layer in config.compilation_config.static_forward_context.values():
         impl = getattr(layer, "impl", None)
         if isinstance(impl, PrefixAttentionImpl) and impl.planner is not None:
-            impl.warm_up(compat.layer_kv_cache(layer), config.model_config.dtype)
+            impl.warm_up(compat.as_kv_cache(layer.kv_cache), config.model_config.dtype)
 
 
 def _describe(settings: AttentionSettings, device: Any) -> str:
