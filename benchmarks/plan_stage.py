@@ -158,7 +158,7 @@ def make_model(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
 
 
-def make_spec(lake: Path, run: str, table: str = "documents") -> JobSpec:
+def make_spec(lake: Path, run: str, num_shards: int, table: str = "documents") -> JobSpec:
     return JobSpec.model_validate(
         {
             "spec_version": 1,
@@ -167,6 +167,7 @@ def make_spec(lake: Path, run: str, table: str = "documents") -> JobSpec:
             "prompt": {"system": SYSTEM, "template": TEMPLATE},
             "model": {"path": str(lake / "model")},
             "output": {"uri": str(lake / f"out-{run}")},
+            "planner": {"num_shards": num_shards},
         }
     )
 
@@ -175,15 +176,15 @@ def make_spec(lake: Path, run: str, table: str = "documents") -> JobSpec:
 
 
 def time_plans(lake: Path, args: argparse.Namespace) -> dict[str, Any]:
-    plan_job(make_spec(lake, "warm-up", "warm-up"), DS)
+    plan_job(make_spec(lake, "warm-up", args.num_shards, "warm-up"), DS)
     times = []
     for repetition in range(args.repetitions):
-        spec = make_spec(lake, str(repetition))
+        spec = make_spec(lake, str(repetition), args.num_shards)
         shutil.rmtree(lake / f"out-{repetition}", ignore_errors=True)
         times.append(timed(lambda spec=spec: plan_job(spec, DS)))
     found = {"times": times, "peak_bytes": peak_rss_bytes()}
-    found["budget_bytes"] = make_spec(lake, "0").planner.memory_budget_bytes
-    return found | {"steps_s": time_steps(make_spec(lake, "steps"))}
+    found["budget_bytes"] = spec.planner.memory_budget_bytes
+    return found | {"steps_s": time_steps(make_spec(lake, "steps", args.num_shards))}
 
 
 def time_steps(spec: JobSpec) -> dict[str, float]:
@@ -255,7 +256,7 @@ MEASURES: Final = {"plan": time_plans, "tokenize": time_tokenizers}
 def measure(name: str, cores: int, lake: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What a process that may use so many cores measures."""
     command = [sys.executable, "-m", "benchmarks.plan_stage", "--measure", name, "--lake", lake]
-    for option in ("repetitions", "plain_prompts"):
+    for option in ("repetitions", "plain_prompts", "num_shards"):
         command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     allowed = sorted(os.sched_getaffinity(0))[:cores]
     done = subprocess.run(
@@ -351,6 +352,7 @@ def report(args: argparse.Namespace, found: list[dict[str, Any]], lake: Path) ->
         "distinct_tokens": args.distinct_tokens,
         "vocab_size": args.vocab_size,
         "seed": args.seed,
+        "num_shards": args.num_shards,
         "repetitions": args.repetitions,
         "versions": {
             "python": platform.python_version(),
@@ -384,6 +386,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--distinct-tokens", type=int, default=400, help="of a question, about")
     parser.add_argument("--vocab-size", type=int, default=30_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-shards", type=int, default=4, help="one for each GPU of the job")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument(
         "--cores", type=int, nargs="+", default=None, help="default: 1, and all that there are"
@@ -394,8 +397,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     num_cores = len(os.sched_getaffinity(0))
     args.cores = args.cores or sorted({1, num_cores})
-    if min(args.num_prompts, args.share_degree, args.repetitions, args.plain_prompts) < 1:
-        parser.error("prompts, share degree and repetitions must be at least 1")
+    counts = (args.num_prompts, args.share_degree, args.repetitions, args.plain_prompts)
+    if min(*counts, args.num_shards) < 1:
+        parser.error("prompts, share degree, shards and repetitions must be at least 1")
     if not all(1 <= cores <= num_cores for cores in args.cores):
         parser.error(f"this process may use {num_cores} cores")
     return args

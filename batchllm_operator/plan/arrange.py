@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,7 @@ from batchllm_operator.plan.estimate import (
     work_costs,
 )
 from batchllm_operator.plan.group_lengths import hash_prefixes
+from batchllm_operator.plan.neighbours import side_by_side
 from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens
 from batchllm_operator.planner import (
     PrefixGroups,
@@ -31,6 +33,7 @@ from batchllm_operator.planner import (
     order_groups_by_subtree,
     split_large_groups,
 )
+from batchllm_operator.planner.prefixes.search import Advance
 from batchllm_operator.progress import Progress
 from batchllm_operator.spec import JobSpec
 
@@ -142,42 +145,59 @@ def write_shards(
     estimate, gpu_s = estimated or (None, None)
     if len(groups) == 0:
         return WrittenShards((), worst, estimate)
-    shards: list[ShardInfo] = []
-    with Progress("write shards", groups.num_prompts, unit="requests", announce=False) as progress:
-        for shard_idx in range(int(shard_of_group.max()) + 1):
-            group_ids = np.flatnonzero(shard_of_group == shard_idx)
-            taken = groups.take(group_ids)
-            num_parts = write_shard(
-                spool / shard_file(shard_idx),
-                requests,
-                request_idx_start=sum(shard.num_requests for shard in shards),
-                request_idxs=taken.member_idxs,
-                group_ids=np.repeat(group_ids, taken.sizes),
-                num_prefix_tokens=np.repeat(taken.num_prefix_tokens, taken.sizes),
-                num_output_tokens=output_tokens[taken.member_idxs],
-                part_rows=spec.planner.part_rows,
-                written=progress.advance,
+    shards = []
+    ids_of_shard = [
+        np.flatnonzero(shard_of_group == idx) for idx in range(shard_of_group.max() + 1)
+    ]
+    all_parts = _write_files(spec, requests, arrangement, ids_of_shard, spool)
+    for shard_idx, (ids, num_parts) in enumerate(zip(ids_of_shard, all_parts, strict=True)):
+        taken, placement = groups.take(ids), None
+        if replicas is not None:
+            placement = replicas.place(taken, requests.lengths, output_tokens, costs[ids], ids)
+            if placement is not None and placement.measure:  # one shard's run is enough
+                replicas = replace(replicas, wants_profile=False)
+        shards.append(
+            ShardInfo(
+                file=shard_file(shard_idx),
+                num_groups=len(taken),
+                num_requests=taken.num_prompts,
+                num_rows=int(requests.num_rows[taken.member_idxs].sum()),
+                num_parts=num_parts,
+                num_prefill_tokens=int(prefill[ids].sum()),
+                predicted_gpu_s=None if gpu_s is None else float(gpu_s[shard_idx]),
+                replicas=placement,
             )
-            placement = None
-            if replicas is not None:
-                placement = replicas.place(
-                    taken, requests.lengths, output_tokens, costs[group_ids], group_ids
-                )
-                if placement is not None and placement.measure:  # one shard's run is enough
-                    replicas = replace(replicas, wants_profile=False)
-            shards.append(
-                ShardInfo(
-                    file=shard_file(shard_idx),
-                    num_groups=len(taken),
-                    num_requests=taken.num_prompts,
-                    num_rows=int(requests.num_rows[taken.member_idxs].sum()),
-                    num_parts=num_parts,
-                    num_prefill_tokens=int(prefill[group_ids].sum()),
-                    predicted_gpu_s=None if gpu_s is None else float(gpu_s[shard_idx]),
-                    replicas=placement,
-                )
-            )
+        )
     return WrittenShards(tuple(shards), worst, estimate)
+
+
+def _write_files(
+    spec: JobSpec,
+    requests: Requests,
+    arrangement: Arrangement,
+    ids_of_shard: Sequence[npt.NDArray[np.int64]],
+    spool: Path,
+) -> list[int]:
+    """Write the groups of each shard to its file; the number of parts of each."""
+    shards = [arrangement.groups.take(ids) for ids in ids_of_shard]
+    starts = np.cumsum([0, *(shard.num_prompts for shard in shards)])
+
+    def write(shard_idx: int, written: Advance) -> int:
+        shard = shards[shard_idx]
+        return write_shard(
+            spool / shard_file(shard_idx),
+            requests,
+            request_idx_start=int(starts[shard_idx]),
+            request_idxs=shard.member_idxs,
+            group_ids=np.repeat(ids_of_shard[shard_idx], shard.sizes),
+            num_prefix_tokens=np.repeat(shard.num_prefix_tokens, shard.sizes),
+            num_output_tokens=arrangement.output_tokens[shard.member_idxs],
+            part_rows=spec.planner.part_rows,
+            written=written,
+        )
+
+    with Progress("write shards", int(starts[-1]), unit="requests", announce=False) as progress:
+        return side_by_side(write, len(shards), progress.advance)
 
 
 def _deal_out(

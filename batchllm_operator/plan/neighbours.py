@@ -4,6 +4,8 @@
     work  batch 2       | the caller
     keep  batch 1       | thread of `OneBehind`
 
+Shards, which don't depend on each other, are written two at a time (`side_by_side`).
+
 What they spend their time on (decoding, compressing, writing, compiled loops) lets go of Python's
 lock. Each thread has one item at a time, so memory holds three and not as many as there are cores,
 and what is done with them doesn't depend on who is faster.
@@ -12,10 +14,20 @@ and what is done with them doesn't depend on who is faster.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import (
+    FIRST_EXCEPTION,
+    CancelledError,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager
+from threading import Event, Lock
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
+
+_AT_ONCE: Final = 2
+"""Calls of `side_by_side`, however many cores there are: each holds parts of a shard in memory."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -81,3 +93,34 @@ class OneBehind:
         last, self._last = self._last, None
         if last is not None:
             last.result()
+
+
+def side_by_side(
+    call: Callable[[int, Callable[[int], None]], T], count: int, advance: Callable[[int], None]
+) -> list[T]:
+    """The results of `call(0, advance)`, `call(1, advance)`, ..., two of them running at a time.
+
+    Calls count their progress by `advance`, which is never called twice at once. If one fails, or
+    this is interrupted, the others end where they would advance next.
+
+    Raises:
+        Exception: what the first call that failed has raised.
+    """
+    is_over, one_at_a_time = Event(), Lock()
+
+    def advance_unless_over(done: int) -> None:
+        if is_over.is_set():
+            raise CancelledError
+        with one_at_a_time:
+            advance(done)
+
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="side-by-side") as threads:
+        try:
+            results = [threads.submit(call, idx, advance_unless_over) for idx in range(count)]
+            for each in wait(results, return_when=FIRST_EXCEPTION).done:
+                each.result()
+            return [each.result() for each in results]
+        except BaseException:
+            is_over.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from batchllm_operator.plan.neighbours import OneBehind, one_ahead
+from batchllm_operator.plan.neighbours import OneBehind, one_ahead, side_by_side
 
 WAIT_S = 30  # for another thread that has nothing else to do
 
@@ -94,3 +95,53 @@ def test_what_a_call_raises_comes_with_the_next_one_or_at_the_end() -> None:
     with pytest.raises(ZeroDivisionError), OneBehind() as behind:
         behind.run(fail)
         raise ZeroDivisionError
+
+
+def test_two_calls_run_side_by_side_and_give_their_results_in_order() -> None:
+    both_run, done = threading.Barrier(2), []
+
+    def call(idx: int, advance: Callable[[int], None]) -> int:
+        if idx < 2:
+            both_run.wait(WAIT_S)
+        advance(1)
+        return idx * idx
+
+    assert side_by_side(call, 5, done.append) == [0, 1, 4, 9, 16]
+    assert done == [1] * 5
+    assert side_by_side(call, 0, done.append) == []
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_call_that_fails_ends_the_one_beside_it_and_all_that_follow(faulty: int) -> None:
+    begun: list[int] = []
+    both_run = threading.Barrier(2)
+
+    def call(idx: int, advance: Callable[[int], None]) -> None:
+        begun.append(idx)
+        both_run.wait(WAIT_S)
+        if idx == faulty:
+            raise OSError("the disk is full")
+        while True:
+            advance(1)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        side_by_side(call, 10, lambda _: None)
+    assert sorted(begun) == [0, 1]
+
+
+def test_an_interruption_ends_both() -> None:
+    ended: list[int] = []
+
+    def call(idx: int, advance: Callable[[int], None]) -> None:
+        try:
+            while True:
+                advance(1)
+        finally:
+            ended.append(idx)
+
+    def interrupt(_: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(call, 10, interrupt)
+    assert sorted(ended) == [0, 1]
