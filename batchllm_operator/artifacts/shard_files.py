@@ -97,7 +97,6 @@ def write_shard(
     """Write one shard, a row group for each part, and return the number of parts.
 
     Args:
-        path: local file to create.
         requests: all requests of the plan.
         request_idx_start: number of requests in the shards before.
         request_idxs, group_ids, num_prefix_tokens: int64 [num_requests], in plan order.

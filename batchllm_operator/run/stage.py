@@ -55,8 +55,7 @@ def run_shard(
         plan_uri: where the plan lies.
         shard_idx: which of its shards, from 0.
         start: makes the engine.
-        num_gpus: GPUs that this process has been given, for `engine.replicas` times
-            `engine.tensor_parallel_size`; None for what the spec says.
+        num_gpus: GPUs of this process, for all replicas together; None for what the spec says.
         owner: what all tries of one task have in common. While another owner's attempt is live,
             this one isn't begun; None to begin it in any case.
         drain: when it has begun, no further part is opened and the open ones are finished.

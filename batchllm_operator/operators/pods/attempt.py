@@ -50,7 +50,6 @@ class AttemptPods:
     namespace: str
     attempt: Attempt
     container_name: str
-    """Of the main container."""
     log: logging.Logger | Any
     _: KW_ONLY
     has_secrets: bool
@@ -112,7 +111,8 @@ class AttemptPods:
             pods = self._list()
             ending = [pod for pod in pods if self._is_ending(pod)]
             live = [pod for pod in pods if self._state(pod).is_live]
-            ours = [pod for pod in live if self._does_our_work(pod)]
+            work = f"{LABEL}/work"
+            ours = [p for p in live if (p.metadata.labels or {}).get(work) == self.attempt.work]
             for pod in [*live, *ending]:
                 if self.attempt.is_before(pod.metadata.labels or {}):
                     raise SupersededError(pod.metadata.name)
@@ -188,10 +188,9 @@ class AttemptPods:
             self.delete(pod.metadata.name, pod.metadata.uid)
 
     def _create(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
-        """Make a pod; one of this try is what a lost answer has left, and is taken.
+        """Make a pod; None if another pod of the owner has that name: look again.
 
-        Returns:
-            None if another pod of the owner has that name: look again.
+        A pod of this try is what a lost answer has left, and is taken.
         """
         try:
             made, is_new = self.calls.retried(
@@ -311,10 +310,6 @@ class AttemptPods:
 
     def _state(self, pod: k8s.V1Pod) -> PodState:
         return PodState.of(pod, self.container_name)
-
-    def _does_our_work(self, pod: k8s.V1Pod) -> bool:
-        labels = pod.metadata.labels or {}
-        return bool(labels.get(f"{LABEL}/work") == self.attempt.work)
 
     def _is_ending(self, pod: k8s.V1Pod) -> bool:
         """Asked to stop and still at work; one whose node doesn't answer is removed by force.
