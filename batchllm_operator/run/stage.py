@@ -52,8 +52,7 @@ def run_shard(
     is started: the plan is committed, or a small partition needs no shard of that number.
 
     Args:
-        plan_uri: where the plan lies.
-        shard_idx: which of its shards, from 0.
+        plan_uri, shard_idx: where the plan lies, and which of its shards, from 0.
         start: makes the engine.
         num_gpus: GPUs of this process, for all replicas together; None for what the spec says.
         owner: what all tries of one task have in common. While another owner's attempt is live,
@@ -71,12 +70,8 @@ def run_shard(
         Interrupted: `drain` has begun, and parts are left to do.
     """
     plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
-    if len(plan.manifest.shards) <= shard_idx < plan.manifest.spec.planner.num_shards:
-        _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
-        return ShardReport.of_parts(plan.manifest.plan_id, shard_idx, [], 0)
-    if (committed := committed_shard(plan, shard_idx)) is not None:
-        _log.info("shard %d is committed: there is nothing left to do", shard_idx)
-        return committed
+    if (settled := _settled(plan, shard_idx)) is not None:
+        return settled
     folder = plan.run_folder(shard_idx)
     entries = read_ledger(folder, plan.manifest.plan_id)
     if not _missing(plan, shard_idx, entries):
@@ -91,6 +86,17 @@ def run_shard(
         entries = read_ledger(folder, plan.manifest.plan_id, entries)
         run = _ShardRun(plan, shard_idx, attempt, entries, drain or Drain(), num_gpus)
         return run.to_end(file, start, observe)
+
+
+def _settled(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
+    """The report of a shard that needs no run; None of any other."""
+    if len(plan.manifest.shards) <= shard_idx < plan.manifest.spec.planner.num_shards:
+        _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
+        return ShardReport.of_parts(plan.manifest.plan_id, shard_idx, [], 0)
+    if (committed := committed_shard(plan, shard_idx)) is not None:
+        _log.info("shard %d is committed: there is nothing left to do", shard_idx)
+        return committed
+    return None
 
 
 def _report(
