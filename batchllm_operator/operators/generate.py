@@ -37,8 +37,7 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         self.shard_idx = shard_idx
 
     def command(self, context: Context) -> list[str]:
-        settings = self.settings
-        return self._run_command(context, settings.gpu_count if settings.gpu is not None else 0)
+        return self._run_command(context, self.gpu_count if self.gpu is not None else 0)
 
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
         """The same for the pod's GPUs; its grace period is for the parts that are open."""

@@ -158,6 +158,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         self.wants_deferral = deferrable
         self.runner: Runner = runner or ("kubernetes" if gpu else "local")
         self._has_node_selector = kwargs.get("node_selector") is not None
+        self.gpu, self.gpu_count = gpu, gpu_count
         self.settings = PodSettings(
             gpu=gpu,
             gpu_count=gpu_count,
