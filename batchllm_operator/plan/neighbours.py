@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import (
-    FIRST_EXCEPTION,
     CancelledError,
     Future,
     ThreadPoolExecutor,
     wait,
 )
 from contextlib import contextmanager
-from threading import Event, Lock
+from threading import Lock
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -106,21 +105,31 @@ def side_by_side(
     Raises:
         Exception: what the first call that failed has raised.
     """
-    is_over, one_at_a_time = Event(), Lock()
+    one_at_a_time = Lock()
+    failures: list[BaseException] = []
 
     def advance_unless_over(done: int) -> None:
-        if is_over.is_set():
+        if failures:
             raise CancelledError
         with one_at_a_time:
             advance(done)
 
+    def run(idx: int) -> T:
+        try:
+            if failures:
+                raise CancelledError
+            return call(idx, advance_unless_over)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="side-by-side") as threads:
         try:
-            results = [threads.submit(call, idx, advance_unless_over) for idx in range(count)]
-            for each in wait(results, return_when=FIRST_EXCEPTION).done:
-                each.result()
-            return [each.result() for each in results]
-        except BaseException:
-            is_over.set()
-            threads.shutdown(wait=False, cancel_futures=True)
+            results = [threads.submit(run, idx) for idx in range(count)]
+            wait(results)
+        except BaseException as interruption:
+            failures.append(interruption)
             raise
+    if failures:
+        raise failures[0]
+    return [each.result() for each in results]

@@ -130,18 +130,23 @@ def test_a_call_that_fails_ends_the_one_beside_it_and_all_that_follow(faulty: in
 
 
 def test_an_interruption_ends_both() -> None:
-    ended: list[int] = []
+    both_run = threading.Barrier(2)
+    ended = threading.Semaphore(0)
+    interrupted: list[int] = []
 
     def call(idx: int, advance: Callable[[int], None]) -> None:
+        both_run.wait(WAIT_S)
         try:
             while True:
-                advance(1)
+                advance(idx)
         finally:
-            ended.append(idx)
+            ended.release()
 
-    def interrupt(_: int) -> None:
-        signal.raise_signal(signal.SIGINT)
+    def interrupt(idx: int) -> None:
+        if not interrupted:
+            interrupted.append(idx)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         side_by_side(call, 10, interrupt)
-    assert sorted(ended) == [0, 1]
+    assert all(ended.acquire(timeout=WAIT_S) for _ in range(2))
