@@ -1,6 +1,6 @@
-"""The data lake: tables to read and publish, folders to keep plans and parts in.
+"""The data lake: tables to read and publish, folders for plans and parts.
 
-Whatever reads or writes it raises `StorageError` where the storage, or a catalog, fails.
+Everything here raises `StorageError` when the storage or a catalog fails.
 """
 
 from batchllm_operator.lake.data_files import gather as gather

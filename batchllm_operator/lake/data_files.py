@@ -1,9 +1,8 @@
-"""Data files to publish: row groups of a size that readers like, in files of a size that they like.
+"""Data files to publish: rows in row groups, and row groups in files, of target sizes.
 
-Sizes of row groups are what Parquet calls `total_byte_size`: encoded, not compressed. Nothing tells
-it before the rows are encoded, for it depends on how often values repeat, so rows are encoded once
-to see. A file's size is known only as it is written; how much a row group adds is at most what it
-takes without compression.
+The size of a row group is Parquet's `total_byte_size`: encoded, not compressed. It depends on how
+often values repeat, so rows are encoded once to measure it. A file's size is known only as it is
+written; a row group adds at most its uncompressed size.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import pyarrow.parquet as pq
 from batchllm_operator.lake.many_files import ahead
 
 MAX_GROUP_BYTES: Final = 128 << 20
-"""A group that isn't the last of its rows holds half as much at least, unless it would be too much
-in memory: see `_MOST_HELD_BYTES`."""
+"""Every group but the last has at least half of this, unless memory is the limit: see
+`_MOST_HELD_BYTES`."""
 _MOST_HELD_BYTES: Final = 192 << 20
-"""Of rows that wait for a row group, in memory: more than a group only if values repeat a lot."""
+"""Rows in memory for one row group: more than a group's size only if values repeat a lot."""
 _GROUPS_PER_FILE: Final = 2  # at least, so that files are more than half full
 _FILE_FRAME_BYTES: Final = 1 << 12  # magic bytes and the footer's own head
-_MOST_GROWTH: Final = 1.05  # if nothing can be compressed, and a table asks for larger dictionaries
+_MOST_GROWTH: Final = 1.05  # incompressible values, and a table with larger dictionaries
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,17 +34,17 @@ class RowGroup:
 
     rows: pa.Table
     num_bytes: int
-    """Encoded, not compressed."""
+    """Size encoded, not compressed."""
     footer_bytes: int
-    """Of a file that has no other group."""
+    """Footer size of a file with only this group."""
 
     @classmethod
     def of(cls, rows: pa.Table) -> RowGroup:
-        """Encode the rows, to see how large they are."""
+        """Encode the rows to measure them."""
         sink = pa.MockOutputStream()
         with pq.ParquetWriter(sink, rows.schema, compression="none") as writer:
             writer.write_table(rows, row_group_size=max(1, rows.num_rows))
-        # Not by a `metadata_collector`: after an error, that fails and hides it.
+        # A `metadata_collector` would fail after an error, and hide it.
         footer = writer.writer.metadata
         num_bytes = sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
         return cls(rows, num_bytes, sink.size() - num_bytes)
@@ -55,9 +54,9 @@ class RowGroup:
 
 
 def gather(tables: Iterable[pa.Table], most_file_bytes: int | None = None) -> Iterator[RowGroup]:
-    """Put neighbouring tables together, for row groups of half to all of `MAX_GROUP_BYTES`.
+    """Merge consecutive tables into row groups of half of `MAX_GROUP_BYTES` to all of it.
 
-    Tables have one schema; columns of one value may share their memory. Groups of small files
+    Tables have one schema; constant columns may share memory. Groups for small files
     (`most_file_bytes`) are smaller.
     """
     most = _most_group_bytes(most_file_bytes)
@@ -84,24 +83,24 @@ def gather(tables: Iterable[pa.Table], most_file_bytes: int | None = None) -> It
 
 
 def fit(rows: pa.Table, most_file_bytes: int | None) -> Iterator[RowGroup]:
-    """The rows as one row group, or as several if they are too many for one."""
+    """The rows in one row group, or in several if they exceed its size."""
     if rows.num_rows:
         yield from _split(RowGroup.of(rows), _most_group_bytes(most_file_bytes))
 
 
 class Room:
-    """What still fits into a file."""
+    """Tracks what still fits into a file."""
 
     def __init__(self, most_bytes: int | None) -> None:
-        """`most_bytes` is the most that the file may have; None for any size."""
+        """`most_bytes` is the upper bound of the file's size; None for any size."""
         self._most_bytes = most_bytes
         self._footer_bytes = _FILE_FRAME_BYTES
         self._is_empty = True
 
     def takes(self, group: RowGroup, position: int) -> bool:
-        """Whether a group may be written at `position`. The first always may: one row can't be cut.
+        """Whether a group fits at `position`; if so, it counts as written.
 
-        If it may, it has to be.
+        The first group always fits: a single row can't be cut.
         """
         footer_bytes = self._footer_bytes + group.footer_bytes
         end = position + int(group.num_bytes * _MOST_GROWTH) + footer_bytes
@@ -112,7 +111,7 @@ class Room:
 
 
 class _Files:
-    """Local files, one after the other; used as a context manager."""
+    """Writes local files, one after the other; used as a context manager."""
 
     def __init__(self, folder: Path, schema: pa.Schema, most_bytes: int | None) -> None:
         self.paths: list[Path] = []
@@ -147,7 +146,7 @@ def write_files(
 ) -> list[Path]:
     """Write row groups to new files in the local `folder`, which is created; at least one file.
 
-    Names sort as the rows do. A file has at most `most_bytes`, unless one row has more; None for
+    Names sort in row order. A file has at most `most_bytes`, unless one row has more; None for
     one file of any size. Two groups are in memory: one is written while the next is made.
     """
     folder.mkdir()
@@ -181,7 +180,7 @@ def _most_group_bytes(most_file_bytes: int | None) -> int:
 
 
 def _held_bytes(table: pa.Table, counted: set[tuple[int, int]]) -> int:
-    """Memory of the table's values but for what was `counted` before, to which it is added."""
+    """Memory of the table's values outside of the buffers in `counted`, to which it adds theirs."""
     num_bytes = 0
     for chunk in (chunk for column in table.columns for chunk in column.chunks):
         values = chunk.buffers()[-1]

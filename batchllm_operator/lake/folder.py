@@ -1,7 +1,7 @@
 """A folder on local disk or S3, with the few operations that crash safety is built from.
 
-Everything is read and written whole. A write is visible in one step: on local disk by
-fsync and rename, on S3 by the single request that completes an upload.
+A write is visible in one step: on local disk by fsync and rename, on S3 by the single request that
+completes an upload.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from batchllm_operator.spec import check_folder, holds_credentials
 _CHUNK_BYTES: Final = 1 << 20
 _READ_AHEAD_BYTES: Final = 8 << 20
 _CONFLICT_WAITS_S: Final = (0.1, 0.4, 1.6, 6.4)
-"""Before a conditional write is made again that met another one under way."""
+"""Pauses before a conditional write that met another one under way is repeated."""
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -99,7 +99,7 @@ class Folder:
         """Names of the folders directly in this one, sorted; none if it doesn't exist."""
         with self._errors():
             try:
-                if self.is_local:  # entries that vanish meanwhile are no reason to miss others
+                if self.is_local:  # an entry that vanishes meanwhile must not hide others
                     with os.scandir(self.path) as entries:
                         return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
                 found = self.fs.ls(self.path, detail=True)
@@ -128,10 +128,10 @@ class Folder:
 
     @contextmanager
     def open_file(self, name: str, *, read_ahead: bool = True) -> Iterator[IO[bytes]]:
-        """Open `name` for reading, seekable; what reading raises is the reader's to judge.
+        """Open `name` for reading, seekable; errors of later reads are not converted.
 
-        Without `read_ahead` each read on S3 is one request, for just those bytes: for readers
-        that jump to and fro in large steps.
+        Without `read_ahead` each read on S3 is one request for just those bytes, for readers that
+        seek in large steps.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -174,10 +174,10 @@ class Folder:
                 temporary.write_bytes(data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write `name` in one step unless it is there; whether it holds what this call was given.
+        """Write `name` in one step unless it exists; returns whether it now holds `data`.
 
-        The outcome is read back when the storage doesn't tell it: an answer may be lost after
-        the write was made. So callers that compete put a random token into `data`.
+        After an error the file is read back, because the answer to a successful write may be lost.
+        Competing callers therefore put a random token into `data`.
 
         Raises:
             StorageError: nothing was written, as far as can be known.
@@ -225,11 +225,11 @@ class Folder:
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                with target.open("xb") as file:  # readers don't trust a half-written one
+                with target.open("xb") as file:  # readers reject a half-written one
                     try:
                         file.write(data)
                         file.flush()
-                    except OSError:  # ours alone: it would look like an earlier one
+                    except OSError:  # it would look like another writer's
                         target.unlink()
                         raise
                 fsync(target)
@@ -256,7 +256,7 @@ class Folder:
             temporary.unlink(missing_ok=True)
 
     def _walk(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Paths and details of all files below a local folder; what vanishes meanwhile isn't one.
+        """Paths and details of all files below a local folder, except those that vanish meanwhile.
 
         fsspec's own walk leaves out whole folders that it can't list.
         """
@@ -273,7 +273,7 @@ class Folder:
 
     @contextmanager
     def _errors(self, name: str = "", *, writing: bool = False) -> Iterator[None]:
-        """Turn the storage's errors into `StorageError`, but let a file to read be missing."""
+        """Turn errors into `StorageError`; a missing file to read stays `FileNotFoundError`."""
         from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
 
         try:
@@ -296,7 +296,7 @@ def _base(path: str) -> str:
 
 
 def _make_folder(path: Path) -> None:
-    """Create a folder and those above it, so that they are there after a power cut, too."""
+    """Create a folder and its parents so that they survive a power cut."""
     missing = []
     while not path.exists():
         missing.append(path)
@@ -307,7 +307,7 @@ def _make_folder(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Have a local file's content, or a folder's entries, on disk before going on."""
+    """Flush a local file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The same for many files of a folder, a few at a time: storage answers late, not slowly."""
+"""Operations on many files of a folder, a few at a time to hide the storage's latency."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from batchllm_operator.errors import SpecError
 from batchllm_operator.lake.folder import Folder
 
 _NUM_THREADS: Final = 8
-"""Each holds what is read ahead of one file at most: 16 MiB."""
+"""Each thread holds at most the read-ahead of one file: 16 MiB."""
 _MOST_AT_ONCE: Final = 16
-"""Files of one task, for a task costs as much as reading a small file from local disk."""
+"""Files per task: a task costs as much as reading a small file from local disk."""
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What the storage says of a file."""
+    """The storage's metadata of a file."""
 
     size_bytes: int
     modified_at: float
@@ -46,7 +46,7 @@ def list_files(folder: Folder) -> dict[str, StoredFile]:
 
 
 def _last_modified(folder: Folder, name: str, details: Mapping[str, Any]) -> float:
-    """Seconds since 1970. No other time will do: a file may have been replaced since."""
+    """Seconds since 1970. A creation time won't do: a file may have been replaced since."""
     when = details.get("LastModified")
     if not isinstance(when, datetime):
         raise SpecError(
@@ -58,17 +58,17 @@ def _last_modified(folder: Folder, name: str, details: Mapping[str, Any]) -> flo
 
 
 def read_files(folder: Folder, names: Iterable[str]) -> dict[str, bytes]:
-    """The content of each of `names` that is there; all of it in memory: for small files."""
+    """Contents of those of `names` that exist, all in memory: for small files."""
     return _each(names, folder.read_bytes)
 
 
 def hash_files(folder: Folder, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 (hex) of each of `names` that is there."""
+    """SHA-256 (hex) of those of `names` that exist."""
     return _each(names, folder.sha256)
 
 
 def remove_files(folder: Folder, names: Iterable[str]) -> None:
-    """Remove those of `names` that are there; on local disk, folders that are empty then, too."""
+    """Remove those of `names` that exist; on local disk, also folders that are empty then."""
     names = list(names)
     _each(names, folder.remove)
     if folder.is_local:
@@ -82,9 +82,10 @@ def remove_files(folder: Folder, names: Iterable[str]) -> None:
 def ahead(
     items: Iterable[Item], work: Callable[[Item], T], *, num_threads: int = _NUM_THREADS
 ) -> Iterator[T]:
-    """`map(work, items)`, done by threads, a few items before they are asked for.
+    """`map(work, items)` on threads, a few items ahead of the caller.
 
-    What `work` raises is raised in its turn; a caller that stops early waits for what is under way.
+    Errors of `work` are raised in the items' order; a caller that stops early
+    waits for running calls.
     """
     with ThreadPoolExecutor(num_threads, "batchllm-ahead") as pool:
         under_way: deque[Future[T]] = deque()
@@ -101,7 +102,7 @@ def ahead(
 
 
 def _each(names: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
-    """The result for each name that there is a file of. What one raises ends the others."""
+    """The result for each name whose file exists. The first error ends the others."""
     names = list(names)
     num_at_once = max(1, min(_MOST_AT_ONCE, len(names) // (4 * _NUM_THREADS)))
     chunks = [names[at : at + num_at_once] for at in range(0, len(names), num_at_once)]

@@ -1,4 +1,4 @@
-"""From a table's address to the table, in the format that it has."""
+"""Opens the table at an address, in its format."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ICEBERG_METADATA: Final = "metadata"
 def open_table(
     uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
 ) -> LakeTable:
-    """The table at an address of the spec; a folder is opened as the format that lies in it.
+    """The table at an address of the spec; a folder is opened in the format found there.
 
-    `most_file_bytes` is of the data files that are published, where a partition may have several.
+        `most_file_bytes` bounds published data files, in formats that allow several per partition.
 
     Raises:
         SpecError: the address isn't one, or no catalog or storage of its kind is set up.
@@ -53,7 +53,7 @@ def open_table(
 
 @contextmanager
 def _library(uri: str) -> Iterator[None]:
-    """Say how to install a library that is missing: the formats' are extras."""
+    """Raise an error that says how to install a format's library if it is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

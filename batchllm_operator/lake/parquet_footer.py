@@ -1,4 +1,4 @@
-"""Footers of Parquet files: read with few requests, and marked with whose outputs a file holds."""
+"""Footers of Parquet files: reads them in few requests, and marks them with a publication."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX: Final = b"batchllm."
 _MAGIC: Final = b"PAR1"
 _ENCRYPTED: Final = b"PARE"  # in place of the magic
 _TAIL_BYTES: Final = 8  # the footer's length (4 bytes, little endian) and the magic
-_GUESS_BYTES: Final = 1 << 16  # read first: most footers are smaller
+_GUESS_BYTES: Final = 1 << 16  # read first; most footers are smaller
 
 
 def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMetaData, str]:
@@ -27,7 +27,7 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
     """
     where = f"table {folder.uri}"
     broken = f"{where}: {name} isn't a whole Parquet file; write it again or move it away"
-    if not size_bytes:  # S3 has no bytes to give either
+    if not size_bytes:  # S3 refuses to read it, too
         raise TableError(f"{where}: {name} is empty; write it again or move it away")
     try:
         end = folder.read_bytes(name, max(0, size_bytes - _GUESS_BYTES))
@@ -55,24 +55,24 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
 
 
 def file_schema(footer: pq.FileMetaData) -> pa.Schema:
-    """A file's columns as `read_batches` has them: timestamps of 96 bits as microseconds.
+    """A file's columns as `read_batches` returns them: 96-bit timestamps as microseconds.
 
     Raises:
         pa.ArrowException: a column's type can't be read.
     """
-    nothing = pa.BufferReader(b"")  # the footer tells all
+    nothing = pa.BufferReader(b"")  # the footer suffices
     file = pq.ParquetFile(nothing, metadata=footer, coerce_int96_timestamp_unit="us")
     return file.schema_arrow
 
 
 def published_schema(schema: pa.Schema, publication: Publication) -> pa.Schema:
-    """`schema` marked with whose outputs a file of it holds."""
+    """`schema` with `publication` in its metadata, for the file's footer."""
     whose = publication
     mark = {"plan_id": whose.plan_id, "run_id": whose.run_id, "job": whose.job}
     return schema.with_metadata({_PREFIX + key.encode(): value for key, value in mark.items()})
 
 
 def publication_of(footer: pq.FileMetaData) -> Publication | None:
-    """Whose outputs a file holds; None if no job of this package wrote it."""
+    """The publication that the footer names; None if no job of this package wrote the file."""
     run_id = (footer.metadata or {}).get(_PREFIX + b"run_id", b"")
     return Publication.of_run_id(run_id.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""What publishing a partition has in common for all formats: when it is done, and when to go on."""
+"""What all formats share in publishing a partition: checks of its state, and pauses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageE
 from batchllm_operator.lake.table import Publication
 
 RUN_ID = "run_id"
-"""Column that says whose outputs a row is among."""
+"""The column that names a row's publication."""
 
 
 def check_name(uri: str, partition: str) -> None:
-    """Refuse a partition that no reader of the table could name.
-
-    Raises:
-        TableError: its name is empty.
-    """
+    """Raise `TableError` if the partition's name is empty: no reader could name it."""
     if not partition:
         raise TableError(f"output {uri}: a partition needs a name, such as 2026-01-31")
 
@@ -29,12 +25,12 @@ def check_name(uri: str, partition: str) -> None:
 def publisher_in(
     uri: str, partition: str, columns: pa.Schema, rows: Iterable[pa.RecordBatch]
 ) -> Publication | None:
-    """Whose outputs the rows of a partition are; None if there are none.
+    """The publication that a partition's rows belong to; None without rows.
 
-    `columns` are the table's. Of `rows`, the first column is `run_id`, if the table has it.
+    `columns` are the table's. The first column of `rows` is `run_id`, if the table has it.
 
     Raises:
-        TableError: rows that no job of this package wrote.
+        TableError: no job of this package wrote the rows.
     """
     run_ids: set[Any] = set()
     for batch in rows:
@@ -59,10 +55,10 @@ def publisher_in(
 def is_published(
     uri: str, found: Publication | None, wanted: Publication, replaces: Publication | None
 ) -> bool:
-    """Whether the partition holds what is wanted already; if not, it holds `replaces`.
+    """Whether the partition holds `wanted` already; if not, it holds `replaces`.
 
     Raises:
-        ConflictError: it holds something else.
+        ConflictError: it holds neither.
     """
     if found == wanted:
         return True
@@ -77,11 +73,7 @@ def is_published(
 
 @contextmanager
 def looking_again(uri: str, partition: str, *, is_open: bool = True) -> Iterator[None]:
-    """While the outcome of a commit is open, a table that can't be read leaves it so.
-
-    Raises:
-        CommitUnknownError: the table can't be read.
-    """
+    """Turn a failed read into `CommitUnknownError` if a commit's outcome is open (`is_open`)."""
     try:
         yield
     except StorageError as error:
@@ -94,13 +86,13 @@ def looking_again(uri: str, partition: str, *, is_open: bool = True) -> Iterator
 
 
 def pauses_s(first_s: float, longest_s: float, num_pauses: int) -> Iterator[float]:
-    """Seconds to wait before further tries: ever more, and not in step with other writers."""
+    """Pauses between commits: exponential, with jitter so that writers don't stay in step."""
     for idx in range(num_pauses):
         yield random.uniform(0.5, 1.0) * min(first_s * 2**idx, longest_s)
 
 
 def _values(column: pa.Array) -> set[Any]:
-    """The values of a column; bytes if one, written by another program, isn't UTF-8."""
+    """The column's distinct values; bytes if another program wrote one that isn't UTF-8."""
     distinct = column.unique()
     try:
         return set(distinct.to_pylist())

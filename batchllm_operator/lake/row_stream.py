@@ -1,9 +1,8 @@
-"""Rows of one Parquet file, in batches whose memory doesn't depend on its row groups.
+"""Reads one Parquet file in batches whose memory doesn't depend on its row groups.
 
-Arrow's dataset scan decodes whole row groups, several ahead, and writers make them as large as
-gigabytes of text. Here a file is decoded a few rows at a time and the pieces are put together.
-Memory is then what a batch takes, plus what Parquet itself makes indivisible: the dictionary and
-the open page of each column.
+Arrow's dataset scan decodes whole row groups, several ahead; some hold gigabytes of text. Here a
+few rows are decoded at a time, and the pieces are joined. Memory is one batch, plus the dictionary
+and the open page of each column, which Parquet makes indivisible.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import pyarrow.parquet as pq
 
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_ROWS: Final = 4096
-# Decoded at once where the footer can't tell how large rows will be: a dictionary's values count
-# once there. So few that rows of 1 MiB still make one batch; a step costs some 20 us.
+# Rows per step if the footer doesn't bound their size, as it counts a dictionary's values once.
+# Rows of 1 MiB still fit into one batch; a step costs about 20 us.
 _FEW_ROWS: Final = 16
 _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _WRITTEN_OUT: Final = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY"}  # encodings
-_READ_BYTES: Final = 8 << 20  # buffered, of all columns together
-_MOST_READ_BYTES: Final = 4 << 20  # of a column: a request to S3 should be worth its latency
+_READ_BYTES: Final = 8 << 20  # buffered for all columns together
+_MOST_READ_BYTES: Final = 4 << 20  # per column: a request to S3 should be worth its latency
 _LEAST_READ_BYTES: Final = 64 << 10
 
 
@@ -36,15 +35,15 @@ def read_batches(
     folder_values: Mapping[str, Any],
     condition: pds.Expression | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """The file's rows that meet `condition`, in their order, as columns of `schema`.
+    """The file's rows that meet `condition`, in file order, as columns of `schema`.
 
-    A column that the file lacks is null; one of another type is cast. Columns of
-    `folder_values` are that value, whatever the file holds. Row groups that can't meet the
-    condition by their statistics aren't read.
+    A column that the file lacks is null; one of another type is cast. Columns in `folder_values`
+    have that value, whatever the file holds. Row groups whose statistics rule out the condition
+    aren't read.
 
     Args:
         file: seekable; stays open.
-        schema: all columns wanted, those of `condition` included.
+        schema: all wanted columns, including those of `condition`.
         folder_values: texts, or Python values of the columns' types; None is null.
 
     Returns:
@@ -80,9 +79,9 @@ def _steps(
         metadata=footer,
         pre_buffer=False,  # it would hold whole row groups
         buffer_size=max(_LEAST_READ_BYTES, min(buffer_bytes, _MOST_READ_BYTES)),
-        # Spark's timestamps of 96 bits: nanoseconds don't reach all of their days.
+        # Nanoseconds don't cover the range of Spark's 96-bit timestamps.
         coerce_int96_timestamp_unit="us",
-        # Without this a column that was a dictionary in Arrow carries all its values in each batch.
+        # Otherwise a column that was a dictionary in Arrow carries all its values in each batch.
         binary_type=pa.large_binary(),
     )
     for group in row_groups:
@@ -95,9 +94,9 @@ def _steps(
 
 
 def _step_rows(footer: pq.FileMetaData, group_id: int, names: Sequence[str]) -> int:
-    """How many rows of a row group to decode at once: no more than surely fit, or else a few."""
+    """Rows of a row group to decode at once: as many as certainly fit, at least a few."""
     group = footer.row_group(group_id)
-    all_bytes = row_bytes = 0  # at most: of any number of rows, and of each row on top
+    all_bytes = row_bytes = 0  # upper bounds: of the whole group, and of each row on top
     for idx in range(group.num_columns):
         chunk, column = group.column(idx), footer.schema.column(idx)
         if not any(f"{column.path}.".startswith(f"{name}.") for name in names):
@@ -108,7 +107,7 @@ def _step_rows(footer: pq.FileMetaData, group_id: int, names: Sequence[str]) -> 
         value_bytes = (
             _WIDTHS.get(chunk.physical_type)
             or column.length  # of a FIXED_LEN_BYTE_ARRAY
-            or chunk.total_uncompressed_size  # each value is in it, in full
+            or chunk.total_uncompressed_size  # holds each distinct value in full
         )
         if column.max_repetition_level:
             all_bytes += value_bytes * chunk.num_values
@@ -121,14 +120,14 @@ def _step_rows(footer: pq.FileMetaData, group_id: int, names: Sequence[str]) -> 
 
 
 def _gather(steps: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Neighbouring steps as one batch each, as far as that isn't too large."""
+    """Join consecutive steps into batches within the limits."""
     pieces: list[pa.RecordBatch] = []
     num_rows = num_bytes = 0
     for piece in (piece for step in steps for piece in _split(step)):
         too_large = num_bytes + piece.nbytes > _BATCH_BYTES
         if pieces and (too_large or num_rows + piece.num_rows > _BATCH_ROWS):
             batch = pa.concat_batches(pieces)
-            pieces, num_rows, num_bytes = [], 0, 0  # not kept while the reader has the batch
+            pieces, num_rows, num_bytes = [], 0, 0  # not held while the caller has the batch
             yield batch
         pieces.append(piece)
         num_rows += piece.num_rows
@@ -138,7 +137,7 @@ def _gather(steps: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Halves of halves, until each is small enough or one row."""
+    """Halve the batch until each piece is small enough or one row."""
     if batch.nbytes <= _BATCH_BYTES or batch.num_rows <= 1:
         yield batch
         return
@@ -157,7 +156,7 @@ def _align(
             value = pa.scalar(folder_values[field.name], field.type)
             columns.append(pa.repeat(value, batch.num_rows))
         elif field.name in batch.schema.names:
-            # Broken text isn't this module's to judge: not all columns mind it.
+            # Invalid UTF-8 is left to the caller: not all columns mind it.
             options = pc.CastOptions(field.type, allow_invalid_utf8=True)
             try:
                 columns.append(pc.cast(batch.column(field.name), options=options))
@@ -172,7 +171,7 @@ def _align(
 
 
 def _known(schema: pa.Schema, folder_values: Mapping[str, Any]) -> pds.Expression:
-    """What the folders say of all rows: it may rule the file out before it is read."""
+    """What the folders say of all rows: it may rule out the file before it is read."""
     known = (
         pds.field(name).is_null() if value is None else pds.field(name) == value
         for name, value in folder_values.items()

@@ -1,4 +1,4 @@
-"""How S3 is called: retries with jitter and a cap, and time limits; what the user sets wins."""
+"""Settings for S3: retries with jitter and a cap, and timeouts; the user's own settings win."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _CONNECT_TIMEOUT_S: Final = 10
 _READ_TIMEOUT_S: Final = 30
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _MAX_ATTEMPTS: Final = 5
-"""Requests for one call, the first included; waits between them are random, of 20 s at most."""
+"""Requests per call, including the first; pauses between them are random, at most 20 s."""
 
 
 def s3_options(uri: str) -> dict[str, Any]:
-    """Options of the file system for an S3 URI; none for any other.
+    """File system options for an S3 URI; none for any other.
 
-    What the environment (`AWS_RETRY_MODE`, `AWS_MAX_ATTEMPTS`), the profile in use or fsspec's
-    own configuration sets is left as it is.
+    Settings of the environment (`AWS_RETRY_MODE`, `AWS_MAX_ATTEMPTS`), the AWS profile and
+    fsspec's configuration are left as they are.
 
     Raises:
-        SpecError: the environment names an endpoint that is none.
+        SpecError: the endpoint in the environment isn't valid.
     """
     scheme = uri.partition("://")[0]
     if scheme not in ("s3", "s3a"):
@@ -42,12 +42,12 @@ def s3_options(uri: str) -> dict[str, Any]:
         "read_timeout": _READ_TIMEOUT_S,
         "retries": retries,
     }
-    # What is passed when a file system is made takes the place of fsspec's configuration.
+    # Options of a file system replace fsspec's configuration, so that is merged in here.
     return {"config_kwargs": config | fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})}
 
 
 def _check_endpoint() -> None:
-    """Refuse an endpoint that no client takes, before one does with a message that repeats it."""
+    """Refuse an invalid endpoint before a client does, whose message would repeat it."""
     for name in _ENDPOINTS:
         if not (value := os.environ.get(name)):
             continue
@@ -68,6 +68,6 @@ def _profile() -> Mapping[str, Any]:
 
     try:
         found: Mapping[str, Any] = Session().get_scoped_config()
-    except BotoCoreError:  # such as an unknown profile: the first call will say so
+    except BotoCoreError:  # such as an unknown profile, which the first call reports
         return {}
     return found

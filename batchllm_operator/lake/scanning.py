@@ -1,4 +1,4 @@
-"""What scans of all formats share: conditions on rows, and the errors of reading."""
+"""What scans of all formats share: conditions on rows, and read errors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ COMPARISONS: Final[Mapping[str, Callable[[Any, Any], pds.Expression]]] = {
 def check_columns(
     uri: str, schema: pa.Schema, columns: Sequence[str], conditions: Sequence[FilterTerm]
 ) -> None:
-    """Refuse columns that the table `uri` lacks.
-
-    Raises:
-        TableError: names the first, and those that there are.
-    """
+    """Raise `TableError` for the first column that the table `uri` lacks."""
     for what, names in (("column", columns), ("filter column", [c.column for c in conditions])):
         for name in names:
             if name not in schema.names:
@@ -40,7 +36,7 @@ def check_columns(
 
 
 def listed_columns(schema: pa.Schema) -> str:
-    """Names of the columns that there are, as an error's message has room for."""
+    """The columns' names for an error message, shortened."""
     shown = [name if name.isprintable() else repr(name) for name in schema.names[:_MAX_NAMED]]
     more = len(schema.names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
@@ -49,15 +45,15 @@ def listed_columns(schema: pa.Schema) -> str:
 def row_condition(
     uri: str, conditions: Sequence[FilterTerm], schema: pa.Schema
 ) -> pds.Expression | None:
-    """All conditions as one on rows of `schema`; None if there are none.
+    """All conditions as one expression on rows of `schema`; None without conditions.
 
     Raises:
-        TableError: a column can't be compared as a condition asks.
+        TableError: a column's type doesn't allow a condition's comparison.
     """
     nothing = schema.empty_table()
     for term in conditions:
         try:
-            nothing.filter(_expression(term))  # a file without rows wouldn't refuse it
+            nothing.filter(_expression(term))  # else refused only once a file has rows
         except (pa.ArrowException, OverflowError) as error:
             raise TableError(
                 f"input.filter: column {term.column!r} of table {uri} holds"
@@ -69,7 +65,7 @@ def row_condition(
 
 @contextmanager
 def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]:
-    """Turn what goes wrong while data of a partition are read into this package's errors.
+    """Turn errors while reading a partition's data into this package's errors.
 
     Raises:
         TableError: a file vanished or is damaged, or a condition can't be applied.
@@ -88,7 +84,7 @@ def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]
         *(pa.ArrowException, OverflowError, OSError, BotoCoreError),
         UnicodeDecodeError,  # of a column's name
     ) as error:
-        # Arrow says OSError for damaged data too, without the errno of a real one.
+        # Arrow raises OSError for damaged data too, but without an errno.
         is_storage = isinstance(error, BotoCoreError) or getattr(error, "errno", None)
         kind = StorageError if is_storage else TableError
         raise kind(f"{where} can't be read: {' '.join(str(error).split())}") from error

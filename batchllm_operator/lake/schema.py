@@ -1,4 +1,4 @@
-"""Whether rows fit a table: the same columns, of the same types as a table format sees them."""
+"""Checks whether rows fit a table: the same columns, with the same types to a table format."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from batchllm_operator.errors import TableError
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """The type as a table format knows it.
 
-    How Arrow holds the values in memory (dictionaries, large offsets, fixed list sizes) doesn't
-    count, nor do names of list elements and what may be null.
+    Arrow's memory layout (dictionaries, large offsets, fixed list sizes), names of list elements
+    and nullability don't count.
     """
     if types.is_dictionary(kind):
         return plain_type(kind.value_type)
@@ -32,10 +32,10 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
-    """One schema for the files of a partition, with the wider of two types that fit.
+    """One schema for a partition's files, with the wider of two compatible types.
 
     Raises:
-        TableError: two files disagree on a column, or one has two columns of a name.
+        TableError: two files have incompatible types, or one has two columns of the same name.
     """
     for file, schema in schemas.items():
         for name in schema.names if len(set(schema.names)) < len(schema.names) else ():
@@ -51,7 +51,7 @@ def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
 
 
 def _disagreement(schemas: Mapping[str, pa.Schema]) -> str:
-    """Which files have types of a column that don't fit."""
+    """Names the files with incompatible types of a column."""
     merged: dict[str, tuple[str, pa.Field]] = {}
     for file, schema in schemas.items():
         for field in schema:
@@ -68,11 +68,7 @@ def _disagreement(schemas: Mapping[str, pa.Schema]) -> str:
 
 
 def check_cases(where: str, names: Sequence[str]) -> None:
-    """Refuse columns that a format takes for one.
-
-    Raises:
-        TableError: two differ by case only.
-    """
+    """Raise `TableError` if two columns differ by case only: some formats can't hold both."""
     known: dict[str, str] = {}
     for name in names:
         other = known.setdefault(name.casefold(), name)
@@ -86,12 +82,12 @@ def check_cases(where: str, names: Sequence[str]) -> None:
 def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: bool) -> list[str]:
     """Names of the columns that `rows` would add to the table, whose columns are `table`.
 
-    Columns that only the table has are fine: they will be null. So are those of type null. `where`
-    names the table in errors.
+    Columns that only the table has become null; those of type null always fit. `where` names the
+    table in errors.
 
     Raises:
-        TableError: a column has another type, parts that may not be null, is new and none may be,
-            or differs from one of the table's by case only.
+        TableError: a column has another type, has nested fields that may not be null, is new
+            without `add_columns`, or differs from one of the table's by case only.
     """
     known = {name.casefold(): name for name in table.names}
     for field in rows:
@@ -126,7 +122,7 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
 
 
 def _has_required_parts(kind: pa.DataType) -> bool:
-    """Whether something nested in a column may not be null, but for keys of maps."""
+    """Whether a nested field may not be null, apart from keys of maps."""
     if types.is_map(kind):
         parts = [kind.item_field]
     else:

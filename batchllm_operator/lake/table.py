@@ -1,4 +1,4 @@
-"""What the job needs of a lake table, whatever its format."""
+"""The interface of a lake table, in any format."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class InputFile:
     size_bytes: int
     num_rows: int
     version: str
-    """What changes when the content does: an ETag, or a digest of the Parquet footer. Iceberg
-    never changes a file: `immutable`."""
+    """Changes with the content: an ETag, a digest of the Parquet footer, `modified:<ms>` for Delta,
+    `immutable` for Iceberg."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One partition as it stood when it was looked at."""
+    """One partition at one version of its table."""
 
     partition: str
     version: str
     """The table's state: `iceberg:<snapshot id>/<schema id>` (`iceberg:none/...` before the first
-    snapshot), `delta:<version>` or `listing:<digest>`; a plan records it. Equal versions are equal
+    snapshot), `delta:<version>` or `listing:<digest>`; a plan records it. Equal versions have equal
     content."""
     files: tuple[InputFile, ...]
     schema: pa.Schema
-    """Columns of the partition, the partition columns included."""
+    """Columns of the partition, including the partition columns."""
 
     @property
     def num_rows(self) -> int:
@@ -46,7 +46,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Whose outputs a partition of an output table holds."""
+    """The job and plan whose outputs a partition of an output table holds."""
 
     job: str
     partition: str
@@ -59,15 +59,15 @@ class Publication:
 
     @property
     def properties(self) -> dict[str, str]:
-        """What a table's history says of the commit."""
+        """Stored with the commit in the table's history."""
         fields = {"job": self.job, "partition": self.partition, "plan-id": self.plan_id}
         return {f"batchllm.{name}": value for name, value in fields.items()}
 
     @classmethod
     def of_run_id(cls, run_id: str | None) -> Publication | None:
-        """The publication that a row's `run_id` tells of; None if no job of ours wrote it.
+        """The publication that a row's `run_id` names; None if no job of ours wrote it.
 
-        A job's name and a plan's id hold no `/`; a partition's name may.
+        A job's name and a plan's id contain no `/`; a partition's name may.
         """
         job, _, rest = (run_id or "").partition("/")
         partition, _, plan_id = rest.rpartition("/")
@@ -79,17 +79,17 @@ class LakeTable(Protocol):
 
     @property
     def uri(self) -> str:
-        """Where the table lies, as a spec names it."""
+        """The table's address, as in a spec."""
 
     @property
     def most_file_bytes(self) -> int | None:
-        """The most that a data file may have; None if a partition is one file of any size."""
+        """Upper bound of a data file; None if a partition is one file of any size."""
 
     def partitions(self) -> list[str]:
-        """Names of the partitions that there are, ascending; none if there is no table."""
+        """Names of the partitions, ascending; none if there is no table."""
 
     def snapshot(self, partition: str) -> Snapshot:
-        """Describe the partition's present content; no files if the table lacks the partition.
+        """Pin the partition's current content; no files if the table lacks the partition.
 
         Raises:
             TableError: there is no table, it isn't partitioned by the column, or a file
@@ -99,17 +99,17 @@ class LakeTable(Protocol):
     def scan(
         self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
     ) -> Iterator[pa.RecordBatch]:
-        """Stream the snapshot's rows that meet all conditions, in an order that never changes.
+        """Stream the snapshot's rows that meet all conditions, always in the same order.
 
-        Whatever was committed since, they are the rows of that snapshot, or an error.
+        Later commits lead to an error at most, never to other rows.
 
         Raises:
-            TableError: a column is unknown, can't be compared as a condition asks, or the
+            TableError: a column is unknown, its type doesn't allow a condition's comparison, or the
                 snapshot is gone.
         """
 
     def published(self, partition: str) -> Publication | None:
-        """Whose outputs the partition holds; None if it has no rows, or there is no table.
+        """The partition's publication; None if it has no rows, or there is no table.
 
         Raises:
             TableError: the partition holds rows that no job of this package wrote.
@@ -121,12 +121,12 @@ class LakeTable(Protocol):
         """Refuse what `publish` would refuse, as far as the rows' columns tell.
 
         Args:
-            partition: to be published.
-            columns: all but the partition's own.
+            partition: the one to publish.
+            columns: all but the partition column.
             add_columns: whether columns that the table lacks may be added to it.
 
         Raises:
-            TableError: the table's schema or partitioning doesn't take such rows.
+            TableError: the table's schema or partitioning doesn't accept such rows.
         """
 
     def publish(
@@ -139,20 +139,20 @@ class LakeTable(Protocol):
     ) -> None:
         """Replace the partition by the rows of local Parquet files, in one step.
 
-        Readers see the old or the new rows, never a mixture. Publishing what is published
-        already changes nothing.
+        Readers see the old or the new rows, never a mixture. Publishing the same rows again changes
+        nothing.
 
         Args:
-            publication: whose rows they are; their column `run_id` says the same.
-            data: a file, or a folder of files whose names sort as the rows do; all columns but the
-                partition's own, in the table's order when it is new.
-            replaces: what `published` said when the caller decided to publish.
+            publication: that of the rows; their column `run_id` names it.
+            data: a file, or a folder of files whose names sort in row order; all columns but the
+                partition column, in the table's order when it is new.
+            replaces: what `published` returned when the caller decided to publish.
             add_columns: whether columns that the table lacks may be added to it.
 
         Raises:
-            ConflictError: the partition isn't `replaces` any more: another client has published.
-            CommitUnknownError: no answer came, and none can be found; it may have happened.
-            TableError: the table's schema or partitioning doesn't take these rows, or the
+            ConflictError: the partition no longer holds `replaces`: another client has published.
+            CommitUnknownError: the outcome is unknown; the commit may have happened.
+            TableError: the table's schema or partitioning doesn't accept these rows, or the
                 partition holds rows that no job of this package wrote.
             StorageError: the storage or the catalog fails; nothing was published.
         """

@@ -1,7 +1,7 @@
 """Airflow operators for the stages of a job: `batchllm` commands, as child processes or in pods.
 
 Only Airflow, the clients of Kubernetes, `spec` and `errors` may be imported here: Airflow parses
-DAG files over and over, and its workers need neither the engine nor a GPU to do so.
+DAG files continually, on machines without engine or GPU.
 """
 
 from batchllm_operator.operators.arrival import BatchLLMArrivalOperator as BatchLLMArrivalOperator

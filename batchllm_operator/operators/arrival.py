@@ -1,4 +1,4 @@
-"""Partitions that arrive: one run for each, however Airflow gives their events to runs."""
+"""Gives each partition that arrives a run of its own, however Airflow groups the events."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from airflow.sdk import Asset, BaseOperator, Context, TaskGroup, XComArg
 
 DS_KEY: Final = "ds"
 _NOT_IN_RUN_IDS: Final = re.compile(r"[^A-Za-z0-9_.~:+-]")
-"""What Airflow's `allowed_run_id_pattern` refuses, unless it has been changed."""
+"""Characters that Airflow's default `allowed_run_id_pattern` refuses."""
 _MAX_IN_RUN_ID: Final = 150  # of the 250 characters that a run id may have
 
 
 def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
     """Give each partition that arrives a run of its own; call it inside a DAG.
 
-    From Airflow 3.2 on a DAG can have the schedule `PartitionedAssetTimetable(assets=...)`: Airflow
-    itself makes a run for each `partition_key`, which is the partition. It gives events with a key
-    only to DAGs with such a schedule, and events without only to others.
+    With the schedule `PartitionedAssetTimetable(assets=...)`, from Airflow 3.2 on, Airflow itself
+    makes a run for each `partition_key`, which is the partition. Events with a key go only to DAGs
+    with such a schedule, events without a key only to others.
 
-    For a DAG whose schedule is one of `assets` or several, an event names its partition in
-    `extra["ds"]`, as the events of `BatchLLMCommitOperator` do. Airflow gives one run the
-    events that came close together, and leaves some of them for whenever the next one comes. So
-    a run that has events does no work: it starts a run of the same DAG for each of them, whose id
-    is made of partition and event, and skips what comes after. Who comes second finds it there.
+    With a schedule of assets, an event names its partition in `extra["ds"]`, as the events of
+    `BatchLLMCommitOperator` do. Airflow gives several events to one run, and may leave others
+    until the next event. So a run that has events does no work: for each partition it starts a
+    run of the same DAG, whose id is made of partition and event, and skips the tasks that follow.
+    A run that exists already isn't started twice.
 
     By hand: trigger the DAG with the conf `{"ds": "2026-01-31"}`, or with a logical date.
 
     Args:
-        assets: input tables whose events say what has arrived.
+        assets: input tables whose events name the partitions.
         group_id: prefix of the three tasks' ids.
 
     Returns:
         The partition of the run, as `batchllm_task_group(..., ds=...)` takes it.
     """
-    # Not above: it loads Airflow's database models, for DAGs that need none of this too.
+    # Imported here because it loads Airflow's database models.
     from airflow.providers.standard.operators.trigger_dagrun import TriggerDagRunOperator
 
     with TaskGroup(group_id=group_id):
@@ -46,25 +46,24 @@ def one_run_per_partition(*assets: Asset, group_id: str = "arrival") -> XComArg:
         TriggerDagRunOperator.partial(
             task_id="runs",
             trigger_dag_id="{{ dag.dag_id }}",
-            skip_when_already_exists=True,  # a second try, or another run, has started it
+            skip_when_already_exists=True,  # by an earlier try or another run
         ).expand_kwargs(events.output)
         partition = _PartitionOperator(task_id="partition", ds=XComArg(events, key=DS_KEY))
     return partition.output
 
 
 class BatchLLMArrivalOperator(BaseOperator):
-    """Finds what a run is for: one partition, or to start the runs of those that have arrived.
+    """Finds the run's partition, or the runs to start for partitions that have arrived.
 
-    The partition is that of its conf, its partition key or, without events, its logical date.
+    The partition is that of the conf, the partition key or, without events, the logical date.
 
     XComs: `ds` is the partition, empty for a run that starts others; the return value has one
     `{"trigger_run_id": ..., "conf": {"ds": ...}}` for each partition among the run's events and
-    later ones, for `TriggerDagRunOperator.partial(...).expand_kwargs(...)`. Run ids are made of the
-    partition and the time of its latest event; where Airflow refuses a character of the partition,
-    a digest tells it apart.
+    later ones, for `TriggerDagRunOperator.partial(...).expand_kwargs(...)`. A run id is made of the
+    partition and the time of its latest event; a digest replaces characters that Airflow refuses.
 
     Args:
-        assets: input tables whose events say what has arrived.
+        assets: input tables whose events name the partitions.
         kwargs: Airflow's.
     """
 
@@ -75,7 +74,7 @@ class BatchLLMArrivalOperator(BaseOperator):
         self.assets = tuple(assets)
 
     def execute(self, context: Context) -> list[dict[str, Any]]:
-        """Name the run's partition, or the runs to start.
+        """Return the runs to start, and push the run's partition.
 
         Raises:
             AirflowFailException: an event has no `ds`, or nothing says which partition.
@@ -101,8 +100,8 @@ class BatchLLMArrivalOperator(BaseOperator):
     def _arrived(self, context: Context) -> dict[str, str]:
         """Each partition with the time of its latest event.
 
-        An event that comes between another one and the run which that one triggers may be
-        given to no run (apache/airflow#54659, #56050). So all later events are read too.
+        Airflow may give an event that comes between another one and its run to no run
+        (apache/airflow#54659, #56050), so all later events are read, too.
         """
         triggering = context["triggering_asset_events"]
         arrived: dict[str, str] = {}
@@ -111,7 +110,7 @@ class BatchLLMArrivalOperator(BaseOperator):
                 continue
             since = min(event.timestamp for event in triggering[asset])
             later = context["inlet_events"][asset]
-            if hasattr(later, "after"):  # Airflow 3.2 and later; before, there is no filter
+            if hasattr(later, "after"):  # from Airflow 3.2 on
                 later = later.after(since.isoformat())
             events = [*triggering[asset], *(event for event in later if event.timestamp > since)]
             for ds, time in _partitions(asset, events).items():
@@ -120,7 +119,7 @@ class BatchLLMArrivalOperator(BaseOperator):
 
 
 class _PartitionOperator(BaseOperator):
-    """The run's partition; skipped, with what comes after, in a run that starts others."""
+    """Returns the run's partition; skips the tasks that follow in a run that starts others."""
 
     template_fields: Sequence[str] = ("ds",)
     ui_color = BatchLLMArrivalOperator.ui_color
@@ -143,7 +142,7 @@ def _given_ds(context: Context) -> str | None:
 
 
 def _named(ds: str) -> str:
-    """The partition as a run id may have it: itself, or what is left of it with a digest."""
+    """The partition as part of a run id: itself, or its allowed characters and a digest."""
     if len(ds) <= _MAX_IN_RUN_ID and not _NOT_IN_RUN_IDS.search(ds):
         return ds
     digest = hashlib.sha256(ds.encode(errors="surrogatepass")).hexdigest()[:12]

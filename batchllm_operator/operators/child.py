@@ -1,4 +1,4 @@
-"""A command that runs as a child process: watched, logged, and never left behind."""
+"""Runs a command as a child process, logs its output, and never leaves it behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchllm_operator.errors import ERROR_MARK
 from batchllm_operator.spec import Masker
 
 _POLL_S: Final = 0.2
-_DRAIN_S: Final = 5.0  # for output that is still in the pipes when the command has ended
+_DRAIN_S: Final = 5.0  # for output left in the pipes when the command has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ChildOutcome:
     """How a child process ended."""
 
     exit_code: int
-    """As a shell gives it: 128 + signal number for a child that a signal ended."""
+    """As in a shell: 128 + signal number for a child that a signal ended."""
     error: str
     """The command's last error message, or its last line on stderr; may be empty."""
     stop_reason: str | None
@@ -35,8 +35,8 @@ class ChildOutcome:
 class ChildProcess:
     """Runs one command and waits for it; `stop` may be called meanwhile.
 
-    The child leads a process group of its own, so that a signal for this process isn't
-    delivered to it twice and whatever it started can be ended with it. What it prints is masked.
+    The child leads its own process group, so that a signal for this process isn't delivered to it
+    twice and its own children can be ended with it. Its output is masked.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class ChildProcess:
         self._lines: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
 
     def run(self, log: Callable[[str], None]) -> ChildOutcome:
-        """Start the command, pass each line that it prints to `log`, wait for its end.
+        """Run the command, pass each line that it prints to `log`, and wait for its end.
 
-        The child is stopped when the parent of this process has died (Airflow's supervisor: the
-        result would be lost), and when an exception is raised here, such as Airflow's task timeout.
-        Nothing of it is alive when this returns or raises.
+        The child is stopped when this process's parent dies (Airflow's supervisor: the result would
+        be lost), and when an exception is raised here, such as Airflow's task timeout. None of its
+        processes is alive when this returns or raises.
 
         Raises:
             OSError: the command can't be started.
@@ -88,7 +88,7 @@ class ChildProcess:
             self._wait(process, log, parent_pid)
             raise
         finally:
-            if process.returncode != 0:  # whatever the command started ends with it
+            if process.returncode != 0:  # its own children may still run
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -100,10 +100,10 @@ class ChildProcess:
         return ChildOutcome(exit_code, self._error or self._last_line, self._stop_reason)
 
     def stop(self, reason: str) -> None:
-        """Ask the command to stop: SIGTERM now, and SIGKILL from `run` after the grace.
+        """Ask the command to stop: SIGTERM now, SIGKILL from `run` after the grace period.
 
-        Doesn't wait, so that a signal handler may call it. Does nothing when no command
-        is running or it has been asked before.
+        Doesn't wait, so a signal handler may call it. Does nothing if no command is running, or if
+        it was asked before.
         """
         process = self._process
         if process is None or process.returncode is not None or self._kill_at_s is not None:
@@ -128,7 +128,7 @@ class ChildProcess:
     def _wait(
         self, process: subprocess.Popen[str], log: Callable[[str], None], parent_pid: int
     ) -> None:
-        """Log lines until the process has ended; end it when that is due."""
+        """Log lines until the process has ended; kill it when its grace period is over."""
         while process.poll() is None:
             if os.getppid() != parent_pid:
                 self.stop("the process that supervised this task has died")

@@ -1,4 +1,4 @@
-"""How an operator runs a `batchllm` command: arguments in, versioned result JSON out."""
+"""Runs a `batchllm` command for an operator: arguments in, versioned result JSON out."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from batchllm_operator.operators.credentials import Credentials
 
 RESULT_VERSION: Final = 1
 
-# -P: what lies in the working directory must not shadow a package (kernels/ would be taken
-# for Hugging Face's).
+# -P: the working directory must not shadow packages (kernels/ would shadow Hugging Face's).
 _COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator.cli")
 
 
 class TakenOverError(AirflowException):
-    """A later attempt at the shard, of another run or by hand, has fenced the command out."""
+    """A later attempt at the shard, of another run or by hand, has fenced the command."""
 
 
 class CommandRunner:
     """Runs `batchllm` commands, one at a time, as child processes of the task.
 
-    They get the task's environment, `env` on top of it, and the credentials, which win.
+    They get the task's environment, overridden by `env`, overridden by the credentials.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class CommandRunner:
         Raises:
             AirflowFailException: the spec, the table or the plan is wrong, too many rows
                 failed, or the command speaks another result version; a retry won't help.
-            TakenOverError: a later attempt at the shard works on it.
+            TakenOverError: a later attempt at the shard has fenced this one.
             AirflowException: the command failed in any other way, or was stopped.
         """
         self._log.info("Running batchllm %s", _shown(command, arguments))
@@ -64,11 +63,13 @@ class CommandRunner:
         return result
 
     def verify(self, *arguments: str) -> dict[str, Any] | str:
-        """Run `batchllm verify`: the result, or what it says is missing. Logs only trouble.
+        """Run `batchllm verify`: returns the result, or a text on what is missing.
+
+        Output is logged only if the command fails.
 
         Raises:
             TakenOverError: another attempt works on what is missing.
-            AirflowException: the answer isn't known; see `run`.
+            AirflowException: the check failed; see `run`.
         """
         lines: list[str] = []
         result, outcome = self._run("verify", arguments, lines.append)
@@ -106,17 +107,17 @@ class CommandRunner:
 class BatchLLMCommandOperator(BaseOperator):
     """Base of the operators that run one `batchllm` command in the worker.
 
-    The command's lines go into the task's log. When the task is killed, times out or
-    loses its supervisor, the command is asked to stop by SIGTERM and killed after
-    `kill_grace_s`; when the task itself is killed by SIGKILL, the kernel ends the command.
+    The command's output goes into the task's log. When the task is killed, times out or loses its
+    supervisor, the command gets SIGTERM, and SIGKILL after `kill_grace_s`; when the task itself is
+    killed by SIGKILL, the kernel ends the command.
 
     Args:
         env: environment variables for the command, on top of the task's own (templated).
             Airflow stores and shows them: no place for secrets.
         aws_conn_id: Airflow connection of type `aws` whose credentials, region and endpoint
-            the command gets as `AWS_*` variables, before those of `env` and of the worker
-            (templated). Read when the task runs, passed on in the command's environment
-            only. By default the command uses what the worker has.
+            the command gets as `AWS_*` variables, which win over those of `env` and of the
+            worker (templated). Read when the task runs, passed on in the command's environment
+            only. By default the command uses the worker's own.
         connection_env: environment variables that are fields of Airflow connections, such as
             `{"PYICEBERG_CATALOG__LAKE__TOKEN": "lake_catalog.password"}`; see
             `credentials.Credentials` (templated).
@@ -147,7 +148,7 @@ class BatchLLMCommandOperator(BaseOperator):
         """Run `batchllm <command> <arguments>` and return its result; see `CommandRunner.run`.
 
         Raises:
-            AirflowFailException: besides, a connection is wrong or absent.
+            AirflowFailException: as there, or a connection is wrong or absent.
         """
         credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         self._runner = CommandRunner(self.log, self.env, credentials, self.kill_grace_s)
@@ -189,7 +190,7 @@ def read_result(path: Path, command: str) -> dict[str, Any]:
 
 
 def uris_and_counts(result: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """What of a result may go into an XCom: numbers and URIs, no texts and nothing nested."""
+    """The numbers and URIs of a result, for an XCom; no other texts, nothing nested."""
     return {
         name: value
         for name, value in result.items()
@@ -199,7 +200,7 @@ def uris_and_counts(result: Mapping[str, Any]) -> dict[str, str | int | float]:
 
 
 def _shown(command: str, arguments: Sequence[str]) -> str:
-    """The command for the log; a whole spec among the arguments is left out."""
+    """The command line for the log, without a spec among the arguments."""
     after_json = {index + 1 for index, each in enumerate(arguments) if each == "--job-json"}
     shown = ("..." if index in after_json else each for index, each in enumerate(arguments))
     return " ".join((command, *shown))

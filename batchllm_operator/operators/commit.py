@@ -24,8 +24,8 @@ class BatchLLMCommitOperator(BatchLLMCommandOperator):
 
     Each `Asset` among the task's `outlets` gets an event with the partition (`ds`), the rows
     in, out and failed, the saving ratio and the URIs of plan, report and table. Every success sends
-    one, also when nothing had to be done: a task that died after publishing has sent none. An event
-    with the `plan_uri` of the one before it for the same `ds` says that the rows are the same.
+    one, even if nothing had to be done, because a task that died after publishing has sent none.
+    Two events for one `ds` with the same `plan_uri` stand for the same rows.
 
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.

@@ -16,17 +16,16 @@ from batchllm_operator.spec import Masker
 _KEY_PAIR: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _TOKEN: Final = "AWS_SESSION_TOKEN"
 _SESSION_TOKENS: Final = ("SESSION_TOKEN", "AWS_SECURITY_TOKEN")
-"""How names of variables with one end, also those of other clients."""
+"""Suffixes of variables that hold a session token, of any client."""
 
-# What would contradict a variable of the connection's if the worker has it, and so is left out.
+# Variables of the worker that would contradict one of the connection's, and so are dropped.
 _CONTRADICTED: Final[Mapping[str, tuple[str, ...]]] = {
     "AWS_SECRET_ACCESS_KEY": (_TOKEN, "AWS_SECURITY_TOKEN"),
     "AWS_DEFAULT_REGION": ("AWS_REGION",),
     "AWS_ENDPOINT_URL": ("AWS_ENDPOINT_URL_S3",),
 }
 
-# What the Amazon provider also takes, and what would lead to another identity or endpoint than
-# the connection means if it were passed over.
+# Extras of the Amazon provider that change the identity or endpoint, so ignoring them is wrong.
 _UNSUPPORTED_EXTRAS: Final = ("profile_name", "role_arn", "service_config", "session_kwargs")
 _VERIFY: Final = "verify"
 
@@ -49,7 +48,7 @@ class Credentials:
             aws_conn_id: see `from_aws`.
             connection_env: for each environment variable, the field of a connection, as
                 `<conn_id>.<field>`: login, password, host, schema, port, `extra.<name>`. Values
-                of password and of extra are taken for secrets.
+                of password and extra count as secrets.
 
         Raises:
             AirflowFailException: a connection or field is absent, or wrong.
@@ -68,12 +67,12 @@ class Credentials:
 
         Its fields are those of the Amazon provider: login and password (or `aws_access_key_id` and
         `aws_secret_access_key` in extra), and in extra `aws_session_token`, `region_name` and
-        `endpoint_url`. What is absent or empty is left to the worker's environment. Airflow masks
-        the secret ones. Without the Amazon provider Airflow stores such a connection as `generic`.
+        `endpoint_url`. Absent or empty fields are left to the worker's environment. Airflow masks
+        the secrets. Without the Amazon provider Airflow stores such a connection as `generic`.
 
         Raises:
-            AirflowFailException: there is no such connection, this task may not read it, it
-                is of another type, or its fields don't fit together.
+            AirflowFailException: there is no such connection, this task may not read it, its type
+                is wrong, or its fields contradict each other.
         """
         return cls.from_connection(conn_id, _get_connection(conn_id))
 
@@ -105,16 +104,12 @@ class Credentials:
         return Masker.of(secrets=self.secrets)
 
     def _masked_by_airflow(self) -> Self:
-        """Have Airflow mask the secrets. It masks them anywhere, so ordinary words are left out."""
+        """Let Airflow mask the secrets, except ordinary words: it masks them anywhere in a text."""
         mask_secret(list(self.masker.anywhere))
         return self
 
     def check_lasting(self) -> None:
-        """Refuse what would be a pod's for as long as it runs, and mostly lives an hour.
-
-        Raises:
-            AirflowFailException: there is a session token among the variables.
-        """
+        """Raise `AirflowFailException` for a session token: it would expire while the pod runs."""
         for name in self.variables:
             if name.endswith(_SESSION_TOKENS):
                 raise AirflowFailException(
@@ -147,7 +142,7 @@ def _check_aws(conn_id: str, variables: Mapping[str, Any]) -> None:
 
 
 def _read_field(name: str, reference: str) -> str:
-    """The field of a connection that `connection_env` wants as variable `name`."""
+    """The value of variable `name` in `connection_env`, from the connection's field."""
     conn_id, _, field_name = reference.partition(".")
     connection = _get_connection(conn_id, "connection_env")
     where = f"connection_env[{name!r}]: {reference!r}"
@@ -178,7 +173,7 @@ def _get_connection(conn_id: str, wanted_by: str = "aws_conn_id") -> Any:
 
 
 def _aws_extra(conn_id: str, text: str | None) -> dict[str, Any]:
-    """An AWS connection's extra fields; those that only tune a client are passed over."""
+    """An AWS connection's extra fields; those that only tune a client are ignored."""
     extra = _parse_extra(conn_id, text)
     if extra.get(_VERIFY, True) is not True:
         raise AirflowFailException(
@@ -195,10 +190,10 @@ def _aws_extra(conn_id: str, text: str | None) -> dict[str, Any]:
 
 
 def _parse_extra(conn_id: str, text: str | None) -> dict[str, Any]:
-    """A connection's extra fields. Not by `extra_dejson`, which passes over broken JSON."""
+    """A connection's extra fields. `extra_dejson` would ignore broken JSON."""
     try:
         extra = json.loads(text or "{}")
-    except ValueError:  # without its cause, which holds the text
+    except ValueError:  # not chained: the cause holds the text
         extra = None
     if not isinstance(extra, dict):
         raise AirflowFailException(f"Airflow connection {conn_id!r}: extra isn't a JSON object")

@@ -15,7 +15,7 @@ from batchllm_operator.operators.stage import BatchLLMStageOperator
 
 
 class BatchLLMGenerateOperator(BatchLLMStageOperator):
-    """Generates the outputs of one shard of a plan; what was finished before is skipped.
+    """Generates the outputs of one shard of a plan; finished parts are skipped.
 
     Runs `batchllm run` in the worker or in a pod with GPUs. The task succeeds when the
     shard's report and all its parts are in the lake. The return value holds the plan's URI
@@ -40,7 +40,7 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         return self._run_command(context, self.gpu_count if self.gpu is not None else 0)
 
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
-        """The same for the pod's GPUs; its grace period is for the parts that are open."""
+        """`batchllm run` with the pod's GPUs; open parts may finish within the grace period."""
         drain_s = max(0, grace_s - DRAIN_MARGIN_S)
         return [*self._run_command(context, num_gpus), "--drain-s", str(drain_s)]
 
@@ -51,7 +51,7 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         return " ".join(self._shard())
 
     def table_uri(self) -> str:
-        """The folder in which plans lie: the output table's, if the job has no other."""
+        """The folder of plans: the output table's, if the job has no staging folder."""
         return str(self.plan_uri).partition("/_batchllm/")[0]
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
@@ -70,7 +70,7 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
 
     @property
     def _job(self) -> str:
-        """A plan lies at .../<job>/<ds>/plan-<id>."""
+        """From the plan's URI, .../<job>/<ds>/plan-<id>."""
         return ("", "", *str(self.plan_uri).rstrip("/").split("/"))[-3] or "job"
 
     def _run_command(self, context: Context, num_gpus: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What tasks send to the metrics that Airflow is configured with: StatsD, OpenTelemetry, none."""
+"""Metrics that tasks send to Airflow's metrics backend: StatsD, OpenTelemetry or none."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Kind = Literal["counter", "gauge", "timer"]
 JOB_TAG: Final = "job"
 DAG_TAG: Final = "dag_id"
 STAGE_TAG: Final = "stage"
-"""Only of what is sent about pods; in the other names the stage is a part."""
+"""Only for metrics of pods; the names of others contain the stage."""
 
 _log = logging.getLogger(__name__)
 
 
 class TaskMetric(NamedTuple):
-    """A number of a command's result, and how it is sent."""
+    """A metric from a number of a command's result."""
 
     name: str
     kind: Kind
     """`counter` adds up over tasks, `gauge` is the last task's, `timer` is a duration."""
     result_key: str
-    """In the command's result; a timer's is in seconds there, and sent in milliseconds."""
+    """Key in the command's result; a timer's value is in seconds there."""
 
 
 def _metrics(stage: str, *metrics: tuple[str, Kind, str]) -> tuple[TaskMetric, ...]:
@@ -64,19 +64,19 @@ STAGE_METRICS: Final[Mapping[str, tuple[TaskMetric, ...]]] = {
         ("tokens_per_second", "gauge", "tokens_per_s"),
     ),
 }
-"""What a task of each stage sends when it succeeds."""
+"""Metrics that a task sends when it succeeds, by stage."""
 
 PODS_REPLACED: Final = "batchllm.pods.replaced"
 QUOTA_WAITS: Final = "batchllm.pods.quota_waits"
 
 
 def send_stage(stage: str, context: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Send the numbers of a stage that has succeeded; never raises.
+    """Send the metrics of a successful stage; never raises.
 
     Args:
         stage: a key of `STAGE_METRICS`.
-        context: Airflow's, of the task.
-        result: the command's. A number that it lacks, or has none for, isn't sent.
+        context: the task's, from Airflow.
+        result: the command's; metrics without a number there aren't sent.
     """
     tags = _tags(context, str(result.get("plan_uri", "")))
     for metric in STAGE_METRICS[stage]:
@@ -92,7 +92,7 @@ def count_pod_event(name: str, stage: str, context: Mapping[str, Any], job: str)
 
 
 def _tags(context: Mapping[str, Any], plan_uri: str) -> dict[str, str]:
-    """Job and DAG. Without the partition: each date would be a new series, for ever."""
+    """Job and DAG, but not the partition: each date would be a new series."""
     parts = ("", "", *plan_uri.rstrip("/").split("/"))  # .../<job>/<ds>/plan-<id>
     return {JOB_TAG: parts[-3] or "job", **_dag_tag(context)}
 
@@ -110,6 +110,6 @@ def _send(name: str, kind: Kind, value: float, tags: dict[str, str]) -> None:
             Stats.gauge(name, value, tags=tags)
         else:
             Stats.timing(name, timedelta(seconds=value), tags=tags)
-    # Any client's error: the work is done, and its result counts.
+    # The client may raise anything; the work is done, so a lost metric must not fail the task.
     except Exception as error:  # noqa: BLE001
         _log.warning("The metric %s wasn't sent: %s", name, error)

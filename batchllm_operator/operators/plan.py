@@ -37,12 +37,12 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
 
     Args:
         spec_path: the job spec, a YAML file that the worker can read (templated). A pod gets
-            what is in it, with local paths made absolute: they have to mean the same there.
+            its content, with absolute local paths, which must be valid there, too.
         ds: the partition (templated); by default the run's logical date.
         kwargs: see `BatchLLMPodOperator`.
     """
 
-    # Fields of this kind are what Airflow keeps of an operator beside the parsed DAG.
+    # `report_root` is templated only because Airflow keeps template fields with the parsed DAG.
     template_fields = ("spec_path", "ds", "report_root", *BatchLLMStageOperator.template_fields)
     ui_color = "#cde6d0"
     component: ClassVar[str] = "plan"
@@ -54,7 +54,7 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         self.report_root = _report_root(spec_path)
 
     def check(self) -> None:
-        """Refuse more shards than Airflow makes tasks: it says so only after the planning."""
+        """Refuse more shards than Airflow maps a task over: it would fail only after planning."""
         num_shards = self._spec.planner.num_shards
         limit = conf.getint("core", "max_map_length", fallback=_MAX_MAP_LENGTH)
         if num_shards > limit:
@@ -68,7 +68,7 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         return ["plan", "--job", self.spec_path, "--ds", self.ds]
 
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
-        """The same, with the spec itself, and a record for `verify` that has the pod's UID."""
+        """`batchllm plan` with the spec itself, and a record for `verify` under the pod's UID."""
         return ["plan", *self._job, "--record", UID_PLACE]
 
     def verify_command(self, pod_uid: str | None) -> list[str] | None:
@@ -110,14 +110,14 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
 
 
 def _report_root(spec_path: str) -> str | None:
-    """Where the job's plans lie, for the pages in Airflow, which read nothing elsewhere.
+    """The folder of the job's plans, to which the pages in Airflow are confined.
 
-    None where the spec can't be read: the DAG is parsed by another machine than the one that runs
-    the task, or its path is a template.
+    None if the spec can't be read: its path is a template, or isn't on the machine that parses
+    the DAG.
     """
     try:
         spec = load_spec(spec_path)
     except (SpecError, TypeError):
         return None
     root = f"{spec.output.staging_folder.rstrip('/')}/_batchllm/{spec.name}"
-    return None if "{" in root else root  # which Airflow would take for a template
+    return None if "{" in root else root  # Airflow would render it

@@ -1,4 +1,4 @@
-"""The base of operators that may run in a pod: their arguments, and what their pod looks like."""
+"""The base of operators that may run in a pod: their arguments, and the pod's spec."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OURS: Final = {
     *("schedule_timeout_seconds", "skip_on_exit_code", "startup_check_interval_seconds"),
     *("startup_timeout_seconds", "trigger_kwargs"),
 }
-"""Arguments of `KubernetesPodOperator` that would have no effect, or spoil what we do."""
+"""Arguments of `KubernetesPodOperator` that would have no effect, or break this operator."""
 _OURS_REASON: Final = (
     "how a pod is named, found, awaited and logged is this operator's own (see queue_timeout,"
     " start_timeout, stuck_timeout, poll_interval)"
@@ -47,23 +47,22 @@ _OURS_REASON: Final = (
 
 
 class BatchLLMPodOperator(KubernetesPodOperator):
-    """A `KubernetesPodOperator` with what our pods need as its defaults.
+    """A `KubernetesPodOperator` with defaults for our pods.
 
     How it runs, and when it succeeds, is in `stage.BatchLLMStageOperator`.
 
     Args:
         runner: `local` runs the command as a child process of the task, `kubernetes` in a pod.
             None: in a pod if a `gpu` is named, else as a child process.
-        gpu: `nvidia` or `amd`: which resource, node labels, taints, image and environment the
-            pod gets. None for none.
+        gpu: `nvidia` or `amd`: decides the pod's resource, node labels, taints, image and
+            environment. None for no GPU.
         gpu_count: GPUs of the pod: `engine.replicas` times vLLM's tensor parallel size. Without
-            `gpu`, a template's GPUs are shared like that.
+            `gpu`, it says how a template's GPUs are shared.
         image: container image (templated); by default `batchllm-cuda`, `batchllm-rocm` or
             `batchllm-airflow` with this release as its tag.
-        cpu: processors that the pod asks for, in Kubernetes' notation; by default 4. Here and
-            in the next two, what is given wins over the template, and the template over the
-            default.
-        memory: memory that it asks for, and may use at most; by default 32Gi.
+        cpu: the pod's CPU request, in Kubernetes' notation; by default 4. An argument wins over
+            the template, the template over the default; so for the next two.
+        memory: memory request and limit; by default 32Gi.
         shm_size: size of its /dev/shm; by default 8Gi.
         model_claim: PersistentVolumeClaim that holds models, mounted at /models (`HF_HOME`).
         cache_claim: PersistentVolumeClaim for compiled kernels, mounted at /cache.
@@ -74,28 +73,28 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         connection_env: environment variables that are fields of Airflow connections, in the
             same way; see `credentials.Credentials.of` (templated).
         session_token_outlives_task: whether a session token among those is valid for longer than
-            a pod may run. Otherwise a pod isn't given one: it would keep it when it expires.
-            A command in the worker gets one in any case, which each try reads again.
+            a pod may run. Otherwise a pod gets none, as it couldn't renew it. A command in the
+            worker always gets one, which each try reads again.
         secret_names: Secrets of the namespace whose keys become variables in the pod.
-        max_disruptions: pods that one try may lose to the cluster and replace; and how often it
-            goes on when another run's attempt that took over has fallen silent.
+        max_disruptions: pods that one try may lose to the cluster and replace; also how often
+            it continues after another run's attempt that took over has fallen silent.
         queue_timeout: how long a pod may wait for a node, or for room in a quota.
-        start_timeout: how long it may take from having a node to running, images included.
-        stuck_timeout: the same, once pulling fails or a Secret is missing.
-        api_timeout: how long the cluster's API may leave us without an answer.
-        poll_interval: seconds between two looks at the pod.
+        start_timeout: how long it may take from having a node to running, including image pulls.
+        stuck_timeout: as `start_timeout`, once pulling fails or a Secret is missing.
+        api_timeout: how long the cluster's API may fail to answer.
+        poll_interval: seconds between two reads of the pod.
         deferrable: whether the triggerer watches the pod, and the worker's slot is free
-            meanwhile. None: if a triggerer runs; where that is unknown, as Airflow's
-            `[operators] default_deferrable` says. A worker that watches asks again.
-        active_deadline_seconds: how long after its start the cluster ends a pod, whatever happens
-            here; by default what the template says, or a day.
-        termination_grace_period: seconds that a pod gets to finish its open parts in when it is
-            asked to stop; by default what the template says, or 330.
-        kill_grace_s: seconds that a command in the worker gets.
+            meanwhile. None: if a triggerer runs; if that is unknown, as Airflow's
+            `[operators] default_deferrable` says. A worker that watches checks again.
+        active_deadline_seconds: how long after its start the cluster ends a pod in any case; by
+            default as in the template, or a day.
+        termination_grace_period: seconds that a pod gets to finish its open parts when it is
+            asked to stop; by default as in the template, or 330.
+        kill_grace_s: seconds that a command in the worker gets to stop.
         do_xcom_push: whether Airflow keeps the return value. There is no sidecar for it.
         kwargs: those of `KubernetesPodOperator`. `pod_template_file`, `pod_template_dict` and
-            `full_pod_spec` win over the defaults given here, and single arguments over those.
-            Those that would have no effect here are refused.
+            `full_pod_spec` win over the defaults here, single arguments over those. Arguments
+            without effect here are refused.
     """
 
     template_fields: Sequence[str] = (
@@ -183,7 +182,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         """The pod: our defaults, the user's template over them, single arguments over both.
 
         Raises:
-            ValueError: the template isn't there, or wants another number of GPUs.
+            ValueError: the template is missing, or asks for another number of GPUs.
         """
         default = default_pod(self.settings, self.base_container_name)
         if self._has_node_selector:
@@ -203,7 +202,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         return without_repetitions(pod)
 
     def _security_and_resources(self) -> k8s.V1Pod:
-        plain = ApiClient().sanitize_for_serialization  # each may be a dictionary already
+        plain = ApiClient().sanitize_for_serialization  # accepts models and dictionaries
         main = {
             "name": self.base_container_name,
             "resources": plain(self.container_resources),
@@ -270,18 +269,18 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         return self.aws_conn_id is not None or bool(self.connection_env)
 
     def _secret_variables(self) -> Mapping[str, str]:
-        """What a pod's own Secret holds."""
+        """Variables for the pod's own Secret."""
         credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         if not self.session_token_outlives_task:
             credentials.check_lasting()
         return credentials.variables
 
     def _connect(self) -> CoreV1Api:
-        """A new client, with what its configuration says now, that tries each request once."""
+        """A new client with the current configuration, which sends each request once."""
         for name in ("hook", "client"):
             vars(self).pop(name, None)
         connection = self.client.api_client
-        connection.configuration.retries = 0  # else urllib3 makes four of each
+        connection.configuration.retries = 0  # else urllib3 sends up to four
         connection.rest_client = RESTClientObject(connection.configuration)
         return self.client
 

@@ -1,4 +1,4 @@
-"""The pods of a task: asked for, watched, and never left behind."""
+"""Creates, watches and removes the pods of a task."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from batchllm_operator.operators.tries import is_anothers, task_state, will_be_r
 from batchllm_operator.operators.triggerer import when_triggerer_runs
 
 _LAST_CALL_S, _SHORTEST_LAST_CALL_S = 4.0, 1.0
-"""For removing a pod: Airflow gives a task that it kills five seconds."""
+"""Time to remove a pod: Airflow gives a killed task five seconds."""
 _STATE_S: Final = 1.0
-"""Of these: for asking Airflow, which may be away, whose the pod is."""
+"""Part of it for asking Airflow, which may not answer, for the task's state."""
 _REFUSED: Final = (400, 403, 404, 422)
-"""What the API answers to a pod, or a namespace, that is wrong and will stay so."""
+"""The API's answers to a pod or namespace that is wrong for good."""
 
 
 class BatchLLMPodTask(BatchLLMPodOperator):
-    """A task whose work is done by one pod at a time; what to make of its end isn't said here."""
+    """A task whose work is done by one pod at a time; `stage` judges how it ended."""
 
     component: ClassVar[str]
 
@@ -61,7 +61,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     @abstractmethod
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
-        """The arguments of `batchllm` in a pod: its GPUs, and seconds that it has to stop in."""
+        """The arguments of `batchllm` in a pod with `num_gpus` and a grace period of `grace_s`."""
 
     @abstractmethod
     def table_uri(self) -> str:
@@ -69,14 +69,14 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     @abstractmethod
     def work(self) -> str:
-        """What the pod does, in a text that is the same only for the same work."""
+        """A text that identifies the pod's work."""
 
     @abstractmethod
     def stem(self) -> str:
-        """What the pod's name begins with."""
+        """The beginning of the pod's name."""
 
     def stage_labels(self) -> dict[str, str]:
-        """Labels that tell people what the pod does."""
+        """Labels that describe the pod's work, for people."""
         return {}
 
     # The cluster
@@ -119,7 +119,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         return pod
 
     def _put_secret(self, pods: AttemptPods, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
-        """Give the pod its credentials, or remove it: it would wait for them for ever."""
+        """Give the pod its credentials, or remove it, because it would wait for them forever."""
         try:
             pods.put_secret(pod, variables)
         except QuotaExceededError:
@@ -141,7 +141,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
     def _request(
         self, context: Context, attempt: Attempt, ordinal: int, variables: Iterable[str]
     ) -> k8s.V1Pod:
-        """The pod to ask for; `variables` are the names of those that its Secret holds."""
+        """The pod to create; `variables` are the names of those in its Secret."""
         name = self.name = attempt.pod_name(f"batchllm-{self.stem()}", ordinal)
         self.cmds = ["batchllm"]
         self.labels = {
@@ -164,8 +164,8 @@ class BatchLLMPodTask(BatchLLMPodOperator):
     def _pods(
         self, attempt: Attempt, namespace: str, patience_s: float, *, is_cleaning_up: bool = False
     ) -> AttemptPods:
-        """The cluster, for as long as the task isn't killed, or also then for cleaning up."""
-        # The last client, for a new one asks Airflow for the connection.
+        """The owner's pods; calls stop once the task is killed, unless `is_cleaning_up`."""
+        # A killed task reuses its client, because a new one asks Airflow for the connection.
         known = iter([self.client] if self._is_killed and "client" in vars(self) else ())
         return AttemptPods(
             lambda: next(known, None) or self._connect(),
@@ -181,7 +181,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         )
 
     def _remove_pod(self, context: Context, end: PodEnd, *, is_success: bool) -> None:
-        """Remove a pod that has ended, as `on_finish_action` wants it, or that has to."""
+        """Remove a pod after its end, unless `on_finish_action` keeps it and it costs nothing."""
         keeps = self._keeps_dead and not (
             is_success and self.on_finish_action == OnFinishAction.DELETE_SUCCEEDED_POD
         )
@@ -203,10 +203,9 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     @contextmanager
     def _released_when_killed(self, context: Context) -> Iterator[None]:
-        """Remove this attempt's pods if the task is killed or times out meanwhile.
+        """Remove the owner's pods if the task is killed or times out meanwhile.
 
-        They are left to the next try if there will be one and only this worker is going, and to
-        another try that lives.
+        They are left to another try that lives, or to the next try if only this worker is stopping.
         """
         self._supervisor_pid = os.getppid()
         try:
@@ -221,9 +220,9 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             raise
 
     def _release(self, context: Context) -> None:
-        """Ask all pods of this attempt to stop: first that which was waited for, by its name.
+        """Ask all pods of the owner to stop, first the current one by its name.
 
-        The first call may be the last that there is time for.
+        There may be time for one call only.
         """
         with self._telling_of_leftovers():
             pod = self._pod
@@ -249,7 +248,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     @property
     def _keeps_dead(self) -> bool:
-        """Whether pods that have ended may stay for the user to look at."""
+        """Whether ended pods may stay for the user to inspect."""
         return bool(self.on_finish_action != OnFinishAction.DELETE_POD)
 
     def _is_orphan(self) -> bool:
@@ -258,15 +257,14 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     @property
     def _is_over(self) -> bool:
-        """Whether this try must not do anything more."""
         return self._is_killed or self._is_orphan()
 
     @contextmanager
     def _telling_of_leftovers(self) -> Iterator[None]:
-        """Remove pods, and say so if that fails: it isn't what the task ends with."""
+        """Log a failure to remove pods instead of raising it: it doesn't decide the task's end."""
         try:
             yield
-        # Whatever it is: whether the results are in the lake has nothing to do with the cluster.
+        # Any error: the results in the lake don't depend on the cluster.
         except Exception as error:  # noqa: BLE001
             self.log.error(
                 "A pod couldn't be removed (%s); the next try will do it, or the cluster after"
@@ -275,13 +273,13 @@ class BatchLLMPodTask(BatchLLMPodOperator):
             )
 
     def _another_try_has_the_pod(self, context: Context, error: BaseException) -> bool:
-        """Whether a try that lives has the pod of this one, which ends, or the next will.
+        """Whether another try has this one's pod, or the next try will take it up.
 
-        The next one looks for it if only this worker is going. A user who marks or clears a task
-        changes its state first.
+        The next try does so if only this worker is stopping: marking or clearing a task changes its
+        state first.
         """
         is_retried = will_be_retried(context["ti"]) and not isinstance(error, AirflowTaskTimeout)
-        if self._is_orphan():  # Airflow will find out by the heartbeats that it misses
+        if self._is_orphan():  # Airflow notices missing heartbeats
             if is_retried:
                 self.log.warning("The worker is going; the next try takes the pod up")
             return is_retried
@@ -300,7 +298,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
     # Watching
 
     def _watch_here(self, context: Context, pod: k8s.V1Pod) -> PodEnd | None:
-        """Watch a pod from this process; None if a triggerer, that runs by now, is to go on."""
+        """Watch a pod from this process; None if a triggerer runs by now and is to take over."""
         credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         watch = self._watch = PodWatch(
             lambda: self._cluster.hook(),

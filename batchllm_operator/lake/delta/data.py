@@ -1,4 +1,4 @@
-"""Data files to add to Delta tables: their column types, and what the log says of their values."""
+"""Data files to add to Delta tables: their column types, and their statistics in the log."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _AS_THEY_ARE: Final = (
 
 
 def delta_schema(where: str, schema: pa.Schema) -> pa.Schema:
-    """The columns as a Delta table holds them, nullable.
+    """The columns with Delta's types, all nullable.
 
     Unsigned integers become wider signed ones, timestamps microseconds (in UTC if they have a
-    zone), 64-bit dates 32-bit ones: no value changes, or the rows are refused. A column of type
-    null stays one.
+    zone), 64-bit dates 32-bit ones; rows with a value that would change are refused. Columns of
+    type null stay so.
 
     Raises:
         TableError: Delta has no type for a column.
@@ -68,13 +68,13 @@ def check_takes(
     *,
     add_columns: bool,
 ) -> pa.Schema:
-    """The columns that the table would get with rows of `columns`, which `delta_schema` gave.
+    """The columns that the table would gain from rows of `columns` (from `delta_schema`).
 
     `partition_values` are the rows' partition column and its value; `where` names the table in
     errors.
 
     Raises:
-        TableError: the table doesn't take such rows, or not from this package.
+        TableError: the table doesn't accept such rows, or not from this package.
     """
     ((partition_column, partition),) = partition_values.items()
     if version.partition_columns != (partition_column,):
@@ -109,21 +109,21 @@ def check_takes(
 
 
 class OutputFiles:
-    """Rows to publish, as data files that lie in the table's folder but in no version yet.
+    """Rows to publish, as data files in the table's folder that no version refers to yet.
 
-    Put there once for all tries to commit them, unless the table's types change meanwhile.
+    They are written once for all commits that are tried, unless the table's types change.
     """
 
     def __init__(
         self, folder: Folder, subfolder: str, data: Sequence[Path], most_file_bytes: int
     ) -> None:
-        """Take note of local Parquet files, at least one, to put into a folder of the table's.
+        """`data` are local Parquet files, at least one, to put into the table's `subfolder`.
 
         Files have at most `most_file_bytes`, unless one row has more.
         """
         self.schema = pq.read_schema(data[0])
         self.may_be_committed = False
-        """Whether a version may refer to the files: they stay then, whatever happens."""
+        """Whether a version may refer to the files; if so, they are never removed."""
         self._folder = folder
         self._subfolder = subfolder
         self._data = data
@@ -135,9 +135,9 @@ class OutputFiles:
     def put(
         self, where: str, columns: pa.Schema, partition_values: Mapping[str, str]
     ) -> list[AddAction]:
-        """Put the files there, and say what a commit that adds them says; nothing without rows.
+        """Put the files into the folder; returns the actions that add them, none without rows.
 
-        Files whose values are stored as those of `columns` are copied as they are.
+        Files that have the types of `columns` are copied unchanged.
 
         Raises:
             TableError: a value can't be kept, or is null and must not be.
@@ -168,13 +168,13 @@ class OutputFiles:
     def remove(self) -> None:
         """Remove the files, unless a version may refer to them."""
         while self._names and not self.may_be_committed:
-            # What is left over does no harm, and the fault that led here is what matters.
+            # Leftovers are harmless, and must not hide the error that led here.
             with suppress(StorageError):
                 self._folder.remove(self._names.pop())
         self._names, self._put_as = [], None
 
     def _rewrite(self, where: str, columns: pa.Schema, target: Path) -> list[Path]:
-        """Write the rows to files in the folder `target`, of types as in `columns`."""
+        """Write the rows to files in the folder `target`, cast to the types of `columns`."""
         most = self._most_file_bytes
         try:
             groups = (
@@ -211,9 +211,9 @@ def _add_action(
 
 
 def _statistics(footer: pq.FileMetaData) -> str:
-    """What the log says of a data file (Delta protocol, "Per-file Statistics"), as JSON.
+    """The log's entry on a data file's values (Delta protocol, "Per-file Statistics"), as JSON.
 
-    Least and greatest values are given for integers, dates and short strings.
+    Minimum and maximum are given for integers, dates and short strings.
     """
     lowest: dict[str, Any] = {}
     highest: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """A Delta table's transaction log: its versions, their files, and the next version.
 
-The log is read and written by delta-rs (`deltalake`). Data files are not: what a version's log says
-of them is enough to find them, and their rows are read and written as for any other format.
+delta-rs (`deltalake`) reads and writes the log. Data files are found by their log entries, and read
+and written as for any other format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchllm_operator.spec import Masker
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction
 
-# Reader features that don't change what a data file's rows are.
+# Reader features that don't change the rows of a data file.
 _HARMLESS_FEATURES: Final = {
     "columnMapping",  # its mode is checked
     "timestampNtz",
@@ -36,19 +36,19 @@ _MOST_MESSAGE_CHARS: Final = 500
 
 
 class CommitRefusedError(Exception):
-    """The next version wasn't written, or no answer came; only another look tells which."""
+    """The next version wasn't written, or the answer was lost; only the log tells which."""
 
     def __init__(self, message: str, *, is_storage: bool) -> None:
         super().__init__(message)
         self.is_storage = is_storage
-        """Whether the storage failed, so that the request may yet be on its way."""
+        """Whether the storage failed, so that the request may still arrive."""
 
 
 class DeltaLog:
     """The log of the table in a folder, which need not exist yet."""
 
     def __init__(self, folder: Folder) -> None:
-        """Take a folder for a Delta table's.
+        """`folder` is the table's.
 
         Raises:
             SpecError: a Delta table can't lie there.
@@ -60,7 +60,7 @@ class DeltaLog:
         self._options = None if folder.is_local else _s3_options()
         if not folder.is_local and not self._location.startswith("s3://"):
             raise SpecError(f"{self.uri}: Delta tables can be on local disk or S3")
-        # delta-rs decodes these twice or reads another place.
+        # delta-rs decodes these twice, or reads another location.
         refused = {"%"} if folder.is_local else {"%", "?", "#"}
         if found := refused & set(self._location):
             raise SpecError(
@@ -86,7 +86,7 @@ class DeltaLog:
                 return None
 
     def at(self, number: int) -> TableVersion:
-        """The table as it was then.
+        """The table as of version `number`.
 
         Raises:
             TableError: that version is gone, or can't be read.
@@ -102,17 +102,16 @@ class DeltaLog:
         new_columns: pa.Schema,
         metadata: Mapping[str, str],
     ) -> None:
-        """Write the version after `seen`, in which `files` are all that the partition has.
+        """Write the version after `seen`, with `files` as the partition's only files.
 
-        delta-rs would write a later one if it saw no conflict with those between. Without retries
-        it doesn't, so that the caller decides, knowing what was there in `seen`.
+        delta-rs's retries are off: they would commit on top of versions unknown to the caller.
 
         Args:
-            seen: the table; None makes one, of the new columns and the partition column.
+            seen: the table's version; None creates it, of the new columns and the partition column.
             partition: the partition column, and the value as the log has it.
-            files: lie in the table's folder already.
+            files: data files that are in the table's folder already.
             new_columns: to add to the table.
-            metadata: what the history says of the commit.
+            metadata: stored with the commit in the table's history.
 
         Raises:
             CommitRefusedError: it wasn't written, as far as is known.
@@ -164,7 +163,7 @@ class DeltaLog:
         self._make_durable(seen.number + 1)
 
     def _make_durable(self, number: int) -> None:
-        """Have a local version's entry on disk, as a crash takes what delta-rs has written."""
+        """Flush a local version's log entry to disk, which delta-rs doesn't do."""
         if self._folder.is_local:
             entry = Path(self._folder.full_path(f"_delta_log/{number:020}.json"))
             for path in (entry, entry.parent, entry.parent.parent):
@@ -200,7 +199,7 @@ class DeltaLog:
 
 
 def _s3_options() -> dict[str, str]:
-    """What delta-rs doesn't take from the environment as s3fs does. Credentials it finds itself."""
+    """Settings that s3fs takes from the environment and delta-rs doesn't; it finds credentials."""
     environment = os.environ
     options = {"aws_conditional_put": "etag"}  # a version is written once; the second writer fails
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
@@ -217,6 +216,6 @@ def _s3_options() -> dict[str, str]:
 
 
 def _text(error: BaseException) -> str:
-    """The error's message: in one line, without colours, and without what an S3 server may echo."""
+    """The error's message in one line, without colours or secrets that an S3 server echoes."""
     text = Masker.of(os.environ)(" ".join(_COLOUR.sub("", str(error)).split()))
     return text if len(text) <= _MOST_MESSAGE_CHARS else f"{text[:_MOST_MESSAGE_CHARS]} ..."

@@ -1,8 +1,8 @@
 """Delta tables on local disk or S3, partitioned by one column (ADR 18).
 
-A partition is replaced by Parquet files and one commit: the files are put beside the others as they
-are, and the commit adds them and removes the partition's. Files that a commit may have come to
-refer to are never removed: those of a refused commit are left to the table's vacuum.
+A partition's new files are put beside the old ones; one commit then adds the new and removes the
+old. Files that a commit may refer to are never removed: those of a refused commit are left to the
+table's vacuum.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class DeltaTable:
     def __init__(
         self, uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
     ) -> None:
-        """`uri` is a local path or an `s3://` URI; `most_file_bytes` is of new data files.
+        """`uri` is a local path or an `s3://` URI; `most_file_bytes` bounds new data files.
 
         Raises:
-            SpecError: Delta tables can't lie there.
+            SpecError: a Delta table can't be there.
             MissingLibraryError: deltalake isn't installed.
         """
         self._folder = Folder.open(uri)
@@ -62,7 +62,7 @@ class DeltaTable:
         self._partition_column = partition_column
 
     def partitions(self) -> list[str]:
-        """Those that hold files. Rows without a value of the column are in none."""
+        """Partitions with files, sorted. Rows where the column is null are in none."""
         version = self._log.latest()
         if version is None:
             return []
@@ -130,7 +130,7 @@ class DeltaTable:
                 seen, found = self._look(partition)
             if _number(seen) == _number(tried):
                 raise self._failure(refusal, partition)
-            # Another commit was first, elsewhere in the table or here; or it was ours.
+            # Another commit came first, in any partition, or ours did without an answer.
             if (pause_s := next(pauses, None)) is None:
                 raise StorageError(
                     f"output {self.uri}: partition {partition!r} wasn't published: another commit"
@@ -139,7 +139,7 @@ class DeltaTable:
             time.sleep(pause_s)
 
     def _failure(self, refusal: CommitRefusedError, partition: str) -> BatchLLMError:
-        """Of a commit that was refused though no other has been made."""
+        """The error for a commit that was refused without a concurrent commit."""
         if refusal.is_storage and not self._folder.is_local:  # the request may yet arrive
             return CommitUnknownError(
                 f"output {self.uri}: no answer came whether partition {partition!r} was published;"
@@ -149,7 +149,7 @@ class DeltaTable:
         return kind(f"output {self.uri}: partition {partition!r} wasn't published: {refusal}")
 
     def _look(self, partition: str) -> tuple[TableVersion | None, Publication | None]:
-        """The table as it is now, and whose outputs the partition holds in that version."""
+        """The table's latest version, and the publication that the partition holds in it."""
         version = self._log.latest()
         return version, None if version is None else self._published_in(version, partition)
 
@@ -163,9 +163,9 @@ class DeltaTable:
         """Write the version after `seen`.
 
         Raises:
-            CommitRefusedError: it was not, as far as is known.
-            TableError: the table doesn't take the rows.
-            StorageError: the files can't be put there.
+            CommitRefusedError: it wasn't written, as far as is known.
+            TableError: the table doesn't accept the rows.
+            StorageError: the files can't be written.
         """
         where = f"output {self.uri}"
         column, partition = self._partition_column, publication.partition
@@ -175,14 +175,14 @@ class DeltaTable:
         files = rows.put(where, pa.schema([known[name] for name in columns.names]), values)
         if not (seen is None or files or new or self._files_of(seen, partition)):
             return
-        # Whatever the answer: delta-rs tries again by itself, and is refused by its own first try.
+        # Even if it is refused: delta-rs repeats requests, and its own first one may have landed.
         rows.may_be_committed = True
         self._log.commit(seen, (column, partition), files, new, publication.properties)
 
     def _columns(
         self, seen: TableVersion | None, partition: str, rows: pa.Schema, add_columns: bool
     ) -> tuple[pa.Schema, pa.Schema]:
-        """The rows' columns as Delta has them, and those that the table lacks."""
+        """The rows' columns with Delta's types, and those that the table lacks."""
         where, column = f"output {self.uri}", self._partition_column
         columns = delta_schema(where, rows)
         if column in columns.names:
@@ -225,7 +225,7 @@ class DeltaTable:
                     ) from error
 
     def _check_free(self) -> None:
-        """Refuse to make a table where other files lie: they would not be part of it."""
+        """Refuse to create a table among other files: they would not be part of it."""
         for name in self._folder.find():
             hidden = any(segment.startswith(("_", ".")) for segment in name.split("/"))
             if not hidden and not name.rpartition("/")[2].startswith(FILE_PREFIX):
@@ -235,7 +235,7 @@ class DeltaTable:
                 )
 
     def _published_in(self, version: TableVersion, partition: str) -> Publication | None:
-        """Whose outputs the partition holds in this version; see `publisher_in`."""
+        """The publication that the partition holds in this version; see `publisher_in`."""
         files = self._files_of(version, partition)
         if not files:
             return None
@@ -253,7 +253,7 @@ class DeltaTable:
 
     def _input_file(self, file: DataFile) -> InputFile:
         num_rows = file.num_rows
-        if num_rows is None:  # not every writer tells
+        if num_rows is None:  # not every writer stores it
             num_rows = read_footer(self._folder, file.name, file.size_bytes)[0].num_rows
         return InputFile(file.name, file.size_bytes, num_rows, f"modified:{file.modified_ms}")
 

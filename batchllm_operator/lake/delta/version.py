@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import deltalake
 
 _CONSTRAINT: Final = "delta.constraints."
-_MOST_EXACT: Final = 2**53  # integers beyond aren't all doubles
+_MOST_EXACT: Final = 2**53  # not every larger integer is a double
 _COLUMN_RULES: Final = ("delta.invariants", "delta.generationExpression", "delta.identity.")
 
 
@@ -27,20 +27,20 @@ class DataFile:
     """One data file of a version."""
 
     name: str
-    """Path relative to the table's root, as the storage knows it."""
+    """Path relative to the table's root, unescaped."""
     partition_values: Mapping[str, Any]
     """By partition column, as Python values of its type; None is null."""
     size_bytes: int
     modified_ms: int
     num_rows: int | None
     lowest: Mapping[str, Any]
-    """No value of the column is less. Columns may be missing."""
+    """Lower bounds of values, by column. Columns may be missing."""
     highest: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TableVersion:
-    """A table as one of its versions has it."""
+    """A table as of one version."""
 
     number: int
     schema: pa.Schema
@@ -48,7 +48,7 @@ class TableVersion:
     checks: tuple[str, ...]
     """Names of the rules for new rows that a writer must apply."""
     takes_local_time: bool
-    """Whether columns may be added that hold timestamps without a time zone."""
+    """Whether columns of timestamps without a time zone may be added."""
     raw: deltalake.DeltaTable
 
     @classmethod
@@ -78,10 +78,10 @@ class TableVersion:
                 )
 
     def partition_value(self, column: str, partition: str) -> str | int | date | None:
-        """The value of the partition column that is written `partition`; None if there is none.
+        """The partition column's value whose text is `partition`; None if there is none.
 
         Raises:
-            TableError: the column isn't one of strings, integers or dates.
+            TableError: the column doesn't hold strings, integers or dates.
         """
         kind = self.schema.field(column).type
         if pa.types.is_string(kind):
@@ -103,9 +103,9 @@ class TableVersion:
 
 
 def may_hold(term: FilterTerm, file: DataFile, schema: pa.Schema) -> bool:
-    """Whether a row of the file may meet the condition, by the least and greatest value.
+    """Whether a row of the file may meet the condition, by the column's minimum and maximum.
 
-    Integers, doubles and strings are judged: there comparing in Python is what Arrow does.
+    Only integers, doubles and strings rule files out: Python compares them as Arrow does.
     """
     low, high = file.lowest.get(term.column), file.highest.get(term.column)
     wanted: tuple[Any, ...] = term.value if isinstance(term.value, tuple) else (term.value,)
@@ -115,7 +115,7 @@ def may_hold(term: FilterTerm, file: DataFile, schema: pa.Schema) -> bool:
         return True
     if any(type(value) not in comparable for value in (high, *wanted)):
         return True
-    if low != low or high != high:  # not a number, which Spark has as the greatest
+    if low != low or high != high:  # NaN, which Spark sorts as the greatest
         return True
     if is_exact and any(abs(value) > _MOST_EXACT for value in wanted):
         return True
@@ -126,7 +126,7 @@ def may_hold(term: FilterTerm, file: DataFile, schema: pa.Schema) -> bool:
 
 
 def _checks(raw: deltalake.DeltaTable) -> Iterator[str]:
-    """Constraints, and columns whose values are checked or made by the writer."""
+    """Constraints, and columns whose values the writer has to check or generate."""
     yield from (name for name in raw.metadata().configuration if name.startswith(_CONSTRAINT))
     for field in raw.schema().fields:
         if any(key.startswith(_COLUMN_RULES) for key in field.metadata):

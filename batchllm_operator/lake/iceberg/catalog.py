@@ -1,4 +1,4 @@
-"""An Iceberg table in its catalog: found, created, and what goes wrong on the way."""
+"""Loads and creates an Iceberg table in its catalog, with this package's errors."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class CatalogTable:
             return None
 
     def load_again(self) -> Table | None:
-        """The same after a commit that failed, as other clients see it.
+        """Load the table over a new connection, as other clients see it, after a failed commit.
 
-        A connection whose commit was refused (SQLite: database is locked) may still have the
-        transaction open, and answers as if it had been committed.
+        A connection whose commit was refused (SQLite: database is locked) may keep the transaction
+        open, and answer as if it were committed.
 
         Raises:
             TableError, StorageError: see `load`.
@@ -80,16 +80,12 @@ class CatalogTable:
         return self.load()
 
     def check_namespace(self) -> None:
-        """Refuse a place where no table can be created.
-
-        Raises:
-            TableError: there is no such namespace.
-        """
+        """Raise `TableError` if the table's namespace doesn't exist."""
         with iceberg_errors(self.uri), self._namespace():
             self._catalog.load_namespace_properties(self._identifier[:-1])
 
     def create(self, rows: pa.Schema, partition_column: str) -> Table:
-        """Create the table for such rows, partitioned by a further column, of strings.
+        """Create the table for such rows, with a further partition column of strings.
 
         Raises:
             TableError: there is no such namespace, or a column's type isn't one of Iceberg's.
@@ -107,7 +103,7 @@ class CatalogTable:
                 return self._catalog.create_table(
                     self._identifier, schema, partition_spec=PartitionSpec(field)
                 )
-            except TableAlreadyExistsError:  # just now
+            except TableAlreadyExistsError:  # by another writer, just now
                 return self._catalog.load_table(self._identifier)
 
     def _open(self) -> Catalog:
@@ -124,7 +120,7 @@ class CatalogTable:
 
     @contextmanager
     def _catalog_errors(self, *but: type[Exception]) -> Iterator[None]:
-        """Turn errors into `StorageError`; not `but`, nor those that say what the table is."""
+        """Turn errors into `StorageError`, except `but` and those of a missing table."""
         try:
             yield
         except Exception as error:
@@ -148,7 +144,7 @@ def iceberg_errors(uri: str) -> Iterator[None]:
     """Turn what pyiceberg, its catalogs and its storage raise into this package's errors.
 
     Raises:
-        TableError: the table is at fault, or what is asked of it can't be done.
+        TableError: the table is at fault, or doesn't support what was asked.
     """
     try:
         yield
@@ -160,15 +156,15 @@ def iceberg_errors(uri: str) -> Iterator[None]:
     except _FAULTS_OF_THE_TABLE as error:
         text, cause = without_secrets(error, uri)
         raise TableError(f"table {uri}: {text}") from cause
-    except Exception as error:  # noqa: BLE001 - what is left is the catalog's or its storage's
+    except Exception as error:  # noqa: BLE001 - all others are the catalog's or its storage's
         failure, cause = _failure(uri, error)
         raise failure from cause
 
 
 def without_secrets(error: BaseException, uri: str) -> tuple[str, BaseException | None]:
-    """What the error says, and the error as a cause to be shown if its traceback may be.
+    """The error's masked message, and the error as a cause; None if its traceback has secrets.
 
-    Both without what pyiceberg's configuration keeps secret of the catalog of table `uri`.
+    Secrets are those of the environment and of pyiceberg's settings for the catalog of `uri`.
     """
     settings = Config().get_catalog_config(TableAddress.parse(uri).catalog) or {}
     masker = Masker.of(os.environ, settings)
@@ -177,6 +173,6 @@ def without_secrets(error: BaseException, uri: str) -> tuple[str, BaseException 
 
 
 def _failure(uri: str, error: Exception) -> tuple[StorageError, BaseException | None]:
-    """What failed outside this package, as one typed error; and its cause."""
+    """The error for a failure outside this package, and its cause."""
     text, cause = without_secrets(error, uri)
     return StorageError(f"table {uri}: {type(error).__name__}: {text}"), cause

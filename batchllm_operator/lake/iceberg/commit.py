@@ -1,4 +1,4 @@
-"""One snapshot that replaces a partition's files, and whether it has come to be."""
+"""One snapshot that replaces a partition's files, and the check whether it was committed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NotCommittedError(Exception):
 
 
 class Overwrite:
-    """A transaction over a table as it was loaded; pyiceberg's own retries are left out.
+    """A transaction on a table as it was loaded, without pyiceberg's own retries.
 
     Those would repeat the commit on top of unseen changes.
     """
@@ -33,7 +33,7 @@ class Overwrite:
 
     @property
     def metadata(self) -> TableMetadata:
-        """The table's, the new columns included."""
+        """The table's metadata with the new columns."""
         return self._transaction.table_metadata
 
     def stage(
@@ -51,10 +51,10 @@ class Overwrite:
         self._producer.commit()  # into the transaction
 
     def commit(self) -> None:
-        """Make what is staged the table's next state.
+        """Commit what is staged.
 
         Raises:
-            NotCommittedError: the branch isn't at the snapshot that was loaded any more.
+            NotCommittedError: the branch has moved since the table was loaded.
             Exception: anything that pyiceberg and its catalogs raise; the commit may have happened.
         """
         staged = self._transaction
@@ -65,10 +65,10 @@ class Overwrite:
             raise NotCommittedError(str(error)) from error
 
     def is_in(self, table: Table) -> bool:
-        """Whether the table, loaded again, has the snapshot."""
+        """Whether the reloaded table has the snapshot."""
         snapshot_id = self._producer.snapshot_id
         return snapshot_id is not None and table.metadata.snapshot_by_id(snapshot_id) is not None
 
     def clean_up(self) -> None:
-        """Remove the manifests that were written. Only when the commit surely hasn't happened."""
+        """Remove the written manifests. Only if the commit certainly hasn't happened."""
         self._producer._clean_all_uncommitted()

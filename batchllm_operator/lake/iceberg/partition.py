@@ -41,19 +41,19 @@ _COMPARISONS: Final[dict[str, Any]] = {
     ">": GreaterThan,
     ">=": GreaterThanOrEqual,
     "in": In,
-}  # not those that statistics can't rule a file out by
+}  # only those by which statistics can rule out a file
 _LITERALS: Final[dict[type, tuple[type, ...]]] = {
     bool: (BooleanType,),
     int: (IntegerType, LongType, DoubleType),
     float: (DoubleType,),
     str: (StringType,),
-}  # types of columns for which pyiceberg takes such a value as it is
+}  # column types that pyiceberg compares with such a value as Arrow does
 
 
 class PartitionView:
-    """The rows of a partition in one snapshot (None for a table that has none), and its files.
+    """The rows and files of a partition in one snapshot (None for a table without snapshots).
 
-    `schema` is the table's when the snapshot was looked at; `value` is the partition column's.
+    `schema` is the table's when the snapshot was pinned; `value` is the partition column's.
 
     Raises:
         TableError: the table isn't partitioned by the column, or the partition's name can't be a
@@ -87,7 +87,7 @@ class PartitionView:
         return cls(table, uri, column, partition, snapshot_id, table.schema())
 
     def tasks(self, conditions: Sequence[FilterTerm] = ()) -> list[FileScanTask]:
-        """Files that may hold rows of the partition that meet the conditions, by name."""
+        """The files that may hold matching rows of the partition, sorted by name."""
         if self.snapshot_id is None:
             return []
         with iceberg_errors(self.uri):
@@ -107,7 +107,7 @@ class PartitionView:
         if not all(self.is_whole(task.file) for task in tasks):
             wanted[self.column] = None
         schema = pa.schema([self.arrow_schema.field(name) for name in wanted])
-        # `reading` first: what it lets through is pyiceberg's.
+        # `reading` is the inner one: errors that it lets through are pyiceberg's.
         with iceberg_errors(self.uri), reading(self.uri, self.partition):
             condition = row_condition(self.uri, conditions, schema)
             files = IcebergFiles(
@@ -135,7 +135,7 @@ class PartitionView:
         return publisher_in(self.uri, self.partition, self.arrow_schema, self.scan(columns))
 
     def is_whole(self, file: DataFile) -> bool:
-        """Whether the file's partition says that all its rows are of this one."""
+        """Whether the file's partition spec says that all its rows are in this partition."""
         return self.is_identity(self._table.specs()[file.spec_id])
 
     def is_identity(self, spec: PartitionSpec) -> bool:
@@ -143,8 +143,8 @@ class PartitionView:
         return any(_is_identity(part, self._field.field_id) for part in spec.fields)
 
     def _row_filter(self, conditions: Sequence[FilterTerm]) -> BooleanExpression:
-        """What statistics and partition values may rule files out by."""
-        # pyiceberg looks names up in the newest schema, where the column may have another.
+        """The filter by which statistics and partition values may rule out files."""
+        # pyiceberg looks names up in the newest schema, where the column may have been renamed.
         now = self._table.schema()
         name = now.find_column_name(self._field.field_id)
         found: BooleanExpression = _COMPARISONS["=="](name, self.value)
@@ -190,7 +190,7 @@ def _partition_field(table: Table, uri: str, column: str, schema: Schema) -> Nes
 
 
 def _pushed_down(term: FilterTerm, schema: Schema) -> BooleanExpression | None:
-    """The condition in pyiceberg's words; None if it might compare otherwise than Arrow does."""
+    """The condition as pyiceberg's expression; None if it might compare differently from Arrow."""
     comparison = _COMPARISONS.get(term.op)
     kind = next((type(f.field_type) for f in schema.fields if f.name == term.column), None)
     values = term.value if isinstance(term.value, tuple) else (term.value,)

@@ -1,6 +1,6 @@
-"""Values of a data file as the table's columns: found by field id at every level of nesting.
+"""Projects a data file's values onto the table's columns, by field id at every level of nesting.
 
-pyiceberg's own projection makes empty lists of null ones (0.12, lists of structs).
+pyiceberg's own projection turns null lists into empty ones (0.12, lists of structs).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StructT
 
 
 def project(array: pa.Array, held: IcebergType, wanted: IcebergType, kind: pa.DataType) -> pa.Array:
-    """The values of `array`, which are of type `held`, as `wanted`.
+    """Convert `array` from type `held` to `wanted`.
 
     Args:
         array: of any length and offset.
         held: its type, with the file's names and ids.
         wanted: the column's type now.
-        kind: the same in Arrow's words.
+        kind: `wanted` as an Arrow type.
 
     Raises:
         pa.ArrowException: a value can't be of that type.
@@ -56,7 +56,7 @@ def project(array: pa.Array, held: IcebergType, wanted: IcebergType, kind: pa.Da
 def absent(
     field: NestedField, kind: pa.DataType, num_rows: int, constants: Mapping[int, Any] | None = None
 ) -> pa.Array:
-    """A column that the file lacks: constant in its partition, or what older rows have, or null."""
+    """A column that the file lacks: its partition's constant, the initial default, or null."""
     value = (constants or {}).get(field.field_id, field.initial_default)
     return (
         pa.nulls(num_rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), num_rows)
@@ -64,7 +64,7 @@ def absent(
 
 
 def _lists(array: pa.Array, values: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Where each list begins and ends, and the values there: those of a slice only."""
+    """Offsets of the lists from 0, and their values; of a slice, only its own."""
     offsets = array.offsets.to_numpy()
     start, end = int(offsets[0]), int(offsets[-1])
     return pa.array(offsets - start), values.slice(start, end - start)

@@ -1,4 +1,4 @@
-"""Replacing a partition of an Iceberg table by one snapshot, and by none of ours twice."""
+"""Replaces a partition of an Iceberg table by one snapshot, exactly once."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Publishes one partition, however many commits that takes.
+    """Publishes one partition, and repeats refused commits.
 
-    Data files are written once. They are removed when no snapshot can refer to them: not while
-    the outcome of a commit is open.
+    Data files are written once, unless the schema changes meanwhile. They are removed when no
+    snapshot can refer to them, so not while a commit's outcome is unknown.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Publisher:
         data: Sequence[Path],
         most_file_bytes: int,
     ) -> None:
-        """`data` are local files of the rows, at least one; `most_file_bytes` is of the table's."""
+        """`data` are local files of the rows, at least one; `most_file_bytes` bounds new files."""
         self._catalog_table = catalog_table
         self._uri = catalog_table.uri
         self._column = column
@@ -59,7 +59,7 @@ class Publisher:
         rows = footers[0].schema.to_arrow_schema()
         self._rows = storable_schema(f"table {self._uri}", rows)
         self._staged: StagedFiles | None = None
-        self._overwrites: list[Overwrite] = []
+        self._overwrites: list[Overwrite] = []  # all tried: one in the table may have no answer
         self._is_open = False  # whether a commit of the staged files may have happened
 
     def publish(self, replaces: Publication | None, *, add_columns: bool) -> None:
@@ -85,7 +85,7 @@ class Publisher:
         ) from cause
 
     def _try(self, replaces: Publication | None, add_columns: bool) -> Exception | None:
-        """Look at the table and commit on top of it; returns the reason the commit was refused."""
+        """Commit once on top of the table as it is; returns None on success, else the failure."""
         with self._looking():
             table = self._catalog_table.load()
             if table is None:
@@ -123,14 +123,14 @@ class Publisher:
         return looking_again(self._uri, self._publication.partition, is_open=self._is_open)
 
     def _has_happened(self, table: Table) -> bool:
-        """Whether a commit of ours is part of the table, whatever its answer was."""
+        """Whether one of our commits is in the table, whatever its answer was."""
         if not any(overwrite.is_in(table) for overwrite in self._overwrites):
             return False
         _log.info("%s: the answer was lost, but the snapshot is there", self._uri)
         return True
 
     def _prepare(self, table: Table, view: PartitionView, add_columns: bool) -> Overwrite | None:
-        """A commit over the table as it is now, its data files written; None for nothing to do."""
+        """A commit on top of `table`, with its data files written; None if nothing would change."""
         old = [task.file for task in view.tasks()]
         new_names = check_takes(table, view, old, self._rows, add_columns=add_columns)
         new_columns = pa.schema([self._rows.field(name) for name in new_names])
@@ -155,12 +155,12 @@ def check_takes(
     *,
     add_columns: bool,
 ) -> list[str]:
-    """Names of the columns that the table lacks of the rows (`storable_schema`) to be published.
+    """Names of those columns of `rows` (from `storable_schema`) that the table lacks.
 
-    `view` is the partition in its newest state, and `old` are its files.
+    `view` is the partition's newest state, and `old` are its files.
 
     Raises:
-        TableError: the table or its partition isn't one that can be replaced by such rows.
+        TableError: such rows can't replace the partition.
     """
     where = f"table {view.uri}"
     if table.format_version > _NEWEST_FORMAT:

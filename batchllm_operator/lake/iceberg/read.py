@@ -1,4 +1,4 @@
-"""Rows of one Iceberg data file: columns found by field id, a few rows at a time."""
+"""Reads the rows of one Iceberg data file in batches, columns by field id."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from batchllm_operator.spec import FilterTerm
 
 
 class IcebergFiles:
-    """Reads data files as some of the table's columns.
+    """Reads some of the table's columns from data files.
 
-    `schema` is the snapshot's, with all columns; of these, `columns` are wanted, each once. Rows
-    that don't meet the `conditions`, which are on wanted columns, may come all the same.
+    `schema` is the snapshot's, with all columns; `columns` are those wanted, each once. Rows
+    that don't meet the `conditions`, which are on wanted columns, may still be returned.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class IcebergFiles:
             source = cast(IO[bytes], StorageFile(stream))
             held = self._held(file_schema(pq.read_metadata(source)))
             fields = {field.field_id: field for _, field in held}
-            # With rows to leave out by their place, none may be left out before.
+            # Deletes go by row position, so no rows may be filtered out before them.
             condition = None if deleted is not None else self._condition(fields, held)
             start = 0
             for batch in read_batches(source, pa.schema([kind for kind, _ in held]), {}, condition):
@@ -81,7 +81,7 @@ class IcebergFiles:
                 yield self._project(batch, fields, self._constants(task.file))
 
     def _held(self, physical: pa.Schema) -> list[tuple[pa.Field, NestedField]]:
-        """Columns of the file that are wanted, in Arrow's words and Iceberg's."""
+        """The wanted columns that the file has, as Arrow's and Iceberg's fields."""
         version = self._metadata.format_version
         in_file = pyarrow_to_schema(
             physical,
@@ -94,7 +94,7 @@ class IcebergFiles:
         held = []
         for field in in_file.fields:
             kind = wanted.get(field.field_id)
-            if kind is not None and pa.types.is_nested(kind):  # its parts may have other names
+            if kind is not None and pa.types.is_nested(kind):  # nested fields may have other names
                 kind = plain_type(physical.field(field.name).type)
             if kind is not None:
                 held.append((pa.field(field.name, kind), field))
@@ -116,7 +116,7 @@ class IcebergFiles:
         return pa.RecordBatch.from_arrays(columns, schema=self._arrow_schema)
 
     def _constants(self, file: DataFile) -> dict[int, Any]:
-        """Values of columns that are the same in all of the file's partition, by field id."""
+        """Values of columns that are constant in the file's partition, by field id."""
         parts = enumerate(self._metadata.specs()[file.spec_id].fields)
         return {
             part.source_id: file.partition[place]
@@ -127,7 +127,7 @@ class IcebergFiles:
     def _condition(
         self, fields: dict[int, NestedField], held: list[tuple[pa.Field, NestedField]]
     ) -> Any:
-        """The conditions whose columns the file has, by its own names, to leave out row groups."""
+        """The conditions on columns that the file has, by its own names, to skip row groups."""
         ids = {field.name: field.field_id for field in self._wanted.fields}
         terms = [
             term.model_copy(update={"column": fields[ids[term.column]].name})
@@ -137,7 +137,7 @@ class IcebergFiles:
         return row_condition(self._uri, terms, pa.schema([kind for kind, _ in held]))
 
     def _deleted(self, task: FileScanTask) -> npt.NDArray[np.int64] | None:
-        """Places of the file's rows that delete files name; None if there are no delete files."""
+        """Positions of the file's deleted rows; None without delete files."""
         if not task.delete_files:
             return None
         places = [np.zeros(0, dtype=np.int64)]
@@ -150,7 +150,7 @@ class IcebergFiles:
 
 
 class StorageFile(io.RawIOBase):
-    """A file whose failures to read carry an errno."""
+    """A file whose read errors have an errno."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
@@ -175,12 +175,9 @@ class StorageFile(io.RawIOBase):
 
 @contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Give an errno to failures that lack one, as Arrow's own for remote files do.
+    """Give `OSError`s without an errno, such as Arrow's for remote files, `EIO`.
 
-    The errno distinguishes a failing storage from a damaged file.
-
-    Raises:
-        OSError: with an errno, but for files that aren't there.
+    The errno distinguishes a failing storage from a damaged file. Missing files raise as before.
     """
     try:
         yield

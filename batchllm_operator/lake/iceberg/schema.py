@@ -1,4 +1,4 @@
-"""Between Arrow's types and Iceberg's, and from a partition's name to the column's value."""
+"""Converts between Arrow's and Iceberg's types, and between partition names and values."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def arrow_schema(schema: Schema) -> pa.Schema:
 
 
 def storable_schema(where: str, rows: pa.Schema) -> pa.Schema:
-    """The types that Iceberg has for `rows`: wider integers, microseconds, UTC.
+    """The columns of `rows` in Iceberg's types: wider integers, microseconds, UTC.
 
     Raises:
-        TableError: it has none for a column.
+        TableError: Iceberg has no type for a column.
     """
     fields = []
     for field in rows:
@@ -48,15 +48,15 @@ def storable_schema(where: str, rows: pa.Schema) -> pa.Schema:
 
 
 def iceberg_schema(rows: pa.Schema) -> Schema:
-    """A new table's schema, or columns to add to one, with ids that mean nothing yet."""
+    """A new table's schema, or columns to add to one, with provisional field ids."""
     return assign_fresh_schema_ids(_pyarrow_to_schema_without_ids(rows))
 
 
 def partition_value(where: str, kind: Any, partition: str) -> str | int | datetime.date:
-    """The partition's name as a value of the column's type, each of which has one name.
+    """The column's value for a partition's name; each value has one name.
 
     Raises:
-        TableError: it isn't one, or partitions of that type have no names here.
+        TableError: the name isn't a value of type `kind`, or that type can't name partitions.
     """
     match kind:
         case StringType():
@@ -76,7 +76,7 @@ def partition_value(where: str, kind: Any, partition: str) -> str | int | dateti
 
 
 def partition_name(kind: Any, value: Any) -> str:
-    """The reverse, of a value as partition records hold it: dates are days since 1970."""
+    """The name for a value from a partition record, where dates are days since 1970."""
     if isinstance(kind, DateType) and isinstance(value, int):
         return (_EPOCH + datetime.timedelta(days=value)).isoformat()
     return str(value)

@@ -25,10 +25,10 @@ _VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapsh
 
 
 class IcebergTable:
-    """A table in a catalog, with one snapshot after the other."""
+    """A `LakeTable` in an Iceberg catalog."""
 
     def __init__(self, address: TableAddress, partition_column: str, most_file_bytes: int) -> None:
-        """The table at an address; it need not exist yet. `most_file_bytes` is of new data files.
+        """The table need not exist yet. `most_file_bytes` bounds new data files.
 
         Raises:
             SpecError: pyiceberg's configuration has no such catalog.
@@ -40,7 +40,7 @@ class IcebergTable:
         self._partition_column = partition_column
 
     def partitions(self) -> list[str]:
-        """From the table's metadata, so the table must be partitioned by the column's values."""
+        """Read from metadata, so the table must be partitioned by the column's values."""
         table = self._catalog_table.load()
         return [] if table is None else partition_names(table, self.uri, self._partition_column)
 

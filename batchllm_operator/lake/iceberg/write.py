@@ -1,4 +1,4 @@
-"""Data files of an Iceberg table: written one at a time, a row group at a time."""
+"""Writes data files of an Iceberg table, one at a time, by row groups."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pyiceberg.table.metadata import TableMetadata
 from batchllm_operator.lake.data_files import Room, fit, row_groups
 
 _NO_LIMIT: Final = {TableProperties.PARQUET_ROW_GROUP_LIMIT: str(1 << 26)}
-"""Of rows in a row group, unless the table has one: groups are cut by their bytes."""
+"""Rows in a row group, unless the table has a limit: groups are cut by their bytes."""
 
 
 class _CountedFile(OutputFile):
-    """A file that knows how much was written to it so far."""
+    """A file that knows its write position."""
 
     def __init__(self, file: OutputFile) -> None:
         super().__init__(file.location)
@@ -52,8 +52,8 @@ class _CountedFile(OutputFile):
 class StagedFiles:
     """Data files that no snapshot refers to yet.
 
-    `schema` is the table's, which they were written for; `files` are their entries for a snapshot,
-    in the order of the rows.
+    `schema` is the table schema that they were written for; `files` are their entries for a
+    snapshot, in row order.
     """
 
     def __init__(self, table: Table, metadata: TableMetadata, column: str, value: Any) -> None:
@@ -74,9 +74,9 @@ class StagedFiles:
         """Write the rows of local Parquet files; columns that only the table has are null.
 
         Args:
-            data: the files, in the order of the rows.
+            data: the files, in row order.
             rows: their columns, as `storable_schema` gives them.
-            most_file_bytes: that a file may have, unless one row has more.
+            most_file_bytes: upper bound of a file, unless one row has more.
 
         Raises:
             pa.ArrowException: a value doesn't fit its column's type.
@@ -99,16 +99,16 @@ class StagedFiles:
             self._add(writer.result())
 
     def remove(self) -> None:
-        """Remove the files. Only when it is certain that no snapshot refers to them."""
+        """Remove the files. Only if no snapshot can refer to them."""
         from botocore.exceptions import BotoCoreError  # s3fs lets these through; slow to import
 
         while self._paths:
-            # What is left over does no harm, and the fault that led here is what matters.
+            # Leftovers are harmless, and must not hide the error that led here.
             with suppress(OSError, BotoCoreError):
                 self._table.io.delete(self._paths.pop())
 
     def _open(self) -> _CountedFile:
-        # Their names sort as the rows do.
+        # Names sort in row order.
         name = f"00000-{len(self._paths):05d}-{self._write_id}.parquet"
         path = self._table.location_provider().new_data_location(name, self._key)
         self._paths.append(path)

@@ -40,10 +40,10 @@ def is_visible(name: str) -> bool:
 
 
 def visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Files that hold data, or should: not those below `_x` or `.x`.
+    """The files that hold data: not those below `_x` or `.x`.
 
-    Only names ending in `.parquet`, if there are any: writers leave other files beside them. Of
-    those without it, empty ones stand for folders or say that a writer is done.
+    Only names ending in `.parquet` if there are any, as writers leave other files beside them;
+    otherwise all but empty files, which stand for folders or mark a finished write.
     """
     seen = {n: details for n, details in files.items() if is_visible(n)}
     named = {n: details for n, details in seen.items() if n.casefold().endswith(".parquet")}

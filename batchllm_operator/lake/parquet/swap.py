@@ -1,8 +1,8 @@
-"""Replacing a file only if it is still the one that was seen: what Parquet's commits rest on.
+"""Replaces a file only if it is unchanged (compare and swap), for commits to Parquet tables.
 
-On S3 the storage itself compares: `If-Match` with the ETag that was seen, `If-None-Match: *` where
-there was no file. On local disk a lock keeps everybody else of this package out meanwhile; it ends
-with its process, however that ends. Other storages offer neither: the last writer wins there.
+On S3 the storage compares: `If-Match` with the ETag that was read, `If-None-Match: *` if there was
+no file. On local disk a lock keeps other writers of this package out; it ends with its process. On
+other storages the last writer wins.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any, Final
 from batchllm_operator.errors import CommitUnknownError, StorageError
 from batchllm_operator.lake.folder import Folder
 
-_PART_BYTES: Final = 64 << 20  # what a single request may hold, and a part of a larger upload
+_PART_BYTES: Final = 64 << 20  # of a single request, or of a part of a larger upload
 _MOST_PARTS: Final = 10_000
-_UPLOADS: Final = 4  # at a time; each has a part in memory
+_UPLOADS: Final = 4  # concurrent; each has a part in memory
 _CONDITION_FAILS: Final = frozenset({409, 412})  # HTTP status; 404 too, where a file was expected
 
 
 class FileChangedError(Exception):
-    """The file isn't the one that was seen any more; nothing was written."""
+    """The file has changed since it was read; nothing was written."""
 
 
 @contextmanager
 def exclusive(folder: Folder, name: str) -> Iterator[None]:
-    """Keep others from replacing the local file `name` meanwhile; on other storages do nothing.
+    """Lock the local file `name` against replacement; on other storages do nothing.
 
     Raises:
-        StorageError: the folder can't be made, or can't hold a lock.
+        StorageError: the folder can't be created, or can't hold a lock.
     """
     if not folder.is_local:
         yield
@@ -46,29 +46,26 @@ def exclusive(folder: Folder, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the lock goes, or another's would be removed
+        path.unlink(missing_ok=True)  # while locked, or another's would be removed
         os.close(descriptor)
 
 
 def etag_of(file: Any) -> str | None:
-    """The ETag of a file that `Folder.open_file` opened: reading it goes on in that version only.
-
-    None where the storage has no ETags.
-    """
+    """The ETag of a file from `Folder.open_file`, whose reads stay in that version, or None."""
     details = getattr(file, "details", None)
     return details.get("ETag") if isinstance(details, dict) else None
 
 
 def replace_file(folder: Folder, source: Path, name: str, *, etag: str | None) -> None:
-    """Put a copy of the local file `source` in place of `name`, in one step.
+    """Replace `name` by a copy of the local file `source`, in one step.
 
-    The caller is `exclusive` in the folder. `etag` is of the file to replace; None if there is
-    none.
+    The caller holds the folder's `exclusive` lock. `etag` is that of the file to replace; None if
+    there is none.
 
     Raises:
-        FileChangedError: on S3, it is another file meanwhile, or there is one.
+        FileChangedError: on S3, the file has changed or appeared meanwhile.
         StorageError: the storage fails.
-        CommitUnknownError: S3 gave no answer; the request may yet arrive.
+        CommitUnknownError: S3 gave no answer; the request may still arrive.
     """
     if not hasattr(folder.fs, "call_s3"):
         folder.publish_file(source, name)
@@ -96,7 +93,7 @@ def _lock(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The one before may have removed it meanwhile: that is no lock against newer ones.
+            # The previous holder may have removed the file: locking that one excludes no one.
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except FileNotFoundError:  # just now
@@ -121,7 +118,7 @@ def _upload(folder: Folder, source: Path, name: str, condition: dict[str, str]) 
     except BaseException:
         fs.call_s3("abort_multipart_upload", **target)
         raise
-    # Not aborted if this fails: its answer may be what was lost.
+    # Not aborted if this fails: it may have succeeded with its answer lost.
     fs.call_s3("complete_multipart_upload", **target, MultipartUpload={"Parts": parts}, **condition)
 
 

@@ -2,7 +2,7 @@
 
 A published partition is one file, `<column>=<value>/data.parquet`, because one file can be
 replaced in one step both locally (rename) and on S3 (PUT), without a transaction log. Its footer
-says whose outputs it holds.
+names the publication.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
 _LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)
-"""Before each try, as another request was writing the file at the same time."""
+"""Before each try: S3 refuses one of two concurrent writes."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ class ParquetTable:
         self._partition_column = partition_column
 
     def partitions(self) -> list[str]:
-        """From the folders; a published partition is always at their first level."""
+        """Read from folder names; a published partition is always at the first level."""
         return sorted(set(self._names_in(self._folder)))
 
     def snapshot(self, partition: str) -> Snapshot:
@@ -90,7 +90,7 @@ class ParquetTable:
     def _newest_schema(
         self, files: Mapping[str, dict[str, Any]], partition: str
     ) -> dict[str, pa.Schema]:
-        """The columns of an absent partition: those of the last file that can be read."""
+        """The columns of an absent partition: those of the last readable file."""
         broken: TableError | None = None
         for name, details in reversed(list(files.items())):
             try:
@@ -152,7 +152,7 @@ class ParquetTable:
         replaces: Publication | None,
         add_columns: bool = False,
     ) -> None:
-        """See the protocol; the footer of `data` must name the publication (`published_schema`)."""
+        """See `LakeTable`; the footer of `data` must name the publication (`published_schema`)."""
         (file,) = files_of(data)
         footer = pq.read_metadata(file)
         rows = footer.schema.to_arrow_schema()
@@ -179,7 +179,7 @@ class ParquetTable:
     def _replace(
         self, folder: Folder, file: Path, publication: Publication, replaces: Publication | None
     ) -> Exception | None:
-        """Replace the partition's file; again while others write it. Returns why it isn't."""
+        """Replace the partition's file, repeating while others write it; returns the failure."""
         for longest_s in _LONGEST_PAUSES_S:
             time.sleep(random.uniform(0, longest_s))
             found, etag = self._look(publication.partition)
@@ -195,7 +195,7 @@ class ParquetTable:
         return failure
 
     def _look(self, partition: str) -> tuple[Publication | None, str | None]:
-        """Whose outputs the partition holds, and the ETag of its file where there are ETags."""
+        """The partition's publication, and the ETag of its file on storages that have ETags."""
         folder, names = self._partition_folder(partition)
         foreign = [name for name in names if name != DATA_FILE]
         if foreign:
@@ -209,7 +209,7 @@ class ParquetTable:
         try:
             with folder.open_file(DATA_FILE) as file, reading(where, partition):
                 etag, found = etag_of(file), publication_of(pq.read_metadata(file))
-        except FileNotFoundError:  # it went since it was listed
+        except FileNotFoundError:  # removed since it was listed
             return None, None
         if found is None:
             raise TableError(
@@ -219,7 +219,7 @@ class ParquetTable:
         return found, etag
 
     def _published_schema(self, but: str) -> pa.Schema | None:
-        """Columns of the newest partition with a file of ours, by name, other than `but`."""
+        """Columns of the last partition by name that has a published file, `but` left out."""
         for partition in reversed(self.partitions()):
             folder, files = self._partition_folder(partition)
             if partition == but or DATA_FILE not in files:
@@ -229,7 +229,7 @@ class ParquetTable:
         return None
 
     def _check_free(self) -> None:
-        """Refuse to make a table where another lies: readers would take both for one."""
+        """Refuse to create a table on top of another: readers would take both for one."""
         for name in self._folder.find():
             if is_visible(name) and name.endswith(".parquet"):
                 raise TableError(
@@ -240,7 +240,7 @@ class ParquetTable:
     def _partition_folder(self, partition: str) -> tuple[Folder, dict[str, dict[str, Any]]]:
         """The partition's folder, and the files in it that readers see.
 
-        Another program may have escaped its name otherwise: to readers that is the same partition.
+        Other programs may escape the name differently: readers take that for the same partition.
         """
         own = folder_name(self._partition_column, partition)
         holding = {}
@@ -257,7 +257,7 @@ class ParquetTable:
         return self._folder.child(name), files
 
     def _names_in(self, folder: Folder) -> Iterator[str]:
-        """Names of the partitions whose folders are in this one, or in folders of other columns."""
+        """Names of partitions with a folder in this one, or in its folders of other columns."""
         for name in folder.subfolder_names():
             values = hive_values(f"{name}/")
             if self._partition_column not in values:
@@ -285,7 +285,7 @@ class ParquetTable:
         return visible(found)
 
     def _check_files(self, found: Mapping[str, dict[str, Any]], partition: str) -> None:
-        """Refuse what can't be read of the partition, before it is left out or taken for a file."""
+        """Refuse the partition's unreadable files, rather than skip them."""
         for name, details in found.items():
             if not is_visible(name):
                 continue
@@ -310,7 +310,7 @@ class ParquetTable:
         return {n: each for n, each in files.items() if hive_values(n).get(column) == partition}
 
     def _is_current(self, snapshot: Snapshot) -> bool:
-        """Whether the partition still has the snapshot's files, as they were."""
+        """Whether the partition still has the snapshot's files, unchanged."""
         now = self._chosen(self._files_near(snapshot.partition), snapshot.partition)
         sizes = {name: int(details["size"]) for name, details in now.items()}
         return sizes == {file.name: file.size_bytes for file in snapshot.files} and all(
@@ -320,7 +320,7 @@ class ParquetTable:
         )
 
     def _pin(self, name: str, details: Mapping[str, Any]) -> tuple[pq.FileMetaData, InputFile]:
-        """A file's footer, and the file as a snapshot has it."""
+        """A file's footer, and its entry in a snapshot."""
         size_bytes = int(details["size"])
         footer, digest = read_footer(self._folder, name, size_bytes)
         version = _etag_version(details) or f"footer-sha256:{digest}"
@@ -345,6 +345,6 @@ def _listing_version(files: Sequence[InputFile]) -> str:
 
 
 def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:
-    """What the file's folders say of the partition's folder columns; None is null."""
+    """Values of the partition's folder columns, from the file's path; None is null."""
     known = hive_values(snapshot.files[0].name)  # others aren't in the schema
     return {column: value for column, value in hive_values(name).items() if column in known}

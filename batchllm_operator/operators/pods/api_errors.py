@@ -1,4 +1,4 @@
-"""What the cluster's API says when it refuses, in the words that decisions are made with."""
+"""Interprets error answers of the cluster's API."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ UNAUTHORIZED: Final = 401
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same call may be answered later."""
+    """Whether the same call may succeed later."""
     if not isinstance(error, ApiException | AsyncApiException):
         return isinstance(error, Exception)
-    if error.status == CONFLICT:  # over a quota that many change at a time
+    if error.status == CONFLICT:  # concurrent changes of a quota
         return reason_of(error) == "Conflict"
     return error.status in (0, UNAUTHORIZED, TOO_MANY) or (error.status or 0) >= 500
 
 
 def status_of(error: Any) -> Mapping[str, Any]:
-    """The `Status` that the API answered an error with; empty if it wasn't the API, or no JSON."""
+    """The `Status` in an error answer; empty if it isn't the API's, or isn't JSON."""
     try:
         body = json.loads(error.body or "")
     except (TypeError, ValueError):
@@ -35,7 +35,7 @@ def status_of(error: Any) -> Mapping[str, Any]:
 
 
 def reason_of(error: ApiException | AsyncApiException) -> str:
-    """The API's word for an error, such as `AlreadyExists`."""
+    """The API's reason for an error, such as `AlreadyExists`."""
     return str(status_of(error).get("reason", ""))
 
 
@@ -46,5 +46,5 @@ def message_of(error: Exception) -> str:
 
 
 def is_over_quota(error: Any) -> bool:
-    """Whether a ResourceQuota has no room; a refusal by policy differs in its text only."""
+    """Whether a ResourceQuota is exhausted; a refusal by policy differs in its text only."""
     return error.status == FORBIDDEN and "exceeded quota" in (error.body or "")

@@ -1,4 +1,4 @@
-"""The pods of one attempt: found by their labels, taken up, made, and removed."""
+"""The pods of one owner: finds them by label, takes them up, creates and removes them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from batchllm_operator.operators.pods.owner import LABEL, Attempt
 from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, Stage
 
 _LOOK: Final = 0.25
-"""Of the time for a deletion: to see whose the pod is."""
+"""Share of a deletion's time for reading the pod's labels."""
 _UNSEEN_POLL_S: Final = 0.5
-"""Between two looks for a pod that may be about to appear."""
+"""Pause before looking again for a pod whose creation may be under way."""
 
 
 class QuotaExceededError(Exception):
@@ -38,27 +38,27 @@ class QuotaExceededError(Exception):
 
 
 class SupersededError(Exception):
-    """A later try of the task has a pod: this one is not the task's any more."""
+    """A later try of the task has a pod, so this try is obsolete."""
 
 
 @dataclass
 class AttemptPods:
-    """The pods of one attempt, and what may be done with them."""
+    """Manages the pods of one owner."""
 
     connect: Callable[[], CoreV1Api]
-    """As for `ClusterCalls`, and so are `log`, `patience_s`, `limit_s` and `is_stopped`."""
+    """See `ClusterCalls`, also for `log`, `patience_s`, `limit_s` and `is_stopped`."""
     namespace: str
     attempt: Attempt
     container_name: str
     log: logging.Logger | Any
     _: KW_ONLY
     has_secrets: bool
-    """Whether its pods have Secrets of their own, named as they are."""
+    """Whether each pod has a Secret of its own, with the pod's name."""
     patience_s: float
     limit_s: float | None = None
     is_stopped: Callable[[], bool]
     poll_s: float = 2.0
-    """Between two looks at a pod that is waited for."""
+    """Pause between two reads of the pods."""
 
     def __post_init__(self) -> None:
         self.calls = ClusterCalls(
@@ -71,13 +71,13 @@ class AttemptPods:
         self._ending_since: dict[str, float] = {}
 
     def take(self, make: Callable[[int], k8s.V1Pod], *, keep_dead: bool) -> tuple[k8s.V1Pod, bool]:
-        """The live pod that does this work, or else a new one; and whether it is new.
+        """The live pod that does this work, or a new one; and whether it is new.
 
-        The new one is what `make` gives for the first ordinal of `Attempt.pod_name` that no pod
-        has.
+        `make` returns the new pod for an ordinal (see `Attempt.pod_name`): the first whose name is
+        free.
 
         Raises:
-            QuotaExceededError: a quota has no room for it.
+            QuotaExceededError: a quota has no room for the pod.
             SupersededError: a later try has begun.
             ApiException: the cluster refuses.
             StoppedError: the task was killed, or its supervisor has died.
@@ -97,14 +97,13 @@ class AttemptPods:
             if made is not None:
                 self._clear_beside(made)
                 return made, True
-            self.calls.pause(self.poll_s)  # it was just made elsewhere, or is on its way out
+            self.calls.pause(self.poll_s)  # just created elsewhere, or terminating
 
     def _find(self, *, keep_dead: bool) -> tuple[k8s.V1Pod | None, set[str]]:
-        """The live pod that does this work, if there is one, and the names of all pods that stay.
+        """The live pod that does this work, if any, and the names of all pods that stay.
 
-        Waits for pods that are on their way out, so that two never work side by side; removes those
-        that have ended (unless `keep_dead`), those that do other work, and all but the oldest of
-        several.
+        Waits for terminating pods, so that two never work side by side; removes those that have
+        ended (unless `keep_dead`), those that do other work, and all but the oldest of several.
         """
         said = ""
         while True:
@@ -132,11 +131,7 @@ class AttemptPods:
             self.calls.pause(self.poll_s)
 
     def _stamp(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
-        """Label a pod that is taken up as this try's, so that no earlier one deletes it.
-
-        Returns:
-            None if it has changed meanwhile, or has gone: look again.
-        """
+        """Label a pod as this try's, so that no earlier one deletes it; None if it has changed."""
         metadata = pod.metadata
         if (metadata.labels or {}).items() >= self.attempt.labels.items():
             return pod
@@ -163,14 +158,14 @@ class AttemptPods:
         return self.calls.retried(stamp)
 
     def _clear_beside(self, made: k8s.V1Pod) -> None:
-        """Look for another try's pod once more: with another ordinal, the API refuses neither.
+        """Look for other tries' pods again: with different ordinals, the API refuses neither.
 
-        Each try does so after it has made its pod, so that one of two sees the other's.
-        `SupersededError` if that is a later try's; `made` is removed then.
+        Each try does so after creating its pod, so that one of two sees the other's. Earlier tries'
+        pods are removed; for a later try's, `made` is removed and `SupersededError` raised.
         """
         try:
             pods = self._list()
-        except (ApiException, HTTPError) as error:  # the pod is there, and has to be watched
+        except (ApiException, HTTPError) as error:  # the new pod still has to be watched
             self.log.warning("Can't look for pods of other tries: %s", message_of(error))
             return
         others = [
@@ -188,9 +183,9 @@ class AttemptPods:
             self.delete(pod.metadata.name, pod.metadata.uid)
 
     def _create(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
-        """Make a pod; None if another pod of the owner has that name: look again.
+        """Create a pod; None if another try's pod has that name.
 
-        A pod of this try is what a lost answer has left, and is taken.
+        If the answer to a creation was lost, this try's pod is there already, and is returned.
         """
         try:
             made, is_new = self.calls.retried(
@@ -205,11 +200,10 @@ class AttemptPods:
         return made if is_ours and self._state(made).is_live else None
 
     def put_secret(self, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
-        """Make or renew the Secret that a pod of ours refers to, which has the pod's name.
+        """Create or replace the pod's Secret, which has the pod's name.
 
-        It belongs to the pod from the beginning, so that the cluster removes it with the pod; until
-        it is there, the pod's container waits for it. One that is there may belong to an earlier
-        pod of that name, and go with that one.
+        The pod owns it, so that the cluster removes both; the pod's container waits for it.
+        An existing one may belong to an earlier pod of that name, and vanish with it.
 
         Raises:
             QuotaExceededError: a quota has no room for it.
@@ -231,10 +225,10 @@ class AttemptPods:
             self.calls.pause(self.poll_s)
 
     def delete(self, name: str, uid: str, *, at_once: bool = False) -> None:
-        """Ask a pod to stop, within its grace period or at once; its Secret goes with it.
+        """Delete a pod, within its grace period or `at_once`; its Secret goes with it.
 
-        Another pod of that name is left alone, and so is one that a later try has. A pod without a
-        `uid` may still be on its way: it is looked for until the time for all calls is over.
+        Another pod of that name, and one that a later try has, is left alone. Without a `uid` the
+        pod's creation may be under way: it is looked for until the time for all calls is over.
         """
         while True:
             try:
@@ -250,9 +244,9 @@ class AttemptPods:
     def _delete_once(
         self, name: str, uid: str, at_once: bool, api: CoreV1Api, *, _request_timeout: float
     ) -> None:
-        """Look at the pod, and delete it as it is then: a later try may just take it up.
+        """Read the pod, and delete that version of it, as a later try may take it up meanwhile.
 
-        A look that fails doesn't hold the deletion back: there may be no time for another one.
+        If reading fails, it is deleted anyway: there may be no time for another attempt.
         """
         expected = k8s.V1Preconditions(uid=uid) if uid else None
         try:
@@ -280,10 +274,7 @@ class AttemptPods:
         )
 
     def delete_all(self, *, keep_dead: bool) -> None:
-        """Ask the owner's pods to stop, and remove those that have (unless `keep_dead`).
-
-        Those of a later try are left alone.
-        """
+        """Delete the owner's pods, except a later try's and, with `keep_dead`, those that ended."""
         for pod in self._list():
             if self.attempt.is_before(pod.metadata.labels or {}):
                 continue
@@ -312,9 +303,9 @@ class AttemptPods:
         return PodState.of(pod, self.container_name)
 
     def _is_ending(self, pod: k8s.V1Pod) -> bool:
-        """Asked to stop and still at work; one whose node doesn't answer is removed by force.
+        """Whether the pod is terminating; past its grace period it is removed by force.
 
-        Its time is taken from when it was first seen so: the cluster's clock may be another.
+        The time counts from when this was first seen, because the cluster's clock may differ.
         """
         uid, metadata = pod.metadata.uid, pod.metadata
         if metadata.deletion_timestamp is None or self._state(pod).stage is Stage.ENDED:
@@ -330,7 +321,7 @@ class AttemptPods:
     def _create_or_read(
         self, api: CoreV1Api, pod: k8s.V1Pod, limits: Mapping[str, Any]
     ) -> tuple[k8s.V1Pod, bool]:
-        """The new pod, or the owner's that has its name already; and whether it is new."""
+        """The new pod, or the owner's existing one of that name; and whether it is new."""
         while True:
             try:
                 return api.create_namespaced_pod(self.namespace, pod, **limits), True
@@ -343,8 +334,8 @@ class AttemptPods:
             except ApiException as error:
                 if error.status != NOT_FOUND:
                     raise
-                self.calls.pause(self.poll_s)  # its namesake has just gone
+                self.calls.pause(self.poll_s)  # its namesake has just vanished
                 continue
             if (found.metadata.labels or {}).get(f"{LABEL}/attempt") != self.attempt.owner:
-                raise taken  # a stranger's
+                raise taken  # not the owner's pod
             return found, False

@@ -1,4 +1,4 @@
-"""Calls of the cluster's API that are made again for a while, and never longer than allowed."""
+"""Calls of the cluster's API with retries within time limits."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ from batchllm_operator.operators.pods.api_errors import is_passing, message_of
 
 _REQUEST_S: Final = 30.0
 _SHORTEST_REQUEST_S: Final = 0.5
-"""So that a request is sent even if there is no time to wait for its answer."""
+"""A request is sent even if there is no time to wait for its answer."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _Answer = TypeVar("_Answer")
 
 
 class StoppedError(Exception):
-    """The task was killed while this waited for the cluster."""
+    """The task was killed while a call waited for the cluster."""
 
 
 @dataclass
 class ClusterCalls:
-    """Makes calls that fail for a passing reason again, for `patience_s`.
+    """Repeats calls that fail for a passing reason, for `patience_s`.
 
-    Passing reasons are no connection, 429, 5xx, an expired token, or a conflict over a quota: a
-    restart of the API server goes unnoticed.
+    Passing reasons are no connection, 429, 5xx, an expired token, or a conflict over a quota, so
+    that a restart of the API server goes unnoticed.
     """
 
     connect: Callable[[], CoreV1Api]
-    """Makes a client that doesn't retry by itself; called again after each failure."""
+    """Returns a client without retries of its own; called again after each failure."""
     log: logging.Logger | Any
-    """Shows the user what happens."""
     _: KW_ONLY
     patience_s: float
-    """For each call."""
+    """Seconds for each call."""
     limit_s: float | None = None
-    """For all calls together, from now on; None for no such limit."""
+    """Seconds for all calls together, from now on; None for no limit."""
     is_stopped: Callable[[], bool]
     """Whether the task was killed meanwhile."""
 
@@ -58,16 +57,16 @@ class ClusterCalls:
         return time.monotonic() >= self._over_at
 
     def interrupt(self) -> None:
-        """End a call that is under way, when called from a signal handler in its thread.
+        """End a running call, when called from a signal handler in its thread.
 
         Raises:
-            StoppedError: there is one; whether the cluster does what it asks for is unknown.
+            StoppedError: there is one; whether the cluster carries it out is unknown.
         """
         if self._caller == threading.get_ident():
             raise StoppedError
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call a method of whatever client is current then.
+        """Call a method of the current client.
 
         Raises:
             ApiException: the cluster refuses.
@@ -77,7 +76,7 @@ class ClusterCalls:
         return self.retried(lambda api, **limits: getattr(api, name)(*args, **options, **limits))
 
     def call_unlogged(self, name: str, *args: Any) -> None:
-        """The same without a body in the answer, which the client would log when debugging."""
+        """Like `call`, but discards the answer, which the client would log when debugging."""
         answer = self.call(name, *args, _preload_content=False)
         answer.drain_conn()  # else the next request on this connection fails
         answer.release_conn()

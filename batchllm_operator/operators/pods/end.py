@@ -1,4 +1,4 @@
-"""How watching a pod ended, and what to tell the user of it."""
+"""How watching a pod ended, and its explanation for the user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EndKind(StrEnum):
 
     EXITED = "exited"
     DISRUPTED = "disrupted"
-    """By the cluster: eviction, preemption, loss of the node."""
+    """Ended by the cluster: eviction, preemption, loss of the node."""
     GONE = "gone"
     """Deleted from outside."""
     QUEUE_LIMIT = "queue_limit"
@@ -26,15 +26,15 @@ class EndKind(StrEnum):
     """It can't start: image, Secret, volume."""
     TIMEOUT = "timeout"
     API_LOST = "api_lost"
-    """The cluster's API didn't answer for too long; the pod may be well."""
+    """The cluster's API didn't answer for too long; the pod may still run."""
     FORBIDDEN = "forbidden"
-    """The watcher may not read pods; the pod may be well."""
+    """The watcher may not read pods; the pod may still run."""
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class PodEnd:
-    """How a pod ended; goes through a trigger's event as a dictionary."""
+    """How a pod ended; sent in a trigger's event as a dictionary."""
 
     kind: EndKind
     pod_name: str
@@ -44,9 +44,9 @@ class PodEnd:
     message: str = ""
     exit_code: int | None = None
     is_unreachable: bool = False
-    """Its node doesn't answer: it can only be removed by force."""
+    """The pod's node doesn't answer, so it can only be removed by force."""
     is_over: bool = False
-    """All of its containers have ended; if only the main one has, others hold its resources."""
+    """All containers have ended; while one runs, the pod holds its resources."""
 
     @property
     def is_disruption(self) -> bool:
@@ -58,7 +58,7 @@ class PodEnd:
 
     @property
     def may_stay(self) -> bool:
-        """Whether the pod costs nothing any more, so that a user may look at it."""
+        """Whether the pod holds no resources, and so may be kept for inspection."""
         return self.is_over and not self.is_unreachable
 
     @property
@@ -77,7 +77,7 @@ class PodEnd:
         return cls(**{**event, "kind": EndKind(event["kind"])})
 
     def explanation(self) -> str:
-        """One sentence for the task's log: what happened, and what can be done about it."""
+        """One sentence for the task's log: what happened, and what to do about it."""
         pod, said = f"pod {self.pod_name}", _clipped(self.message)
         reason = self.reason or "no reason given"
         return {
@@ -128,6 +128,6 @@ def _exit_words(end: PodEnd) -> str:
 
 
 def _clipped(text: str, limit: int = 600) -> str:
-    """The command's own error if there is one, else the end of what was said; on one line."""
+    """The command's own error if there is one, else the end of the text; on one line."""
     line = " ".join(text.rpartition(ERROR_MARK)[2].split())
     return line if len(line) <= limit else "..." + line[-limit:]

@@ -1,4 +1,4 @@
-"""Whose a pod is: its labels and its name."""
+"""The owner of a pod, in its labels and its name."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _MAX_NAME: Final = 63  # a pod's name is its host name too
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Whose a pod is: one mapped task of one DAG run, whatever its try, and its work."""
+    """A try of a mapped task, whose owner is the same for all tries, and its pod's work."""
 
     owner: str
     """Digest of output table, DAG, run, task and map index."""
     work: str
-    """Digest of what the pod is to do; an owner that is cleared may get other work."""
+    """Digest of the pod's work, which may change when the task is cleared."""
     try_number: int
     try_id: str
     """Airflow's id of the try, a UUID of version 7: the later the try, the greater."""
 
     @classmethod
     def of(cls, ti: Any, table_uri: str, work: str) -> Attempt:
-        """The attempt that a task instance makes at `work`.
+        """For a task instance and its `work`.
 
-        The table tells Airflows apart that share a namespace, and names of DAGs and runs.
+        The table distinguishes Airflows that share a namespace, and names of DAGs and runs.
         """
         owner = (table_uri, ti.dag_id, ti.run_id, ti.task_id, str(ti.map_index))
         return cls(_digest("\0".join(owner)), _digest(work), int(ti.try_number), str(ti.id))
@@ -47,10 +47,10 @@ class Attempt:
         return f"{LABEL}/attempt={self.owner}"
 
     def pod_name(self, stem: str, ordinal: int) -> str:
-        """The same for all tries: of two that make a pod at once, the API refuses one.
+        """The same for all tries: the API refuses one of two that create a pod at once.
 
-        A pod that has ended keeps its name while it is there: because the user wants it kept, or
-        until a finalizer is taken away. The next one has a higher ordinal then.
+        A higher ordinal is needed while an ended pod keeps its name, because the user keeps it or a
+        finalizer does.
         """
         suffix = f"-{self.owner}-{ordinal}"
         stem = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")

@@ -1,4 +1,4 @@
-"""Reading a pod's log piece by piece, so that each line is passed on once."""
+"""Reads a pod's log in pieces, and passes each line on once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 
 _FORBIDDEN: Final = 403
 _FIRST_LINES: Final = 2_000
-"""Of a log that was written before the first read."""
+"""Lines to read of a log that was written before the first read."""
 _MAX_BYTES: Final = 4 << 20
 _MARGIN_S: Final = 2.0
 _LINE: Final = re.compile(
@@ -23,11 +23,11 @@ _LINE: Final = re.compile(
 
 
 class LogReader:
-    """Passes the new lines of a container's log on, and once a read that fails.
+    """Passes on new lines of a container's log, and reports a failing read once.
 
-    The API gives lines with the times that the node put on them, and takes only ages, in whole
-    seconds. Ages are counted from the read before, by this machine's steady clock; times are
-    compared with each other only. So no clock has to agree with another.
+    The API returns lines with the node's times, but takes only ages, in whole seconds. Ages count
+    from the previous read, by this machine's monotonic clock; times are compared only with each
+    other. So no two clocks have to agree.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LogReader:
         self._trouble = ""
 
     async def pass_on(self, api: Any, request_s: float) -> bool:
-        """Log what is new; whether the log could be read."""
+        """Log new lines; returns whether the log could be read."""
         started_at = time.monotonic()
         arguments: dict[str, Any] = {"tail_lines": _FIRST_LINES}
         if self._read_at is not None:
@@ -77,7 +77,7 @@ class LogReader:
         return False
 
     def _pass_line_on(self, line: bytes) -> None:
-        """Log one line; of a progress bar, which writes over itself, what was seen last."""
+        """Log one line; of a progress bar, which overwrites itself, its last state."""
         match = _LINE.match(line)
         if match is None:
             return  # cut off at the limit, or the end of the text
