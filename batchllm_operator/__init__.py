@@ -21,7 +21,7 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a stage when it is first asked for: the package itself stays light."""
+    """Import a stage on first access, so that importing the package is cheap."""
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

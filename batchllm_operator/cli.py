@@ -1,4 +1,4 @@
-"""The `batchllm` command: composes the stages, and turns errors into messages and exit codes."""
+"""The `batchllm` command: runs the stages, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from batchllm_operator.errors import (
 from batchllm_operator.named_file import parse_file, write_file
 from batchllm_operator.standard_streams import say
 
-# Each command imports its stage when it runs, so that --help and schema answer at once.
+# Each command imports its stage when it runs, so that --help answers at once.
 
 RESULT_VERSION: Final = 1
 _log = logging.getLogger("batchllm_operator")
@@ -50,13 +50,13 @@ Result = Mapping[str, Any]
 
 
 class _Command(Protocol):
-    """What each module of `commands` has."""
+    """The interface of each module in `commands`."""
 
     def add_arguments(self, command: argparse.ArgumentParser) -> None:
-        """Give the command its arguments, and as default `check` what sees if they fit together."""
+        """Add the command's arguments, with a default `check` of their combination."""
 
     def run(self, args: argparse.Namespace) -> Result:
-        """Do it, print what users want to know, and return what `--result` writes."""
+        """Run the command, print for the user, and return the content for `--result`."""
 
 
 _COMMANDS: Final[Mapping[str, tuple[_Command, str]]] = {
@@ -79,13 +79,13 @@ _WITHOUT_RESULT: Final = ("schema", "demo-table", "demo-model")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `errors.ExitCode`).
 
-    Libraries repeat in their messages what they were given; credentials are taken out of all that
-    this process prints itself, tracebacks included.
+    Credentials are masked in everything that this process prints, including tracebacks, because
+    libraries' messages may repeat them.
     """
     standard_streams.open_streams()
     try:
         from batchllm_operator.spec.masking import MaskedStream, Masker
-    except ModuleNotFoundError as error:  # installed without what it depends on
+    except ModuleNotFoundError as error:  # installed without its dependencies
         say(f"{ERROR_MARK}{MissingLibraryError.of(error, 'batchllm')}")
         return ExitCode.INVALID
     masker = Masker.of(os.environ)
@@ -95,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         try:
             code = _main(argv)
-        except SystemExit as stop:  # argparse has said why
+        except SystemExit as stop:  # argparse has printed the reason
             code = stop.code if isinstance(stop.code, int) else ExitCode.FAILURE
-        except Exception:  # noqa: BLE001  Python itself would print it past the masks
+        except Exception:  # noqa: BLE001  Python itself would print it unmasked
             say(traceback.format_exc())
             code = ExitCode.FAILURE
         return standard_streams.finish(code)
@@ -112,9 +112,9 @@ def _main(argv: Sequence[str] | None) -> int:
         level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
     )
     _log.setLevel(logging.INFO)
-    if not sys.warnoptions:  # libraries warn their developers; -W and PYTHONWARNINGS bring it back
+    if not sys.warnoptions:  # warnings are for developers; -W and PYTHONWARNINGS enable them
         warnings.simplefilter("ignore")
-    # And torch's C++, such as to which node vLLM binds memory; read when torch is imported.
+    # For torch's C++ logs, such as vLLM's memory binding; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if args.die_with_parent is not None:
         from batchllm_operator.engine.lifeline import die_with_parent
@@ -136,7 +136,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         say(f"{ERROR_MARK}{MissingLibraryError.of(error, f'batchllm {args.name}')}")
         return ExitCode.INVALID
-    except OSError as error:  # the machine's or the storage's, met where no stage expects it
+    except OSError as error:  # of the machine or the storage, where no stage expects it
         return standard_streams.code_of(error)
     except Interrupted as stop:
         say(f"batchllm: {stop}; what was finished is kept: give the same command again to go on")
@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_result(command: argparse.ArgumentParser) -> None:
-    """Give the command the arguments of those that Airflow's tasks start."""
+    """Add the arguments of commands that Airflow's tasks start."""
     command.add_argument(
         "--result", type=parse_file, metavar="FILE", help="write counts and URIs there as JSON"
     )

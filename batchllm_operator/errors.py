@@ -1,7 +1,7 @@
-"""Every error a user can meet, with the exit code that the command line gives it.
+"""Every error that a user can meet, with its exit code on the command line.
 
-An error's message says what was wrong, where (file, table, column, row), and what
-to do. Callers branch on the class, never on the text.
+A message says what was wrong, where (file, table, column, row), and what to do. Callers branch on
+the class, never on the text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import ClassVar, Final
 
 ERROR_MARK: Final = "batchllm: error: "
-"""What the command puts before the message of an error that ends it, on stderr."""
+"""Prefix on stderr of the error that ended the command."""
 
 
 _EXTRAS: Final = {
@@ -20,7 +20,7 @@ _EXTRAS: Final = {
     "torch": ("cpu", "gpu"),
     "vllm": ("gpu", "cpu"),
 }
-"""Libraries that aren't dependencies, and the extras that bring them."""
+"""Optional libraries, and the extras that install them."""
 
 
 class ExitCode(IntEnum):
@@ -32,15 +32,15 @@ class ExitCode(IntEnum):
     EMPTY = 3  # the partition has no rows and the spec says on_empty: fail
     TOO_MANY_FAILED_ROWS = 4  # more than max_failed_fraction
     INCOMPLETE = 5  # commit before every shard has finished
-    CONFLICT = 6  # somebody else has published the partition meanwhile
+    CONFLICT = 6  # another client has published the partition meanwhile
     FENCED = 7  # a later attempt at the shard has taken over
     INTERRUPTED = 130  # 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
 
 
 FINAL_EXIT_CODES: Final = (ExitCode.INVALID, ExitCode.TOO_MANY_FAILED_ROWS, ExitCode.CONFLICT)
-"""Failures that a retry can't mend. An empty partition isn't one: data may come late. Nor is
-a fenced attempt: its task waits for the other's results, and retries if they don't come."""
+"""Failures that a retry can't mend. An empty partition is not among them, as data may come late;
+nor is a fenced attempt, whose task waits for the other's results, and retries if there are none."""
 
 
 class BatchLLMError(Exception):
@@ -62,7 +62,7 @@ class TableError(BatchLLMError):
 
 
 class MissingLibraryError(BatchLLMError):
-    """A library that is needed isn't installed."""
+    """A required library isn't installed."""
 
     exit_code = ExitCode.INVALID
 
@@ -117,7 +117,7 @@ class IncompleteRunError(BatchLLMError):
 
 
 class ConflictError(BatchLLMError):
-    """Somebody else has published the partition meanwhile; nothing of ours was."""
+    """Another client has published the partition meanwhile; our outputs were not published."""
 
     exit_code = ExitCode.CONFLICT
 
@@ -137,15 +137,15 @@ class StorageError(BatchLLMError):
 
 
 class EngineError(BatchLLMError):
-    """The inference engine can't start, or died and could not be revived."""
+    """The inference engine can't start, or died and couldn't be restarted."""
 
 
 class RunaheadError(EngineError):
-    """Replicas that share a prefill can't, or can no longer, hand KV to one another."""
+    """The replicas of a chain can't, or can no longer, hand KV to each other."""
 
 
 class RunaheadMismatchError(RunaheadError):
-    """Replicas that were to share a prefill differ in model, precision, KV layout or version."""
+    """The replicas of a chain differ in model, precision, KV layout or version."""
 
     exit_code = ExitCode.INVALID
 
@@ -153,7 +153,7 @@ class RunaheadMismatchError(RunaheadError):
 class Interrupted(KeyboardInterrupt):
     """The command was asked to stop by a signal. Finished parts are kept.
 
-    A `KeyboardInterrupt`, so that no `except Exception` on the way swallows it.
+    A `KeyboardInterrupt`, so that no `except Exception` swallows it.
     """
 
     def __init__(self, signal_number: int) -> None:

@@ -1,4 +1,4 @@
-"""Files that a user has named for a command to write: `--result FILE`, `report --out FILE`."""
+"""Output files named by the user: `--result FILE`, `report --out FILE`."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Final
 from batchllm_operator.errors import StorageError
 
 _CANT_BE_REPLACED: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
-"""No file can be made beside it, or something is mounted on it, such as a container's log."""
+"""No file can be created beside it, or it is a mount point, such as a container's log."""
 
 
 def parse_file(text: str) -> Path:
-    """The file that an option names, for `write_file` to write when the work is done.
+    """The file that an option names, for `write_file` after the work.
 
     Raises:
-        argparse.ArgumentTypeError: it can't be written, as far as that shows before the work.
+        argparse.ArgumentTypeError: it can't be written, as far as can be known before the work.
     """
     path = Path(text)
     try:
         _check(path)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    except OSError as error:  # too long a name, a circle of links
+    except OSError as error:  # a name that is too long, a loop of links
         raise argparse.ArgumentTypeError(f"{text} can't be written: {error.strerror}") from None
     return path
 
 
 def _check(path: Path) -> None:
-    """Raises ValueError, which says why, if `path` can't be written."""
+    """Raises ValueError with the reason if `path` can't be written."""
     folder = path.parent
-    if path.is_symlink():  # what it leads to is written
+    if path.is_symlink():  # its target is written
         folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
@@ -53,13 +53,10 @@ def _check(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a regular file whole or not at all; a reader never sees half of it.
+    """Write a regular file in one step, so that readers never see half of it.
 
-    Everything else (a device, a pipe, a link) stays what it is and is written. Where stdout or
-    stderr goes to the same file, `data` follows what was printed there.
-
-    Raises:
-        StorageError: that fails.
+    Anything else (a device, a pipe, a link) is kept and written to. If stdout or stderr goes to
+    the same file, `data` is appended to the output. Raises `StorageError` on failure.
     """
     try:
         descriptor = _open_already(path)
@@ -80,9 +77,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _open_already(path: Path) -> int | None:
-    """The descriptor by which this process already prints to `path`, as to /dev/stdout.
+    """The descriptor by which this process already prints to `path`, such as /dev/stdout.
 
-    A file that is opened a second time would be written from its beginning.
+    Opening the file again would write from its beginning.
     """
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         is_same = False

@@ -16,21 +16,20 @@ INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_INTERVAL_S"
 
 
 class Progress:
-    """Counts work done towards a total and tells how long the rest will take.
+    """Counts work done towards a total and shows an ETA.
 
-    Work that an earlier attempt left finished (`initial`) counts as done, but not
-    towards the speed from which the ETA is taken.
+    Work of earlier attempts (`initial`) counts as done, but not towards the speed for the ETA.
 
     Args:
-        label: what is done.
-        total: how much there is to do.
-        unit: of what.
-        initial: how much of it was done before.
-        announce: whether a plain line says that it begins; not where it is likely to end soon.
+        label: name of the work.
+        total: amount of work.
+        unit: its unit.
+        initial: amount that was done before.
+        announce: whether to print a plain line at the start.
         stream: where to show it; stderr by default.
         line_interval_s: seconds between plain lines; None for `BATCHLLM_PROGRESS_INTERVAL_S` of
             the environment, or ten.
-        clock: seconds that never go back.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -72,27 +71,27 @@ class Progress:
             self._print(self.line())
 
     def advance(self, count: int, note: str = "") -> None:
-        """Count `count` more as done; `note` (such as tokens/s) stands behind the numbers."""
+        """Count `count` more as done; `note` (such as tokens/s) is shown after the numbers."""
         self._done += count
         self._note = note or self._note
         if self._bar is not None:
             self._bar.set_postfix_str(self._note, refresh=False)
             self._bar.update(count)
         elif self._done == self._total:
-            return  # the line at the end says it
+            return  # `__exit__` prints the last line
         elif self._clock() - self._last_line_at >= self._line_interval_s:
             self._last_line_at = self._clock()
             self._print(self.line())
 
     def complete(self) -> None:
-        """Take what was done for the total, where that wasn't known beforehand."""
+        """Set the total to what was done, if it wasn't known beforehand."""
         self._total = self._done
         if self._bar is not None:
             self._bar.total = self._done
             self._bar.refresh()
 
     def line(self) -> str:
-        """The present state in words."""
+        """The current state in words."""
         elapsed_s = self._clock() - self._started_at
         speed = (self._done - self._initial) / elapsed_s if elapsed_s > 0 else 0.0
         percent = 100 * self._done / self._total if self._total else 100.0

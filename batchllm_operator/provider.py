@@ -1,6 +1,6 @@
-"""What Airflow shows about this package; the entry point `apache_airflow_provider`.
+"""Airflow's information about this package; the entry point `apache_airflow_provider`.
 
-Airflow loads it while it is starting, so nothing of Airflow may be imported here.
+Airflow loads it at its start, so nothing of Airflow may be imported here.
 """
 
 from __future__ import annotations

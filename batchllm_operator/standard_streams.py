@@ -12,13 +12,13 @@ from typing import Final
 from batchllm_operator.errors import ERROR_MARK, ExitCode
 
 _UNREAD: Final = 128 + signal.SIGPIPE
-"""Exit code where the pipe has no reader: what a shell reports for any other program."""
+"""Exit code if the pipe has no reader, as a shell reports it for any other program."""
 
 
 def open_streams() -> None:
-    """Discard what is printed to a stream that the caller has closed.
+    """Discard output to a stream that the caller has closed.
 
-    This comes before any file is opened, which would get the stream's descriptor, and before
+    Call this before any file is opened, which would get the stream's descriptor, and before
     libraries print.
     """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -42,7 +42,7 @@ def code_of(error: OSError) -> int:
 
 
 def finish(code: int) -> int:
-    """Write what is left to be written; the exit code, which is `code` if that goes well."""
+    """Flush both streams; returns the exit code, which is `code` if that succeeds."""
     error = _flush()
     if error is None or code != ExitCode.OK:
         return code
@@ -50,21 +50,21 @@ def finish(code: int) -> int:
 
 
 def _flush() -> OSError | None:
-    """Flush both; the error if that fails, which is printed unless a pipe was closed."""
+    """Flush both streams; returns an error, which is printed unless a pipe was closed."""
     found = None
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         try:
             getattr(sys, name).flush()
         except OSError as error:
             found = error
-            _discard(descriptor)  # Python would try again when it ends, and complain
+            _discard(descriptor)  # Python would try again at exit, and complain
             if not isinstance(error, BrokenPipeError):
                 say(f"{ERROR_MARK}{name} can't be written: {error.strerror}")
     return found
 
 
 def _is_unread(descriptor: int) -> bool:
-    """Whether it is a pipe, and its reader has gone."""
+    """Whether it is a pipe without a reader."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -1,1 +1,1 @@
-"""What stages leave in the lake under `_batchllm/`, and in which form: the only room that knows."""
+"""What stages store in the lake under `_batchllm/`; no other package knows the file formats."""

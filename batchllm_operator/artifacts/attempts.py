@@ -1,7 +1,7 @@
-"""Attempts at a shard: each in a folder of its own, and the later one fences the earlier (ADR 19).
+"""Attempts at a shard: each has a folder of its own, and a later one fences the earlier (ADR 19).
 
-A process that its cluster believes dead may go on beside its successor, and can't be stopped from
-outside. So before anything of it counts, it asks whether a higher number has been claimed.
+A process that its cluster believes dead may run beside its successor, and can't be stopped from
+outside. So before its work counts, an attempt checks whether a higher number has been claimed.
 """
 
 from __future__ import annotations
@@ -32,40 +32,34 @@ _NAME: Final = re.compile(r"attempt-([0-9]{5,})")
 
 
 class Claim(BaseModel):
-    """What an attempt says of itself, for people who look for it."""
+    """Describes the attempt that claimed a number."""
 
     model_config = ConfigDict(frozen=True)
 
     claim_version: Literal[1] = 1
     token: str
-    """Random: by it an attempt knows its own claim again when the answer was lost."""
+    """Random; by it an attempt recognises its own claim if the answer was lost."""
     host: str
     """A pod's name, or a machine's."""
     process_id: int
     claimed_at: str
     """UTC, ISO 8601."""
     owner: str | None = None
-    """What all tries of one task have in common; None of a run by hand or an older release."""
+    """Common to all tries of one task; None for a run by hand or of an older release."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at a shard, by the process that has claimed its number."""
-
     shard_folder: Folder
     number: int
-    """From 1; 0 stands for what older releases have left in the shard's folder itself."""
+    """From 1; 0 stands for parts of older releases, in the shard's folder itself."""
 
     @property
     def folder(self) -> Folder:
         return self.shard_folder.child(attempt_name(self.number))
 
     def check_current(self) -> None:
-        """Make sure that no later attempt has begun.
-
-        Raises:
-            FencedError: one has; says which.
-        """
+        """Raise `FencedError` if a later attempt has begun."""
         latest = max(_claimed(self.shard_folder, above=self.number), default=None)
         if latest is None:
             return
@@ -81,12 +75,9 @@ def attempt_name(number: int) -> str:
 
 
 def check_free(shard_folder: Folder, owner: str) -> None:
-    """Make sure that the newest attempt, if it is live, is this owner's.
+    """Raise `FencedError` if the latest attempt is live and another owner's.
 
-    A second attempt would fence the first, whose next try would fence the second.
-
-    Raises:
-        FencedError: it isn't; says which.
+    Otherwise two owners' tries would fence each other in turn.
     """
     latest = max(_claimed(shard_folder, above=0), default=None)
     if latest is None:
@@ -100,7 +91,7 @@ def check_free(shard_folder: Folder, owner: str) -> None:
 
 
 def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
-    """Begin an attempt: its number is higher than any before it, and unique; `owner` as in `Claim`.
+    """Begin an attempt with a unique number, higher than any before.
 
     Raises:
         StorageError: the claim can't be written.
@@ -127,7 +118,7 @@ def attempt_numbers(shard_folder: Folder) -> list[int]:
 
 
 def read_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
-    """What an attempt has left of its progress; None if that is nothing.
+    """An attempt's progress; None if it has written none.
 
     Raises:
         PlanError: it can't be read.
@@ -163,9 +154,9 @@ def _who(claim: Claim | None) -> str:
 
 
 def _is_live(shard_folder: Folder, number: int) -> bool:
-    """Whether an attempt's last sign is recent, or another one comes.
+    """Whether an attempt's progress is recent, or is updated while this waits.
 
-    Clocks differ. So a sign that looks old, or is from the future, is looked at again.
+    Clocks differ, so progress that looks old, or is from the future, is read again after a pause.
     """
     seen = _live_progress(shard_folder, number)
     if seen is None:
@@ -179,7 +170,7 @@ def _is_live(shard_folder: Folder, number: int) -> bool:
 
 
 def _live_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
-    """An attempt's progress; None if it has ended, or has left none that can be read."""
+    """An attempt's progress; None if it has ended, or its progress is missing or unreadable."""
     try:
         progress = read_progress(shard_folder, number)
     except PlanError:

@@ -1,6 +1,6 @@
-"""Outputs come in the order of the plan, and go out in the order of the input: a sort on disk.
+"""Sorts outputs on disk, from plan order into input order.
 
-They are spread over files of neighbouring rows, and each file is put in order in memory.
+They are spread over files of neighbouring rows, and each file is sorted in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SLICE_BYTES: Final = 32 << 20
 
 
 def _large(field: pa.Field) -> pa.Field:
-    """Texts of a whole bucket may be more than the 2 GiB that `string` can address."""
+    """The texts of a bucket may exceed the 2 GiB that `string` can address."""
     return field.with_type(pa.large_string()) if pa.types.is_string(field.type) else field
 
 
@@ -39,7 +39,7 @@ class Outputs(Protocol):
     """Finished outputs of a plan's rows."""
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Read these columns of `PART_SCHEMA`, some requests at a time."""
+        """Read these columns of `PART_SCHEMA` in batches of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class Buckets:
     num_rows_each: int
 
     def __iter__(self) -> Iterator[pa.Table]:
-        """Each bucket's outputs by row_idx: `OUTPUT_FIELDS` after `row_idx`."""
+        """Yield each bucket's outputs, sorted by `row_idx`: that column, then `OUTPUT_FIELDS`."""
         return ahead(self.paths, _read_bucket, num_threads=1)
 
 
 def spread(sources: Sequence[Outputs], num_rows: int, folder: Path) -> Buckets:
-    """Spread outputs, one for each row that they stand for, into files in `folder`.
+    """Spread outputs, repeated for each row that they stand for, over files in `folder`.
 
-    Memory holds some parts, whatever the number of rows. Above 16 million rows buckets grow, so
-    that there are never more than 256 files.
+    Memory is a few parts, whatever the number of rows. Above 16 million rows buckets grow, so that
+    there are at most 256 files.
 
     Raises:
         PlanError: an output is for a row beyond `num_rows`.
@@ -86,7 +86,7 @@ def _read_bucket(path: Path) -> pa.Table:
 
 
 def _merged(sources: Sequence[Outputs]) -> Iterator[pa.Table]:
-    """The parts of all sources, small ones put together: each costs as much as a large one."""
+    """The parts of all sources; small ones are merged, as each costs as much as a large one."""
     kept: list[pa.Table] = []
     num_rows = num_bytes = 0
     for source in sources:
@@ -104,8 +104,8 @@ def _merged(sources: Sequence[Outputs]) -> Iterator[pa.Table]:
 def _one_per_row(part: pa.Table) -> Iterator[pa.Table]:
     """The outputs of a part's requests, repeated for each row that a request stands for.
 
-    In slices, as one request may stand for millions of rows; in a slice, rows ascend. A row that
-    only shares another's output had nothing computed: all its prompt is cached.
+    Yields slices, as one request may stand for millions of rows; within a slice, rows ascend. For
+    a duplicate row all prompt tokens count as cached.
     """
     row_idxs = part["row_idxs"].combine_chunks()
     request = pc.list_parent_indices(row_idxs).to_numpy()

@@ -1,6 +1,6 @@
-"""What a plan's folder says after its commit: enough to know that nothing is left to do.
+"""The note in a plan's folder after its commit: nothing is left to do.
 
-The parts may be removed then. A task that is cleared must neither miss them nor make them again.
+The parts may be removed then; a cleared task must neither miss nor regenerate them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Committed(Frozen):
     committed_version: Literal[1] = 1
     plan_id: str
     shards: tuple[ShardReport, ...]
-    """All parts count as resumed: they were finished earlier."""
+    """All parts count as resumed, as they were finished earlier."""
     reuse_sha256: str | None = None
-    """Of the index of outputs that later plans may reuse, where the spec asks for one."""
+    """Digest of the index of reusable outputs, if the spec asks for one."""
 
 
 def mark_committed(
     plan: StoredPlan, shards: Sequence[ShardReport], reuse_sha256: str | None = None
 ) -> None:
-    """Note in the plan's folder that the output table holds its rows, which was just checked."""
+    """Note in the plan's folder that the output table holds its rows, as the caller has checked."""
     plan_id = plan.manifest.plan_id
     committed = Committed(plan_id=plan_id, shards=tuple(shards), reuse_sha256=reuse_sha256)
     data = committed.model_dump_json(indent=1, exclude_none=True).encode()
@@ -43,10 +43,10 @@ def mark_committed(
 
 
 def find_committed(plan: StoredPlan) -> Committed | None:
-    """The note, if it is there and the output table still holds the plan's rows.
+    """The note, if there is one and the output table still holds the plan's rows.
 
-    A note alone proves too little: rows may have been replaced by a later plan, or dropped to be
-    made again. A note that can't be read is none.
+    The note alone doesn't prove it: a later plan may have replaced the rows, or a user dropped them
+    to generate them again. An unreadable note doesn't count.
 
     Raises:
         TableError: the output partition holds what another job or program wrote.
@@ -67,7 +67,7 @@ def find_committed(plan: StoredPlan) -> Committed | None:
 
 
 def holds_outputs(plan: StoredPlan) -> bool:
-    """Whether the output table holds the plan's rows, as far as that can be seen from here.
+    """Whether the output table holds the plan's rows; False if it can't be opened here.
 
     Raises:
         TableError: the output partition holds what another job or program wrote.
@@ -76,7 +76,7 @@ def holds_outputs(plan: StoredPlan) -> bool:
     try:
         table = open_table(spec.output.uri, spec.input.partition_column)
     except (MissingLibraryError, SpecError) as error:
-        # A GPU's image needs no libraries of tables: a worker has looked.
+        # Images for GPUs lack the tables' libraries; a worker checks there.
         _log.info("Whether the plan is committed can't be seen from here: %s", error)
         return False
     return check_publisher(table, spec, plan.manifest.ds) == plan.publication

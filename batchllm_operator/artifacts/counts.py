@@ -1,4 +1,4 @@
-"""Rows, requests and tokens of finished work: what parts, shards and reports count alike."""
+"""Counts of rows, requests and tokens that parts, shards and reports share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     from batchllm_operator.engine import EngineOutput
 
-# Bounded so that sums and products of them are numbers, too.
+# Bounded so that sums and products stay finite.
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
@@ -22,7 +22,7 @@ class Frozen(BaseModel):
 
 
 class Counts(Frozen):
-    """What is done. Replaced, never changed, so that no reader sees half of a step."""
+    """Counts of finished work; immutable, so that no reader sees half an update."""
 
     num_requests: Count
     num_rows: Count
@@ -32,7 +32,7 @@ class Counts(Frozen):
     num_prompt_tokens: Count
     """Prompt tokens of the requests that got a text."""
     num_cached_tokens: Count
-    """Of those, found in the cache instead of computed."""
+    """Those of them that were found in the cache."""
     num_output_tokens: Count
     engine_s: Annotated[float, Field(ge=0)]
     """Seconds from the part before (or the start of the stream) to this one, summed over parts."""
@@ -56,7 +56,6 @@ class Counts(Frozen):
 
     @classmethod
     def total(cls, counts: Iterable[Counts]) -> Counts:
-        """The sums; zeros of nothing."""
         counts = list(counts)
         sums = {name: sum(getattr(each, name) for each in counts) for name in Counts.model_fields}
         return Counts(**sums | {"engine_s": round(sums["engine_s"], 3)})
@@ -66,7 +65,7 @@ class Counts(Frozen):
 
     @property
     def tokens(self) -> dict[str, Any]:
-        """The counts of tokens by name, as progress and status have them, too."""
+        """The counts of tokens by name, which progress and status share."""
         return {name: getattr(self, name) for name in Counts.model_fields if "tokens" in name}
 
     @property

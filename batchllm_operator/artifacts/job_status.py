@@ -1,4 +1,4 @@
-"""How far a plan's run is, read from what its attempts leave in the lake. Only reads."""
+"""The status of a plan's run, from what its attempts store in the lake; read-only."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
 _NUM_THREADS: Final = 32
-"""Shards that are looked at together: each is a listing and some small files, one after another."""
+"""Shards read concurrently: each is a listing and some small files, one after another."""
 _SHARD: Final = re.compile(r"shard-([0-9]{5,})")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardAttempts:
-    """What the attempts at a shard have left of their progress."""
+    """The progress of all attempts at a shard."""
 
     num_attempts: int
-    """Attempts that have a folder; parts of releases without attempts are none."""
+    """Attempts that have a folder, so not the parts of older releases."""
     progress: tuple[ShardProgress, ...]
-    """The earliest attempt's first; of those that left none that can be read, nothing."""
+    """By attempt, ascending; missing and unreadable progress is left out."""
     notes: tuple[str, ...] = ()
-    """What can't be read."""
+    """Names what can't be read."""
 
     @property
     def latest(self) -> ShardProgress | None:
@@ -51,18 +51,18 @@ class ShardAttempts:
 
     @property
     def gpu_s(self) -> float:
-        """GPU seconds that the attempts have held; short by those that have left no progress."""
+        """GPU seconds that the attempts have held; lacks those without progress."""
         return sum(each.gpu_s for each in self.progress)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every attempt has left progress, so that a bill can be made of it."""
+        """Whether every attempt has progress, so that the bill is complete."""
         return len(self.progress) == self.num_attempts
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What lies in a shard's run folder."""
+    """The content of a shard's run folder."""
 
     attempts: ShardAttempts
     report: ShardReport | None
@@ -81,7 +81,7 @@ def read_attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
 
 
 def newest_plan_uri(spec: JobSpec, ds: str) -> str | None:
-    """Where the plan of a job and partition lies that was planned last; None if there is none.
+    """URI of the job's latest plan for a partition; None if there is none.
 
     Raises:
         SpecError: the partition's name is wrong.
@@ -93,14 +93,14 @@ def newest_plan_uri(spec: JobSpec, ds: str) -> str | None:
 
 
 def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobStatus:
-    """How far the run of a plan is: each shard by its report, else by its latest attempt.
+    """The status of a plan's run: each shard by its report, else by its latest attempt.
 
-    A shard that has a report is finished, unless an attempt is at work on it again. After a commit
-    all are, and what they did is what the commit noted, whatever was removed since.
+    A shard with a report is finished, unless a live attempt works on it again. After a commit all
+    are finished, with the counts in the commit's note.
 
     Args:
         plan: a plan or its URI.
-        now: when it is; for tests.
+        now: the current time, for tests.
 
     Raises:
         PlanError: there is no plan, or it is corrupted, foreign or of another version.
@@ -161,7 +161,7 @@ def _status(
 
 
 def _read_shards(plan: StoredPlan, *, with_reports: bool) -> dict[int, _Found]:
-    """What lies in the run folders, by shard_idx; those of no shard of the plan are left out."""
+    """The content of the run folders of the plan's shards, by shard_idx."""
     matches = map(_SHARD.fullmatch, plan.folder.child(RUNS_FOLDER).subfolder_names())
     numbers = [int(match[1]) for match in matches if match]
     begun = [number for number in numbers if number < len(plan.manifest.shards)]
@@ -182,7 +182,7 @@ def _read_shard(plan: StoredPlan, shard_idx: int, *, with_report: bool) -> _Foun
         else:
             progress += [found] if found is not None else []
     report = None
-    # After the progress: the report is written before the last progress, which says the same.
+    # Read after the progress: the report is written before the last progress, with the same counts.
     is_known = bool(progress) and progress[-1].state == "finished"
     if with_report and not is_known:
         try:
@@ -203,7 +203,7 @@ def _progress(folder: Folder, number: int, plan_id: str, shard_idx: int) -> Shar
 
 
 def _report(folder: Folder, plan_id: str, shard_idx: int) -> ShardReport | None:
-    """The report of a shard; None if there is none yet. PlanError if it can't be that."""
+    """The report of a shard; None if there is none yet. `PlanError` if it is unreadable."""
     where = f"report {folder.uri}/{REPORT_FILE}"
     try:
         report = ShardReport.model_validate_json(folder.read_bytes(REPORT_FILE))

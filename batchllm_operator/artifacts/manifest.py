@@ -30,33 +30,33 @@ MANIFEST_FILE: Final = "manifest.json"
 ROWS_FILE: Final = "rows.parquet"
 GROUPS_FILE: Final = "groups.parquet"
 FINGERPRINTS_FILE: Final = "fingerprints.parquet"
-"""One row per row of the partition: what its prompt is known by, where outputs are reused."""
+"""The prompt's fingerprint for each row of the partition, if outputs are reused."""
 REUSED_FILE: Final = "reused.parquet"
-"""Outputs that the plan takes from an earlier commit, like a part of a shard."""
+"""Outputs that the plan takes from an earlier commit, with the schema of parts."""
 ERROR_COLUMN: Final = "error"
 """Column of rows.parquet: why a row can't be prompted; null where it can."""
 ERRORS_SCHEMA: Final = pa.schema([pa.field(ERROR_COLUMN, pa.string())])
-"""What rows.parquet has, beside the columns that the job keeps."""
+"""Columns of rows.parquet beside those that the job keeps."""
 GROUPS_SCHEMA: Final = pa.schema(
     [pa.field("prefix_hash", pa.int64()), pa.field("upper_prefix_hash", pa.int64())]
 )
-"""One row per group, in plan order: what a later plan knows its prefix by, null for nothing."""
+"""One row per group, in plan order: hashes by which a later plan recognises its prefix, or null."""
 
 
 class DataFile(Frozen):
-    """A file of the plan, with what proves that it is the one that was written."""
+    """Size and checksum of a file of the plan."""
 
     size_bytes: Count
     sha256: str
 
 
 class SpreadGroup(Frozen):
-    """A group whose members are on all replicas of a run."""
+    """A group whose requests are spread over all replicas of a run."""
 
     group_id: Count
     split: tuple[Annotated[int, Field(ge=1, lt=1 << 31)], ...] = ()
-    """Tokens of the chunk that each replica computes of the prefix (KV-Runahead); of a group of
-    one request, of its prompt but the last token. Empty: each computes the whole prefix."""
+    """Tokens in each replica's chunk of the prefix (KV-Runahead); in a group of one request, of its
+        prompt without the last token. Empty: each replica computes the whole prefix."""
 
 
 class ReplicaPlacement(Frozen):
@@ -64,15 +64,14 @@ class ReplicaPlacement(Frozen):
 
     num_replicas: int = Field(ge=2)
     spread: tuple[SpreadGroup, ...] = ()
-    """In the order in which they are begun, those with a split first. All others are whole."""
+    """In the order of their start, those with a split first. All other groups are whole."""
     whole_first: tuple[Count, ...] = ()
-    """Whole groups that take longest, in the order in which they are begun."""
+    """The whole groups that take longest, in the order of their start."""
     makespan_s: float
-    """As placed."""
     without_chains_s: float
-    """The best without chains."""
+    """Makespan of the best placement without chains."""
     measure: bool = False
-    """Whether to measure the link between replicas: it is unknown, and knowing it may pay."""
+    """Whether to measure the link between replicas, because it is unknown and chains may pay."""
 
     @model_validator(mode="after")
     def _check_splits(self) -> ReplicaPlacement:
@@ -84,7 +83,7 @@ class ReplicaPlacement(Frozen):
 
     @property
     def first_groups(self) -> list[int]:
-        """Groups to begin with, in their order."""
+        """Groups to start with, in order."""
         return [*(group.group_id for group in self.spread), *self.whole_first]
 
     @property
@@ -104,18 +103,17 @@ class ShardInfo(Frozen):
     """Row groups of the shard file; each becomes one output part."""
     num_prefill_tokens: Count
     predicted_gpu_s: float | None = None
-    """Its part of the estimate: the parts of all shards add up to it. None without one."""
+    """Its share of the estimate, to which all shards add up. None without an estimate."""
     replicas: ReplicaPlacement | None = None
-    """How the replicas of a run share it; None for one replica, or where nothing is gained by
-    placing groups otherwise than as they come."""
+    """How the replicas of a run share it; None for one replica, or if a placement gains nothing."""
 
 
 class PlanCounts(Frozen):
-    """What was planned, in rows, requests and tokens."""
+    """The plan's counts of rows, requests and tokens."""
 
     num_rows: Count
     num_rejected_rows: Count
-    """Rows that can't be prompted; their error is in rows.parquet."""
+    """Rows that can't be prompted; their errors are in rows.parquet."""
     num_duplicate_rows: Count
     """Rows whose prompt another row's request stands for."""
     num_requests: Count
@@ -127,11 +125,11 @@ class PlanCounts(Frozen):
     num_planned_tokens: Count
     """Prefill tokens when each group computes its one prefix once (Eq. 2, N_processed)."""
     num_optimal_tokens: Count
-    """The same when every shared prefix, at every level, is computed once."""
+    """Prefill tokens when every shared prefix, at every level, is computed once."""
     num_algorithm_1_saved_tokens: Count
-    """What the paper's Algorithm 1 saves of the requests' tokens, before groups are cut."""
+    """Tokens that the paper's Algorithm 1 saves, before groups are cut."""
     num_exact_saved_tokens: Count
-    """What the best single-level choice saves; the plan takes the better of the two."""
+    """Tokens that the best single-level choice saves; the plan takes the better of the two."""
     num_reused_rows: Count = 0
     """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
 
@@ -147,7 +145,7 @@ class PlanCounts(Frozen):
 
 
 class CostEstimate(Frozen):
-    """What the job will take on the spec's `target_gpu`; formulas in `planner.cost.roofline`."""
+    """The job's predicted cost on the spec's `target_gpu`; formulas in `planner.cost.roofline`."""
 
     gpu: GPU
     model: ModelShape
@@ -158,18 +156,18 @@ class CostEstimate(Frozen):
     prefill_s: float
     decode_s: float
     attention_bytes: float
-    """KV that decoding reads."""
+    """Bytes of KV that decoding reads."""
     num_steps: float
     gpu_s: float
     cost_usd: float
     unshared_gpu_s: float
-    """The same if each row's prompt were computed alone."""
+    """`gpu_s` if each row's prompt were computed alone."""
     unshared_cost_usd: float
     assumptions: tuple[str, ...]
 
 
 class LengthBucket(Frozen):
-    """Outputs to prompts of a range of lengths."""
+    """Counts of outputs for prompts in a range of lengths."""
 
     min_prompt_tokens: Count
     """A power of two; the bucket ends before the next."""
@@ -178,14 +176,14 @@ class LengthBucket(Frozen):
 
 
 class LearnedOutputs(Frozen):
-    """How long an earlier partition's outputs were."""
+    """Output lengths of an earlier partition."""
 
     ds: str
     plan_id: str
     buckets: tuple[LengthBucket, ...]
     """Those with rows, ascending."""
     num_known_prefixes: Count = 0
-    """Prefixes of that partition's groups by which groups can be known again."""
+    """Number of that partition's group prefixes by which groups can be recognised."""
 
     @property
     def num_rows(self) -> int:
@@ -205,7 +203,7 @@ class SnapshotFile(Frozen):
 
 
 class PlanManifest(Frozen):
-    """All about a plan but its data. Equal inputs give equal bytes."""
+    """Everything about a plan but its data. Equal inputs give equal bytes."""
 
     kind: Literal["batchllm-plan"] = PLAN_KIND
     plan_version: Literal[1] = PLAN_VERSION
@@ -217,7 +215,7 @@ class PlanManifest(Frozen):
     input_uri: str
     input_version: str | None = None
     """State of the table that was read, such as `delta:<version>`; None in plans of releases
-    that read nothing but Parquet."""
+        that read only Parquet."""
     input_files: tuple[SnapshotFile, ...]
     tokenizer_fingerprint: str
     model_version: str
@@ -227,19 +225,19 @@ class PlanManifest(Frozen):
     planned_saving_ratio: float
     optimal_saving_ratio: float
     learned: LearnedOutputs | None = None
-    """What output lengths were estimated from, where the spec asks for that and it exists."""
+    """The earlier outputs for the estimate, if the spec asks for it and there are any."""
     estimate: CostEstimate | None = None
-    """None where no GPU is named, or the model's shape isn't known."""
+    """None if no GPU is named, or the model's shape is unknown."""
     sharing: PlanSharing | None = None
     """None in plans of older releases."""
     imbalance: float = 1.0
-    """Predicted work of the largest shard / that of an average one."""
+    """Predicted work of the largest shard / that of the average shard."""
     files: Mapping[str, DataFile]
     shards: tuple[ShardInfo, ...]
 
     @model_validator(mode="after")
     def _check_files(self) -> PlanManifest:
-        """No place of a file is ever taken from a manifest, only whether it is to be there."""
+        """Check that the manifest names the expected files: paths are never taken from it."""
         expected = [ROWS_FILE, *(shard_file(idx) for idx in range(len(self.shards)))]
         if self.spec.reuse_outputs:
             expected += [FINGERPRINTS_FILE, REUSED_FILE]
@@ -254,7 +252,7 @@ class PlanManifest(Frozen):
         return f"{self.spec.name}/{self.ds}/{self.plan_id}"
 
     def to_bytes(self) -> bytes:
-        """The manifest as it is stored, closed by a digest of itself."""
+        """The stored form: JSON with a digest of itself."""
         body = self.model_dump(mode="json")
         return _dump({**body, "manifest_sha256": _digest(body)})
 
@@ -263,7 +261,7 @@ class PlanManifest(Frozen):
         """Read a stored manifest; `source` names it in errors.
 
         Raises:
-            PlanError: not a plan, another version, not as it was written, or refused by this
+            PlanError: it isn't a plan, is of another version, is corrupted, or is refused by this
                 release.
         """
         try:
@@ -280,14 +278,14 @@ class PlanManifest(Frozen):
                 )
         try:
             is_whole = body.pop("manifest_sha256", None) == _digest(body)
-        except (ValueError, RecursionError):  # half a surrogate pair, which UTF-8 can't say
+        except (ValueError, RecursionError):  # a lone surrogate, which UTF-8 can't encode
             is_whole = False
         if not is_whole:
             raise PlanError(f"plan {source}: the manifest is corrupted: its checksum doesn't hold")
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            # It is as it was written: by a release that knew other rules.
+            # It is intact, so a release with other rules has written it.
             raise PlanError(
                 f"plan {source}: this release refuses it ({describe(error, cls)}); make the plan"
                 " again, with a spec that this release takes"
@@ -301,7 +299,7 @@ def compute_plan_id(
     files: Mapping[str, DataFile],
     learned: LearnedOutputs | None = None,
 ) -> str:
-    """16 hex digits that stand for what is asked, of which model, about which data."""
+    """16 hex digits that identify the spec, the model and the data."""
     content = {name: file.sha256 for name, file in files.items()}
     identity: dict[str, Any] = {"spec": spec.identity, "ds": ds, "model": model_version}
     identity["files"] = content

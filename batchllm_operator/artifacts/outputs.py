@@ -1,4 +1,4 @@
-"""The columns of a published table, and what names the model in them."""
+"""The columns of a published table, and the model's name in them."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
 
 
 def model_name(spec: JobSpec) -> str:
-    """What the output column `model` holds: path, and revision if the spec names one."""
+    """The value of the output column `model`: path, and revision if the spec names one."""
     return f"{spec.model.path}@{spec.model.revision}" if spec.model.revision else spec.model.path

@@ -1,8 +1,8 @@
 """Output parts and their ledger: what makes a shard's run restartable.
 
-A part holds the outputs of one row group of the shard file. Its file is named by its
-content; its ledger entry, written after it, says which file counts. Both lie in the folder of
-the attempt that made them, and neither is ever replaced.
+A part holds the outputs of one row group of the shard file. Its file is named by its content; its
+ledger entry, written afterwards, says which file counts. Both are in the attempt's folder, and
+neither is ever replaced.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ PART_SCHEMA: Final = pa.schema(
     ]
 )
 """One row per request; output columns are named as in the output table."""
-# A commit reads thousands of parts, which so takes half the time, for 7 % more bytes: texts seldom
-# repeat, and numbers of a part are too few to be worth the start of a decompressor.
+# Halves the time to read thousands of parts in a commit, for 7 % more bytes: texts seldom repeat,
+# and a part has too few numbers to be worth starting a decompressor.
 _PARQUET_OPTIONS: Final[Mapping[str, Any]] = {
     "compression": {"generated_text": "zstd", "error": "zstd"},
     "use_dictionary": ["finish_reason", "error"],
@@ -54,16 +54,16 @@ class PartEntry(Counts):
     """The ledger entry of a part."""
 
     entry_version: Literal[1, 2] = 2
-    """Version 1, of releases without attempts, has neither `attempt` nor the range."""
+    """Version 1, of releases without attempts, has neither `attempt` nor the requests' range."""
     plan_id: str
     part_idx: Count
     attempt: Count = 0
-    """Whose folder it lies in; 0 for the shard's own."""
+    """The attempt whose folder it is in; 0 for the shard's own."""
     first_request_idx: Count | None = None
     last_request_idx: Count | None = None
     """The part's requests, both inclusive: `request_idx` counts through all shards."""
     file: str
-    """Name in the attempt's folder."""
+    """File name in the attempt's folder."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     @property
@@ -81,11 +81,11 @@ def write_part(
 ) -> PartEntry:
     """Write a part's file, then its ledger entry, each in one step.
 
-    `outputs` are one for each request of the part, in any order, at least one; `row_idxs` are the
-    rows that a request_idx stands for. For `engine_s` see `Counts`.
+    `outputs` has one output for each request of the part, in any order, at least one; `row_idxs`
+    has the rows of each request_idx. For `engine_s` see `Counts`.
 
     Raises:
-        FencedError: a later attempt has begun: there is no entry, whatever became of the file.
+        FencedError: a later attempt has begun; no entry is written, but the file may be.
     """
     outputs = sorted(outputs, key=lambda output: output.request_idx)
     rows = [list(row_idxs[output.request_idx]) for output in outputs]
@@ -124,11 +124,11 @@ def write_part(
 def read_ledger(
     folder: Folder, plan_id: str, known: Mapping[int, PartEntry] | None = None
 ) -> dict[int, PartEntry]:
-    """The parts of a shard that can be trusted, by part_idx: of all attempts together.
+    """The trusted parts of a shard, by part_idx, of all attempts together.
 
-    For each part that is the entry of the latest attempt whose file has its checksum. Entries that
-    can't be read, that belong elsewhere, or whose file is absent or altered don't count; a warning
-    says so. Parts that are `known` from before aren't looked at again.
+    For each part this is the entry of the latest attempt whose file has its checksum. Entries that
+    are unreadable, belong elsewhere, or whose file is absent or altered don't count, with a
+    warning. `known` parts aren't checked again.
     """
     trusted = dict(known or {})
     matches = filter(None, map(_ENTRY_PATH.fullmatch, folder.find()))
@@ -147,7 +147,7 @@ def read_ledger(
 
 
 def _parse(folder: Folder, path: str, data: bytes, plan_id: str) -> PartEntry | None:
-    """The entry at `path`, if it says what its place says."""
+    """The entry at `path`, if it matches its path."""
     match = _ENTRY_PATH.fullmatch(path)
     assert match is not None, "only paths of entries are read"
     try:
@@ -163,7 +163,7 @@ def _parse(folder: Folder, path: str, data: bytes, plan_id: str) -> PartEntry | 
 
 
 def _whole(folder: Folder, entries: Iterable[PartEntry]) -> dict[int, PartEntry]:
-    """Those whose file is what was written, by part_idx."""
+    """Entries whose file has its checksum, by part_idx."""
     entries = list(entries)
     found = hash_files(folder, (entry.path for entry in entries))
     whole = {}

@@ -1,4 +1,4 @@
-"""A Parquet file of a plan, whose content is judged as it is read."""
+"""A Parquet file of a plan, checked as it is read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from batchllm_operator.errors import PlanError
 
 
 class PlanFile(pq.ParquetFile):  # type: ignore[misc]  # pyarrow ships no types
-    """Reads like any Parquet file, but what is wrong with it is a `PlanError`.
+    """A Parquet file whose faults are `PlanError`s.
 
     Args:
-        file: the file, open, or a local one.
+        file: the open file, or a local path.
         where: names it in errors.
         columns: columns that it must have, in that order, with these types.
-        num_rows: that it must have; None for any.
+        num_rows: the number of rows that it must have; None for any.
 
     Raises:
-        PlanError: it isn't Parquet, or lacks a column, or has another number of rows; from the
-            methods, what they read is damaged.
+        PlanError: it isn't Parquet, lacks a column, or has another number of rows; from the
+            methods: the data are damaged.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PlanFile(pq.ParquetFile):  # type: ignore[misc]  # pyarrow ships no types
         try:
             yield
         except (pa.ArrowException, OSError) as error:
-            # Arrow says OSError for damaged data too, without the errno of a real one.
+            # Arrow raises OSError for damaged data too, but without an errno.
             if isinstance(error, MemoryError) or getattr(error, "errno", None):
                 raise
             raise PlanError(f"{self._where} is damaged; make the plan again: {error}") from error

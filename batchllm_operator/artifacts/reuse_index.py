@@ -29,7 +29,7 @@ from batchllm_operator.spec import ROUNDING_ENGINE_FIELDS, JobSpec
 INDEX_FILE: Final = "reuse.parquet"
 FINGERPRINT_BYTES: Final = 16
 BYTES_PER_ENTRY: Final = FINGERPRINT_BYTES + 16
-"""Memory of an entry while a plan is made: its fingerprint, how many rows take it, and which."""
+"""Memory per entry during planning: its fingerprint, the number of rows that take it, and which."""
 FINGERPRINT_DTYPE: Final = np.dtype(f"S{FINGERPRINT_BYTES}")
 FINGERPRINT_FIELD: Final = pa.field("fingerprint", pa.binary(FINGERPRINT_BYTES), nullable=False)
 FINGERPRINTS_SCHEMA: Final = pa.schema([FINGERPRINT_FIELD])
@@ -54,11 +54,11 @@ Fingerprints = npt.NDArray[np.bytes_]
 def reuse_identity(
     spec: JobSpec, model_version: str, tokenizer_fingerprint: str, max_model_len: int
 ) -> str:
-    """SHA-256 (hex) of all that, beside the prompt's token ids, decides about an output.
+    """SHA-256 (hex) of everything that determines an output, beside the prompt's token ids.
 
-    The engine settings that `JobSpec.identity` leaves out are left out here, too: they change no
-    more than the rounding of sums, and a resumed plan mixes their outputs already. So are names
-    and places (the model's path, its table): the model's version stands for the model.
+    The engine settings that `JobSpec.identity` leaves out are left out here, too: they only change
+    the rounding of sums, and a resumed plan mixes their outputs already. So are names and paths:
+    the model's version stands for the model.
     """
     engine = spec.engine.model_dump(mode="json", exclude={*ROUNDING_ENGINE_FIELDS, "max_model_len"})
     content = {
@@ -74,7 +74,7 @@ def reuse_identity(
 
 
 def fingerprints_of(tokens: TokenTable) -> Fingerprints:
-    """A fingerprint of each prompt's token ids: [num_prompts] of 16 bytes."""
+    """Fingerprints of the prompts' token ids: [num_prompts] of 16 bytes."""
     data = tokens.token_ids.astype("<i4", copy=False).view(np.uint8).data
     digests = (
         hashlib.blake2b(data[start:end], digest_size=FINGERPRINT_BYTES).digest()
@@ -84,7 +84,7 @@ def fingerprints_of(tokens: TokenTable) -> Fingerprints:
 
 
 def fingerprint_array(fingerprints: Fingerprints) -> pa.Array:
-    """The same as an Arrow array. numpy's own conversion would drop zeros at the end."""
+    """Convert to an Arrow array. numpy's own conversion would drop trailing zeros."""
     data = pa.py_buffer(np.ascontiguousarray(fingerprints).view(np.uint8))
     return pa.Array.from_buffers(FINGERPRINT_FIELD.type, len(fingerprints), [None, data])
 
@@ -98,7 +98,7 @@ def from_array(array: pa.Array) -> Fingerprints:
 
 
 def find_places(known: Fingerprints, wanted: Fingerprints) -> npt.NDArray[np.int64]:
-    """Where in the ascending `known` each of `wanted` is, -1 where it isn't: int64."""
+    """Positions of `wanted` in the ascending `known`, -1 if absent: int64."""
     if len(known) == 0:
         return np.full(len(wanted), -1, dtype=np.int64)
     found = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
@@ -110,8 +110,8 @@ class ReuseIndex:
     """A local copy of an index, with its fingerprints in memory.
 
     Attributes:
-        ds: the partition that was published with it.
-        path: the copy.
+        ds: the partition whose outputs it indexes.
+        path: the local copy.
         fingerprints: [n], ascending.
     """
 
@@ -124,17 +124,17 @@ class ReuseIndex:
         return len(self.fingerprints) * BYTES_PER_ENTRY
 
     def places(self, fingerprints: Fingerprints) -> npt.NDArray[np.int64]:
-        """Where in `self.fingerprints` each of these is, -1 where it isn't: int64."""
+        """Positions in `self.fingerprints`, -1 if absent: int64."""
         return find_places(self.fingerprints, fingerprints)
 
     def outputs(self) -> Iterator[pa.RecordBatch]:
-        """The index, a few rows at a time, in an order of its own."""
+        """The index in batches, in file order."""
         with PlanFile(self.path, f"partition {self.ds}: {INDEX_FILE}", INDEX_SCHEMA) as file:
             yield from file.iter_batches(ROW_GROUP_ROWS)
 
 
 def index_fault(path: Path, identity: str) -> str | None:
-    """What is wrong with a whole index, None if it may be used.
+    """The reason not to use an intact index; None if it may be used.
 
     Raises:
         pyarrow.ArrowException: it isn't Parquet.
@@ -148,7 +148,7 @@ def index_fault(path: Path, identity: str) -> str | None:
 
 
 def load_fingerprints(path: Path) -> Fingerprints:
-    """The fingerprints of an index or of `FINGERPRINTS_FILE`, in the order of the file."""
+    """The fingerprints of an index or of `FINGERPRINTS_FILE`, in file order."""
     with PlanFile(path, path.name, FINGERPRINTS_SCHEMA) as file:
         loaded = np.empty(file.metadata.num_rows, dtype=FINGERPRINT_DTYPE)
         start = 0
@@ -159,9 +159,9 @@ def load_fingerprints(path: Path) -> Fingerprints:
 
 
 def write_index(plan: StoredPlan, sources: Sequence[Outputs]) -> str | None:
-    """Write the index of what a plan has published, and return its SHA-256 (hex).
+    """Write the index of a plan's published outputs, and return its SHA-256 (hex).
 
-    Memory holds a part, whatever the number of rows. None if the spec doesn't ask for it.
+    Memory is one part, whatever the number of rows. None if the spec doesn't ask for an index.
 
     Raises:
         PlanError: a data file of the plan is missing or altered.
@@ -188,7 +188,7 @@ def write_index(plan: StoredPlan, sources: Sequence[Outputs]) -> str | None:
 
 
 def _entries(part: pa.Table, of_row: Fingerprints) -> pa.Table:
-    """Entries of a part's requests that have a text; rows of a request have one fingerprint."""
+    """Entries of a part's requests with a text; all rows of a request have one fingerprint."""
     has_text = pc.and_(pc.is_null(part["error"]), pc.is_valid(part["generated_text"]))
     answered = part.filter(has_text)
     first_rows = pc.list_element(answered["row_idxs"], 0).to_numpy()
@@ -197,7 +197,7 @@ def _entries(part: pa.Table, of_row: Fingerprints) -> pa.Table:
 
 
 def _fingerprints_of_rows(plan: StoredPlan, folder: Path) -> Fingerprints:
-    """The fingerprint of each row: [num_rows], in a file that is mapped to memory."""
+    """The fingerprint of each row: [num_rows], memory-mapped."""
     path = folder / "fingerprints.bin"
     num_rows = plan.manifest.counts.num_rows
     with (
@@ -206,19 +206,19 @@ def _fingerprints_of_rows(plan: StoredPlan, folder: Path) -> Fingerprints:
     ):
         for batch in source.iter_batches(_BATCH_ROWS):
             target.write(from_array(batch.column(0)).view(np.uint8).data)
-    if path.stat().st_size == 0:  # can't be mapped
+    if path.stat().st_size == 0:  # an empty file can't be mapped
         return np.zeros(0, dtype=FINGERPRINT_DTYPE)
     return np.memmap(path, dtype=FINGERPRINT_DTYPE, mode="r")
 
 
 @dataclass(frozen=True, slots=True)
 class ReusedOutputs:
-    """What a plan takes over, read like the parts of a shard."""
+    """A plan's reused outputs, read like the parts of a shard."""
 
     plan: StoredPlan
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Read the outputs, some at a time.
+        """Read the outputs in batches.
 
         Raises:
             PlanError: the file is missing or altered.

@@ -1,4 +1,4 @@
-"""Parquet files whose bytes don't depend on the pieces that their rows arrived in."""
+"""Parquet files whose bytes don't depend on how their rows were batched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROW_GROUP_ROWS: Final = 1 << 10
-"""Small, for rows that hold texts: a group of them is in memory at once."""
+"""Small, because rows hold texts and a whole group is in memory."""
 
 
 class RowGroupWriter:
@@ -35,7 +35,7 @@ class RowGroupWriter:
         self._num_kept += table.num_rows
         if self._num_kept < self._num_at_once:
             return
-        rows = pa.concat_tables(self._kept).combine_chunks()  # where chunks end shows in pages
+        rows = pa.concat_tables(self._kept).combine_chunks()  # chunks would show in the pages
         num_whole = rows.num_rows - rows.num_rows % self._num_at_once
         self._writer.write_table(rows.slice(0, num_whole), row_group_size=self._num_at_once)
         self._kept, self._num_kept = [rows.slice(num_whole)], rows.num_rows - num_whole

@@ -1,4 +1,4 @@
-"""Keys of rows: as bytes that are equal for equal keys only, and as people are shown them."""
+"""Keys of rows: as bytes for comparison, and as text for people."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ _BYTES: Final = (
 
 
 def check_key_types(schema: pa.Schema, key: tuple[str, ...], where: str) -> None:
-    """Refuse key columns whose values can't be compared, before any is read.
-
-    Raises:
-        KeyColumnError: names the first.
-    """
+    """Raise `KeyColumnError` for the first key column whose type can't be compared."""
     for name in key:
         kind = schema.field(name).type
         try:
@@ -41,20 +37,20 @@ def check_key_types(schema: pa.Schema, key: tuple[str, ...], where: str) -> None
 
 
 def encode_keys(batch: pa.RecordBatch, where: str) -> TokenTable:
-    """A byte string for each row, which is equal for equal keys only.
+    """A byte string per row, equal for equal keys only.
 
     Args:
-        batch: the key columns, without nulls: they are written as empty texts are.
-        where: names the table, in an error.
+        batch: the key columns, without nulls, which would equal empty texts.
+        where: names the table in errors.
 
     Raises:
-        KeyColumnError: a column is of a type that can't be compared.
+        KeyColumnError: a column's type can't be compared.
     """
     check_key_types(batch.schema, tuple(batch.schema.names), where)
     parts = []
     for values in batch.columns:
         column = _as_bytes(values)
-        if batch.num_columns > 1:  # lengths, so that ("a", "bc") isn't ("ab", "c")
+        if batch.num_columns > 1:  # lengths distinguish ("a", "bc") from ("ab", "c")
             parts.append(pc.cast(pc.cast(pc.binary_length(column), pa.string()), pa.large_binary()))
         parts.append(column)
     separator = pa.scalar(b":", pa.large_binary())
@@ -68,7 +64,7 @@ def encode_keys(batch: pa.RecordBatch, where: str) -> TokenTable:
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:
-    """Raises `pa.ArrowException` for kinds that can't be compared, such as lists."""
+    """Raises `pa.ArrowException` for types that can't be compared, such as lists."""
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if pa.types.is_dictionary(column.type):
@@ -92,7 +88,7 @@ def key_texts(batch: pa.RecordBatch, idx: int, key: tuple[str, ...]) -> dict[str
 
 
 def _in_python(value: pa.Scalar) -> object:
-    """Of what Python can't hold, such as nanoseconds: what is stored."""
+    """The value in Python; the stored number or text if Python has no such value."""
     try:
         return value.as_py()
     except (ValueError, OverflowError, KeyError):  # KeyError: an unknown time zone

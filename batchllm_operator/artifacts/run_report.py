@@ -1,4 +1,4 @@
-"""The numbers of one committed run, as they are stored beside its plan."""
+"""The figures of one committed run, stored beside its plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE_FILE: Final = "report.html"
 _NOT_FIGURES: Final = {"sample_rows", "bill", "errors", "shards", "timelines", "sharing"}
 _MOST_BINS: Final = 1000
 
-# Bounded so that what can be read can be drawn.
+# Bounded so that every readable report can be drawn.
 _Number = Annotated[float, Field(ge=0, le=1e24)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Saving = Annotated[float, Field(ge=-1e6, le=1)]
@@ -34,21 +34,21 @@ class ErrorKind(Frozen):
     """Rows that failed in the same way."""
 
     kind: str
-    """What stands before the colon of their errors."""
+    """The part of their errors before the colon."""
     num_rows: Count
     example_keys: tuple[dict[str, str], ...]
-    """Of the first rows of this kind, in input order; few."""
+    """Keys of the first few rows of this kind, in input order."""
     example_error: str
-    """Of the first of these rows, clipped."""
+    """Error of the first of these rows, clipped."""
 
 
 class TokenKinds(Frozen):
     """Where the tokens of the rows that got a text went. Prompt tokens, but for the last."""
 
     num_duplicate: Count
-    """Of rows that took their text from an equal prompt's request."""
+    """Tokens of rows that took their text from an equal prompt's request."""
     num_cached: Count
-    """Found in the KV cache: shared prefixes that were computed once."""
+    """Tokens found in the KV cache: shared prefixes that were computed once."""
     num_computed: Count
     num_output: Count
 
@@ -69,7 +69,7 @@ class ShardRun(Frozen):
     engine_s: Seconds
     num_attempts: Count
     gpu_s: _Number | None = None
-    """GPU seconds of all attempts, engine starts and dropped work included; None if unknown."""
+    """GPU seconds of all attempts, with engine starts and dropped work; None if unknown."""
     predicted_gpu_s: _Number | None = None
 
     @property
@@ -81,18 +81,18 @@ class Bill(Frozen):
     """GPU time and its price, against what was predicted."""
 
     gpu_s: _Number | None
-    """GPU seconds that attempts have held, from their first to their last sign: engine starts and
-    work that was dropped are in it. None if it isn't known (no GPU, or an older release)."""
+    """GPU seconds that attempts have held, from their start to their last sign, with engine starts
+        and dropped work. None if unknown (no GPU, or an older release)."""
     usd_per_hour: _Number | None
-    """Of a GPU, from the table of GPUs; None if the spec names none."""
+    """Price of a GPU, from the table of GPUs; None if the spec names none."""
     gpu: str | None = None
-    """That the price and the prediction are of."""
+    """The GPU of the price and the prediction."""
     predicted_gpu_s: _Number | None = None
     unshared_gpu_s: _Number | None = None
-    """Predicted for each row's prompt computed alone."""
+    """Prediction if each row's prompt were computed alone."""
 
     def usd(self, gpu_s: float | None) -> float | None:
-        """The price of GPU seconds; None if either isn't known."""
+        """The price of GPU seconds; None if either is unknown."""
         if gpu_s is None or self.usd_per_hour is None:
             return None
         return gpu_s / 3600 * self.usd_per_hour
@@ -116,7 +116,7 @@ class Timeline(Frozen):
     num_steps: Count
     duration_s: Seconds
     chunk_size: Count | None
-    """Most tokens of a step; None in traces of older releases."""
+    """None in traces of older releases."""
     bin_s: Annotated[float, Field(gt=0, le=1e12)]
     num_decode_tokens: _Bins
     num_distinct_tokens: _Bins
@@ -124,13 +124,12 @@ class Timeline(Frozen):
     kv_used: _Shares
     """Share of the KV cache's blocks in use, 0 to 1; the largest of the bin."""
     kv_held: _Shares
-    """Of it, held for members to come; the largest of the bin."""
+    """Share held for members of groups that have yet to come; the largest of the bin."""
     valley: _Shares
     """Share of the bin's time in valleys, 0 to 1."""
     num_valley_steps: Count
-    """Steps of less than half of the chunk size while requests waited."""
     valley_share: _Share
-    """Of the time, in such steps, 0 to 1."""
+    """Share of the time in valleys, 0 to 1."""
     num_preempted: Count
 
     @model_validator(mode="after")
@@ -162,28 +161,27 @@ class RunReport(Frozen):
     num_rows_duplicate: Count
     """Rows that took their text from an equal prompt's request."""
     num_rows_reused: Count = 0
-    """Rows that took their text from an earlier commit. Nothing was generated for them, and tokens
-    and ratios are without them."""
+    """Rows that took their text from an earlier commit. Tokens and ratios exclude them."""
     errors_by_kind: dict[str, Count]
     num_requests: Count
     num_groups: Count
     num_shared_groups: Count
     num_shards: Count
     num_logical_tokens: Count
-    """Prompt tokens of all rows that could be prompted and reused nothing."""
+    """Prompt tokens of all rows that could be prompted and reused no output."""
     num_computed_tokens: Count
     """Prompt tokens of the answered requests whose KV was computed rather than found in the
-    cache. Recomputation after a preemption isn't in it."""
+        cache, without recomputation after preemptions."""
     num_output_tokens: Count
     optimal_saving_ratio: _Saving
     """Eq. 2 if every shared prefix at every level were computed once."""
     planned_saving_ratio: _Saving
     """Eq. 2 of the single-level plan, by exact tokens."""
     achieved_saving_ratio: _Saving
-    """Eq. 2 as it came out, by whole KV blocks, over the rows that got a text."""
+    """Eq. 2 as measured, in whole KV blocks, over the rows that got a text."""
     engine_s: Seconds
-    """Seconds of generating the parts, summed over the shards. Not in it: engine start, and
-    what was spent on parts that an interruption dropped."""
+    """Seconds of generating the parts, summed over the shards, without engine starts and without
+        parts that an interruption dropped."""
     tokens_per_s: _Number
     """Prompt and output tokens of the requests per second of `engine_s`."""
     sample_rows: tuple[SampleRow, ...]
@@ -195,7 +193,7 @@ class RunReport(Frozen):
     """The most frequent first."""
     shards: tuple[ShardRun, ...] = ()
     timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
-    """Of the shards that took longest, the longest first; none with vLLM's own scheduler."""
+    """Timelines of the longest shards, longest first; none with vLLM's own scheduler."""
     sharing: PlanSharing | None = None
 
     @property
@@ -214,7 +212,7 @@ class RunReport(Frozen):
 
     @property
     def achieved_saving(self) -> float | None:
-        """`achieved_saving_ratio`; None if no row got a text, but for those that reuse one."""
+        """`achieved_saving_ratio`; None if no row got a generated text."""
         num_tokens = self.num_computed_tokens if self.tokens is None else self.tokens.num_logical
         return self.achieved_saving_ratio if num_tokens else None
 
@@ -225,14 +223,14 @@ class RunReport(Frozen):
 
     @property
     def rows_per_s(self) -> float | None:
-        """Rows that the engines answered, per second of `engine_s`; None if there were none."""
+        """Generated rows per second of `engine_s`; None if there were none."""
         num_rows = sum(shard.num_rows for shard in self.shards)
         return num_rows / self.engine_s if self.engine_s and self.shards else None
 
     def figures(self) -> dict[str, Any]:
-        """What programs want of it: URIs, counts, ratios, times and cost; no texts of rows.
+        """The figures for programs: URIs, counts, ratios, times and cost, without texts of rows.
 
-        None for what isn't known: ratios and speeds of a run with nothing to generate, too.
+        Unknown figures are None, such as ratios and speeds of a run with nothing to generate.
         """
         bill = self.bill or Bill(gpu_s=None, usd_per_hour=None)
         return {

@@ -17,7 +17,7 @@ from batchllm_operator.planner.prompt_store import read_ahead
 from batchllm_operator.planner.requests import Requests
 
 PART_TOKENS: Final = 1 << 23
-"""Prompt tokens of a full part, whatever `part_rows` says: 32 MiB."""
+"""Prompt tokens of a full part, whatever `part_rows` is: 32 MiB."""
 SHARD_SCHEMA: Final = pa.schema(
     [
         pa.field("request_idx", pa.int64(), nullable=False),
@@ -29,19 +29,18 @@ SHARD_SCHEMA: Final = pa.schema(
     ]
 )
 """One row per request, in plan order. `request_idx` counts through all shards; `group_id` is
-the group's place in the plan; `num_prefix_tokens` is what the request shares with its group;
+the group's position in the plan; `num_prefix_tokens` is what the request shares with its group;
 `num_output_tokens` is an estimate."""
 
 _SHARD_ENCODING: Final = {"prompt_token_ids.list.element": "BYTE_STREAM_SPLIT"}
-"""All first bytes of the ids, then all second ones, ...: smaller than plain, and compressed faster,
-as half of them are zero."""
+"""Smaller than plain, and faster to compress, as half of the ids' bytes are zero."""
 _SHARD_BATCH: Final = 1 << 20
-"""Values that are encoded at once. Arrow's 1024 make writing ids take half as long again."""
+"""Values per encoding step. With Arrow's 1024, writing ids takes 1.5 times as long."""
 
 REQUIRED_SHARD_SCHEMA: Final = pa.schema(
     [field for field in SHARD_SCHEMA if field.name != "num_output_tokens"]
 )
-"""What shards of all releases have."""
+"""Columns in the shards of all releases."""
 
 
 def shard_file(shard_idx: int) -> str:
@@ -51,14 +50,13 @@ def shard_file(shard_idx: int) -> str:
 def part_bounds(
     group_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], part_rows: int
 ) -> list[int]:
-    """Where a shard's parts begin and end: `[0, ..., num_requests]`.
+    """Boundaries of a shard's parts: `[0, ..., num_requests]`.
 
-    A part closes at the first end of a group at which it is full: at which it holds `part_rows`
-    requests, or `PART_TOKENS` prompt tokens. A group that would more than double that is cut,
-    so that a part never grows without bound.
+    A part ends with the first group that fills it, with `part_rows` requests or `PART_TOKENS`
+    prompt tokens. A group that would at least double that is cut, so that parts stay bounded.
 
     Args:
-        group_ids: int64 [num_requests], groups adjacent.
+        group_ids: int64 [num_requests], each group contiguous.
         lengths: int64 [num_requests], prompt tokens.
         part_rows: at least 1.
     """
@@ -102,12 +100,12 @@ def write_shard(
         request_idxs, group_ids, num_prefix_tokens: int64 [num_requests], in plan order.
         num_output_tokens: int64 [num_requests], estimates.
         part_rows: see `part_bounds`.
-        written: called with the number of requests of each part that is written.
+        written: called with the number of requests of each written part.
     """
     bounds = part_bounds(group_ids, requests.lengths[request_idxs], part_rows)
     parts = [request_idxs[start:end] for start, end in pairwise(bounds)]
     num_rows = requests.num_rows
-    # The next part is read while one is compressed; more would only take memory.
+    # Read the next part while one is compressed; more would only take memory.
     wanted = ((requests.prompt_idxs[part], requests.lengths[part]) for part in parts)
     tables = read_ahead(requests.prompts, wanted, most=1)
     with pq.ParquetWriter(

@@ -1,4 +1,4 @@
-"""How far an attempt at a shard is: a small object in the lake, replaced every few seconds."""
+"""The progress of an attempt: a small object in the lake, replaced every few seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import saving_ratio
 
 PROGRESS_FILE: Final = "progress.json"
-"""Name in the folder of an attempt."""
+"""File name in an attempt's folder."""
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 
@@ -20,7 +20,7 @@ LIVE_STATES: Final[tuple[State, ...]] = ("starting", "running")
 _SILENT_AFTER_S: Final = 60.0
 _SILENT_AFTER_INTERVALS: Final = 10
 MOST_INTERVAL_S: Final = 60.0
-"""Longer ones don't count: an attempt that was killed would look live for hours."""
+"""Upper bound of intervals that count: otherwise a killed attempt could look live for hours."""
 
 
 class ShardProgress(Frozen):
@@ -39,11 +39,11 @@ class ShardProgress(Frozen):
     started_at: AwareDatetime
     updated_at: AwareDatetime
     interval_s: Seconds = 5.0
-    """How often a live attempt replaces it."""
+    """Seconds between two updates by a live attempt."""
     elapsed_s: Seconds
-    """Since `started_at`, by a clock that never goes back; the engine's start is in it."""
+    """Since `started_at`, by a monotonic clock, including the engine's start."""
     engine_start_s: Seconds = 0.0
-    """Of it, until the engine took requests."""
+    """The part of it until the engine took requests."""
     num_gpus: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """GPUs that the attempt holds; 0 on a CPU."""
     num_rows: Count
@@ -51,7 +51,7 @@ class ShardProgress(Frozen):
     num_rows_failed: Count = 0
     num_parts: Count
     num_parts_done: Count
-    """Parts that are written. Rows of others are done too as soon as the engine has given them."""
+    """Written parts. Rows of other parts count as done once the engine has generated them."""
     num_logical_tokens: Count = 0
     num_prompt_tokens: Count = 0
     num_cached_tokens: Count = 0
@@ -59,9 +59,9 @@ class ShardProgress(Frozen):
     tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
     """Prompt and output tokens of this attempt's requests per second, over the last minute."""
     eta_s: Seconds | None = None
-    """Until the last row, as seen at `updated_at`; None while that isn't known."""
+    """Until the last row, as of `updated_at`; None while unknown."""
     error: str | None = None
-    """Of a failed attempt, its first line."""
+    """First line of a failed attempt's error."""
 
     @property
     def saving_ratio(self) -> float:
@@ -71,23 +71,23 @@ class ShardProgress(Frozen):
 
     @property
     def gpu_s(self) -> float:
-        """GPU seconds that the attempt has held: its GPUs, from its start to its last sign."""
+        """GPU seconds that the attempt has held, from its start to its last sign."""
         return self.elapsed_s * self.num_gpus
 
     def age_s(self, now: datetime) -> float:
-        """Seconds since it was written, at least 0: clocks differ."""
+        """Seconds since it was written, at least 0, because clocks differ."""
         return max(0.0, (now - self.updated_at).total_seconds())
 
     @property
     def silent_after_s(self) -> float:
-        """How old the last sign of a live attempt is at most: a minute, or ten intervals."""
+        """Upper bound of a live attempt's `age_s`: a minute, or ten intervals."""
         interval_s = min(self.interval_s, MOST_INTERVAL_S)
         return max(_SILENT_AFTER_S, _SILENT_AFTER_INTERVALS * interval_s)
 
     def is_live(self, now: datetime) -> bool:
-        """Whether it is being worked on, as far as an outsider can see.
+        """Whether the attempt seems to be at work.
 
-        A process that was killed leaves the state that it was in, but gives no sign any more.
+        A killed process leaves its last state behind, but doesn't update it any more.
         """
         return self.state in LIVE_STATES and self.age_s(now) <= self.silent_after_s
 

@@ -1,4 +1,4 @@
-"""The report of a shard: what says, together with its ledger, that the shard is finished."""
+"""The report of a shard, which together with its ledger proves that the shard is finished."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REPORT_VERSION: Final = 1
 
 
 class ShardReport(Counts):
-    """What became of a shard, all attempts together."""
+    """The counts of a finished shard, over all attempts."""
 
     report_version: Literal[1] = 1
     plan_id: str
@@ -49,7 +49,7 @@ def read_report(folder: Folder, where: str) -> ShardReport:
     """The report in a shard's run folder; `where` names the shard in errors.
 
     Raises:
-        IncompleteRunError: there is none, or it isn't whole.
+        IncompleteRunError: there is none, or it is damaged.
         PlanError: it is of another version.
     """
     try:

@@ -1,4 +1,4 @@
-"""How far a job's run is, shard by shard, as its progress objects and reports tell."""
+"""The status of a job's run, shard by shard, from progress objects and reports."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from batchllm_operator.artifacts.shard_progress import ShardProgress
 from batchllm_operator.planner import saving_ratio
 
 ShardState = Literal["waiting", "starting", "running", "silent", "stopped", "failed", "finished"]
-"""`waiting`: no attempt has begun. `silent`: one has and gives no sign any more: it was killed, or
-its release writes no progress. The others are those of `ShardProgress`."""
+"""`waiting`: no attempt has begun. `silent`: an attempt has stopped updating its progress, because
+it was killed, or its release writes none. The others are those of `ShardProgress`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardStatus:
     """One shard, by its report or else by its latest attempt.
 
-    Rows, parts and tokens count what is finished, by all attempts. Of a shard whose attempts have
-    left no progress they are 0 until it is finished: its ledger isn't read for this.
+    Rows, parts and tokens count finished work of all attempts. Without progress they are 0 until
+    the shard is finished, because the ledger isn't read for this.
     """
 
     shard_idx: int
@@ -35,18 +35,18 @@ class ShardStatus:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     tokens_per_s: float = 0.0
-    """Of a live shard; 0 of any other."""
+    """0 unless the shard is live."""
     eta_s: float | None = None
-    """Of a live shard, from `JobStatus.read_at` on; None if it isn't known."""
+    """Counted from `JobStatus.read_at`; None if unknown, or unless the shard is live."""
     age_s: float | None = None
-    """Since its latest attempt's last sign; None if there is none."""
+    """Seconds since the latest attempt's last sign; None if there is none."""
     num_attempts: int = 0
     gpu_s: float = 0.0
-    """GPU seconds that its attempts have held, as far as they have left progress."""
+    """GPU seconds that its attempts with progress have held."""
     host: str = ""
-    """Of the latest attempt."""
+    """Host of the latest attempt."""
     error: str | None = None
-    """Of a failed one."""
+    """The latest attempt's error, if it failed."""
 
     @property
     def is_live(self) -> bool:
@@ -62,8 +62,7 @@ class ShardStatus:
 class JobStatus:
     """All shards of a plan, at one moment.
 
-    Rows are those that are generated for: neither rows that can't be prompted nor those that reuse
-    an earlier output are among them.
+    Rows that can't be prompted, or that reuse an earlier output, aren't counted.
     """
 
     plan_uri: str
@@ -74,7 +73,7 @@ class JobStatus:
     """Whether the output table holds the plan's rows."""
     read_at: datetime
     shards: tuple[ShardStatus, ...]
-    """In order; all of them."""
+    """All shards, in order."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -103,7 +102,7 @@ class JobStatus:
 
     @property
     def gpu_s(self) -> float:
-        """GPU seconds that all attempts have held, as far as they have left progress."""
+        """GPU seconds that all attempts with progress have held."""
         return sum(shard.gpu_s for shard in self.shards)
 
     @property
@@ -123,15 +122,13 @@ class JobStatus:
     def eta_s(self) -> float | None:
         """Seconds until the last row of all shards, 0 if all are finished.
 
-        That of the live shard that takes longest; and, if others still have to be begun or gone on
-        with, at least the rows that are left at the speed of the live shards together. That
-        supposes that as many shards run at a time until the end, as a pool of Airflow has it;
-        starts of engines to come aren't in it. None if no live shard knows its own: nothing says
-        then how fast rows go or when anybody begins.
+        The longest of the live shards' times, and at least the time for all remaining rows at the
+        live shards' combined speed. This assumes that as many shards run until the end, as with a
+        pool in Airflow, and leaves out future engine starts. None if no live shard has an estimate.
         """
         if self.is_finished:
             return 0.0
-        # What is left as of the last sign takes from then on, not from now.
+        # The rest as of the last sign takes its time from then on, not from now.
         live = [
             (shard.num_rows - shard.num_rows_done, shard.eta_s, shard.age_s or 0.0)
             for shard in self.shards
@@ -150,7 +147,7 @@ class JobStatus:
 
 
 def shard_status(latest: ShardProgress, now: datetime) -> ShardStatus:
-    """What the progress of a shard's latest attempt says at `now`, of that attempt alone."""
+    """The shard's status at `now` by its latest attempt alone."""
     is_live, age_s = latest.is_live(now), latest.age_s(now)
     state: ShardState = latest.state
     same = {field.name for field in fields(ShardStatus)} & ShardProgress.model_fields.keys()

@@ -1,4 +1,4 @@
-"""A plan in the lake: where its files lie, and whether they are what they were."""
+"""A plan in the lake: its files' paths and checksums, and notes on its state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredPlan:
-    """A complete plan and the folder that it lies in."""
+    """A complete plan and its folder."""
 
     folder: Folder
     manifest: PlanManifest
@@ -53,7 +53,6 @@ class StoredPlan:
 
     @property
     def publication(self) -> Publication:
-        """What a partition with the plan's outputs holds."""
         return Publication(self.manifest.spec.name, self.manifest.ds, self.manifest.plan_id)
 
     @contextmanager
@@ -61,7 +60,7 @@ class StoredPlan:
         """Open the requests of a shard, a row group for each part.
 
         Raises:
-            PlanError: the plan has no such shard, or its file isn't the one that was planned.
+            PlanError: the plan has no such shard, or its file was altered.
         """
         shard = self.shard(shard_idx)
         with self.open_parquet(shard.file, REQUIRED_SHARD_SCHEMA, shard.num_requests) as file:
@@ -74,10 +73,10 @@ class StoredPlan:
 
     @contextmanager
     def open_file(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a data file of the plan, after its checksum was found to hold.
+        """Open a data file of the plan after checking its checksum.
 
         Raises:
-            PlanError: the file is absent or isn't the one that was planned.
+            PlanError: the file is absent or altered.
         """
         expected = self.manifest.files[name]
         try:
@@ -98,14 +97,14 @@ class StoredPlan:
     def open_parquet(
         self, name: str, columns: pa.Schema, num_rows: int | None = None
     ) -> Iterator[PlanFile]:
-        """Open a data file of the plan as what it must be; see `open_file` and `PlanFile`."""
+        """Open a Parquet file of the plan with these columns; see `open_file` and `PlanFile`."""
         with self.open_file(name) as file:
             where = f"plan {self.folder.uri}: {name}"
             with PlanFile(file, where, columns, num_rows) as parquet:
                 yield parquet
 
     def shard(self, shard_idx: int) -> ShardInfo:
-        """What the manifest says of a shard.
+        """The manifest's entry of a shard.
 
         Raises:
             PlanError: the plan has no such shard.
@@ -117,38 +116,38 @@ class StoredPlan:
         return self.manifest.shards[shard_idx]
 
     def run_folder(self, shard_idx: int) -> Folder:
-        """Where the parts of a shard lie; see `shard`."""
+        """The folder of a shard's attempts; raises like `shard`."""
         self.shard(shard_idx)
         return self.folder.child(RUNS_FOLDER, f"shard-{shard_idx:05d}")
 
     def note_turn(self) -> None:
         """Note that this plan was planned after the others of its job and partition.
 
-        Written each time that planning gives this plan, and before its manifest completes it.
-        A plan's own content says nothing of when it was made, and clocks differ.
+        Written each time that planning results in this plan, before its manifest completes it. A
+        plan's content doesn't tell when it was planned, and clocks differ.
         """
         turn = 1 + max(map(turn_of, self._others().values()), default=0)
         self.folder.write_bytes(TURN_FILE, json.dumps({"turn": turn}).encode())
 
     def mark_older_plans(self, published: Publication | None) -> None:
-        """Note in the folders of older plans that this one's outputs take the place of theirs.
+        """Note in the folders of older plans that this plan supersedes them.
 
-        Whether they have been committed or not: a late commit would bring old outputs back.
+        Uncommitted ones are included: a late commit would bring old outputs back.
 
         Args:
-            published: whose outputs are about to be replaced; it counts as older, too.
+            published: the publication that is about to be replaced; its plan counts as older, too.
         """
         others = self._others()
         marked = {each for each in self.older_plans() if self._shares_table(others[each])}
         if published is not None:
             marked.add(published.plan_id)
         for each in sorted(marked & others.keys()):
-            is_marked = _superseded_by(others[each]) is not None  # a second note would look recent
+            is_marked = _superseded_by(others[each]) is not None  # rewriting would update its time
             if not is_marked and others[each].exists(MANIFEST_FILE):
                 self.mark_superseded_at(others[each], by=self.manifest.plan_id)
 
     def older_plans(self) -> set[str]:
-        """Ids of the plans of this job and partition that were planned before this one last was.
+        """Ids of the plans of this job and partition that were last planned before this one.
 
         Of two that were planned at the same time, neither is older.
         """
@@ -156,9 +155,9 @@ class StoredPlan:
         return {plan_id for plan_id, folder in self._others().items() if turn_of(folder) < own}
 
     def _shares_table(self, folder: Folder) -> bool:
-        """Whether another plan writes the same output table, as far as its files show.
+        """Whether another plan writes the same output table; True if its manifest is unreadable.
 
-        Specs with one name and one `staging_uri` may write different tables.
+        Specs with the same name and `staging_uri` may write different tables.
         """
         try:
             other = StoredPlan.open(folder.uri).manifest
@@ -174,28 +173,24 @@ class StoredPlan:
 
     @staticmethod
     def mark_superseded_at(folder: Folder, *, by: str) -> None:
-        """Note in a plan's folder that the outputs of plan `by` take the place of its own."""
+        """Note in a plan's folder that plan `by` supersedes it."""
         folder.write_bytes(SUPERSEDED_FILE, json.dumps({"superseded_by": by}).encode())
 
     def mark_current(self) -> None:
-        """Take the note away: the input was planned again and gave this plan."""
+        """Remove the note, because planning the input again resulted in this plan."""
         self.folder.remove(SUPERSEDED_FILE)
 
     def mark_committing(self) -> None:
-        """Note that a commit is at work: a plan with recent files isn't collected.
+        """Note that a commit is running: `gc` spares a plan with recent files.
 
         Raises:
-            PlanError: it was collected just now.
+            PlanError: `gc` has just removed it.
         """
         self.folder.write_bytes(COMMITTING_FILE, json.dumps({"committing": True}).encode())
         self.check_stays()
 
     def check_stays(self) -> None:
-        """Make sure that what was just written keeps the plan: `gc` removes its manifest first.
-
-        Raises:
-            PlanError: it was collected before that.
-        """
+        """Raise `PlanError` if `gc` has removed the plan, whose manifest it removes first."""
         if not self.folder.exists(MANIFEST_FILE):
             raise PlanError(
                 f"plan {self.folder.uri}: `batchllm gc` has just removed it; make the plan again"
@@ -205,11 +200,7 @@ class StoredPlan:
         return _superseded_by(self.folder)
 
     def check_current(self) -> None:
-        """Refuse a plan whose outputs were replaced by a later plan's.
-
-        Raises:
-            PlanError: committing it would bring old outputs back.
-        """
+        """Raise `PlanError` if the plan is superseded: a commit would bring old outputs back."""
         if self.superseded_by() is not None:
             raise PlanError(
                 f"plan {self.folder.uri}: a later plan's outputs have replaced this one's; to bring"
@@ -218,7 +209,7 @@ class StoredPlan:
 
 
 def _noted(folder: Folder, file: str, key: str) -> Any:
-    """What a note in a plan's folder says; None if it isn't there.
+    """The value of a note in a plan's folder; None if there is no note.
 
     Raises:
         ValueError: it can't be read.
@@ -240,7 +231,7 @@ def _superseded_by(folder: Folder) -> str | None:
 
 
 def turn_of(folder: Folder) -> int:
-    """When a plan was planned last, counted from 1; 0 for plans of older releases."""
+    """The plan's position in the order of planning, from 1; 0 for plans of older releases."""
     try:
         return int(_noted(folder, TURN_FILE, "turn") or 0)
     except (ValueError, TypeError, OverflowError):
@@ -249,11 +240,7 @@ def turn_of(folder: Folder) -> int:
 
 
 def check_partition(ds: str) -> None:
-    """Refuse what can't name a partition: any text can.
-
-    Raises:
-        SpecError: it is empty, or holds what no text does.
-    """
+    """Raise `SpecError` if `ds` can't name a partition: it is empty, or not valid text."""
     if not ds:
         raise SpecError("ds: is empty; name a partition, such as 2026-01-31")
     try:
@@ -265,7 +252,7 @@ def check_partition(ds: str) -> None:
 
 
 def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | None:
-    """Which of the job's plans partition `ds` holds the outputs of, None if it has none.
+    """The publication of the job that partition `ds` holds; None if there is none.
 
     Raises:
         TableError: the partition was published by another job, for another partition, or by
@@ -286,18 +273,18 @@ def check_publisher(table: LakeTable, spec: JobSpec, ds: str) -> Publication | N
 
 
 def job_folder(spec: JobSpec, ds: str) -> Folder:
-    """Where the plans of a job and partition lie.
+    """The folder of the plans of a job and partition.
 
     Raises:
         SpecError: see `check_partition`.
     """
     check_partition(ds)
     name = quote(ds, safe="")
-    if name in (".", ".."):  # a value like any other, but not as a folder's name
+    if name in (".", ".."):  # valid values, but not folder names
         name = name.replace(".", "%2E")
     return job_root(spec).child(name)
 
 
 def job_root(spec: JobSpec) -> Folder:
-    """Where the folders of a job's partitions lie, named as `unquote` reads it."""
+    """The folder with a folder for each of the job's partitions, named by `quote`."""
     return Folder.open(spec.output.staging_folder).child("_batchllm", spec.name)

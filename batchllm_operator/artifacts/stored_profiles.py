@@ -32,7 +32,7 @@ class StoredProfiles:
         return self._find(DeviceProfile, subject)
 
     def find_chain(self, subject: Mapping[str, str]) -> ChainProfile | None:
-        """The profile of a chain; None if there is none that can be read."""
+        """The profile of a chain; None if there is no readable one."""
         from batchllm_operator.engine.replicas.chain_profile import ChainProfile
 
         return self._find(ChainProfile, subject)
@@ -49,7 +49,7 @@ class StoredProfiles:
         return profile if profile.subject == dict(subject) else None
 
     def keep(self, profile: DeviceProfile | ChainProfile) -> None:
-        """Remember a profile, in place of an earlier one of the same subject."""
+        """Store a profile, in place of an earlier one of the same subject."""
         try:
             data = profile.model_dump_json(indent=1).encode()
             self._folder.write_bytes(f"{profile.key}.json", data)

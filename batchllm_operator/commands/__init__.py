@@ -1,4 +1,4 @@
-"""One file per command of `batchllm`: its arguments, and what it prints.
+"""One file per command of `batchllm`: its arguments and its output.
 
-Heavy imports wait until a command runs, so that `--help` answers at once.
+Heavy imports are inside functions, so that `--help` answers at once.
 """

@@ -1,4 +1,4 @@
-"""Arguments that commands share: a job spec, and a plan or the newest one of a job."""
+"""Arguments that commands share: a job spec, and a plan or the latest plan of a job."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ def add_job(command: argparse.ArgumentParser) -> None:
 
 
 def load_job(args: argparse.Namespace) -> JobSpec:
-    """The job spec.
-
-    Raises:
-        SpecError: it can't be read, or isn't valid.
-    """
+    """The job spec; raises `SpecError` if it can't be read or isn't valid."""
     from batchllm_operator.spec import load_spec, parse_spec_json
 
     if args.job_json is not None:
@@ -35,9 +31,9 @@ def load_job(args: argparse.Namespace) -> JobSpec:
 
 
 def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
-    """Give the command the arguments that name a plan; returns the group that takes one of them.
+    """Add the arguments that name a plan; returns their mutually exclusive group.
 
-    Whether they go together is checked by `check_plan`, unless the command has a check of its own.
+    `check_plan` checks their combination, unless the command sets a check of its own.
     """
     command.set_defaults(check=check_plan)
     which = command.add_mutually_exclusive_group(required=required)
@@ -57,7 +53,7 @@ def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 
 def plan_uri(args: argparse.Namespace) -> str:
-    """Where the plan lies: as given, or the newest of the job and partition, which is logged.
+    """URI of the given plan, or of the latest plan of the job and partition, which is logged.
 
     Raises:
         SpecError: the spec or the partition's name is wrong.
@@ -79,10 +75,10 @@ def plan_uri(args: argparse.Namespace) -> str:
 
 
 def tell_plan(spec: JobSpec, file: Path, uri: str, which: str) -> None:
-    """Log which plan was found, with a warning if the spec says anything else.
+    """Log which plan was found, with a warning if the spec differs from the plan's.
 
     Raises:
-        PlanError: it is of another version.
+        PlanError: the plan is of another version.
     """
     from batchllm_operator.artifacts.stored_plan import StoredPlan
 

@@ -28,11 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def parse_age(text: str) -> float:
-    """Seconds of an age such as `36h`.
-
-    Raises:
-        argparse.ArgumentTypeError: it isn't one.
-    """
+    """Seconds of an age such as `36h`; raises `argparse.ArgumentTypeError` for another text."""
     match = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
     if match is None:
         raise argparse.ArgumentTypeError(

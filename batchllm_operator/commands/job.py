@@ -1,4 +1,4 @@
-"""The command `batchllm job`: a whole job on this machine, stage by stage."""
+"""The command `batchllm job`: all stages of a job on this machine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Plan, generate for each shard, commit and report; return the report's figures.
+    """Plan, generate each shard, commit and report; returns the report's figures.
 
-    What an earlier call has finished is not done again, so a job that was stopped goes on.
+    A stopped job continues from what earlier calls have finished.
 
     Raises:
         BatchLLMError: see the stages.
-        SystemExit: a shard was stopped or has failed; its process has said why.
+        SystemExit: a shard was stopped or has failed; its process has printed the reason.
     """
     planned = plan.run(argparse.Namespace(**vars(args), record=None, advise=False))
     uri = planned["plan_uri"]
@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def _generate(uri: str, shard: int) -> None:
-    """`batchllm run` in a process of its own: an engine gives all memory back when it ends."""
+    """Run `batchllm run` in its own process, whose end frees all of the engine's memory."""
     command = [sys.executable, "-P", "-m", "batchllm_operator.cli", "run"]
     options = ["--plan", uri, "--shard", str(shard), "--die-with-parent", str(os.getpid())]
-    # In a process group of its own, so that Ctrl-C reaches it once, from here.
+    # Its own process group, so that Ctrl-C reaches it once, from here.
     with subprocess.Popen([*command, *options], process_group=0) as process:
         try:
             code = process.wait()

@@ -24,7 +24,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Plan the partition, print the counts, and return them."""
+    """Plan the partition, print the counts and return them."""
     from batchllm_operator.plan.stage import plan_job
     from batchllm_operator.report import format_plan
     from batchllm_operator.spec.masking import print_unmasked

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     from batchllm_operator.spec.masking import print_unmasked
 
     plan_uri = args.plan
-    if plan_uri is None:  # not the newest, which may have to be run yet
+    if plan_uri is None:  # the published plan: the latest one may not have run yet
         spec = load_spec(args.job)
         plan_uri = published_plan_uri(spec, args.ds)
         tell_plan(spec, args.job, plan_uri, "published")
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         from batchllm_operator.report.page import render_report
 
         write_file(args.out, render_report(report).encode())
-    print_unmasked(format_summary(report))  # with keys of rows, of columns of any name
+    print_unmasked(format_summary(report))  # key columns may have any name
     return report.figures()
 
 

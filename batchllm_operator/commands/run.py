@@ -48,13 +48,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the process with the usage if metrics can't be served where they are to be."""
     check_plan(parser, args)
     args.metrics = _metrics_address(parser, args.metrics_port)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Generate for the shard, print a line of counts, and return them."""
+    """Generate the shard, print a line of counts and return them."""
     from batchllm_operator.run.draining import Drain
     from batchllm_operator.run.stage import run_shard
 
@@ -84,7 +83,7 @@ def _metrics_of(
 
 
 def _metrics_address(parser: argparse.ArgumentParser, given: str | None) -> MetricsAddress | None:
-    """Where to serve metrics: what the command line says, else the environment."""
+    """Where to serve metrics, by the command line or else the environment."""
     from batchllm_operator.metrics import ADDRESS_VARIABLE, MetricsAddress
 
     where, text = "--metrics-port", given

@@ -40,7 +40,7 @@ _NOT_WITH_RUNAHEAD: Final[Mapping[str, str]] = {
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    add_plan(command, required=False)  # none: made-up requests
+    add_plan(command, required=False)  # without a plan: made-up requests
     command.add_argument("--shard", type=int, metavar="I", help="of the plan (default: 0)")
     for name, (option, default, text) in _MADE_UP.items():
         command.add_argument(
@@ -102,7 +102,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Simulate as the arguments say, print the table, and return its numbers."""
+    """Simulate, print the table and return its numbers."""
     if args.runahead:
         return _run_runahead()
     from batchllm_operator.inspect.simulations import (

@@ -38,11 +38,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def parse_interval(text: str) -> float:
-    """Seconds to wait.
-
-    Raises:
-        argparse.ArgumentTypeError: it isn't a usable interval.
-    """
+    """Seconds to wait; raises `argparse.ArgumentTypeError` for an unusable interval."""
     try:
         seconds = float(text)
     except ValueError:
@@ -90,10 +86,10 @@ def follow(
     stream: TextIO,
     sleep: Callable[[float], None] = time.sleep,
 ) -> JobStatus:
-    """Show the status until nothing is left to generate; the last is shown in full.
+    """Show the status until nothing is left to generate; the last one is shown in full.
 
-    On a terminal each takes the place of the one before. Elsewhere there is a line of totals
-    whenever rows or states have changed.
+    On a terminal each replaces the one before. Elsewhere a line of totals is printed whenever rows
+    or states have changed.
     """
     is_terminal = stream.isatty()
     num_lines, seen = 0, None
@@ -114,9 +110,9 @@ def follow(
 
 
 def _replace(status: JobStatus, stream: TextIO, num_lines: int) -> int:
-    """Show the status over the `num_lines` lines of the one before; how many lines it took.
+    """Show the status over the previous one's `num_lines` lines; returns its number of lines.
 
-    Longer lines are cut to fit the terminal: they would take two, and scroll the others away.
+    Lines are cut to the terminal's width: wrapped ones would scroll the others away.
     """
     from batchllm_operator.report import format_status
 
@@ -131,7 +127,7 @@ def _replace(status: JobStatus, stream: TextIO, num_lines: int) -> int:
 
 def _erase(stream: TextIO, num_lines: int) -> None:
     if num_lines:
-        stream.write(f"\x1b[{num_lines}F\x1b[J")  # that many lines up, and clear below
+        stream.write(f"\x1b[{num_lines}F\x1b[J")  # cursor up, clear below
 
 
 def _show(status: JobStatus, stream: TextIO) -> None:

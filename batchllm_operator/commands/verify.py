@@ -28,7 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Either a shard of a plan is verified, or a record of a job and partition."""
+    """Accept either a shard of a plan, or a record of a job and partition."""
     names = ("plan", "shard", "record", "ds", "job", "job_json")
     given = {name for name in names if getattr(args, name) is not None}
     if given not in (*_OF_A_SHARD, *_OF_A_PLAN):
@@ -39,7 +39,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Check what a stage was to leave in the lake, and return what it counted."""
+    """Check a stage's results in the lake, and return its counts."""
     from batchllm_operator.inspect.verify import verify_plan, verify_shard
 
     if args.record is not None:

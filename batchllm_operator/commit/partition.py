@@ -1,4 +1,4 @@
-"""The published partition's rows: outputs spread by position, checked, joined with their keys."""
+"""The published partition's rows: outputs sorted by row, checked, and joined with their keys."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SLICE_ROWS: Final = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class FinishedShard:
-    """A shard that has all its parts: where they lie, and their ledger."""
+    """A finished shard: its folder and its ledger."""
 
     folder: Folder
     entries: Sequence[PartEntry]
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Read the parts, small ones together, a few ahead."""
+        """Read the parts, small ones merged, a few ahead."""
 
         def read(entries: Sequence[PartEntry]) -> pa.Table:
             files = (self.folder.read_bytes(entry.path) for entry in entries)
@@ -60,16 +60,16 @@ class FinishedShard:
 def write_partition(
     plan: StoredPlan, sources: Sequence[Outputs], spool: Path, most_file_bytes: int | None = None
 ) -> Path:
-    """Write the partition's rows, in input order, to files in a folder; return the folder.
+    """Write the partition's rows, in input order, to files in a folder; returns the folder.
 
-    Memory holds one bucket of rows and two row groups, whatever their number; see `spread` and
+    Memory is one bucket of rows and two row groups, whatever the number of rows; see `spread` and
     `write_files`.
 
     Args:
-        plan: whose rows they are.
+        plan: the plan of the rows.
         sources: their outputs.
         spool: a local folder.
-        most_file_bytes: of a file; None for one file.
+        most_file_bytes: upper bound of a file; None for one file.
 
     Raises:
         PlanError: a row has no output, or more than one.
@@ -119,7 +119,6 @@ def _join_all(
     constants: Mapping[str, pa.Array],
     schema: pa.Schema,
 ) -> Iterator[pa.Table]:
-    """The rows of each bucket with their outputs, see `_join`."""
     start = 0
     for rows, outputs in zip(all_rows, buckets, strict=True):
         yield from _join(rows, outputs, start, constants, schema)
@@ -145,7 +144,7 @@ def _join(
             f" wants {np.count_nonzero(expected == wrong[0])}; {len(wrong)} such rows; nothing was"
             " published"
         )
-    outputs = outputs.drop_columns("row_idx")  # a name that a key may have, too
+    outputs = outputs.drop_columns("row_idx")  # a key may have the same name
     place = None if prompted.all() else np.cumsum(prompted) - 1
     for first in range(0, rows.num_rows, _SLICE_ROWS):
         chosen = slice(first, first + _SLICE_ROWS)
@@ -158,7 +157,7 @@ def _join(
         columns[ERROR_COLUMN] = pc.coalesce(
             some[ERROR_COLUMN].cast(pa.large_string()), joined[ERROR_COLUMN]
         )
-        for name, value in constants.items():  # all rows share its memory
+        for name, value in constants.items():  # zero-copy
             columns[name] = value.slice(0, some.num_rows)
         for name in some.column_names:
             columns.setdefault(name, some[name])

@@ -1,4 +1,4 @@
-"""What a committed plan did, gathered from what its stages have left; as JSON and as a page."""
+"""The report of a committed plan, gathered from its stages' files; as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 def describe_run(
     plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
 ) -> RunReport:
-    """Gather the report of a plan whose outputs are published; `shards` are in order."""
+    """The report of a plan whose outputs are published; `shards` are in order."""
     manifest = plan.manifest
     counts, spec = manifest.counts, manifest.spec
     entries = [entry for shard in shards for entry in shard.entries]
@@ -94,9 +94,9 @@ def store_report(folder: Folder, report: RunReport) -> None:
 
 
 def store_page(folder: Folder, report: RunReport) -> None:
-    """Create or replace `report.html` in the plan's folder, if it isn't there as it should be.
+    """Create `report.html` in the plan's folder, or replace it if it is outdated.
 
-    A page that can't be made or written costs a warning: the rows are published without it.
+    A page that can't be rendered or written leads to a warning only, as the rows are published.
     """
     from batchllm_operator.report.page import render_report  # imports matplotlib
 
@@ -108,13 +108,13 @@ def store_page(folder: Folder, report: RunReport) -> None:
         except FileNotFoundError:
             pass
         folder.write_bytes(PAGE_FILE, page)
-    # Whatever is wrong with a picture: no nightly job fails for it, and none is paid for again.
+    # Any error: a nightly job must not fail, and run again, because of a page.
     except Exception as error:  # noqa: BLE001
         _log.warning("%s/%s isn't written: %r", folder.uri, PAGE_FILE, error)
 
 
 def refresh_page(plan_uri: str, report: RunReport) -> None:
-    """Bring the stored page to what this release makes of a report; see `store_page`."""
+    """Update the stored page to this release's rendering; see `store_page`."""
     store_page(Folder.open(plan_uri), report)
 
 
@@ -122,7 +122,7 @@ def load_report(plan_uri: str) -> RunReport:
     """The stored report of a committed plan.
 
     Raises:
-        PlanError: the plan isn't there, or wasn't committed, or this release can't read its report.
+        PlanError: the plan is absent, wasn't committed, or this release can't read its report.
     """
     plan = StoredPlan.open(plan_uri)
     try:
@@ -140,12 +140,12 @@ def load_report(plan_uri: str) -> RunReport:
 def _is_published(plan: StoredPlan) -> bool:
     try:
         return holds_outputs(plan)
-    except TableError:  # another's rows
+    except TableError:  # another job's rows
         return False
 
 
 def _first_committed(folder: Folder) -> datetime | None:
-    """When an earlier commit of the plan wrote its report; committing again changes nothing."""
+    """The time of the plan's first commit, which a repeated commit keeps."""
     try:
         return RunReport.from_bytes(folder.read_bytes(REPORT_FILE), source=folder.uri).committed_at
     except (FileNotFoundError, PlanError):
@@ -153,7 +153,7 @@ def _first_committed(folder: Folder) -> datetime | None:
 
 
 def _attempts(plan: StoredPlan) -> dict[int, ShardAttempts]:
-    """What is published doesn't depend on progress: without it, the bill is unknown."""
+    """Progress by shard; if it can't be read, only the bill is unknown."""
     try:
         return read_attempts(plan)
     except StorageError as error:
@@ -185,7 +185,7 @@ def _shard_runs(
 
 
 def _gpu_s(attempts: ShardAttempts) -> float | None:
-    """None where an attempt has left nothing, and where none had a GPU."""
+    """None if an attempt has no progress, or none had a GPU."""
     if not attempts.is_complete or not attempts.gpu_s:
         return None
     return round(attempts.gpu_s, 1)
@@ -193,7 +193,7 @@ def _gpu_s(attempts: ShardAttempts) -> float | None:
 
 def _bill(manifest: PlanManifest, runs: Sequence[ShardRun]) -> Bill:
     known = [run.gpu_s for run in runs if run.gpu_s is not None]
-    gpu_s = sum(known) if len(known) == len(runs) else None  # 0 where there was nothing to do
+    gpu_s = sum(known) if len(known) == len(runs) else None  # 0 without shards
     estimate = manifest.estimate
     if estimate is None:
         return Bill(gpu_s=gpu_s, usd_per_hour=None)

@@ -1,4 +1,4 @@
-"""Rows that failed: how many of each kind, and a few of each to look at."""
+"""Failed rows: their number by kind, and a few examples of each."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MAX_CHARS: Final = 300
 
 @dataclass(slots=True)
 class RowErrors:
-    """Failed rows by kind: what stands before the colon of their errors."""
+    """Failed rows by kind, the part of their errors before the colon."""
 
     counts: Counter[str] = field(default_factory=Counter)
     _first: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-    """Of each kind, the first rows in input order: row_idx and error."""
+    """By kind, row_idx and error of the first rows in input order."""
 
     @property
     def num_rows(self) -> int:
@@ -44,7 +44,7 @@ class RowErrors:
         self._first[kind] = heapq.nsmallest(_NUM_EXAMPLES, [*known, *new])
 
     def kinds(self, plan: StoredPlan) -> tuple[ErrorKind, ...]:
-        """The most frequent kinds with the keys of their first rows, the most frequent first."""
+        """The most frequent kinds, in descending order, with the keys of their first rows."""
         chosen = sorted(self.counts, key=lambda kind: (-self.counts[kind], kind))[:_NUM_KINDS]
         wanted = sorted({row_idx for kind in chosen for row_idx, _ in self._first[kind]})
         keys = _read_keys(plan, wanted)
@@ -60,7 +60,7 @@ class RowErrors:
 
 
 def find_errors(plan: StoredPlan, shards: Sequence[FinishedShard]) -> RowErrors:
-    """Look through what failed when the plan was made, and in the shards' parts."""
+    """Collect the errors of planning and of the shards' parts."""
     errors = RowErrors()
     num_rows = plan.manifest.counts.num_rows
     start = 0
@@ -87,7 +87,7 @@ def _failed_requests(shard: FinishedShard) -> Iterator[tuple[str, list[int]]]:
 
 
 def _read_keys(plan: StoredPlan, row_idxs: Sequence[int]) -> dict[int, dict[str, str]]:
-    """Keys of a few rows, as text. `row_idxs` ascend."""
+    """Keys of a few rows, as text. `row_idxs` are ascending."""
     if not row_idxs:
         return {}
     names = plan.manifest.spec.input.key

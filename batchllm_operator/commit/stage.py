@@ -1,4 +1,4 @@
-"""The commit stage: every row checked, then the partition replaced in one step."""
+"""The commit stage: checks every row, then replaces the partition in one step."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _log = logging.getLogger(__name__)
 def commit_run(plan_uri: str) -> RunReport:
     """Publish the outputs of a finished plan, all rows or nothing.
 
-    Committing again what is already published changes nothing.
+    Committing a published plan again changes nothing.
 
     Raises:
-        PlanError: the plan is absent, corrupted or of another version, its parts don't
-            answer each row once, or a later plan's outputs have replaced its own.
-        IncompleteRunError: parts are missing; names the shards to run.
+        PlanError: the plan is absent, corrupted or of another version, its parts don't have one
+            output for each row, or a later plan has superseded it.
+        IncompleteRunError: parts are missing; the message names the shards to run.
         FailedRowsError: more rows failed than the spec allows.
-        TableError: the output partition holds what another job or program wrote, or the table
-            lacks a column of the outputs, or has it with another type.
+        TableError: the output partition holds rows of another job or program, or the table lacks
+            a column of the outputs, or has it with another type.
         ConflictError: another client has published the partition meanwhile; plan again to replace
-            that.
-        CommitUnknownError: it may have been published; commit again to find out.
+            its rows.
+        CommitUnknownError: the outputs may have been published; commit again to find out.
     """
     plan = StoredPlan.open(plan_uri)
     manifest = plan.manifest
@@ -67,18 +67,18 @@ def commit_run(plan_uri: str) -> RunReport:
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         sources: list[Outputs] = [*shards, ReusedOutputs(plan)]
         data = write_partition(plan, sources, Path(spool), table.most_file_bytes)
-        plan.mark_committing()  # again: that may have taken long
+        plan.mark_committing()  # again, as writing may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)
     return _write_report(plan, table, shards, errors)
 
 
 def published_plan_uri(spec: JobSpec, ds: str) -> str:
-    """Where the plan lies whose outputs partition `ds` of the output table holds.
+    """URI of the plan whose outputs partition `ds` of the output table holds.
 
     Raises:
         SpecError: `ds` can't name a partition.
-        TableError: nothing is published there, or not by this job.
+        TableError: nothing is published there, or another job's outputs are.
     """
     check_partition(ds)
     table = open_table(spec.output.uri, spec.input.partition_column)
@@ -105,9 +105,10 @@ def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
 
 
 def _publish(plan: StoredPlan, table: LakeTable, data: Path, seen: Publication | None) -> None:
-    """Publish; what an older plan has published since `seen` was looked at is replaced, too.
+    """Publish, replacing `seen` or what an older plan has published since.
 
-    That plan passed its own check before it was marked. It can't come again: it has seen less.
+    The older plan passed its own check before it was marked; it can't publish again, because it
+    expects another publication in the partition.
 
     Raises:
         ConflictError: another client has published, or is about to.
@@ -126,7 +127,7 @@ def _publish(plan: StoredPlan, table: LakeTable, data: Path, seen: Publication |
         except ConflictError:
             found = check_publisher(table, spec, ds)
             if found is None or found == seen or found.plan_id not in plan.older_plans():
-                # A retry would see the winner's outputs, and replace what may be newer.
+                # A retry would find the winner's outputs, and replace what may be newer.
                 StoredPlan.mark_superseded_at(plan.folder, by="another plan, published meanwhile")
                 raise
             _log.info("plan %s was published meanwhile; it is older, and replaced", found.plan_id)
@@ -153,7 +154,7 @@ def _check_failed_fraction(plan: StoredPlan, errors: RowErrors) -> None:
 def _write_report(
     plan: StoredPlan, table: LakeTable, shards: Sequence[FinishedShard], errors: RowErrors
 ) -> RunReport:
-    """Write what the published plan did, and only then that it is committed."""
+    """Write the report, and only then the note that the plan is committed."""
     report = describe_run(plan, table, shards, errors)
     store_report(plan.folder, report)
     mark_committed(

@@ -1,4 +1,4 @@
-"""What the traces of a shard's engines say, in few enough numbers to be drawn."""
+"""Condenses the traces of a shard's engines into timelines that can be drawn."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from batchllm_operator.vllm_plugin.scheduler.trace import CHUNK_SIZE_KEY, TRACE_
 _log = logging.getLogger(__name__)
 _NUM_BINS: Final = 240
 _SHORTEST_S: Final = 1e-3
-"""For a step whose duration is unknown."""
+"""Duration of a step if it is unknown."""
 _MOST_STEPS: Final = 1_000_000
-"""Of which earlier engines' traces are read, too; some 100 bytes of memory each."""
+"""Earlier engines' traces beyond this are dropped; a step takes some 100 bytes of memory."""
 _MOST: Final = 1 << 40
-"""Of anything that is counted in a step, or of seconds since the first."""
+"""Upper bound of a step's counts, and of seconds since the first step."""
 _PATH: Final = re.compile(r"(?:attempt-([0-9]{5,})/)?trace-[^/]*\.parquet")
 _KINDS: Final = ("num_decode_tokens", "num_distinct_tokens", "num_prefix_tokens")
 _COLUMNS: Final = (
@@ -41,7 +41,7 @@ class _Steps:
 
     columns: dict[str, NDArray[Any]]
     end_s: float
-    """Of the last one: a guess, as of each engine's last."""
+    """End of the last step, estimated like that of each engine's last step."""
     chunk_size: int | None
 
     @property
@@ -52,10 +52,10 @@ class _Steps:
 
 
 def read_timeline(folder: Folder, shard_idx: int) -> Timeline | None:
-    """The timeline of a shard: the steps of all its engines, of all attempts, one after the other.
+    """The timeline of a shard: the steps of its engines, of all attempts, one after the other.
 
-    None if it left no trace (vLLM's own scheduler, a killed process), or none that can be read; a
-    warning says so. `folder` is the shard's run folder.
+    None if there is no trace (vLLM's own scheduler, a killed process), or, with a warning, no
+    readable one. `folder` is the shard's run folder.
     """
     try:
         names = folder.find()
@@ -77,7 +77,6 @@ def read_timeline(folder: Folder, shard_idx: int) -> Timeline | None:
 
 
 def _read_trace(folder: Folder, path: str) -> pa.Table:
-    """The steps of one engine."""
     file = pq.ParquetFile(pa.BufferReader(folder.read_bytes(path)))
     schema = pa.schema([(name, TRACE_SCHEMA.field(name).type) for name in _COLUMNS])
     if not set(_COLUMNS) <= set(file.schema_arrow.names):
@@ -85,7 +84,7 @@ def _read_trace(folder: Folder, path: str) -> pa.Table:
     table = file.read(list(_COLUMNS)).select(_COLUMNS)
     table = table.cast(schema.with_metadata(table.schema.metadata))
     for name in _COLUMNS if table.num_rows else ():
-        values = table[name].to_numpy()  # NaN for None, and any comparison with that says no
+        values = table[name].to_numpy()  # None becomes NaN, for which comparisons are False
         if not (values.min() >= 0 and values.max() < _MOST):
             raise pa.ArrowInvalid(f"{name} has what can't be one")
     if np.any(np.diff(table["start_s"].to_numpy()) < 0):

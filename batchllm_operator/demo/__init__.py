@@ -1,1 +1,1 @@
-"""A lake table and a model that any machine can make, for the demo and for tests."""
+"""A lake table and a model that can be built on any machine, for the demo and for tests."""

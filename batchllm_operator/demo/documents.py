@@ -1,4 +1,4 @@
-"""Real text that any machine has: the long descriptions of its Python distributions."""
+"""Real text that every machine has: long descriptions of installed Python distributions."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _descriptions() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
     """(package, whole description, headings) of every distribution with enough text."""
     by_package: dict[str, tuple[str, bool]] = {}
     for package, text, markdown in _installed():
-        by_package.setdefault(package, (text, markdown))  # the first on sys.path is the one in use
+        by_package.setdefault(package, (text, markdown))  # the first on sys.path is in use
     found = []
     seen: set[str] = set()
     for package, (text, markdown) in sorted(by_package.items()):
@@ -113,7 +113,7 @@ def _descriptions() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
 
 def _installed() -> Iterator[tuple[str, str, bool]]:
     """Yield (normalised name, description, whether it is Markdown) of each distribution."""
-    # setuptools adds the folder of what it carries to sys.path when a program imports it.
+    # setuptools adds its `_vendor` folder to sys.path when it is imported.
     folders = [folder for folder in sys.path if Path(folder).name != "_vendor"]
     for distribution in metadata.distributions(path=folders):
         fields = distribution.metadata.json

@@ -1,7 +1,7 @@
 """The demo's model: Qwen2 in miniature with random weights and a real tokenizer.
 
-It writes nonsense, yet everything around it is as with a real model: the folder, the
-tokenizer, the chat template, the loading code. Heavy libraries are imported when used.
+Its texts are nonsense, but everything else is as with a real model: folder, tokenizer, chat
+template, loading code. Heavy libraries are imported when used.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _CHAT_TEMPLATE: Final = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# How far the weights spread, chosen for outputs that depend on the whole prompt and for
-# logits whose best two are far apart compared to float32 noise.
-_QK_GAIN: Final = 1.2  # attention looks at few positions, not at an average of all
+# Spreads of the weights, chosen so that outputs depend on the whole prompt, and the best two logits
+# are far apart compared to float32 noise.
+_QK_GAIN: Final = 1.2  # attention concentrates on few positions
 _BRANCH_GAIN: Final = 3.0  # attention and MLP outweigh the embedding of the last token
 _NORM_SPREAD: Final = 0.5  # of the log of each token's output norm: few tokens compete
-_END_NORM: Final = 5.0  # the end of a message wins now and then
+_END_NORM: Final = 5.0  # the end of a message is sampled now and then
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class DemoModelInfo:
     """Folder to give as `model.path` in a job spec."""
     num_parameters: int
     vocab_size: int
-    """Tokens that the tokenizer knows, special ones included."""
+    """Number of the tokenizer's tokens, including special ones."""
 
 
 def build_demo_model(
@@ -67,8 +67,8 @@ def build_demo_model(
     """Write a tiny Qwen2 model and its tokenizer into `folder`; transformers and vLLM load it.
 
     Weights are float32 and random with `seed`; the byte-level BPE tokenizer is trained on
-    `documents` (default: `demo_documents()`). Same documents and seed, same bytes. Files
-    are made elsewhere and moved in at the end, `config.json` last, so that a folder with a
+    `documents` (default: `demo_documents()`). Equal documents and seeds give equal bytes. Files
+    are written elsewhere and moved in at the end, `config.json` last, so that a folder with a
     `config.json` is complete; an older model in the folder is replaced. Needs no network.
 
     Raises:
@@ -88,7 +88,7 @@ def build_demo_model(
         tokenizer.save_pretrained(unfinished)
         with _quiet():
             model.save_pretrained(unfinished)
-        (unfinished / "model.safetensors").chmod(0o644)  # made readable by its owner alone
+        (unfinished / "model.safetensors").chmod(0o644)  # created readable by its owner only
         folder.mkdir(exist_ok=True)
         for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(folder / file.name)
@@ -103,7 +103,7 @@ def build_demo_model(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from drawing a progress bar for a file of a few megabytes."""
+    """Hide transformers' progress bar."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()
@@ -119,8 +119,8 @@ def _train_tokenizer(documents: Sequence[str]) -> Qwen2Tokenizer:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
-    # Loading by model type makes a Qwen2Tokenizer, which brings its own way of splitting
-    # text; training with the same one keeps tokenizer.json true for readers of that file alone.
+    # Loading by model type gives a Qwen2Tokenizer, which splits text in its own way; training with
+    # the same splitting keeps tokenizer.json correct for readers of that file alone.
     untrained = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = untrained.normalizer
@@ -133,7 +133,7 @@ def _train_tokenizer(documents: Sequence[str]) -> Qwen2Tokenizer:
     )
     tokenizer.train_from_iterator(documents, trainer)
     trained: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
-    merges: Any = [tuple(merge) for merge in trained["merges"]]  # pairs, whatever its type says
+    merges: Any = [tuple(merge) for merge in trained["merges"]]  # pairs, despite the annotation
     return Qwen2Tokenizer(
         vocab=trained["vocab"],
         merges=merges,
@@ -164,7 +164,7 @@ def _random_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
         model: Qwen2ForCausalLM = Qwen2ForCausalLM(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
@@ -176,7 +176,7 @@ def _random_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
 
 
 def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
-    """Overwrite one parameter with random values of a spread that suits its place."""
+    """Overwrite one parameter with random values; the spread depends on its role."""
     if "norm" in name:
         weight.fill_(1.0)
     elif name.endswith("bias"):
@@ -195,13 +195,12 @@ def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
 def _shape_output(
     weight: torch.Tensor, tokenizer: Qwen2Tokenizer, generator: torch.Generator
 ) -> None:
-    """Give each token's row of `weight` ([vocab, hidden]) a norm of its own.
+    """Scale each token's row of `weight` ([vocab, hidden]) by a random norm.
 
-    Ids without a token and special ones other than the end of a message get zero, so that
-    they never come out.
+    Ids without a token, and special tokens other than the end of a message, get zero, so that
+    they are never generated.
     """
-    # By math.exp: torch's exp splits over threads, and a thread's first one was seen to be less
-    # exact than the others.
+    # math.exp, because torch's exp was less exact for the first element of each thread.
     normal = weight.new_empty(weight.shape[0]).normal_(generator=generator).tolist()
     norms = weight.new_tensor([math.exp(_NORM_SPREAD * value) for value in normal])
     norms[len(tokenizer) :] = 0.0

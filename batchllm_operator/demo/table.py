@@ -1,4 +1,4 @@
-"""The demo's lake table: passages of real documentation, each asked about several topics."""
+"""The demo's lake table: passages of real documentation, each with several queries."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def build_demo_table(
 ) -> DemoTableInfo:
     """Write partition `ds` of the demo table: `<folder>/ds=<ds>/part-0.parquet`.
 
-    Documents are descriptions of installed distributions; their queries are the headings
-    that recur most across all of them ("Installation", "Usage", ...), so that rows share
-    documents as well as queries. Fewer documents than asked for is fine. Rows are in a
-    fixed order that isn't grouped by document. In one environment the file has the same
-    bytes every time; an older one is replaced in one step.
+    Documents are descriptions of installed distributions; their queries are the headings that recur
+    most across all of them ("Installation", "Usage", ...), so that rows share documents as well as
+    queries. There may be fewer documents than `max_documents`. Rows are in a fixed order that isn't
+    grouped by document. One environment always gives the same bytes; an older file is replaced in
+    one step.
 
     Raises:
         TableError: `ds` can't name a partition, or no installed distribution has a
@@ -98,7 +98,7 @@ def _choose(
 ) -> list[tuple[DemoDocument, tuple[str, ...]]]:
     spellings = Counter(heading for document in documents for heading in document.headings)
     recurrence = Counter(h.casefold() for document in documents for h in document.headings)
-    # One spelling for all documents ("Quick Start", "Quick start"), or they wouldn't be shared.
+    # One spelling for all documents ("Quick Start", "Quick start"), so that queries are shared.
     canonical: dict[str, str] = {}
     for heading, _ in sorted(spellings.items(), key=lambda item: (-item[1], item[0])):
         canonical.setdefault(heading.casefold(), heading)
@@ -131,5 +131,5 @@ def _rows(chosen: Iterable[tuple[DemoDocument, tuple[str, ...]]]) -> list[dict[s
 
 
 def _shuffle_key(row: dict[str, str]) -> bytes:
-    """A place in the table that has nothing to do with the row's document."""
+    """A sort key that is independent of the row's document."""
     return hashlib.sha256(row["snippet_id"].encode()).digest()

@@ -1,1 +1,1 @@
-"""What only looks at a plan, simulates it, or cleans up after it."""
+"""Checks, simulations and the clean-up of plans."""

@@ -1,7 +1,7 @@
-"""Removing what jobs have left behind: by age, and never what may still be needed (ADR 19).
+"""Removes old files of jobs, but never what may still be needed (ADR 19).
 
-What is still worked on has recent files, so a plan is as old as its newest file: a run writes its
-parts, planning again writes all files.
+A plan is as old as its newest file, because work on a plan leaves recent files: a run writes parts,
+planning again writes all files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from batchllm_operator.lake import Folder, StoredFile, list_files, open_table, r
 from batchllm_operator.spec import JobSpec, TableAddress
 
 _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
-"""As `Folder` names them on local disk; on S3 there are none."""
+"""Temporary files of `Folder` on local disk; on S3 there are none."""
 _SHARD: Final = re.compile(r"shard-[0-9]+\.parquet")
 
 Files = Mapping[str, StoredFile]
@@ -44,14 +44,14 @@ Files = Mapping[str, StoredFile]
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Files of a folder that may go."""
+    """Files of a folder that may be removed."""
 
     folder: Folder
     what: str
     files: Files
-    """By name relative to the folder, in the order in which they go."""
+    """By name relative to the folder, in the order of removal."""
     seen: Files | None = None
-    """All files of the folder; if they are others when it comes to it, nothing is removed."""
+    """All files of the folder; if they have changed by the time of removal, nothing is removed."""
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A plan that is old enough, but stays."""
+    """A plan that is old enough, but kept."""
 
     folder: Folder
     why: str
@@ -74,16 +74,16 @@ class Kept:
 def find_garbage(
     spec: JobSpec, *, before: float, ds: str | None = None
 ) -> tuple[list[Garbage], list[Kept]]:
-    """What may go of a job's plans, records and temporary files. Only reads.
+    """Find removable files among a job's plans, records and temporary files; read-only.
 
     Args:
         spec: the job.
-        before: nothing counts that has changed since this time, in seconds since 1970.
-        ds: the only partition to look at.
+        before: seconds since 1970; what has changed since then is kept.
+        ds: the only partition to search; None for all.
 
     Raises:
-        SpecError: the output table's address or library is wrong, or the storage doesn't say when
-            files were written.
+        SpecError: the output table's address is wrong, or the storage doesn't tell when files were
+            written.
     """
     root = job_root(spec)
     folders = [root.child(name) for name in root.subfolder_names()]
@@ -114,10 +114,10 @@ def find_garbage(
 
 
 def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept]]:
-    """Remove what was found, but what has changed since; what was removed, and what stays.
+    """Remove what hasn't changed since it was found; returns what was removed, and what was kept.
 
     Raises:
-        StorageError: the storage fails; what is left is found again.
+        StorageError: the storage fails; the rest will be found again.
     """
     removed: list[Garbage] = []
     kept: list[Kept] = []
@@ -134,10 +134,10 @@ def remove_garbage(garbage: Sequence[Garbage]) -> tuple[list[Garbage], list[Kept
 
 
 def _has_begun_again(garbage: Garbage) -> bool:
-    """Take the manifest away, so that the rest is not mistaken for a plan, and look again.
+    """Remove the manifest, so that the rest is no plan, then check whether work has begun again.
 
-    A process that works on a plan writes something there, then looks for the manifest. So either it
-    sees that the manifest has gone, or this sees what was written, and puts the manifest back.
+    A process that works on a plan writes a file, then looks for the manifest. So either it finds
+    the manifest gone, or its file is found here and the manifest restored.
     """
     if garbage.seen is None or MANIFEST_FILE not in garbage.files:
         return False
@@ -154,7 +154,7 @@ def _has_begun_again(garbage: Garbage) -> bool:
 
 
 def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garbage | Kept | None:
-    """What may go of a plan; None if nothing may yet."""
+    """The removable files of a plan; None if there are none yet."""
     if any(file.modified_at >= before for file in files.values()):
         return None
     try:
@@ -173,8 +173,7 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
         return Garbage(folder, what, files, files)
     if not is_committed:
         return Kept(folder, f"it is published, without a {COMMITTED_FILE}: commit it once more")
-    # A later plan learns output lengths by its groups: the shards say which rows they have, and
-    # the rows which keys.
+    # Later plans learn output lengths by group: shards name the rows, and rows the keys.
     learns = GROUPS_FILE in files
     chosen = {
         name: file
@@ -188,7 +187,7 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
 
 
 def _state(spec: JobSpec, folder: Folder, files: Files) -> tuple[bool, bool]:
-    """Whether an output partition holds the plan's rows, and whether the plan knows it, too."""
+    """Whether the output partition holds the plan's rows, and whether the plan's note says so."""
     if MANIFEST_FILE in files:
         plan = StoredPlan.open(folder.uri)
         spec, ds, plan_id = plan.manifest.spec, plan.manifest.ds, plan.manifest.plan_id
@@ -202,7 +201,7 @@ def _state(spec: JobSpec, folder: Folder, files: Files) -> tuple[bool, bool]:
 
 
 def _table_folders(spec: JobSpec, ds: str | None) -> Iterator[Folder]:
-    """Folders of the output table's partitions, where a killed commit may have left its file."""
+    """Folders of the output table's partitions, where a killed commit may leave its file."""
     location = TableAddress.parse(spec.output.uri).folder
     if location is None or not (table := Folder.open(location)).is_local:
         return
@@ -218,7 +217,7 @@ def _temporary(folder: Folder, files: Files, before: float) -> list[Garbage]:
 
 
 def _garbage(folder: Folder, what: str, files: Files, before: float) -> list[Garbage]:
-    """Those of the files that are old enough, each by itself."""
+    """The files that are old enough, each judged by itself."""
     old = {name: file for name, file in files.items() if file.modified_at < before}
     return [Garbage(folder, what, old)] if old else []
 

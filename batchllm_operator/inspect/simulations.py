@@ -1,4 +1,4 @@
-"""Simulations: a shard of a plan or a made-up job, played through vLLM's scheduler step by step."""
+"""Simulates a plan's shard or made-up requests, with vLLM's scheduler, step by step."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _DEFAULT_MODEL: Final = "Mistral-7B"
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """What to simulate on; None: as the plan says, else H100 and Mistral-7B.
+    """Options of a simulation; None: as in the plan, else H100 and Mistral-7B.
 
     Raises:
-        SpecError: a policy isn't known, or a number is out of its range.
+        SpecError: a policy is unknown, or a number is out of its range.
     """
 
     policies: Sequence[str] = DEFAULT_POLICIES
@@ -64,9 +64,8 @@ class SimulationOptions:
     """A built-in shape, or a folder or hub id with a `config.json`."""
     num_gpus: int | None = None
     num_blocks: int | None = None
-    """Of the KV cache; None: what the GPU has room for."""
+    """Blocks of the KV cache; None: as many as the GPU has room for."""
     chunk_size: int | None = None
-    """Tokens that a step may have."""
     arrivals_per_s: float = ARRIVALS_PER_S
     seed: int = 0
     estimate_error: float = 0.0
@@ -100,14 +99,14 @@ class SimulationOptions:
 def shard_to_simulate(
     plan_uri: str, shard_idx: int, options: SimulationOptions
 ) -> tuple[Workload, Machine]:
-    """A shard's requests, and what its plan says they run on.
+    """A shard's requests, and the machine by its plan and the options.
 
-    Outputs have the lengths that the plan has estimated.
+    Outputs have the plan's estimated lengths.
 
     Raises:
         PlanError: the plan or the shard is absent, corrupted or of another version, or the
             model leaves no room for KV.
-        ModelError: the model's shape isn't known.
+        ModelError: the model's shape is unknown.
         SpecError: the table of GPUs is broken, or lacks the GPU.
     """
     plan = StoredPlan.open(plan_uri)
@@ -137,11 +136,11 @@ def shard_to_simulate(
 
 
 def shape_to_simulate(shape: Shape, options: SimulationOptions) -> tuple[Workload, Machine]:
-    """Made-up requests, and what they run on.
+    """Made-up requests, and the machine by the options.
 
     Raises:
         PlanError: the model leaves no room for KV.
-        ModelError: the model's shape isn't known.
+        ModelError: the model's shape is unknown.
         SpecError: the table of GPUs is broken, or lacks the GPU.
     """
     model = find_model(options.model or _DEFAULT_MODEL)
@@ -181,7 +180,7 @@ def find_model(name: str) -> ModelShape:
     """A built-in shape, or that of a folder's or hub id's `config.json`.
 
     Raises:
-        ModelError: there is none, or it isn't of a kind that is known.
+        ModelError: there is none, or its kind is unknown.
     """
     if name in MODEL_SHAPES:
         return MODEL_SHAPES[name]
@@ -192,7 +191,7 @@ def find_model(name: str) -> ModelShape:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for timelines, with those above it."""
+    """Create a writable folder for timelines, with its parents."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

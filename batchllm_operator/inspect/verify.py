@@ -1,4 +1,4 @@
-"""Whether a stage's results are in the lake, whole: what says that its task has succeeded."""
+"""Checks that a stage's results are complete in the lake, which decides its task's success."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _RECORD_VERSION: Final = 1
 
 
 def verify_shard(plan_uri: str, shard_idx: int, owner: str | None = None) -> ShardReport:
-    """Check that all of a finished shard is there, and report what the ledger says of it.
+    """Check that a finished shard is complete, and return its counts by the ledger; read-only.
 
-    There has to be a report of this plan, every part has to be in the ledger with a file
-    whose checksum holds, and both have to count the same requests and rows; or the output table
-    holds the plan's rows, and the plan says what it committed. Only reads.
+    Either there is a report of this plan, every part is in the ledger with a file whose checksum
+    holds, and both count the same requests and rows; or the output table holds the plan's rows,
+    and the plan has the note of its commit.
 
     Args:
         plan_uri: the plan.
-        shard_idx: which shard of it.
-        owner: see `run_shard`; None not to look for the attempts of others.
+        shard_idx: the shard of it, from 0.
+        owner: see `run_shard`; None to ignore attempts of other owners.
 
     Raises:
         PlanError: the plan or the shard is absent or of another version, or the report is of
             another plan or version.
-        FencedError: not all is there yet, and another owner's attempt is live.
-        IncompleteRunError: the report or a part isn't there, or they contradict each other.
+        FencedError: the shard is incomplete, and another owner's attempt is live.
+        IncompleteRunError: the report or a part is missing, or they contradict each other.
     """
     plan = StoredPlan.open(plan_uri)
     live: FencedError | None = None
     if owner is not None:
-        try:  # first: an attempt that ends after this look has left what the other one finds
+        try:  # first: if an attempt ends after this check, the next one finds its results
             check_free(plan.run_folder(shard_idx), owner)
         except FencedError as error:
             live = error
@@ -56,7 +56,7 @@ def verify_shard(plan_uri: str, shard_idx: int, owner: str | None = None) -> Sha
 def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
     manifest = plan.manifest
     if len(manifest.shards) <= shard_idx < manifest.spec.planner.num_shards:
-        return ShardReport.of_parts(manifest.plan_id, shard_idx, [], 0)  # as `run_shard` has it
+        return ShardReport.of_parts(manifest.plan_id, shard_idx, [], 0)  # as in `run_shard`
     shard = plan.shard(shard_idx)
     if (committed := committed_shard(plan, shard_idx)) is not None:
         return committed
@@ -83,17 +83,17 @@ def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
 
 
 def record_plan(spec: JobSpec, ds: str, name: str, result: Mapping[str, Any]) -> None:
-    """Keep under `name` what planning gave, for a caller that can't see this process."""
+    """Store the result of planning under `name`, for a caller that has no access to this process."""
     body = {"record_version": _RECORD_VERSION, "result": dict(result)}
     _records(spec, ds).write_bytes(_file_name(name), json.dumps(body, indent=1).encode())
 
 
 def verify_plan(spec: JobSpec, ds: str, name: str) -> dict[str, Any]:
-    """The result that `record_plan` kept, once the plan that it names is complete.
+    """The result that `record_plan` stored, if the plan that it names is complete.
 
     Raises:
-        IncompleteRunError: there is no such record, or it isn't whole.
-        PlanError: the record is of another version or names no plan, or its plan isn't there.
+        IncompleteRunError: there is no such record, or it is damaged.
+        PlanError: the record is of another version or names no plan, or its plan is missing.
     """
     where = f"job {spec.name}, partition {ds}: record {name}"
     try:

@@ -1,4 +1,4 @@
-"""The progress of a shard as metric families, made when Prometheus asks."""
+"""The progress of a shard as metric families, created at each scrape."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from prometheus_client.registry import Collector
 from batchllm_operator.artifacts.shard_progress import ShardProgress, State
 
 Snapshot = Callable[[], ShardProgress]
-"""How far the shard is now; called in a thread of the endpoint's."""
+"""Returns the shard's current progress; called in a thread of the endpoint."""
 
 _Value = Callable[[ShardProgress], float | None]
 
-# Name without `_total`, what it is, and where it comes from.
+# Name without `_total`, help text, value.
 _COUNTERS: Final[tuple[tuple[str, str, _Value], ...]] = (
     ("rows_done", "Rows with a text or an error.", lambda p: p.num_rows_done),
     ("rows_failed", "Of them, rows with an error.", lambda p: p.num_rows_failed),
@@ -63,10 +63,10 @@ _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
 
 
 class ShardCollector(Collector):
-    """Makes the metric families of one attempt at a shard, at each scrape.
+    """Creates the metric families of one attempt at a shard, at each scrape.
 
-    An attempt that is stopped gives back the rows of open parts. A counter that falls would be
-    taken for a restart, so here they stay where they were.
+    A stopped attempt loses the rows of open parts, but a falling counter would look like a restart,
+    so counters never fall here.
 
     Every sample has the labels `job_name`, `ds` and `shard`. (`job` is Prometheus's own.)
     """
@@ -101,7 +101,7 @@ class ShardCollector(Collector):
 
 
 def _state(progress: ShardProgress, labels: dict[str, str]) -> Metric:
-    """A sample for each state, 1 for the one that the attempt is in."""
+    """A sample per state: 1 for the attempt's, 0 for the others."""
     family = GaugeMetricFamily(
         "batchllm_shard_state",
         "1 for the state that the attempt is in, else 0.",

@@ -1,4 +1,4 @@
-"""The endpoint: GET /metrics, from threads that end with the process."""
+"""Serves GET /metrics from daemon threads."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class MetricsAddress:
 
     @classmethod
     def parse(cls, text: str) -> MetricsAddress | None:
-        """Read `[HOST:]PORT`; an IPv6 HOST stands in brackets. None for no text and for port 0.
+        """Parse `[HOST:]PORT`, with an IPv6 HOST in brackets. None for an empty text or port 0.
 
         Without a host, only this machine can read the metrics.
 
         Raises:
-            ValueError: it is no such address.
+            ValueError: it isn't such an address.
         """
         if not text:
             return None
@@ -61,10 +61,10 @@ class MetricsAddress:
 
 class _Handler(WSGIRequestHandler):
     timeout = 10.0
-    """Seconds that a client, which holds a thread, may take over a request."""
+    """Seconds that a client, which occupies a thread, may take over a request."""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of each scrape."""
+        """Don't log scrapes."""
 
 
 class _Server(ThreadingWSGIServer):
@@ -73,7 +73,7 @@ class _Server(ThreadingWSGIServer):
         super().__init__((address.host, address.port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind without asking for the host's name: where DNS is down, that takes minutes."""
+        """Bind without a look-up of the host's name, which takes minutes if DNS is down."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
@@ -83,10 +83,10 @@ class _Server(ThreadingWSGIServer):
 def serving_metrics(
     address: MetricsAddress | None, collector: ShardCollector
 ) -> Iterator[MetricsAddress | None]:
-    """Serve what `collector` makes for as long as the context lasts; yields where.
+    """Serve the metrics of `collector` within the context; yields the address, None for none.
 
-    It is asked at each scrape, in a thread. Metrics never stop a run: if the address (port 0 for
-    any free one, None for none) can't be had, that is a warning, and nothing is served.
+    The collector is called at each scrape, in a thread. Metrics never stop a run: if the address
+    (port 0 for any free one) can't be used, a warning is logged and nothing is served.
     """
     server = _listen(address, collector) if address is not None else None
     if address is None or server is None:
@@ -95,7 +95,7 @@ def serving_metrics(
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # the machine gives no more threads
+    except RuntimeError as error:  # too many threads
         _log.warning("no metrics: %s", error)
         server.server_close()
         yield None
@@ -113,23 +113,23 @@ def serving_metrics(
 def _listen(address: MetricsAddress, collector: ShardCollector) -> _Server | None:
     try:
         server = _Server(address)
-    except (OSError, UnicodeError) as error:  # the latter of a host that can't be a name
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         _log.warning("no metrics: can't listen on %s: %s", address, error)
         return None
-    registry = CollectorRegistry(auto_describe=False)  # doesn't ask before the first scrape
+    registry = CollectorRegistry(auto_describe=False)  # no collection before the first scrape
     registry.register(collector)
     server.set_app(_only_metrics(make_wsgi_app(registry)))
     return server
 
 
 def _only_metrics(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """`app`, which answers at any path, at its own alone."""
+    """Restrict `app`, which answers at any path, to /metrics."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] != _PATH:
             start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
             return [f"404 Not Found: GET {_PATH}\n".encode()]
-        # A choice of names works on names that are known beforehand only.
+        # Without the query: `name[]` selects only names that were registered, and none is.
         return app({**environ, "QUERY_STRING": ""}, start_response)
 
     return answer

@@ -1,4 +1,4 @@
-"""The task that logs what a job did."""
+"""The task that logs a job's summary."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from batchllm_operator.operators.command import BatchLLMCommandOperator, uris_an
 class BatchLLMReportOperator(BatchLLMCommandOperator):
     """Logs the summary of a committed plan, and returns the report's URIs and counts.
 
-    Runs `batchllm report`, which writes nothing but the report's page, if that isn't there as it
-    should be: when it fails, the partition stays published.
+    Runs `batchllm report`, which writes at most the report's page, if that is missing or outdated.
+    If it fails, the partition stays published.
 
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.

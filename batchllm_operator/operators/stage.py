@@ -1,4 +1,7 @@
-"""How a stage runs as a task: in the worker or in a pod, and the lake decides."""
+"""Runs a stage as a task, in the worker or in a pod; the results in the lake decide (ADR 16).
+
+execute -> verify -> pod -> watch -> verify -> finish
+"""
 
 from __future__ import annotations
 
@@ -25,27 +28,24 @@ from batchllm_operator.operators.tries import UNKNOWN, is_anothers, task_state, 
 from batchllm_operator.operators.waiting import KILLED, BatchLLMWaitingTask, time_left
 
 _DEFERRAL_FAILED: Final = "__fail__"
-"""What Airflow calls then, in place of our method."""
+"""What Airflow calls in place of our method when a deferral failed."""
 
 
 class BatchLLMStageOperator(BatchLLMWaitingTask):
     """Runs one `batchllm` command in the worker or in a pod.
 
-    A pod's phase, exit code and log are reports of an attempt. The task succeeds when the results
-    are found in the lake, complete, by a command in the worker, which therefore needs to read the
-    lake. A try takes up the live pod that an earlier one left behind, and never one that has ended.
-    A pod that ends for the cluster's sake (eviction, preemption, a lost node) is followed by
-    another in the same try, and goes on from the finished parts.
+    A pod's phase, exit code and log don't decide: the task succeeds when a command in the worker,
+    which therefore needs to read the lake, finds the complete results there. A try takes up the
+    live pod that an earlier one left behind, but never one that has ended.
+
+    A pod that the cluster ends (eviction, preemption, a lost node) is replaced in the same try; the
+    next one continues from the finished parts.
     """
 
     # What a stage is
 
     def check(self) -> None:
-        """Refuse what can't succeed, before anything is started.
-
-        Raises:
-            AirflowFailException: it can't, and a retry won't help.
-        """
+        """Raise `AirflowFailException` if the stage can't succeed, before it starts."""
 
     @abstractmethod
     def command(self, context: Context) -> list[str]:
@@ -63,7 +63,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         Raises:
             AirflowFailException: the spec, the table, the plan, a connection or the pod's
                 template is wrong; a retry won't help.
-            AirflowException: anything else; a retry goes on from what is finished.
+            AirflowException: anything else; a retry continues from the finished parts.
         """
         self.check()
         if self.runner == "local":
@@ -86,7 +86,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
     def resume_waiting(
         self, context: Context, event: Any, num_disruptions: int, waiting_since: str
     ) -> Any:
-        """Ask again for a pod that a quota had no room for; see `execute`."""
+        """Try again to create a pod that a quota had no room for; see `execute`."""
         since = datetime.fromisoformat(waiting_since)
         with self._released_when_killed(context):
             return self._work(context, num_disruptions, waiting_since=since)
@@ -94,7 +94,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
     def resume_fenced(
         self, context: Context, event: Any, said: str, num_disruptions: int, waiting_since: str
     ) -> Any:
-        """Look again at the attempt that has taken over; see `execute`."""
+        """Check again on the attempt that has taken over; see `execute`."""
         since = datetime.fromisoformat(waiting_since)
         is_local = self.runner == "local"
         with nullcontext() if is_local else self._released_when_killed(context):
@@ -107,7 +107,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
     def resume_execution(
         self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context
     ) -> Any:
-        """Remove the pod when Airflow ends the deferral itself, without asking us.
+        """Remove the pod when Airflow itself ends the deferral.
 
         It does so when the trigger raised, and when the triggerer didn't end it in time.
         """
@@ -116,12 +116,12 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         return super().resume_execution(next_method, next_kwargs, context)
 
     def on_kill(self) -> None:
-        """Have whatever `execute` waits for come to an end; `execute` sees to the pods.
+        """Interrupt what `execute` waits for; `execute` then removes the pods.
 
-        Nothing is asked of the cluster here: Airflow calls this from a signal handler.
+        The cluster isn't called here: Airflow calls this from a signal handler.
 
         Raises:
-            StoppedError: from a signal handler, into a call of the cluster's API.
+            StoppedError: into a running call of the cluster's API, if called in its thread.
         """
         if self._killed_at is None:
             self._killed_at = time.monotonic()
@@ -133,7 +133,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             self._pods_asked.calls.interrupt()
 
     def _work_here(self, context: Context, num_disruptions: int) -> Any:
-        """Run the command in the worker; once more if the attempt that took over is silent."""
+        """Run the command in the worker, again if the attempt that took over falls silent."""
         command, *arguments = self.command(context)
         while True:
             try:
@@ -176,7 +176,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
     def _conclude(
         self, context: Context, end: PodEnd, num_disruptions: int
     ) -> dict[str, Any] | None:
-        """The results, if they are whole; None if another pod is to go on; else raises.
+        """Return the complete results, or None if another pod is to continue; else raise.
 
         The pod is removed, unless its state is unknown.
         """
@@ -219,7 +219,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         raise AirflowException(message)
 
     def _conclude_unseen(self, context: Context, end: PodEnd) -> dict[str, Any]:
-        """The results, if they are whole all the same; else the pod is left to the next try."""
+        """Return the results if they are complete anyway; else leave the pod to the next try."""
         found: dict[str, Any] | str = ""
         try:
             found = self._verify(end.pod_uid)
@@ -227,11 +227,11 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             self.log.warning("In the lake: %s", error)
         if not isinstance(found, str):
             self.log.warning("%s; but its results are whole", end.explanation())
-            self._pod = None  # it has ended, and may be kept
+            self._pod = None  # its work is done, so it may be kept
             self._release(context)
             return found
         if not will_be_retried(context["ti"]):
-            self._release(context)  # perhaps this worker is let in
+            self._release(context)  # this worker may have access
         raise AirflowException(end.explanation())
 
     def _count(self, name: str, context: Context) -> None:
@@ -239,7 +239,6 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         count_pod_event(name, self.component, context, job)
 
     def _defer(self, context: Context, pod: k8s.V1Pod, num_disruptions: int) -> NoReturn:
-        """Leave the pod to the triggerer."""
         state = task_state(context["ti"], self.log)
         if state not in ("running", None, UNKNOWN):
             if not is_anothers(state):

@@ -1,4 +1,4 @@
-"""A whole job as one group of tasks: plan, generate every shard, commit, report."""
+"""A job as a task group: plan, generate every shard, commit, report."""
 
 from __future__ import annotations
 
@@ -35,27 +35,26 @@ def batchllm_task_group(
 ) -> TaskGroup:
     """Wire plan -> generate, mapped over the shards -> commit -> report; call it inside a DAG.
 
-    A plan without shards (an empty partition under `on_empty: commit`, or one of which all is
-    reused) skips generate and commits all the same. Where a branch isn't taken, all is skipped.
+    A plan without shards (an empty partition under `on_empty: commit`, or one whose rows are all
+    reused) skips generate, but commits. If plan itself is skipped, so are all tasks.
 
     Args:
-        spec_path: the job spec; read by the plan task when it runs, and when the DAG is parsed for
-            where plans lie. A spec that can't be read then fails the task, not the DAG.
+        spec_path: the job spec; read by the plan task when it runs, and for the folder of plans
+            when the DAG is parsed. An unreadable spec fails the task, not the DAG.
         group_id: prefix of the tasks' ids.
         ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
-        gpu: `nvidia` or `amd`: each shard is generated in a pod with such GPUs. None: as a child
-            process of the worker, on what that has.
+        gpu: `nvidia` or `amd`: each shard is generated in a pod with such GPUs. None: in a child
+            process of the worker, on its hardware.
         gpu_count: GPUs of a shard's pod.
-        runner: where shards are generated, if `gpu` doesn't say it; see `BatchLLMPodOperator`.
+        runner: where shards are generated, if `gpu` doesn't decide it; see `BatchLLMPodOperator`.
         env: extra environment of all four commands.
         aws_conn_id: Airflow connection that all four take their AWS credentials from; see
             `BatchLLMCommandOperator`.
-        connection_env: further variables from connections for all four, in the same way.
-        pool: Airflow pool of the generate tasks, with a slot for each shard that may run: it
-            bounds them over all runs and DAGs. It must exist, or they wait for ever, and count
-            deferred tasks (`include_deferred`), or it bounds nothing where pods are watched by
-            the triggerer.
-        max_parallel_shards: most shards of one run at a time.
+        connection_env: further variables from connections for all four; see there, too.
+        pool: Airflow pool of the generate tasks, with a slot per running shard, over all runs
+            and DAGs. If it doesn't exist, they wait forever; if it doesn't count deferred tasks
+            (`include_deferred`), it bounds nothing while the triggerer watches the pods.
+        max_parallel_shards: upper bound of concurrent shards of one run.
         output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator` for
             the events.
         plan_args: further arguments of the plan task, such as `{"runner": "kubernetes"}`.
@@ -64,7 +63,7 @@ def batchllm_task_group(
     Raises:
         ValueError: there is no such `gpu`, or `gpu_count` isn't positive.
     """
-    PodSettings(gpu=gpu, gpu_count=gpu_count)  # Airflow looks at mapped tasks when they run
+    PodSettings(gpu=gpu, gpu_count=gpu_count)  # checked now: mapped tasks are created late
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
     pool_args = {} if pool is None else {"pool": pool}
     asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
@@ -72,7 +71,7 @@ def batchllm_task_group(
         plan = BatchLLMPlanOperator(
             task_id="plan", spec_path=str(spec_path), ds=str(ds), **everywhere, **(plan_args or {})
         )
-        if isinstance(ds, XComArg):  # as a string, it is a template that pulls the value
+        if isinstance(ds, XComArg):  # `str(ds)` is a template, which sets no dependency
             ds >> plan
         plan_uri = XComArg(plan, key=PLAN_URI_KEY)
         generate = BatchLLMGenerateOperator.partial(
@@ -89,7 +88,7 @@ def batchllm_task_group(
             task_id="commit",
             plan_uri=plan_uri,
             outlets=[] if asset is None else [asset],
-            # Not for a plan that was skipped; without shards, generate is.
+            # Runs if generate was skipped for lack of shards, not if plan was skipped.
             trigger_rule=TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS,
             **everywhere,
         )

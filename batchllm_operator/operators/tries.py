@@ -1,4 +1,4 @@
-"""What Airflow says of a task while a try of it runs here, and what that means for its pod."""
+"""The task's state in Airflow while a try runs here, and what it means for the pod."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 LIVE_STATES: Final = frozenset({"awaiting_input", "deferred", "running", "up_for_reschedule"})
-"""A try has begun and goes on. In all other states none has the task's pod: it has ended, was
-cleared (`restarting`, none at all), or is yet to begin (`scheduled`, `queued`)."""
+"""A try has begun and goes on. In all other states no try has the task's pod: it has ended, was
+cleared (`restarting`, no state), or hasn't begun (`scheduled`, `queued`)."""
 
 
 UNKNOWN: Final = "unknown"
 
 
 def task_state(ti: Any, log: logging.Logger | Any, limit_s: float | None = None) -> str | None:
-    """The task's state in Airflow's database, None if it has none or isn't there any more.
+    """The task's state in Airflow's database, None if it has none or no longer exists.
 
-    `UNKNOWN` if Airflow doesn't say, or not within `limit_s`.
+    `UNKNOWN` if Airflow doesn't answer, or not within `limit_s`.
     """
     answers: SimpleQueue[Any] = SimpleQueue()
 
@@ -32,13 +32,13 @@ def task_state(ti: Any, log: logging.Logger | Any, limit_s: float | None = None)
                     map_index=ti.map_index,
                 )
             )
-        # Whatever it is: the pods are seen to all the same.
+        # Any error: the pods have to be handled anyway.
         except Exception as error:  # noqa: BLE001
             answers.put(error)
 
     if limit_s is None:
         ask()
-    else:  # nothing else ends a question that waits for its answer
+    else:  # a thread, as the call has no timeout of its own
         threading.Thread(target=ask, name="task state", daemon=True).start()
     try:
         states = answers.get(timeout=limit_s)
@@ -56,5 +56,5 @@ def will_be_retried(ti: Any) -> bool:
 
 
 def is_anothers(state: str | None) -> bool:
-    """Whether the task is another try's, in this state: this one is at work, and doesn't wait."""
+    """Whether another try has the task in this state: this try would be `running`."""
     return state in LIVE_STATES and state != "running"

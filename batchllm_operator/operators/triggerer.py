@@ -1,4 +1,4 @@
-"""Whether tasks can be deferred here: a triggerer has to run, and no setting says so."""
+"""Finds out whether a triggerer runs, which no setting tells: tasks can be deferred only then."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class UnknownTriggererError(Exception):
 
 
 def defers_by_default(log: Callable[[str], None]) -> bool:
-    """Whether to defer a task that doesn't say: if a triggerer runs, as far as that is known.
+    """Whether to defer a task without a setting of its own: if a triggerer runs.
 
-    Where it isn't known, as Airflow's setting for all such tasks says.
+    If that is unknown, Airflow's setting `[operators] default_deferrable` decides.
     """
     try:
         runs = triggerer_runs()
@@ -66,10 +66,10 @@ def when_triggerer_runs(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def triggerer_runs() -> bool:
-    """Ask the API server, whose health page needs no login.
+    """Whether a triggerer runs, by the API server's health page, which needs no login.
 
     Raises:
-        UnknownTriggererError: it doesn't answer, or with something else.
+        UnknownTriggererError: there is no answer, or one without the triggerer's health.
     """
     url = _health_url()
     try:
@@ -88,7 +88,7 @@ def _status(health: Any, component: str) -> Any:
 
 
 def _health_url() -> str:
-    """From the address that tasks talk to, which is where the API server is."""
+    """The health page at the API server's address that tasks use."""
     base: str = conf.get("core", "execution_api_server_url", fallback="") or ""
     if base:
         parts = urlsplit(base)

@@ -25,21 +25,21 @@ from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimit
 from batchllm_operator.operators.tries import LIVE_STATES
 
 _STATE_LIMIT_S: Final = 10.0
-"""For asking Airflow for the task's state; it gives a cancelled trigger thirty seconds."""
+"""Limit for reading the task's state: a cancelled trigger has thirty seconds."""
 _REQUEST_S: Final = 10.0
 _REMOVAL_S: Final = 30.0
-"""For removing a pod before the event is fired; the worker tries once more."""
+"""Limit for removing a pod before the event is fired; the worker tries again."""
 
 
 _unfinished: Final[set[asyncio.Task[None]]] = set()
-"""The event loop itself would forget them."""
+"""Strong references: the event loop keeps only weak ones."""
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for work that goes on even if the waiter is cancelled.
+    """Wait for work that continues even if the waiter is cancelled.
 
-    Airflow cancels a trigger again and again, each second until it has ended: what it does about
-    the first time would be cut off by the second.
+    Airflow cancels a trigger every second until it has ended, so the second cancellation would cut
+    off the clean-up that the first one began.
     """
     task = asyncio.create_task(work)
     _unfinished.add(task)
@@ -49,14 +49,14 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """How a cluster is reached; each process that does reads its own credentials."""
+    """How to reach a cluster; each process reads its own credentials."""
 
     kubernetes_conn_id: str | None
-    """This and the next two are as for the operator."""
+    """This and the next two: as for the operator."""
     in_cluster: bool | None
     cluster_context: str | None
     config_file: str | None
-    """The kubeconfig's path; the triggerer reads it, so it has to be there too."""
+    """Path of the kubeconfig, which the triggerer must be able to read, too."""
 
     def hook(self) -> AsyncKubernetesHook:
         config_dict = None
@@ -72,24 +72,23 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class WatchedPod(Cluster):
-    """The arguments of `PodWatchTrigger`, which JSON can hold."""
+    """The arguments of `PodWatchTrigger`, JSON-serializable."""
 
     pod_name: str
     pod_namespace: str
     pod_uid: str
-    """Under which a plan's result is recorded."""
+    """The UID under which a plan's result is recorded."""
     container_name: str
     limits: dict[str, float]
     """A `WatchLimits`."""
     deadline: str | None
     """When the task's `execution_timeout` is reached, in ISO format."""
     aws_conn_id: str | None
-    """Connection whose secrets are to be masked in what the pod says."""
+    """Connection whose secrets are masked in the pod's texts, as in `connection_env`."""
     connection_env: dict[str, str]
-    """Likewise."""
     removes: bool
-    """Whether the pod is to be removed when it has ended. One that is still there and no longer
-    watched is removed in any case: the worker may come late."""
+    """Whether to remove the pod after its end. A pod that still holds resources is removed in any
+        case: the worker may come late."""
 
 
 class PodWatchTrigger(KubernetesPodTrigger):
@@ -121,8 +120,8 @@ class PodWatchTrigger(KubernetesPodTrigger):
     async def on_kill(self) -> None:
         """Delete the pod when a user has killed the task (Airflow 3.3 and later).
 
-        A triggerer that was cut off for a while has lost its triggers to another one, and takes
-        that for a user's doing; then a try of the task lives, and has the pod.
+        A triggerer that was cut off loses its triggers to another one, and calls this, too; but
+        then a try of the task lives, and has the pod.
         """
         await _to_its_end(self._delete_if_killed(if_unknown=True))
 
@@ -137,7 +136,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
         try:
             state = await asyncio.wait_for(self.get_task_state(), _STATE_LIMIT_S)  # type: ignore[no-untyped-call]
             is_killed = state not in LIVE_STATES
-        # Any error: a pod without a watcher costs more than one that is made again.
+        # Any error: an unwatched pod costs more than one that is created again.
         except Exception as error:  # noqa: BLE001
             self.log.warning("Can't tell why the trigger was cancelled: %r", error)
             is_killed = if_unknown
@@ -158,7 +157,7 @@ class PodWatchTrigger(KubernetesPodTrigger):
             await tries(self._delete_once, 0 if at_once else None)
 
     async def _delete_once(self, grace_s: int | None) -> None:
-        """Delete the pod, but not another that has its name by now."""
+        """Delete the pod, but not another one of its name."""
         where = (self.pod_name, self.pod_namespace)
         options = V1DeleteOptions(
             grace_period_seconds=grace_s, preconditions=V1Preconditions(uid=self._pod.pod_uid)
@@ -177,27 +176,27 @@ class PodWatchTrigger(KubernetesPodTrigger):
                     raise
 
     async def _mask(self) -> Callable[[str], str]:
-        """Takes the connections' secrets out of a text: this process doesn't know them yet."""
+        """A function that masks the connections' secrets, which this process hasn't read yet."""
         try:
             credentials = await sync_to_async(Credentials.of)(
                 self._pod.aws_conn_id, self._pod.connection_env
             )
-        # Whatever it is: the pod has to be watched, and then nothing that it says is passed on.
+        # Any error: the pod has to be watched, but then none of its texts is passed on.
         except Exception as error:  # noqa: BLE001
             self.log.warning("Can't read the connections; the pod's lines are left out: %s", error)
             return lambda text: "(left out)"
         return credentials.masker
 
     async def _remove(self, *, at_once: bool) -> None:
-        """Remove the pod; if that fails, the worker will when it goes on."""
+        """Remove the pod; if that fails, the worker removes it when it resumes."""
         try:
             await self._delete(_REMOVAL_S, at_once=at_once)
-        # Whatever it is, the event has to be fired.
+        # Any error: the event has to be fired.
         except Exception as error:  # noqa: BLE001
             self.log.warning("Pod %s is left to the worker to remove: %s", self.pod_name, error)
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Fire once, when the pod has ended in whatever way."""
+        """Fire once, when the watch has ended."""
         watch = PodWatch(
             self._pod.hook,
             PodName(self.pod_name, self.pod_namespace, self.base_container_name, self._pod.pod_uid),

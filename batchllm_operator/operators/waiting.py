@@ -1,4 +1,4 @@
-"""How a stage's task looks for its results, and waits: for room, or for another attempt."""
+"""How a stage's task checks its results, and waits for a quota or for another attempt."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _PAUSE: Final = timedelta(seconds=60)
 _LONGEST_PAUSE: Final = timedelta(minutes=5)
 _VERIFY_PAUSES_S: Final = (2.0, 10.0)
 _DEFERRAL_MARGIN: Final = timedelta(minutes=2)
-"""After a task's deadline, when Airflow ends a deferral that the triggerer didn't."""
+"""Airflow ends a deferral this long after the task's deadline, if the triggerer hasn't."""
 KILLED: Final = "the task was killed; finished parts are kept"
 
 
 class BatchLLMWaitingTask(BatchLLMPodTask):
-    """Looks for its results in the lake, and waits while others do its work.
+    """Checks the results in the lake, and waits while other attempts do the work.
 
-    It waits in the triggerer where the task defers, and not in step with other tasks.
+    If the task defers, it waits in the triggerer. Pauses have jitter, so that tasks don't stay in
+    step.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -38,9 +39,9 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
 
     @abstractmethod
     def verify_command(self, pod_uid: str | None) -> list[str] | None:
-        """The arguments of `batchllm` that look for the results, of that pod or of any.
+        """The arguments of `batchllm verify`, for the results of that pod, or of any.
 
-        None if only a pod that has run can have left some, and `pod_uid` is None.
+        None if only a pod can have left results, and `pod_uid` is None.
         """
 
     def _commands(self) -> CommandRunner:
@@ -49,7 +50,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         return self._command_runner
 
     def _verify(self, pod_uid: str | None, owner: str | None = None) -> dict[str, Any] | str:
-        """The results in the lake, or what is missing of them; looks again if that fails."""
+        """The results in the lake, or a text on what is missing; repeated if the check fails."""
         arguments = self.verify_command(pod_uid)
         if arguments is None:
             return ""
@@ -63,7 +64,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
             except AirflowException as error:
                 if self._is_killed:
                     raise
-                pause_s *= random.uniform(0.5, 1.5)  # not in step with tasks that failed, too
+                pause_s *= random.uniform(0.5, 1.5)  # tasks may have failed together
                 self.log.warning("%s; looking again in %d s", error, round(pause_s))
                 self._sleep(pause_s)
         return self._commands().verify(*arguments)
@@ -77,7 +78,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         defers: bool,
         deadline: datetime | None = None,
     ) -> None:
-        """Let some time pass, in the triggerer if there is one: longer, the longer it takes."""
+        """Pause, or defer, until the next try to create a pod; raises once the time is up."""
         now = datetime.now(UTC)
         if now - since > self.queue_timeout:
             raise AirflowException(f"no room for a pod in time (queue_timeout): {said}")
@@ -96,7 +97,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         deadline: datetime | None,
         defers: bool | None = None,
     ) -> None:
-        """Wait a while, or defer to go on with that method; longer, the longer it has taken."""
+        """Pause, or defer and resume with `method_name`; pauses grow with the time waited."""
         pause = _pause(datetime.now(UTC) - since, self.poll_interval)
         if self._defers(self.log.debug) if defers is None else defers:
             self.defer(
@@ -118,15 +119,14 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         num_disruptions: int,
         waiting_since: datetime | None = None,
     ) -> dict[str, Any] | None:
-        """The results of the attempt that has taken over (`said` is how the task knows of it).
+        """The results of the attempt that has taken over; `said` is the message that named it.
 
-        None once the other is silent, and this task may go on; earlier, it would fence that one
-        out.
+        None once that attempt is silent, and this task may continue; before, it would fence it.
 
         Raises:
-            AirflowException: it has gone on too often, the time is up, or the task was killed.
+            AirflowException: `max_disruptions` is reached, the time is up, or the task was killed.
         """
-        looks = waiting_since is not None  # at once: it comes from the triggerer
+        looks = waiting_since is not None  # at once: the triggerer has waited
         since = waiting_since or datetime.now(UTC)
         deadline = self._deadline(context)
         kwargs = {"said": said, "num_disruptions": num_disruptions}
@@ -150,7 +150,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
             return None
 
     def _sleep(self, seconds: float) -> None:
-        """Let time pass.
+        """Sleep, unless the task ends meanwhile.
 
         Raises:
             AirflowException: the task was killed, or its supervisor has died.
@@ -163,7 +163,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
 
 
 def _pause(waited: timedelta, poll_interval_s: float) -> timedelta:
-    """Longer, the longer it takes, and not in step with the other tasks that wait."""
+    """Grows with the time waited, with jitter."""
     shortest = min(_PAUSE, timedelta(seconds=12 * poll_interval_s))
     return min(max(shortest, waited / 4), _LONGEST_PAUSE) * random.uniform(0.5, 1.0)
 

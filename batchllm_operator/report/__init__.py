@@ -1,4 +1,4 @@
-"""What a job will do and did, in words, tables and pages."""
+"""Texts, tables and pages about plans and runs."""
 
 from batchllm_operator.report.advice import Advice as Advice
 from batchllm_operator.report.advice import Alternative as Alternative

@@ -1,4 +1,4 @@
-"""What a sample says of other orders of the template's columns, and how that is printed."""
+"""What other orders of the template's columns would save on a sample, and its printed form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """An order of the template's columns, and what it saves on the sample."""
+    """An order of the template's columns, and its saving ratios on the sample."""
 
     template: str
     columns: tuple[str, ...]
@@ -24,13 +24,13 @@ class Advice:
 
     num_sampled_rows: int
     num_rows: int
-    """Of the partition, before the filter."""
+    """Rows of the partition before the filter."""
     alternatives: tuple[Alternative, ...]
-    """The largest planned saving first; the given order before others that save as much."""
+    """By planned saving, descending; the given order comes first among equals."""
 
 
 def format_advice(advice: Advice) -> str:
-    """A few lines for a terminal; no trailing line break. Templates can be pasted into YAML."""
+    """Lines for a terminal, without a trailing line break. Templates can be pasted into YAML."""
     lines = [
         f"saving ratios of column orders on the first {advice.num_sampled_rows:,} of"
         f" {advice.num_rows:,} rows; nothing was changed",

@@ -1,4 +1,4 @@
-"""Two runs side by side: what changed between them."""
+"""Compares two runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from batchllm_operator.artifacts.run_report import Bill, RunReport
 from batchllm_operator.report.pages import Trail, count, duration, ratio, render, usd
 
 Verdict = Literal["better", "worse", "same", "changed"]
-"""`changed`: neither is better, such as more rows. A change that is hardly one is the `same`."""
+"""`changed`: neither better nor worse, such as more rows. A tiny change counts as `same`."""
 
 _NOTABLE: Final = 0.01
 _NOTABLE_FAILURES: Final = 0.001
-"""Of the rows: a few that fail are worth a look."""
+"""Share of the rows; even a few failures are notable."""
 _UNKNOWN_BILL: Final = Bill(gpu_s=None, usd_per_hour=None)
 
 
@@ -26,13 +26,13 @@ class Measure:
     before: str
     after: str
     change: str
-    """In percent of what it was, or in percentage points; empty if it isn't known."""
+    """Relative, in percent, or in percentage points; empty if unknown."""
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Figures about one thing."""
+    """Figures on one topic."""
 
     title: str
     measures: tuple[Measure, ...]
@@ -40,13 +40,13 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Run `after` against run `before`."""
+    """Run `after` compared with run `before`."""
 
     before: RunReport
     after: RunReport
     sections: tuple[Section, ...]
     cautions: tuple[str, ...]
-    """Why the two may not be comparable."""
+    """Reasons why the two may not be comparable."""
 
     @property
     def notable(self) -> list[str]:
@@ -65,8 +65,8 @@ class Comparison:
 def compare(before: RunReport, after: RunReport) -> Comparison:
     """Compare two runs, of one job on two days or of two jobs.
 
-    Costs and GPU times are compared as they are, speeds as tokens per second, and failures as
-    shares of the rows: partitions differ in size.
+    Costs and GPU times are compared as absolute values, speeds as tokens per second, and failures
+    as shares of the rows, because partitions differ in size.
     """
     return Comparison(
         before=before,
@@ -173,7 +173,7 @@ def _cautions(before: RunReport, after: RunReport) -> tuple[str, ...]:
 
 
 def _reached(report: RunReport) -> float | None:
-    """Of what was planned."""
+    """Achieved saving as a share of the planned."""
     planned, achieved = report.planned_saving, report.achieved_saving
     return achieved / planned if planned and achieved is not None else None
 

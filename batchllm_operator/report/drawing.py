@@ -1,4 +1,4 @@
-"""Plots as SVG for pages: text stays text, and colours are the page's CSS variables."""
+"""Plots as SVG for pages, with text as text and the page's CSS variables as colours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What matplotlib draws with; in the SVG, the page's variables take their places.
+# Placeholder colours for matplotlib, replaced in the SVG by the page's variables.
 _VARIABLES: Final = {
     name: f"#0a{index:02x}b7"
     for index, name in enumerate(
@@ -48,7 +48,7 @@ _WIDE_INCHES: Final = 10.0
 _NARROW_INCHES: Final = 3.7
 _NUMBER: Final = re.compile(r"-?[0-9]+[.][0-9]{3,}")
 _one_at_a_time = threading.Lock()
-"""matplotlib's settings are the whole process's, and pages are made by threads."""
+"""matplotlib's settings are global, and pages are rendered in threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +57,25 @@ class Table:
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
-    """The first cell of each names the row."""
+    """The first cell of a row is its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture in two shapes, with what stands for it where it can't be seen."""
+    """A picture in two shapes, with a text and a table as alternatives."""
 
     title: str
     alt: str
-    """What the picture shows, in words."""
+    """The picture in words."""
     wide: str
-    """SVG for pages of a desk and of paper."""
+    """SVG for wide screens and print."""
     narrow: str
-    """SVG for a phone."""
+    """SVG for phones."""
     table: Table
 
 
 def colour(name: str) -> str:
-    """What matplotlib has to be given for one of the page's colours."""
+    """matplotlib's placeholder for one of the page's colours."""
     return _VARIABLES[name]
 
 
@@ -90,8 +90,8 @@ def draw(
 ) -> Plot:
     """Draw a plot in both shapes; see `Plot` for title, alt and table.
 
-    `paint` fills a figure; its second argument says whether it is the narrow one. Heights are in
-    inches, of ten inches of width and of 3.7.
+    `paint` fills a figure; its second argument is True for the narrow one. Heights are in inches,
+    for widths of 10 and 3.7 inches.
     """
     wide = _svg(title, alt, (_WIDE_INCHES, wide_height), lambda figure: paint(figure, False))
     narrow = _svg(title, alt, (_NARROW_INCHES, narrow_height), lambda figure: paint(figure, True))
@@ -99,7 +99,7 @@ def draw(
 
 
 def plain_axes(axes: Axes, *, values_along: str) -> None:
-    """Leave a grid and a line on the side of the values only (`x` or `y`)."""
+    """Remove grid and axis line except for the values' axis (`x` or `y`)."""
     axes.grid(visible=False, axis="y" if values_along == "x" else "x")
     axes.tick_params(length=0)
     for side in ("left", "bottom"):
@@ -112,7 +112,7 @@ def _svg(title: str, alt: str, inches: tuple[float, float], paint: Callable[[Fig
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
 
-        # The salt makes ids that no other picture of the page has, and the same ones every time.
+        # The salt makes ids unique within the page, and reproducible.
         settings: Any = {**_SETTINGS, "svg.hashsalt": f"{title} {inches}"}
         with mpl.rc_context(settings):
             figure = Figure(figsize=inches, layout="constrained")
@@ -125,14 +125,14 @@ def _svg(title: str, alt: str, inches: tuple[float, float], paint: Callable[[Fig
 
 
 def _for_page(svg: str, alt: str) -> str:
-    """What of a file is needed inside a page."""
+    """The part of an SVG file that a page needs, without fonts and fixed colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    # Names of parts, which repeat in every picture; what is referred to has a name of its own.
+    # Ids of parts repeat in every picture; those that are referred to have another form.
     svg = re.sub(r' id="[A-Za-z0-9.]+(_[0-9]+)+"', "", svg)
     svg = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", svg)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", svg)
-    # In tags alone: what is written beside an axis stays as it is.
+    # Only in tags: labels of axes stay unchanged.
     svg = re.sub(r"<[^>]*>", lambda tag: _NUMBER.sub(_rounded, tag[0]), svg)
     for name, value in _VARIABLES.items():
         svg = svg.replace(value, f"var(--{name})")
@@ -147,7 +147,7 @@ def _rounded(number: re.Match[str]) -> str:
 
 @contextmanager
 def _quiet_matplotlib() -> Iterator[None]:
-    """It remarks on a home that can't be written, where it makes do with a temporary folder."""
+    """Silence matplotlib's warning about an unwritable home, which is harmless."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The run report as one HTML page that needs nothing else: no script, no font, no network."""
+"""The run report as one self-contained HTML page, without scripts, fonts or network access."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from batchllm_operator.report.plots import (
 
 _NUM_SLOWEST: Final = 10
 _MOST_KEPT: Final = 16
-"""Reports whose plots are kept, some 300 kB each: several look at the same one in Airflow."""
+"""Reports whose plots are cached, some 300 kB each, for several viewers in Airflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plots:
-    """Those that a report has something to show in."""
+    """The plots for which a report has data."""
 
     saving: Plot
     tokens: Plot | None
@@ -39,7 +39,7 @@ class _Plots:
 
 
 def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) -> str:
-    """The page of a run report, of any version; the same report gives the same page.
+    """The page of a run report of any version; equal reports give equal pages.
 
     For `trail` and `actions` see `pages.render`.
     """
@@ -56,7 +56,7 @@ def render_report(report: RunReport, *, trail: Trail = (), actions: Trail = ()) 
 
 @lru_cache(maxsize=_MOST_KEPT)
 def _draw(report_json: str) -> _Plots:
-    """Draw a report's plots: some tenths of a second each, one at a time in a process."""
+    """Draw a report's plots; each takes tenths of a second, one at a time per process."""
     report = RunReport.model_validate_json(report_json)
     sharing = report.sharing
     lengths, degrees = (sharing.prefix_lengths, sharing.share_degrees) if sharing else (None, None)
@@ -73,5 +73,5 @@ def _draw(report_json: str) -> _Plots:
 
 
 def _svg(plot: Plot, shape: str) -> Markup:
-    """A plot's picture. Nothing in one comes from a table or a prompt: plots escape their words."""
+    """A plot's picture, which is safe: it has no text from tables or prompts."""
     return Markup(plot.narrow if shape == "narrow" else plot.wide)

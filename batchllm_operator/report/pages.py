@@ -1,4 +1,4 @@
-"""Renders HTML pages from templates; all that comes from outside is escaped."""
+"""Renders HTML pages from templates; all values are escaped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from batchllm_operator import __version__, progress
 _UNKNOWN: Final = "unknown"
 
 Trail = Sequence[tuple[str, str]]
-"""Links, such as to the pages above one, the topmost first: text and URL of each."""
+"""Text and URL of links, such as those to the pages above, the topmost first."""
 
 
 def render(template: str, *, trail: Trail = (), actions: Trail = (), **values: Any) -> str:
-    """Render one of `templates/` as a whole page: nothing is loaded from elsewhere.
+    """Render one of `templates/` as a self-contained page.
 
-    `trail` are the pages above this one, `actions` what can be done with it, `values` what it
-    shows.
+    `trail` are the pages above this one, `actions` its links to files, `values` its content.
     """
     return (
         _environment()
@@ -38,7 +37,7 @@ def ratio(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in the unit that reads best, such as `12 s`, `3 min 20 s` or `2 h 05 min`."""
+    """Seconds in a readable unit, such as `12 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds is None:
         return _UNKNOWN
     return f"{seconds:.3g} s" if seconds < 10 else progress.duration(seconds)

@@ -1,4 +1,4 @@
-"""What `plan` prints: counts, saving, shards, and the estimate with what it assumes."""
+"""The output of `plan`: counts, saving, shards, and the estimate with its assumptions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from batchllm_operator.artifacts.manifest import CostEstimate, PlanManifest
 
 
 def format_plan(manifest: PlanManifest, uri: str) -> str:
-    """A few lines for a terminal, the last of which is `uri` alone; no trailing line break."""
+    """Lines for a terminal, the last one `uri` alone; no trailing line break."""
     counts = manifest.counts
     lines = [
         f"{counts.num_rows:,} rows: {counts.num_requests:,} requests in {counts.num_groups:,}"
@@ -39,7 +39,7 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
 
 
 def _format_replicas(manifest: PlanManifest) -> list[str]:
-    """What is placed otherwise than as it comes, and what that is predicted to gain."""
+    """The placement of groups on replicas, and its predicted gain."""
     engine = manifest.spec.engine
     placed = [shard.replicas for shard in manifest.shards if shard.replicas is not None]
     num_chained = sum(each.num_chained for each in placed)

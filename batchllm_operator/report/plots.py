@@ -1,4 +1,4 @@
-"""The pictures of a run report (paper, Fig. 2 and 6 for the timeline)."""
+"""The plots of a run report (paper, Fig. 2 and 6 for the timeline)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _MOST_BARS: Final = 40
 _VALLEY_BIN: Final = 0.5
-"""Share of its time in valleys from which a bin is shaded."""
+"""A bin is shaded from this share of its time in valleys on."""
 _FEWEST_SLOTS: Final = 8
-"""Along an axis, so that a single bar isn't as wide as the page."""
+"""Minimum of bars that an axis has room for, so that a single one isn't as wide as the page."""
 _TABLE_POINTS: Final = 24
 _KINDS: Final = (
     ("decode", "num_decode_tokens", "decode"),
@@ -31,7 +31,7 @@ _KINDS: Final = (
 
 
 def saving_plot(report: RunReport) -> Plot:
-    """Saving ratios: what could be saved at most, what was planned, what came out."""
+    """Optimal, planned and achieved saving ratio."""
     values = {
         "optimal, every level": report.optimal_saving,
         "planned, one level": report.planned_saving,
@@ -248,7 +248,7 @@ def _paint_tokens(axes: Axes, line: Timeline, edges: np.ndarray) -> None:
 
 
 def _timeline_table(line: Timeline) -> Table:
-    """Every so many bins of the timeline."""
+    """The timeline in at most `_TABLE_POINTS` rows."""
     every = -(-len(line.kv_used) // _TABLE_POINTS)
     rows = []
     for start in range(0, len(line.kv_used), every):
@@ -272,7 +272,7 @@ def _bin_name(low: int, high: int) -> str:
 
 
 def _short_number(value: float, position: float = 0.0) -> str:
-    """Such as `950`, `12 k`, `3.5 M`: for axes."""
+    """Numbers for axes, such as `950`, `12 k`, `3.5 M`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 10 * size or (abs(value) >= size and value % size == 0):
             return f"{value / size:,.3g} {unit}"

@@ -1,4 +1,4 @@
-"""How a job's status is printed: a line of totals, a table of shards."""
+"""A job's status for a terminal: a line of totals and a table of shards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _IS_LEFT: Final = (False, True, False, False, False, False, False, True)
 def format_status(status: JobStatus) -> str:
     """Totals and shards for a terminal; no trailing line break.
 
-    Of more than 30 shards, those that are finished are only counted; if that isn't enough, those
-    that wait, too.
+    If there are more than 30 shards, finished ones are only counted; if still more than 30 are
+    left, waiting ones, too.
     """
     shown, left_out = _shown(status.shards)
     lines = [format_totals(status)]
@@ -110,5 +110,5 @@ def _clip(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """What strangers wrote, without what a terminal would obey."""
+    """Untrusted text without control characters for the terminal."""
     return "".join(char if char.isprintable() else "�" for char in text)

@@ -39,7 +39,7 @@ def format_summary(report: RunReport) -> str:
 
 
 def share(num_some: int, num_all: int) -> str:
-    """What part `num_some` are of `num_all`: no small part is shown as none, nor a large as all."""
+    """`num_some` as a percentage of `num_all`; shows 0 % and 100 % only for none and all."""
     if num_some in (0, num_all):
         return "100 %" if num_some else "0 %"
     percent = f"{100 * num_some / num_all:.1f}"

@@ -1,4 +1,4 @@
-"""Stopping in an orderly way: what was begun is finished, nothing new is begun."""
+"""Stops a run in order: open parts are finished, and no new ones are begun."""
 
 from __future__ import annotations
 
@@ -19,20 +19,16 @@ class Drain:
     def __init__(self) -> None:
         self.has_begun = False
         self.num_open_parts = 0
-        """Parts that the engine works on; kept up to date by the run."""
+        """Parts that the engine works on; updated by the run."""
 
     def end(self) -> None:
-        """No part is open any more: what is left to do takes no time worth a limit."""
+        """Clear the time limit, because no part is open any more and the rest is quick."""
         self.num_open_parts = 0
         if self.has_begun:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def check(self, *, num_left: int) -> None:
-        """Say that the run was stopped, unless it came to its end all the same.
-
-        Raises:
-            Interrupted: draining has begun, and `num_left` parts haven't been generated.
-        """
+        """Raise `Interrupted` if draining has begun and `num_left` parts haven't been generated."""
         if self.has_begun and num_left:
             raise Interrupted(signal.SIGTERM)
 
@@ -40,9 +36,8 @@ class Drain:
     def on_sigterm(self, limit_s: float) -> Iterator[Drain]:
         """Begin draining at the first SIGTERM; for the main thread.
 
-        `Interrupted` is raised where the main thread is at that moment if no part is open, at
-        a second SIGTERM, or when the open parts take longer than `limit_s`. The timer of
-        SIGALRM is used for that.
+        `Interrupted` is raised in the main thread at once if no part is open, at a second SIGTERM,
+        or when the open parts take longer than `limit_s`. This uses the timer of SIGALRM.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:

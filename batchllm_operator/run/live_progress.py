@@ -1,4 +1,4 @@
-"""Keeps an attempt's progress.json true while it works, beside it and never in its way (ADR 22)."""
+"""Updates an attempt's progress.json from a thread that never delays its work (ADR 22)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.spec.masking import Masker
 
 INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_OBJECT_INTERVAL_S"
-"""Environment variable: seconds between two writes; 0 or `off` for no progress object at all: then
-other runs take the attempt for a dead one."""
+"""Environment variable: seconds between two writes; 0 or `off` for no progress object, so that
+other runs take the attempt for dead."""
 _LEAST_INTERVAL_S: Final = 0.1
 _END_WAIT_S: Final = 5.0
-"""How long the end of a run waits for the last write."""
+"""Upper bound of the wait for the last write at the end of a run."""
 _QUIET_S: Final = 86_400.0
-"""When nothing has been finished for so long, a process hangs, and must not keep `gc` off."""
+"""A process without a finished row for so long hangs, and must not hold off `gc`."""
 _MAX_ERROR_CHARS: Final = 300
 
 Observe = Callable[[ShardTally], AbstractContextManager[object]]
-"""Called with the tally of an attempt when that begins; what it returns is entered then, and left
-when the attempt has come to its last state. `ShardTally.snapshot` may be called meanwhile, by any
-thread."""
+"""Called with an attempt's tally at its start; the context that it returns is left after the
+attempt's last state. Any thread may call `ShardTally.snapshot` meanwhile."""
 
 _log = logging.getLogger(__name__)
 
 
 def interval_s() -> float | None:
-    """Seconds between two writes, as the environment wants it; None for no writes."""
+    """Seconds between two writes, from the environment; None for no writes."""
     text = os.environ.get(INTERVAL_VARIABLE, "").strip()
     if not text:
         return DEFAULT_INTERVAL_S
@@ -57,11 +56,11 @@ def interval_s() -> float | None:
 def live_progress(
     folder: Folder, tally: ShardTally, every_s: float | None, observe: Observe | None = None
 ) -> Iterator[ProgressWriter]:
-    """Write the tally to an attempt's folder for as long as the context is open, and its end.
+    """Write the tally to an attempt's folder while the context is open, and at its end.
 
     The body's end is the attempt's: `finished` without an error, `stopped` by a `KeyboardInterrupt`
-    (such as `Interrupted`), `failed` by any other. Storage that fails costs a warning; one that
-    hangs holds up the end for five seconds at most. Without `every_s`, nothing is written.
+    (such as `Interrupted`), `failed` by any other. A failing storage leads to a warning; a hanging
+    one delays the end by at most five seconds. Without `every_s`, nothing is written.
     """
     writer = ProgressWriter(folder, tally, every_s)
     with nullcontext() if observe is None else observe(tally):
@@ -81,7 +80,7 @@ def live_progress(
 
 
 class ProgressWriter:
-    """A thread that writes a tally's snapshots; all of them come from it, in their order."""
+    """A thread that writes all of a tally's snapshots, and so in order."""
 
     def __init__(self, folder: Folder, tally: ShardTally, every_s: float | None) -> None:
         self._folder, self._tally, self._every_s = folder, tally, every_s
@@ -89,26 +88,26 @@ class ProgressWriter:
         self._thread: threading.Thread | None = None
         self._has_warned = False
         self._news: tuple[object, float] | None = None
-        """State and rows as they were when they last changed, and the attempt's seconds then."""
+        """State and rows at their last change, and the attempt's seconds then."""
 
     def start(self) -> None:
         """Begin, with a first write at once."""
         if self._every_s is None:
             return
-        # A daemon: a write that hangs doesn't keep the process.
+        # A daemon, so that a hanging write doesn't keep the process alive.
         thread = threading.Thread(target=self._run, name="batchllm-progress", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the machine gives no more threads
+        except RuntimeError as error:  # too many threads
             self._warn(error)
             return
         self._thread = thread
 
     def write_soon(self) -> None:
-        self._wake.set()  # and doesn't wait for it
+        self._wake.set()  # doesn't wait for the write
 
     def end(self, wait_s: float) -> None:
-        """Write once more, and wait for that, at most `wait_s` seconds."""
+        """Write once more, and wait for it at most `wait_s` seconds."""
         self._ended.set()
         self._wake.set()
         if self._thread is not None:
@@ -128,7 +127,7 @@ class ProgressWriter:
     def _write(self, *, is_last: bool) -> None:
         try:
             self._write_news(is_last=is_last)
-        # Any error: a thread that died of it would leave the attempt without a sign.
+        # Any error: without this thread, the attempt would look dead.
         except Exception as error:  # noqa: BLE001
             self._warn(error)
 
@@ -143,7 +142,7 @@ class ProgressWriter:
         self._folder.write_bytes(PROGRESS_FILE, data)
 
     def _warn(self, error: Exception) -> None:
-        """Say it once: the next write may succeed, and nothing relies on any."""
+        """Warn once: the next write may succeed, and no result depends on it."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning("the run goes on, but its progress can't be seen: %s", error)
@@ -155,5 +154,5 @@ def shown_error(error: BaseException) -> str:
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if not isinstance(error, BatchLLMError) or not line:
         line = f"{type(error).__name__}: {line}" if line else type(error).__name__
-    line = line.encode(errors="replace").decode()  # half of a character can't be stored
+    line = line.encode(errors="replace").decode()  # lone surrogates can't be stored
     return line if len(line) <= _MAX_ERROR_CHARS else line[: _MAX_ERROR_CHARS - 1] + "…"

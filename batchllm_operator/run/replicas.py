@@ -1,4 +1,4 @@
-"""What a plan's placement asks of the replicas of a run, for the parts that are left."""
+"""Turns a plan's placement into the replicas' joint work, for the remaining parts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def chain_job(
     work: ShardWork,
     profiles: StoredProfiles,
 ) -> ChainJob | None:
-    """What the replicas are to compute together, and whether to measure it; None for nothing.
+    """The prefixes that the replicas compute together, and whether to measure it; None for neither.
 
-    `spec` has the GPUs of this run. Groups of which `work` has nothing left aren't computed again.
+    `spec` has the GPUs of this run. Groups without remaining requests in `work` are left out.
     """
     if not (placement.num_chained or placement.measure):
         return None

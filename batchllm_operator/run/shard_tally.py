@@ -1,4 +1,4 @@
-"""What an attempt at a shard has done so far, counted in memory for observers."""
+"""Counts an attempt's work in memory, for observers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from batchllm_operator.planner import saving_ratio
 DEFAULT_INTERVAL_S: Final = 5.0
 _WINDOW_S: Final = 60.0
 _STEP_S: Final = 1.0
-"""What comes within a second is one entry of the window."""
+"""Outputs within one second are one entry of the window."""
 
 
 class ShardTally:
     """Counts an attempt's outputs; one thread counts, any may take a `snapshot`.
 
     Args:
-        plan: the plan; its shard `shard_idx` is worked on.
-        attempt: works on it from now on.
-        entries: of the parts that earlier attempts have finished.
-        num_gpus: that the attempt holds.
-        interval_s: how often a snapshot goes to the lake.
-        clock: seconds that never go back.
+        plan: the plan, with the shard `shard_idx`.
+        attempt: the attempt that begins now.
+        entries: ledger entries of the parts that earlier attempts have finished.
+        num_gpus: GPUs that the attempt holds.
+        interval_s: seconds between two snapshots in the lake.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -73,19 +73,18 @@ class ShardTally:
         self._window.add(self._clock(), counts.num_request_tokens, num_rows)
 
     def count_part(self, entry: PartEntry) -> None:
-        """Count a part as written; its outputs have been counted one by one."""
+        """Count a written part, whose outputs have been counted one by one."""
         self._kept += entry
         self._num_parts += 1
 
     def end(self, state: State, error: str | None = None) -> None:
-        """Come to a last state; unless it is `finished`, what no written part holds is lost."""
+        """Set the last state; unless it is `finished`, outputs that aren't in a part are lost."""
         if state != "finished":
             self._done = self._kept
         self._error = error
         self._state = state
 
     def snapshot(self) -> ShardProgress:
-        """How far the attempt is now."""
         clock, done, state = self._clock(), self._done, self._state
         elapsed_s = clock - self._began_at
         running_at = self._running_at
@@ -115,7 +114,7 @@ class ShardTally:
         )
 
     def note(self) -> str:
-        """Speed over the last minute and what is saved so far, for a line of progress."""
+        """Speed over the last minute and the saving so far, for a progress line."""
         clock, done = self._clock(), self._done
         running_s = 0.0 if self._running_at is None else clock - self._running_at
         tokens_per_s, _ = self._window.rates(clock, running_s)
@@ -125,10 +124,10 @@ class ShardTally:
     def _eta_s(
         self, state: State, done: Counts, running_s: float, recent_rows_per_s: float
     ) -> float | None:
-        """Rows that are left, at the mean of this attempt's speed and that of the last minute.
+        """Time for the remaining rows, at the mean of this attempt's speed and the last minute's.
 
-        The one is steady, the other follows a change: of the rows' lengths, or of the machine. Rows
-        count alike, whatever their lengths. None until the engine has given one.
+        The first is steady, the second follows changes in row lengths or of the machine. All rows
+        count alike. None until the engine has generated one.
         """
         if state == "finished":
             return 0.0
@@ -145,7 +144,7 @@ class _Window:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: deque[tuple[float, int, int]] = deque()
-        """When a step began, and its tokens and rows."""
+        """Start of each entry, its tokens and rows."""
         self._num_tokens = self._num_rows = 0
 
     def add(self, clock: float, num_tokens: int, num_rows: int) -> None:
@@ -159,7 +158,7 @@ class _Window:
                 self._steps.append((clock, num_tokens, num_rows))
 
     def rates(self, clock: float, running_s: float) -> tuple[float, float]:
-        """Tokens and rows per second, over the window or since the engine runs."""
+        """Tokens and rows per second, over the window or since the engine started."""
         with self._lock:
             while self._steps and clock - self._steps[0][0] >= _WINDOW_S:
                 _, num_tokens, num_rows = self._steps.popleft()

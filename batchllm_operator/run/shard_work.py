@@ -1,4 +1,4 @@
-"""What is left to generate of a shard, read part by part."""
+"""The requests of a shard that are still to be generated, read part by part."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from batchllm_operator.artifacts.shard_files import read_parts
 
 
 class ShardWork:
-    """The parts of a shard that are to be generated, and how large their groups are.
+    """The parts of a shard that are still to be generated, and the sizes of their groups.
 
     Args:
-        file: of the shard.
-        part_idxs: of it, ascending.
-        has_estimates: whether planned output lengths are worth telling.
-        first: groups to begin with, in this order: their parts come first, and in these their
-            requests. All others follow in the file's order.
+        file: the shard's file.
+        part_idxs: the parts, ascending.
+        has_estimates: whether the engine gets the planned output lengths.
+        first: groups to start with, in this order: their parts come first, and their requests
+            first in these. All others follow in file order.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ShardWork:
     ) -> None:
         self._file, self._has_estimates = file, has_estimates
         self._turns = {group_id: turn for turn, group_id in enumerate(first)}
-        self._part_with: dict[int, int] = {}  # of each group of `first`, its first part
+        self._part_with: dict[int, int] = {}  # group of `first` -> its first part
         self._part_idxs = self._in_turn(part_idxs) if first else list(part_idxs)
         found = self._group_ids_of(part_idxs)
         self._group_ids, self._sizes = np.unique(found, return_counts=True)
@@ -47,10 +47,10 @@ class ShardWork:
         return dict(zip(self._group_ids.tolist(), self._sizes.tolist(), strict=True))
 
     def first_prompt(self, group_id: int) -> list[int]:
-        """The token ids of a request of a group of `first`.
+        """The token ids of the first request of a group of `first`.
 
         Raises:
-            KeyError: the group is none of these, or has no request.
+            KeyError: the group isn't in `first`, or has no request left.
         """
         table = self._file.read_row_group(self._part_with[group_id])
         at = np.flatnonzero(table["group_id"].to_numpy() == group_id)
@@ -58,9 +58,9 @@ class ShardWork:
         return found
 
     def parts(self) -> Iterator[tuple[int, pa.Table]]:
-        """Each part's index and requests, with a column `group_size`.
+        """Yield each part's index and requests, with a column `group_size`.
 
-        Without `num_output_tokens` where that is no estimate, or in plans of older releases.
+        `num_output_tokens` is missing if it is no estimate, or in plans of older releases.
         """
         for part_idx, table in read_parts(self._file, self._part_idxs):
             if not self._has_estimates and "num_output_tokens" in table.column_names:
@@ -72,7 +72,7 @@ class ShardWork:
             yield part_idx, table.append_column("group_size", pa.array(self._sizes[at]))
 
     def _in_turn(self, part_idxs: Sequence[int]) -> list[int]:
-        """The parts in the order of the first group in each that has a turn; those without last."""
+        """The parts in the order of their earliest group in `first`; those without one last."""
         last, turns = len(self._turns), {}
         for part_idx in part_idxs:
             here: list[int] = np.unique(self._group_ids_of([part_idx])).tolist()
@@ -88,7 +88,7 @@ class ShardWork:
         return group_ids
 
     def _turns_of(self, group_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """When a group's requests have their turn; of those that aren't to come first, last."""
+        """Positions of the groups in `first`; its length for all others."""
         last = len(self._turns)
         return np.array(
             [self._turns.get(each, last) for each in group_ids.tolist()], dtype=np.int64

@@ -45,29 +45,31 @@ def run_shard(
     drain: Drain | None = None,
     observe: Observe | None = None,
 ) -> ShardReport:
-    """Generate for every request of a shard that has no finished part yet.
+    """Generate every request of a shard that is in no finished part yet.
 
-    Parts are written as they finish; an interruption drops the open ones, and the next run begins
-    with them. Memory holds the open parts only. If nothing is left to do, no attempt and no engine
-    is started: the plan is committed, or a small partition needs no shard of that number.
+    Parts are written as they finish; an interruption drops the open ones, with which the next run
+    starts. Only open parts are in memory. If nothing is left to do, no attempt and no engine is
+    started: all parts are finished, the plan is committed, or a small partition needs no shard of
+    that number.
 
     Args:
-        plan_uri, shard_idx: where the plan lies, and which of its shards, from 0.
-        start: makes the engine.
-        num_gpus: GPUs of this process, for all replicas together; None for what the spec says.
-        owner: what all tries of one task have in common. While another owner's attempt is live,
-            this one isn't begun; None to begin it in any case.
-        drain: when it has begun, no further part is opened and the open ones are finished.
+        plan_uri: the plan.
+        shard_idx: the shard of it, from 0.
+        start: creates the engine.
+        num_gpus: GPUs of this process, for all replicas together; None for the spec's number.
+        owner: the owner of the attempt, which doesn't begin while another owner's is live; None to
+            begin in any case.
+        drain: once it has begun, no further part is opened and the open ones are finished.
         observe: see `live_progress.Observe`.
 
     Raises:
         PlanError: the plan or the shard is absent, corrupted or of another version, or the
             model isn't the one that the plan was made with.
         ModelError: the model's tokenizer can't be loaded.
-        SpecError: the engine doesn't know a setting, or the spec wants another number of GPUs.
+        SpecError: the engine doesn't know a setting, or the spec needs another number of GPUs.
         EngineError: the engine can't start, or keeps dying.
-        FencedError: a later attempt at the shard has begun meanwhile, or another owner's is live.
-        Interrupted: `drain` has begun, and parts are left to do.
+        FencedError: a later attempt at the shard has begun, or another owner's is live.
+        Interrupted: `drain` has begun, and parts are left.
     """
     plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
     if (settled := _settled(plan, shard_idx)) is not None:
@@ -82,14 +84,14 @@ def run_shard(
         _check_model(plan)
         attempt = claim_attempt(folder, owner)
         plan.check_stays()
-        # An earlier attempt may have gone on until it could see the claim.
+        # An earlier attempt may have finished parts until it saw the claim.
         entries = read_ledger(folder, plan.manifest.plan_id, entries)
         run = _ShardRun(plan, shard_idx, attempt, entries, drain or Drain(), num_gpus)
         return run.to_end(file, start, observe)
 
 
 def _settled(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
-    """The report of a shard that needs no run; None of any other."""
+    """The report of a shard that needs no run; None for any other."""
     if len(plan.manifest.shards) <= shard_idx < plan.manifest.spec.planner.num_shards:
         _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
         return ShardReport.of_parts(plan.manifest.plan_id, shard_idx, [], 0)
@@ -114,7 +116,7 @@ def _missing(plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry])
 
 
 def _check_model(plan: StoredPlan) -> None:
-    """Token ids mean something only to the tokenizer that made them; one run has one model."""
+    """Check that tokenizer and model are those of the plan, whose token ids only they fit."""
     manifest = plan.manifest
     found = load_tokenizer(manifest.spec, manifest.ds)
     for what, planned, present in (
@@ -129,7 +131,7 @@ def _check_model(plan: StoredPlan) -> None:
 
 
 def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
-    """The plan for `num_gpus`, which its spec may say too, or leave open."""
+    """The plan for `num_gpus`, which must fit its spec if that has a number."""
     spec = plan.manifest.spec
     engine, num_stages = spec.engine, num_stages_of(spec)
     num_workers = engine.replicas * num_stages
@@ -149,14 +151,14 @@ def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
             what += f" and pipeline_parallel_size {num_stages}"
         raise SpecError(f"{what}, but the task has {num_gpus} GPUs, which they can't share evenly")
     engine, planner = engine.model_copy(update={"tensor_parallel_size": each}), spec.planner
-    if engine.reason_against_chains is not None:  # the run says so where the plan marked a group
+    if engine.reason_against_chains is not None:  # `chain_job` warns if the plan has chains
         planner = planner.model_copy(update={"runahead": "off", "link_bytes_per_s": None})
     spec = spec.model_copy(update={"engine": engine, "planner": planner})
     return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
 
 
 def _pin_revision(manifest: PlanManifest) -> JobSpec:
-    """The spec with the hub's commit that was planned with, where the model is on the hub."""
+    """The spec with the planned commit as revision, if the model is on the hub."""
     kind, _, commit = manifest.model_version.partition(":")
     if kind != "commit":
         return manifest.spec
@@ -187,7 +189,7 @@ def _job(
 
 
 def _has_estimates(spec: JobSpec) -> bool:
-    """Whether planned output lengths are more than the limit that the spec sets."""
+    """Whether planned output lengths tell more than the spec's limit."""
     return spec.planner.estimated_output_tokens is not None or spec.sampling.ignore_eos
 
 
@@ -201,7 +203,7 @@ def _step_cost(manifest: PlanManifest) -> StepCost | None:
 
 
 class _ShardRun:
-    """An attempt at a shard: feeds parts to the engine and collects what comes back."""
+    """An attempt at a shard: feeds parts to the engine and collects the outputs."""
 
     def __init__(
         self,
@@ -223,7 +225,7 @@ class _ShardRun:
             interval_s=self._every_s or DEFAULT_INTERVAL_S,
         )
         self._open_parts: dict[int, _OpenPart] = {}
-        self._part_of: dict[int, int] = {}  # request_idx -> part_idx, of requests with the engine
+        self._part_of: dict[int, int] = {}  # request_idx -> part_idx, for requests in the engine
 
     def to_end(
         self,
@@ -270,7 +272,7 @@ class _ShardRun:
                 engine.close()
 
     def _collect(self, engine: Engine, work: ShardWork, progress: Progress) -> None:
-        """Run all parts through the engine; each is written when its last output has come."""
+        """Run all parts through the engine; each is written after its last output."""
         part_started_at = time.monotonic()
         for output in engine.stream(self._requests(work)):
             part_idx = self._part_of.pop(output.request_idx)
@@ -312,7 +314,7 @@ class _ShardRun:
 
 
 class _OpenPart(NamedTuple):
-    """A part of which some requests are still with the engine."""
+    """A part with requests in the engine."""
 
     row_idxs: dict[int, list[int]]
     outputs: list[EngineOutput]

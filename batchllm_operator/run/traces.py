@@ -18,11 +18,11 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def traced(folder: Folder) -> Iterator[Path]:
-    """A local folder for traces; in the end, also with an error, they are published.
+    """A local folder for traces, which are published at the end, even after an error.
 
-    Each becomes `trace-<UTC time>-<engine>-<digest>.parquet` in `folder`: one for each engine of
-    each attempt. Those in a folder of their own have its name before that. A trace that can't be
-    published costs a warning, not the run.
+    Each becomes `trace-<UTC time>-<engine>-<digest>.parquet` in `folder`, one per engine and
+    attempt, prefixed with the name of its subfolder if it has one. A trace that can't be published
+    leads to a warning only.
     """
     began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     with tempfile.TemporaryDirectory(prefix="batchllm-trace-") as local:

@@ -1,4 +1,4 @@
-"""The job spec: what a job reads, asks, runs and writes. Untrusted input enters here."""
+"""The job spec: input, prompt, model and output of a job. Untrusted input enters here."""
 
 from batchllm_operator.spec.addresses import TableAddress as TableAddress
 from batchllm_operator.spec.addresses import check_folder as check_folder

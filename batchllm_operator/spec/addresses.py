@@ -1,4 +1,4 @@
-"""Addresses of tables and folders: which format, and where."""
+"""Addresses of tables and folders: format and location."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ICEBERG: Final = "iceberg://"
 _DELTA: Final = "delta+"
 _SCHEME: Final = re.compile(
     r"([A-Za-z][A-Za-z0-9+.\-]*):(?:[/\\]|[^/]*://)"
-    # Without a slash, too, if no folder is likely to be called so.
+    # Also without a slash, if it is unlikely to be a folder's name.
     r"|((?i:s3[an]?|file|iceberg|gs|gcs|hdfs|abfss?|wasbs?|az|adl|dbfs|https?)):"
 )
 _FOLDER: Final = "a local path or s3://BUCKET/FOLDER (s3a:// is the same)"
@@ -25,7 +25,7 @@ class TableAddress:
     """Where a table is: in a catalog, or in a folder.
 
     Attributes:
-        format: what the address says; a folder without a word before it may hold a Delta table.
+        format: that of the address; a plain folder ("parquet") may hold a Delta table.
         location: an Iceberg table's `CATALOG/NAMESPACE.TABLE`, else the folder's path or URI.
     """
 
@@ -34,7 +34,7 @@ class TableAddress:
 
     @classmethod
     def parse(cls, uri: str) -> TableAddress:
-        """Read `iceberg://CATALOG/NAMESPACE.TABLE`, `delta+FOLDER` or `FOLDER`.
+        """Parse `iceberg://CATALOG/NAMESPACE.TABLE`, `delta+FOLDER` or `FOLDER`.
 
         Raises:
             ValueError: it isn't one of these.
@@ -56,7 +56,7 @@ class TableAddress:
 
     @property
     def folder(self) -> str | None:
-        """The table's folder; None if a catalog knows it."""
+        """The table's folder; None for a table in a catalog."""
         return None if self.format == "iceberg" else self.location
 
     @property
@@ -72,27 +72,27 @@ class TableAddress:
         return {"iceberg": _ICEBERG, "delta": _DELTA, "parquet": ""}[self.format] + self.location
 
     def resolved(self, resolve: Callable[[str], str]) -> TableAddress:
-        """The same table; `resolve` makes a folder's path absolute."""
+        """The address with a folder's path made absolute by `resolve`."""
         if self.format == "iceberg":
             return self
         return TableAddress(self.format, resolve(self.location))
 
     def overlaps(self, other: TableAddress) -> bool:
-        """Whether both are one table, or one lies in the other's folder."""
+        """Whether both are one table, or one is in the other's folder."""
         if "iceberg" in (self.format, other.format):
             return self == other
-        # Two names of one scheme.
+        # s3 and s3a are one scheme.
         ours, theirs = (f"{each.location.replace('s3a://', 's3://', 1)}/" for each in (self, other))
         return ours.startswith(theirs) or theirs.startswith(ours)
 
 
 def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
-    """Refuse what is neither a local path nor a folder on S3; `forms` is what to write instead.
+    """Check for a local path or a folder on S3; `forms` names the allowed forms in errors.
 
     Raises:
         ValueError: it is neither, or holds `::`.
     """
-    if "::" in uri:  # fsspec would open what is before it
+    if "::" in uri:  # fsspec would open the part before it
         raise ValueError("holds ::, which would be read as two addresses; name a folder without it")
     scheme = scheme_of(uri)
     if scheme is None or uri.startswith("file:///"):
@@ -110,6 +110,6 @@ def check_folder(uri: str, *, forms: str = _FOLDER) -> None:
 
 
 def scheme_of(uri: str) -> str | None:
-    """A URI's scheme, also of one that lacks slashes; None for a path."""
+    """A URI's scheme, even if slashes are missing; None for a path."""
     match = _SCHEME.match(uri)
     return match[1] or match[2] if match else None

@@ -1,4 +1,4 @@
-"""The sections of a job spec that say how the job runs: its engine, and how the work is cut."""
+"""The sections of a job spec on execution: the engine, and how the work is cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pydantic import (
 from batchllm_operator.spec.addresses import scheme_of
 from batchllm_operator.spec.sections import MAX_BYTES, MAX_COUNT, NonEmpty, Section
 
-_MAX_SHARDS: Final = 100_000  # their files are numbered with five digits
+_MAX_SHARDS: Final = 100_000  # file names have five digits
 _MAX_REPLICAS: Final = 64
 
 
@@ -83,8 +83,7 @@ class EngineSpec(Section):
 
     @property
     def reason_against_chains(self) -> str | None:
-        """Why replicas can't compute a prefix together (ADR 24), as far as settings say; None if
-        they can."""
+        """The setting that keeps replicas from computing a prefix together (ADR 24), or None."""
         reasons = {
             "engine.backend is fake": self.backend == "fake",
             "engine.replicas is 1: a chain takes two at least": self.replicas == 1,
@@ -104,7 +103,7 @@ class EngineSpec(Section):
         fields |= dict.fromkeys(("model", "tokenizer"), "model.path")
         for name in sorted(set(value) & set(fields)):
             raise ValueError(f"{name!r} has a field of its own: {fields[name]}")
-        stages = value.get("pipeline_parallel_size", 1)  # counted where vLLM may be absent
+        stages = value.get("pipeline_parallel_size", 1)  # needed where vLLM may be missing
         if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
             raise ValueError("'pipeline_parallel_size' must be a whole number of at least 1")
         return value
@@ -135,7 +134,7 @@ def _estimate_kind(value: object) -> str:
 OutputTokens = Annotated[
     Annotated[int, Field(ge=1, le=MAX_COUNT), Tag("number")]
     | Annotated[OutputEstimate, Tag("source")],
-    Discriminator(_estimate_kind),  # one clear error instead of one for each kind
+    Discriminator(_estimate_kind),  # one error instead of one per kind
 ]
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a spec's fields, in plain words that repeat no value."""
+"""Describes the faults of a spec's fields, without repeating values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _REASONS: Final[Mapping[str, str]] = {
 _KINDS: Final = frozenset(
     {"number", "source", "dict", "list", "str", "int", "float", "bool", "[key]"}
 )
-"""Besides names and indexes, pydantic puts what it tries into a fault's place."""
+"""Parts of pydantic's `loc` that name the tried type, not a field or an index."""
 _WITHOUT_INPUT: Final = ("value_error", "extra_forbidden", "invalid_key")
 _OF_ANY_KIND: Final = "must be text, a finite number, true or false, or a list of these"
 _CLOSENESS: Final = 0.6
@@ -61,7 +61,7 @@ _CLOSENESS_ELSEWHERE: Final = 0.8
 
 
 def describe(error: ValidationError, spec: type[BaseModel]) -> str:
-    """All faults on one line: field names and reasons, and the nearest name for an unknown one."""
+    """All faults on one line: field names and reasons, with suggestions for unknown names."""
     faults: dict[str, None] = {}
     for fault in map(_of_name, error.errors(include_url=False)):
         where, section = _place(spec, fault["loc"])
@@ -76,7 +76,7 @@ def describe(error: ValidationError, spec: type[BaseModel]) -> str:
 
 
 def _of_name(fault: ErrorDetails) -> ErrorDetails:
-    """The same fault; the place of a wrong name ends with it as YAML has it, as null for None."""
+    """Let the place of an invalid name end with that name, as YAML writes it (null for None)."""
     is_key = fault["loc"][-1:] == ("[key]",)
     if not is_key and fault["type"] != "invalid_key":
         return fault
@@ -109,18 +109,18 @@ def _reason(fault: ErrorDetails, section: type[BaseModel] | None, spec: type[Bas
 
 
 def _is_fraction(section: type[BaseModel], name: int | str) -> bool:
-    """Whether the field is at most 1, so that percents may be meant."""
+    """Whether the field's upper bound is 1, so that a percentage may have been meant."""
     field = section.model_fields.get(str(name))
     return field is not None and any(getattr(each, "le", None) == 1 for each in field.metadata)
 
 
 def _plain(limit: object) -> str:
-    """A limit as YAML has it: 1 for 1.0, true for True."""
+    """A limit as YAML writes it: 1 for 1.0, true for True."""
     return f"{limit:.15g}" if isinstance(limit, float) else str(limit).replace("True", "true")
 
 
 def _unknown(name: str, value: object, section: type[BaseModel], spec: type[BaseModel]) -> str:
-    """What to write in place of an unknown name: the nearest here, or elsewhere in the spec."""
+    """Suggest the nearest field for an unknown name, here or elsewhere in the spec."""
     wanted = name.replace("-", "_").lower()
     near = difflib.get_close_matches(wanted, section.model_fields, n=1, cutoff=_CLOSENESS)
     if near:
@@ -146,9 +146,9 @@ def _paths(section: type[BaseModel], path: str = "") -> Iterator[str]:
 
 
 def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
-    """The dotted name of a place, and the section that it is, or is in.
+    """The dotted name of a place, and its section.
 
-    No section if a value of one of several kinds stands there.
+    No section if the value there may be of several kinds.
     """
     where, owner = "", spec
     inner: type[BaseModel] | None = spec
@@ -166,7 +166,7 @@ def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field is, may be, or is a list of."""
+    """The section in a field's type, also as an option or as an element."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_section_in, get_args(annotation))), None)

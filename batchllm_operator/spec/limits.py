@@ -1,5 +1,4 @@
-"""How large and how deep a spec may be, so that reading one takes neither much memory nor much
-time, and which characters its texts may hold."""
+"""Limits of a spec: its size and depth, to bound memory and time, and its texts' characters."""
 
 from __future__ import annotations
 
@@ -9,20 +8,20 @@ from typing import Any, Final
 MAX_FILE_BYTES: Final = 1 << 20
 _MAX_DEPTH: Final = 64
 _MAX_VALUES: Final = 500_000
-"""Counted as often as they are referred to: a short file of YAML aliases can say billions."""
+"""Each reference counts: a short file of YAML aliases can expand to billions of values."""
 _MAX_NAME_LEN: Final = 200
 
 
 class LimitError(ValueError):
-    """A spec is beyond what can be meant; the message repeats no value of it."""
+    """A spec exceeds a limit; the message repeats no value."""
 
 
 def check_values(value: object) -> None:
-    """Check a spec before anything else looks at all of it.
+    """Check the limits of a spec, before any other check.
 
     Raises:
-        LimitError: it is too deep (as is what holds itself) or too large, or a text in it couldn't
-            be stored, or couldn't name a file.
+        LimitError: it is too deep (or contains itself) or too large, or has a text that can't be
+            stored or name a file.
     """
     check_tree(value, _children)
     for path, text in _texts(value, ""):
@@ -37,7 +36,7 @@ def check_values(value: object) -> None:
 
 
 def check_tree(root: Any, children: Callable[[Any], Iterable[Any]]) -> None:
-    """Visit everything below `root`, each as often as something refers to it.
+    """Visit everything below `root`, once for each reference.
 
     Raises:
         LimitError: it is too deep or too large.
@@ -70,7 +69,7 @@ def _children(value: object) -> Iterable[object]:
 
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """All strings in `value`, names of fields included, each after where it is."""
+    """Yield the path and text of all strings in `value`, including names of fields."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Reads job specs from YAML files, with errors that name fields and never repeat values."""
+"""Reads job specs from YAML files, with errors that name fields but repeat no values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAX_VERSION: Final = 1_000_000
 
 
 class _SpecLoader(yaml.SafeLoader):
-    """YAML's safe loader, but a field that is given twice is an error, and so is what is too large.
+    """YAML's safe loader, with errors for repeated fields and for files that are too large.
 
-    That is counted as the file means it: merging aliases of aliases multiplies them.
+    The size is that after expansion: aliases of aliases multiply.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -63,7 +63,7 @@ def load_spec(path: str | Path) -> JobSpec:
 
 
 def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
-    """Check `data` and make a `JobSpec` of it; `source` names it in errors.
+    """Validate `data` as a `JobSpec`; `source` names it in errors.
 
     Raises:
         SpecError: naming every offending field.
@@ -77,11 +77,11 @@ def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
         return JobSpec.model_validate(data)
     except ValidationError as error:
         faults = describe(error, JobSpec)
-    raise SpecError(f"{source}: {faults}")  # without its cause, which may show a value
+    raise SpecError(f"{source}: {faults}")  # not chained: the cause may show a value
 
 
 def parse_spec_json(text: str, *, source: str) -> JobSpec:
-    """Check a spec that is given as JSON, such as `JobSpec.model_dump_json` writes it.
+    """Validate a spec in JSON, as from `JobSpec.model_dump_json`.
 
     Raises:
         SpecError: it isn't a JSON object, or not a valid spec.
@@ -98,7 +98,6 @@ def parse_spec_json(text: str, *, source: str) -> JobSpec:
 
 
 def _read_text(path: Path) -> str:
-    """The file's text."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -116,9 +115,9 @@ def _read_text(path: Path) -> str:
 
 
 def _parse_yaml(text: str) -> tuple[object, str | None]:
-    """What a YAML text says, and what is wrong with it.
+    """The value of a YAML text, and its fault or None.
 
-    Nothing is raised: errors of the library show lines of the file.
+    Raises nothing, because the library's errors show lines of the file.
     """
     try:
         return yaml.load(text, _SpecLoader), None
@@ -134,7 +133,7 @@ def _parse_yaml(text: str) -> tuple[object, str | None]:
         return None, str(error)
     except RecursionError:
         return None, "not YAML: nested too deeply"
-    except (ValueError, KeyError, AttributeError):  # a date that doesn't exist; `!!bool perhaps`
+    except (ValueError, KeyError, AttributeError):  # an invalid date; `!!bool perhaps`
         return None, "not YAML: a value isn't what its form or its tag says"
 
 
@@ -146,7 +145,7 @@ def _child_nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:
 
 
 def _unique_fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, in which each field may be given once."""
+    """A JSON object; ValueError if a field is repeated."""
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:
@@ -156,7 +155,7 @@ def _unique_fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
-    """Make local paths absolute, so that a plan means the same wherever it is read."""
+    """Make local paths absolute, because a plan is read in other working directories."""
 
     def resolve(uri: str, field: str) -> str:
         if uri.startswith("file://"):
@@ -165,7 +164,7 @@ def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
             return uri.rstrip("/")
         try:
             return str((folder / Path(uri).expanduser()).resolve())
-        except RuntimeError as error:  # ~somebody
+        except RuntimeError as error:  # ~user
             user = uri.partition("/")[0]
             raise ValueError(f"{field}: there is no home folder {user}") from error
 

@@ -1,8 +1,8 @@
-"""Takes credentials out of text that is shown, wherever a library's message may repeat them.
+"""Masks credentials in text that is shown, because libraries' messages may repeat them.
 
-A secret is masked where it stands as one: as user info or parameter of a URI, after the name of a
+A secret is masked in certain places: as user info or parameter of a URI, after the name of a
 setting that holds secrets, in an `Authorization` header. It is masked anywhere only if it can't be
-taken for an ordinary word: the password `airflow` is no reason to spoil `/opt/airflow/lake`.
+an ordinary word: the password `airflow` must not spoil `/opt/airflow/lake`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from batchllm_operator.spec.secrets import is_container, may_be_secret_text, nam
 
 MASK: Final = "***"
 _LONG_CHARS: Final = 16
-"""As long as this, not even words in a row are taken for something else than the secret."""
+"""A secret at least as long is masked anywhere, even if it consists of words."""
 _FEW_CHARS: Final = 8
-"""Fewer than these may be part of anything."""
+"""A shorter secret may be part of any text."""
 _SEPARATORS: Final = re.compile(r"://|[\s/._~\-]|:(?=\d)")
 _WORD: Final = re.compile(r"(?:[A-Z]*[a-z]*|[a-z]*(?:[A-Z][a-z]+)+)\d*")  # lake, GPUs, maxLen, v2
-_FOLDERS: Final = ("PWD", "OLDPWD")  # of a shell
+_FOLDERS: Final = ("PWD", "OLDPWD")  # set by shells
 
-# A password may hold slashes, but what follows a colon may be a port, in a scheme that seldom has
-# users; it may hold quotes, but they may also be at the end of a text.
+# A password may contain slashes, but a number after a colon may be a port, in a scheme that seldom
+# has users; it may contain quotes, but these may also end a text.
 _SCHEME_END: Final = re.compile(r"[A-Za-z0-9+.\-]{1,40}$")
 _QUOTE_INSIDE: Final = r"['\"](?=[^\s'\",:;)\]}>\\])"
 _USER_INFO: Final = re.compile(
@@ -43,26 +43,26 @@ _QUOTED: Final = re.compile(
     r"|\\\"(?:[^\"\\\n]|\\[^\"]){1,8192}\\\")"
 )
 _ASSIGNED: Final = re.compile(
-    r"(?<![/\w%.\-])"  # not a folder of a partition, such as lake/token=5
+    r"(?<![/\w%.\-])"  # not a partition's folder, such as lake/token=5
     r"(?P<name>[A-Za-z_][\w.\-]{0,99})\\?[\"']?[ \t]{0,4}(?P<sign>[=:])[ \t]{0,4}"
 )
 _BARE: Final = re.compile(r"(?:Bearer +|Basic +)?[^\s;&'\"]{0,8192}[^\s;&'\",)\]}]")
 _MANY_CHARS: Final = 256
-"""No word, number or type is as long as this; no more of a value is looked at to judge it."""
+"""Characters of a value that decide: no word, number or type is as long."""
 _LINE_END: Final = re.compile(r"[ \t]{0,99}\r?$", re.MULTILINE)
 _NUMBER: Final = re.compile(r"\d[\d.,/]*(?:%|[A-Za-z]{1,2})")  # 97%, 2.5s
 _TYPE: Final = re.compile(r"[a-z_]+\d*[<\[(]")  # timestamp[us], list<item: string>
 _COLUMNS: Final = frozenset({"token", "signature", "sig", "sas", "pass", "pwd"})
-"""Names of secrets that are as often names of columns, or verbs."""
+"""Names of secrets that are also common names of columns, or verbs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Masker:
-    """What is known of secrets, and how text is shown without them.
+    """Masks known secrets, and whatever looks like one, in texts.
 
     Attributes:
-        anywhere: secrets that are masked wherever they are, those that contain others first.
-        in_place: secrets that are masked only where they stand as such.
+        anywhere: secrets that are masked everywhere, the longest first.
+        in_place: secrets that are masked only in the places of secrets.
     """
 
     anywhere: tuple[str, ...] = field(default=(), repr=False)
@@ -70,12 +70,12 @@ class Masker:
 
     @classmethod
     def of(cls, *settings: Mapping[str, Any], secrets: Iterable[str] = ()) -> Masker:
-        """Know the secrets of environments and of libraries' settings.
+        """A masker for the secrets of environments and of libraries' settings.
 
         Args:
-            settings: values by name, which may be settings again. Secrets are those whose name says
-                so, as `AWS_SECRET_ACCESS_KEY`, and passwords and parameters of URIs.
-            secrets: others.
+            settings: values by name, possibly nested. Secrets are values with names such as
+                `AWS_SECRET_ACCESS_KEY`, and passwords and parameters of URIs.
+            secrets: further secrets.
         """
         found = {shape for secret in secrets for shape in _shapes(secret)}
         for each in settings:
@@ -88,7 +88,6 @@ class Masker:
         )
 
     def __call__(self, text: str) -> str:
-        """`text` with asterisks in place of secrets."""
         if self.anywhere:
             text = _any_of(self.anywhere).sub(MASK, text)
         if self.in_place and "@" in text:
@@ -103,7 +102,7 @@ class Masker:
         return match[0] if is_prose else f"{match['scheme']} {MASK}"
 
     def _without_values(self, text: str) -> Iterator[str]:
-        """The pieces of `text`, without the values of settings that hold secrets."""
+        """Yield the pieces of `text`, with masks for the values of settings that hold secrets."""
         end = 0
         for match in _ASSIGNED.finditer(text):
             start = match.end()
@@ -119,7 +118,7 @@ class Masker:
         yield text[end:]
 
     def _is_secret(self, name: re.Match[str], value: re.Match[str], *, is_quoted: bool) -> bool:
-        """Whether the value is one; a word after a colon may be anything."""
+        """Whether the value is a secret; a word after a colon may be anything."""
         setting, text = name["name"], value[0].strip("\\\"'")
         if not may_be_secret_text(setting, text):
             return False
@@ -133,7 +132,7 @@ class Masker:
 
 
 class MaskedStream:
-    """A text stream that writes no secrets to the one that it stands for."""
+    """A text stream that masks secrets before writing to the wrapped stream."""
 
     def __init__(self, stream: TextIO, masker: Masker) -> None:
         self.unmasked = stream
@@ -148,17 +147,17 @@ class MaskedStream:
 
 
 def print_unmasked(text: str) -> None:
-    """Print what is pasted or read by programs, and holds no words of other libraries."""
+    """Print text for programs or for pasting, which holds no messages of libraries."""
     print(text, file=getattr(sys.stdout, "unmasked", sys.stdout))
 
 
 def _secrets(settings: Mapping[str, Any], is_secret: bool = False) -> Iterator[str]:
-    """Values that aren't to be shown."""
+    """Yield values that must not be shown."""
     for name, value in settings.items():
         hidden = is_secret or (names_secret(str(name)) and name not in _FOLDERS)
         if isinstance(value, str) and value.lstrip().startswith("{"):  # an Airflow connection
             value = _parsed(value)
-            if isinstance(value, Mapping):  # with hosts, projects and schemas, too
+            if isinstance(value, Mapping):  # also has hosts, projects and schemas
                 yield from _secrets(value)
                 if hidden:
                     yield from (each for each in _secrets(value, True) if not _is_ordinary(each))
@@ -194,7 +193,7 @@ def _uri_secrets(uri: str) -> Iterator[str]:
 
 
 def _shapes(secret: str) -> Iterator[str]:
-    """What of a secret may be repeated: its lines and words, and an OAuth client's secret."""
+    """Parts of a secret that may be repeated: lines, words, and an OAuth client's secret."""
     for part in (secret.strip(), *secret.split(), secret.partition(":")[2]):
         for shape in (part, unquote(part)):
             if shape.lower() not in ("", "true", "false"):
@@ -202,7 +201,7 @@ def _shapes(secret: str) -> Iterator[str]:
 
 
 def _is_unmistakable(secret: str) -> bool:
-    """Whether it can't be anything else, by its length and its look."""
+    """Whether it can't be anything but a secret, by its length and form."""
     if len(secret) < _FEW_CHARS:
         return False
     if not _is_ordinary(secret):
@@ -212,7 +211,7 @@ def _is_unmistakable(secret: str) -> bool:
 
 
 def _is_ordinary(text: str) -> bool:
-    """Whether it is made of words and numbers, as names and paths are."""
+    """Whether it consists of words and numbers, like names and paths."""
     return all(_WORD.fullmatch(part) for part in _SEPARATORS.split(text))
 
 
@@ -225,14 +224,14 @@ def _is_prose(text: str) -> bool:
 
 
 def _is_line(name: re.Match[str], value: re.Match[str]) -> bool:
-    """Whether a line holds a name and its value alone, as in a file of settings."""
+    """Whether a line holds only a name and its value, as in a file of settings."""
     text, start = name.string, name.start()
     before = text[max(0, start - 100) : start].rpartition("\n")[2]
     return not before.strip(" \t\r-'\"") and _LINE_END.match(text, value.end()) is not None
 
 
 def _is_folder(name: re.Match[str], text: str) -> bool:
-    """Whether it is where a shell is, and no password of a database's address."""
+    """Whether it is a shell's working directory, not a password in a database's address."""
     is_part = name.string[max(0, name.start() - 1) : name.start()] == ";"
     return name["name"] in _FOLDERS and text.startswith("/") and not is_part
 

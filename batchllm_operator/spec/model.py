@@ -1,4 +1,4 @@
-"""A job spec as a whole: its sections, and what they mean together."""
+"""A whole job spec: its sections, and the rules between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROUNDING_ENGINE_FIELDS: Final = {
     *("tensor_parallel_size", "replicas", "enforce_eager", "block_size"),
     *("scheduler", "attention", "profile"),
 }
-"""Fields of `EngineSpec` that change no more of an output than the rounding of sums."""
+"""Fields of `EngineSpec` that change outputs only by the rounding of sums."""
 
 
 class JobSpec(Section):
@@ -111,11 +111,10 @@ class JobSpec(Section):
 
     @property
     def identity(self) -> str:
-        """SHA-256 (hex) of all settings that say what to generate.
+        """SHA-256 (hex) of all settings that determine the outputs.
 
-        Settings that only say how fast or how strictly the job runs are left out (they
-        change no more than the rounding of sums), so that changing them keeps the parts
-        that are already paid for.
+        Settings of speed and strictness only are left out (they change at most the rounding of
+        sums), so that changing them keeps finished parts.
         """
         neutral: dict[str, Any] = {
             "engine": ROUNDING_ENGINE_FIELDS,
@@ -127,7 +126,7 @@ class JobSpec(Section):
             "on_empty": True,
             "max_failed_fraction": True,
         }
-        if not self.reuse_outputs:  # as in specs of releases that hadn't it
+        if not self.reuse_outputs:  # as in releases without this field
             neutral["reuse_outputs"] = True
         canonical = json.dumps(
             self.model_dump(mode="json", exclude=neutral), sort_keys=True, separators=(",", ":")
@@ -136,11 +135,11 @@ class JobSpec(Section):
 
     @property
     def kept_columns(self) -> tuple[str, ...]:
-        """Input columns that the output table has, the key first, each once."""
+        """Input columns in the output table, the key first, without duplicates."""
         return tuple(dict.fromkeys((*self.input.key, *self.output.carry)))
 
     @property
     def input_columns(self) -> tuple[str, ...]:
-        """Input columns that the job reads, each once; the partition's only if it is placed."""
+        """Distinct input columns that the job reads; the partition column only if it is used."""
         columns = (*self.kept_columns, *self.prompt.columns, *self.planner.estimate_columns)
         return tuple(dict.fromkeys(columns))

@@ -1,4 +1,4 @@
-"""Finds credentials in a job spec, which is stored with every plan and must hold none."""
+"""Finds credentials in a job spec, which must hold none because every plan stores it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
-# What gives a secret away: names of settings that hold one, and the published
-# shapes of common credentials. Matched values are never repeated in a message.
+# Secrets are found by names of settings and by the published forms of common credentials. Messages
+# never repeat matched values.
 _SECRET_NAME = re.compile(
     r"(^|[_\-])(token|(pg|ssh|my_?sql_?)?pass(wor[dt]s?|wds?|phrase)?|pwd|(secret|credential)s?"
     r"|(api|access|private|secret|fernet|encryption|signing|master|shared)[_\-]?keys?"
@@ -24,16 +24,16 @@ _SECRET_VALUE = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|\bBearer [A-Za-z0-9._\-]{16,}"
 )
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,40}")
-# Azure's addresses have a container where others have a user: abfss://container@account/folder.
+# Azure's URIs have a container in place of a user: abfss://container@account/folder.
 _AZURE_SCHEME = re.compile(r"(.*\+)?(abfss?|wasbs?|az|adl)", re.IGNORECASE)
 # Tokenizers call their markers tokens; these hold text such as "<s>".
 _MARKER_NAME = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$", re.IGNORECASE)
 _FREE_FORM: Final = "engine.extra_args"
-"""The one field of a spec with names of others' choice; elsewhere, they are ours or unknown."""
+"""The only field with names from outside; elsewhere they are the spec's own, or refused."""
 
 
 def find_secrets(value: object, path: str = "") -> Iterator[str]:
-    """Yield the dotted names of fields in `value` that hold something like a secret."""
+    """Yield the dotted names of fields in `value` that seem to hold a secret."""
     if isinstance(value, Mapping):
         is_free = path.startswith(_FREE_FORM)
         for name, child in value.items():
@@ -53,7 +53,7 @@ def find_secrets(value: object, path: str = "") -> Iterator[str]:
 
 
 def is_secret_value(text: str) -> bool:
-    """Whether it looks like a secret, or holds one, whatever it is the value of."""
+    """Whether it looks like a secret, or holds one, whatever its field."""
     return bool(_SECRET_VALUE.search(text)) or holds_credentials(text)
 
 
@@ -69,9 +69,9 @@ def names_secret(name: str) -> bool:
 
 
 def may_be_secret_text(name: str, text: str) -> bool:
-    """Whether the value of a setting with a secret's name may be one.
+    """Whether the value of a setting with a secret's name may be a secret.
 
-    Not what stands for nothing, nor a number or marker of a model's tokens.
+    Not if it stands for nothing, or is a number or marker of a model's tokens.
     """
     if text.lower() in _NOTHING:
         return False
@@ -79,21 +79,18 @@ def may_be_secret_text(name: str, text: str) -> bool:
 
 
 def is_container(scheme: str, user_info: str) -> bool:
-    """Whether what stands before the `@` of a URI is an Azure container, and no user."""
+    """Whether the part before the `@` of a URI is an Azure container, not a user."""
     return bool(_AZURE_SCHEME.fullmatch(scheme)) and ":" not in user_info
 
 
 def holds_credentials(value: str) -> bool:
-    """Whether `value` is a URI with a password or key in its authority or query.
-
-    One with a slash missing counts, too.
-    """
+    """Whether `value` is a URI, perhaps lacking a slash, with credentials in authority or query."""
     scheme, slashes, rest = value.partition(":/")
     if not slashes or not _SCHEME.fullmatch(scheme):
         return False
     try:
         parts = urlsplit(f"s3://{rest.lstrip('/')}")
-    except ValueError:  # broken; opening it will say so
+    except ValueError:  # opening it will fail with a message
         return "@" in value
     names = (pair.partition("=")[0] for pair in parts.query.split("&"))
     user_info, at, _ = parts.netloc.rpartition("@")
@@ -102,7 +99,7 @@ def holds_credentials(value: str) -> bool:
 
 def _may_be_secret(name: str, value: object) -> bool:
     if isinstance(value, Mapping):
-        return False  # what is in it is looked at
+        return False  # its values are checked one by one
     if isinstance(value, bool | None):
         return False
     return may_be_secret_text(name, value if isinstance(value, str) else str(value))

@@ -37,11 +37,11 @@ def _check_template(template: str) -> str:
 
 
 def template_columns(template: str) -> tuple[str, ...]:
-    """Names of the columns that `template` places, in order of first use.
+    """Names of the columns in `template`, in order of first use.
 
-    A place is `{column}`; `{{` and `}}` are literal braces. Anything else that Python's
-    format strings allow (attributes, indexes, conversions, formats) is refused: a
-    template can place data and do nothing more.
+    A place is `{column}`; `{{` and `}}` are literal braces. Other features of Python's format
+    strings (attributes, indexes, conversions, formats) are refused, so that a template can only
+    insert data.
 
     Raises:
         ValueError: the template isn't well formed.
@@ -49,7 +49,7 @@ def template_columns(template: str) -> tuple[str, ...]:
     columns: dict[str, None] = {}
     try:
         places = list(Formatter().parse(template))
-    except ValueError:  # in Python's own words
+    except ValueError:  # Python's message is obscure
         raise ValueError(
             "has a { or } without its other half; write {{ or }} for a brace that is text"
         ) from None
@@ -126,7 +126,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_number(cls, value: object, info: ValidationInfo) -> object:
-        """Python counts with true and false, and YAML's `yes` and `on` are true."""
+        """Refuse bools as numbers: Python has them as integers, YAML's `yes` and `on` are true."""
         if isinstance(value, bool):
             kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
             if bool not in kinds and kinds & {int, float, ByteSize}:
@@ -147,7 +147,7 @@ class FilterTerm(Section):
     @field_validator("value", mode="before")
     @classmethod
     def _check_size(cls, value: object) -> object:
-        """A larger number would become a float, and compare as one."""
+        """Refuse larger numbers, which would become floats."""
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, int) and not -MAX_BYTES - 1 <= each <= MAX_BYTES:
                 raise ValueError("a whole number must fit into 64 bits")
@@ -246,7 +246,7 @@ class SamplingSpec(Section):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether equal prompts give equal outputs, so that one may stand for all."""
+        """Whether equal prompts give equal outputs, so that duplicates are generated once."""
         return self.temperature == 0.0
 
 
@@ -283,7 +283,7 @@ class OutputSpec(Section):
 
     @property
     def staging_folder(self) -> str:
-        """Path or URI of the folder that `_batchllm/` is in."""
+        """Path or URI of the folder that contains `_batchllm/`."""
         folder = self.staging_uri or TableAddress.parse(self.uri).folder
         assert folder is not None  # checked above
         return folder

@@ -1,8 +1,8 @@
-"""Who may see what: Airflow's auth manager is asked for each request.
+"""Access control of the pages, by Airflow's auth manager, at each request.
 
-Airflow puts no login in front of a plugin's application, and what is mounted in its own has no
-`app.state.auth_manager`. So the application depends on `current_user` as a whole, and each route
-about a DAG on `readable_dag`.
+Airflow doesn't protect a plugin's application, and a mounted application has no
+`app.state.auth_manager`. So the whole application depends on `current_user`, and each route about
+a DAG on `readable_dag`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fastapi import Depends, HTTPException, Request, status
 from batchllm_operator.web.links import Links
 
 current_user = get_user
-"""Answers 401 unless the request comes with a valid token of Airflow's, in a cookie or a header."""
+"""Answers 401 unless the request has a valid token of Airflow's, in a cookie or a header."""
 
 CurrentUser = Annotated[BaseUser, Depends(current_user)]
 
 _IDS: Final = ("run_id", "task_id")
 _MAX_ID_CHARS: Final = 250
 
-# The pages show a run, its tasks' states, and what tasks have noted (and what that leads to).
+# The pages show a run, its tasks' states, their XComs, and what those refer to.
 _ENTITIES: Final = (None, DagAccessEntity.RUN, DagAccessEntity.TASK_INSTANCE, DagAccessEntity.XCOM)
 
 
@@ -41,21 +41,17 @@ def may_read(user: BaseUser, dag_id: str) -> bool:
 
 
 def readable_dag(request: Request, user: CurrentUser) -> None:
-    """Let a request pass if its user may read the DAG in its path.
+    """Refuse a request whose user may not read the DAG in its path.
 
     Raises:
-        HTTPException: 404 if an id in the path can't be one; 403 if the user may not.
+        HTTPException: 404 if an id in the path is invalid; 403 without permission.
     """
     ids = [request.path_params[name] for name in _IDS if name in request.path_params]
     check_readable(user, request.path_params["dag_id"], *ids)
 
 
 def check_readable(user: BaseUser, dag_id: str, *ids: str) -> None:
-    """Make sure that a user may read a DAG; `ids` are others of a request.
-
-    Raises:
-        HTTPException: see `readable_dag`.
-    """
+    """Raise like `readable_dag`; `ids` are the request's other ids."""
     if not all(map(_can_be_id, (dag_id, *ids))):
         raise HTTPException(status.HTTP_404_NOT_FOUND, "There is no such page.")
     if not may_read(user, dag_id):
@@ -65,7 +61,7 @@ def check_readable(user: BaseUser, dag_id: str, *ids: str) -> None:
 
 
 def login_url(request: Request) -> str:
-    """Airflow's login, which comes back to the request's page."""
+    """Airflow's login page, which returns to the request's page."""
     links = Links(request.scope.get("root_path", ""))
     airflow_root = links.root.rpartition("/")[0]
     next_url = quote(request.scope["path"])
@@ -75,7 +71,7 @@ def login_url(request: Request) -> str:
 
 
 def _can_be_id(text: str) -> bool:
-    """Databases refuse some text with errors of their own; no id of Airflow's is such."""
+    """Whether a text may be an id of Airflow's; databases fail on some other texts."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def create_app() -> FastAPI:
-    """The pages. Every route asks for a login, and those below `/dags/` for access to the DAG."""
+    """The pages. Every route requires a login, those below `/dags/` also access to the DAG."""
     app = FastAPI(
         title="BatchLLM",
         docs_url=None,
@@ -43,7 +43,7 @@ def _problem(request: Request, error: Exception) -> Response:
 
 
 def _refusal(request: Request, error: Exception) -> Response:
-    """A browser without a login is sent to the login page."""
+    """Redirect a browser without a login to the login page."""
     assert isinstance(error, StarletteHTTPException)
     if error.status_code == 401 and _wants_page(request):
         return RedirectResponse(login_url(request), status_code=302)
@@ -55,7 +55,7 @@ def _no_page(request: Request, _: Exception) -> Response:
 
 
 def _fault(request: Request, _: Exception) -> Response:
-    """The log has the details: an unexpected error may hold anything."""
+    """Show no details, which may be secret; the log has them."""
     return _message(request, 500, "The page failed; the log of Airflow's API server says how.")
 
 
@@ -68,7 +68,7 @@ def _message(request: Request, status_code: int, text: str) -> Response:
 
 
 def _wants_page(request: Request) -> bool:
-    """Whether a browser loads this as a page, rather than a script or a program."""
+    """Whether a browser loads a page, rather than a script or a program."""
     return request.method == "GET" and "text/html" in request.headers.get("accept", "")
 
 

@@ -1,7 +1,7 @@
-"""Local files that are opened where they were looked for, whatever is changed meanwhile.
+"""Opens local files without following symbolic links.
 
-A plan's folder is judged by its real path. People who may write into it could put a symbolic link
-there afterwards, to a file that only Airflow's API server may read.
+A plan's folder is checked by its real path. Users with write access could put a symbolic link there
+afterwards, to a file that only Airflow's API server may read.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from fsspec.implementations.local import LocalFileSystem
 from batchllm_operator.errors import PlanError
 
 LINKS: Final = "the plan's folder has symbolic links in it"
-_FOLDER: Final = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # to pass needs no more
+_FOLDER: Final = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # enough to traverse a folder
 
 
 class FilesWithoutLinks(LocalFileSystem):  # type: ignore[misc]  # fsspec ships no types
-    """Reads regular files at absolute paths that have no symbolic link in them.
+    """Reads regular files at absolute paths without symbolic links.
 
-    Raises PlanError at a link, OSError at what isn't a file.
+    Raises PlanError at a link, OSError if it isn't a regular file.
     """
 
     def _open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> IO[bytes]:
@@ -31,7 +31,7 @@ class FilesWithoutLinks(LocalFileSystem):  # type: ignore[misc]  # fsspec ships 
             for folder in folders:
                 parent, where = where, _open_in(where, folder, _FOLDER)
                 os.close(parent)
-            file = _open_in(where, name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait
+            file = _open_in(where, name, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
         finally:
             os.close(where)
         if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -1,4 +1,4 @@
-"""Headers that keep what the pages show where it belongs, on each answer, errors included."""
+"""Security headers on each response, including errors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ALWAYS: Final = {
 
 
 def live_policy(nonce: str) -> str:
-    """The content security policy of a page with one script of our own, which asks us for news."""
+    """The content security policy of a live page, whose only script polls this server."""
     return f"{_POLICY}; script-src 'nonce-{nonce}'; connect-src 'self'"
 
 
 class SecurityHeaders:
-    """Wraps an ASGI application so that no answer leaves without the headers."""
+    """Wraps an ASGI application and adds the headers to each response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -41,7 +41,7 @@ class SecurityHeaders:
 
 
 def _completed(given: Any) -> list[tuple[bytes, bytes]]:
-    """The headers with ours in place of others of their names; only a policy is left if given."""
+    """The headers, overridden by ours; only a given content security policy stays."""
     kept = [(name, value) for name, value in given if name.lower().decode() not in _ALWAYS]
     ours = dict(_ALWAYS)
     if not any(name.lower() == CSP.encode() for name, _ in kept):

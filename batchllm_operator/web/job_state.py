@@ -1,4 +1,4 @@
-"""How far a job in a run of a DAG is, by the states of its tasks."""
+"""The state of a job in a DAG run, by the states of its tasks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from batchllm_operator.web.runs import ACTIVE, COMMIT, FAILED, GENERATE, PLAN, J
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """How far a job is."""
-
     text: str
     is_failed: bool = False
 
 
 def job_state(session: Session, job: JobInRun) -> JobState:
-    """The stage that the job is at, and whether it has failed there.
+    """The job's stage, and whether it has failed there.
 
-    Its tasks are those in the task group of its plan task. Where several plan tasks share one (or
-    none, or are mapped), whose the others are isn't known, and the plan task alone is looked at.
+    The job's tasks are those in the task group of its plan task. If several plan tasks share a
+    group, or have none, or are mapped, the others can't be assigned, and only the plan task counts.
     """
     ref = job.ref
     if job.state != "success":

@@ -1,8 +1,7 @@
-"""All jobs that have run here, with their latest runs, from Airflow's database alone.
+"""All jobs with their latest runs, from Airflow's database alone.
 
-A job is registered by having run: its plan task has noted a plan's URI, or is at work on its first,
-or has failed to. Its runs are in the order of their partitions: a day that is run again stays
-between its neighbours.
+A job is listed once its plan task has stored a plan's URI, is running or has failed. Its runs are
+sorted by partition: a day that runs again stays between its neighbours.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from batchllm_operator.web.runs import (
 )
 
 NUM_RUNS: Final = 30
-"""Runs of a job that are shown, those of the newest partitions."""
+"""Runs shown of a job: those of the newest partitions."""
 _NUM_CANDIDATES: Final = 300
-"""Latest runs of a job among which these are looked for."""
+"""Latest runs of a job from which these are chosen."""
 _MAX_NAME_CHARS: Final = 250
 _MOST: Final = 1e24
-"""That a number of an outcome may be: tasks can return anything."""
+"""Upper bound of an outcome's numbers: tasks can return anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +54,9 @@ class JobRun:
     run_after: datetime
     run_state: str
     partition: str | None
-    """Of its plan; before there is one, that which it will be of, if that is known."""
+    """That of its plan, or, before there is a plan, the expected one if known."""
     outcome: Mapping[str, Any] = field(default_factory=dict)
-    """What commit and report have returned; numbers are read by `number`."""
+    """The return values of commit and report; `number` reads numbers from it."""
 
     @property
     def is_planned(self) -> bool:
@@ -65,7 +64,7 @@ class JobRun:
 
     @property
     def may_be_planned(self) -> bool:
-        """Whether there is a plan, or may be one yet."""
+        """Whether there is a plan, or may still be one."""
         return self.is_planned or self.run_state not in ENDED
 
     @property
@@ -77,7 +76,7 @@ class JobRun:
         value = self.outcome.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return value if abs(value) < _MOST else None  # neither NaN nor what no float can hold
+        return value if abs(value) < _MOST else None  # excludes NaN, infinity and huge integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +86,15 @@ class Job:
     dag_id: str
     task_id: str
     runs: tuple[JobRun, ...]
-    """At least one. The earliest partition first, in each the earliest attempt; before them runs
-    whose partition is not known yet."""
+    """At least one, by partition, then by time; runs with an unknown partition come first."""
     latest: JobRun
-    """The latest attempt at the newest partition. One that has ended without a plan counts until a
-    later run: its partition may never come, such as a mistyped one."""
+    """The latest run of the newest partition. A run that has ended without a plan counts until a
+        later run: its partition, such as a mistyped one, may never come."""
     state: JobState
 
     @property
     def by_partition(self) -> dict[str, JobRun]:
-        """One run for each partition, the earliest first: its latest with an outcome, or else its
+        """One run for each partition, the earliest first: the latest with an outcome, else the
         latest."""
         found: dict[str, JobRun] = {}
         for run in self.runs:
@@ -106,12 +104,11 @@ class Job:
 
     @property
     def latest_done(self) -> JobRun:
-        """The latest run with an outcome, of the newest partition that has one, or else the
-        latest."""
+        """The latest run with an outcome, of the newest partition with one; else `latest`."""
         return next((run for run in reversed(self.runs) if run.outcome), self.latest)
 
     def before(self, run: JobRun) -> JobRun | None:
-        """The run of the newest partition before a run's own that has an outcome."""
+        """The run of the newest earlier partition with an outcome."""
         earlier = [
             each
             for partition, each in self.by_partition.items()
@@ -121,13 +118,13 @@ class Job:
 
     @property
     def name(self) -> str:
-        """As in the latest plan; the task's id before there is one."""
+        """The name in the latest plan; before there is one, the task's id."""
         found = (readable_uri(run.job.noted) for run in reversed(self.runs))
         return next((uri.job for uri in found if uri is not None), self.task_id)
 
 
 def list_jobs(session: Session, may_read: Callable[[str], bool]) -> list[Job]:
-    """The jobs of the DAGs that `may_read` lets through, by name."""
+    """The jobs of the DAGs that `may_read` accepts, by name."""
     tasks = sorted(_planning_tasks(session))
     readable = {dag_id for dag_id in {dag_id for dag_id, _ in tasks} if may_read(dag_id)}
     found = [_job(session, dag_id, task_id) for dag_id, task_id in tasks if dag_id in readable]
@@ -136,7 +133,7 @@ def list_jobs(session: Session, may_read: Callable[[str], bool]) -> list[Job]:
 
 
 def _planning_tasks(session: Session) -> set[tuple[str, str]]:
-    """DAG and id of each task that has planned, is at it, or failed; by Airflow's own indexes."""
+    """DAG and id of each task that has planned, is planning, or failed; uses Airflow's indexes."""
     noted = (
         select(XComModel.dag_id, XComModel.task_id)
         .join(TaskInstance, same_task(XComModel))
@@ -167,7 +164,7 @@ def _job(session: Session, dag_id: str, task_id: str) -> Job | None:
         .order_by(DagRun.run_after.desc(), DagRun.id.desc(), TaskInstance.map_index.desc())
         .limit(_NUM_CANDIDATES)
     ).all()
-    if not rows:  # removed since
+    if not rows:  # removed meanwhile
         return None
     noted = _noted(session, dag_id, task_id, {row[0] for row in rows})
     found = []
@@ -205,11 +202,11 @@ def _latest(runs: Sequence[JobRun]) -> JobRun:
 
 
 def _expected(session: Session, refs: Collection[JobRef]) -> dict[JobRef, str]:
-    """Which partitions jobs will plan: as rendered for their tasks, or as their runs say it."""
+    """Partitions that jobs will plan: from the task's rendered fields, else from the run."""
     of_run: dict[str, str] = {}
     (dag_id,) = {ref.dag_id for ref in refs}
     run_ids = {ref.run_id for ref in refs}
-    key = getattr(DagRun, "partition_key", null())  # of Airflow 3.2 and later
+    key = getattr(DagRun, "partition_key", null())  # from Airflow 3.2 on
     rows = session.execute(
         select(DagRun.run_id, DagRun.conf, key, DagRun.logical_date).where(
             DagRun.dag_id == dag_id, DagRun.run_id.in_(run_ids)
@@ -237,14 +234,14 @@ def _expected(session: Session, refs: Collection[JobRef]) -> dict[JobRef, str]:
 
 
 def _is_name(value: Any) -> bool:
-    """Whether it can be a partition's: users write what they like into a run's `conf`."""
+    """Whether it can be a partition's name: a run's `conf` can hold anything."""
     return isinstance(value, str) and 0 < len(value) <= _MAX_NAME_CHARS and value.isprintable()
 
 
 def _noted(
     session: Session, dag_id: str, task_id: str, run_ids: set[str]
 ) -> dict[tuple[str, int], Any]:
-    """What the plan task has noted as URIs, by run and map index."""
+    """The plan task's XComs for the plan's URI, by run and map index."""
     rows = session.execute(
         select(XComModel.run_id, XComModel.map_index, XComModel.value).where(
             XComModel.dag_id == dag_id,
@@ -259,7 +256,7 @@ def _noted(
 def _outcomes(
     session: Session, dag_id: str, run_ids: set[str]
 ) -> defaultdict[str, dict[str, dict[str, Any]]]:
-    """What commit and report tasks have returned, by run and the plan's URI that they name."""
+    """Return values of commit and report tasks, by run and the plan's URI in them."""
     rows = session.execute(
         select(XComModel.run_id, XComModel.value)
         .join(TaskInstance, same_task(XComModel))

@@ -1,4 +1,4 @@
-"""Answers that are kept for a moment, so that many viewers cost no more than one."""
+"""A short-lived cache, so that many viewers cost no more than one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _Entry:
 
 
 class Kept(Generic[_T]):
-    """Values by key, each made again when it is older than `keep_s` seconds.
+    """Values by key, each computed again once it is older than `keep_s` seconds.
 
-    While one is made, others who ask for it wait for that, but not for long: their threads are
-    Airflow's. Exceptions aren't kept.
+    While one is computed, other callers wait for it, but not for long, as their threads are
+    Airflow's. Exceptions aren't cached.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Kept(Generic[_T]):
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The value of `key`, made by `make` if there is none that is recent enough.
+        """The value of `key`, computed by `make` if there is no recent one.
 
         Raises:
-            TimeoutError: another thread has been making it for more than `wait_s` seconds.
+            TimeoutError: the wait for another thread's computation took more than `wait_s` seconds.
         """
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())

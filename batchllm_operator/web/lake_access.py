@@ -1,6 +1,6 @@
-"""What the pages read in the lake: a plan's manifest, its report, its progress. Nothing else.
+"""The pages' only access to the lake: a plan's manifest, report and progress.
 
-All must be what they are said to be, or aren't shown. Requests never say where to read.
+Each is checked to belong to the plan before it is shown. Requests never name a path.
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ CONNECTION_SETTING: Final = "BATCHLLM_AWS_CONN_ID"
 """Environment variable: the Airflow connection whose AWS credentials read the lake."""
 
 _MAX_BYTES: Final = 64 << 20
-"""Of a manifest or a report. Larger ones aren't ours, or would take the API server down."""
+"""Upper bound of a manifest or report: larger ones aren't ours, or would crash the API server."""
 _PLANS: Final[Kept[tuple[StoredPlan, frozenset[str]]]] = Kept(30.0)
-"""With the secrets that opened each, to be masked in what comes later."""
+"""Each with the secrets that opened it, to mask them in later messages."""
 _REPORTS: Final[Kept[RunReport | None]] = Kept(2.0)
 _STATUSES: Final[Kept[JobStatus | None]] = Kept(2.0)
 _READERS: Final = threading.BoundedSemaphore(8)
-"""A storage that doesn't answer holds as many threads of the API server, and no more."""
+"""A storage that doesn't answer blocks at most this many threads of the API server."""
 _READER_WAIT_S: Final = 5.0
 _SLOW: Final = "The lake takes long to answer; look again in a moment."
 
 
 class LakeReader:
-    """Reads about one plan, if it lies below one of `roots`. Its methods block: call them in a
-    thread.
+    """Reads one plan, if it is below one of `roots`. Its methods block: call them in a thread.
 
-    Raises, in each: PageError, with 404 if the plan isn't there, 409 if something isn't what it
-    should be, 503 if the lake can't be read.
+    Each raises PageError: 404 if the plan is missing, 409 if a file is wrong, 503 if the lake can't
+    be read.
     """
 
     def __init__(self, uri: PlanURI, roots: tuple[str, ...]) -> None:
@@ -60,7 +59,7 @@ class LakeReader:
         return self._kept(_REPORTS, self._read_report)
 
     def status(self) -> JobStatus | None:
-        """How far the run is; None after the commit, when the report says it all."""
+        """The run's status; None after the commit, as the report has everything then."""
         return self._kept(_STATUSES, self._read_status)
 
     def _read_report(self) -> RunReport | None:
@@ -80,7 +79,7 @@ class LakeReader:
 
     def _read_status(self) -> JobStatus | None:
         plan = self._plan()
-        if plan.folder.exists(COMMITTED_FILE):  # to look on would open the output table
+        if plan.folder.exists(COMMITTED_FILE):  # reading on would open the output table
             return None
         if plan.folder.is_local and Path(plan.folder.full_path(RUNS_FOLDER)).is_symlink():
             raise PlanError(LINKS)
@@ -88,7 +87,7 @@ class LakeReader:
 
     @property
     def _key(self) -> tuple[PlanURI, tuple[str, ...]]:
-        """What is kept of a plan is for DAGs with the same roots."""
+        """A cached plan is shared only by DAGs with the same roots."""
         return self._uri, self._roots
 
     def _plan(self) -> StoredPlan:
@@ -114,7 +113,7 @@ class LakeReader:
         return StoredPlan(folder, manifest), self._secrets
 
     def _options(self) -> dict[str, Any]:
-        """How S3 is reached, if not as the API server's own environment says."""
+        """Options for S3 that override the API server's own environment."""
         conn_id = os.environ.get(CONNECTION_SETTING)
         if not conn_id or self._uri.local_path is not None:
             return {}
@@ -132,7 +131,7 @@ class LakeReader:
         return options
 
     def _kept(self, kept: Kept[_T], read: Callable[[], _T]) -> _T:
-        """What was read a moment ago, or is read now by this thread."""
+        """The cached value, or the one that this thread reads now."""
         try:
             return kept.get(self._key, lambda: self._guarded(read))
         except TimeoutError:

@@ -19,7 +19,7 @@ _PREFIX: Final = "/batchllm"
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Addresses of all pages, below where they are mounted."""
+    """Addresses of all pages, below their mount point."""
 
     root: str
     """Path without a slash at its end, such as `/batchllm`."""
@@ -29,7 +29,7 @@ class Links:
         return f"{self.root}/"
 
     def trail(self, ref: JobRef | None = None) -> tuple[tuple[str, str], ...]:
-        """The pages above that of a job's run, or above any other: text and address of each."""
+        """Text and address of the pages above that of a job's run, or above any other page."""
         jobs = ("Jobs", self.jobs)
         return (jobs, (f"Run {ref.run_id}", self.run(ref.dag_id, ref.run_id))) if ref else (jobs,)
 
@@ -37,12 +37,12 @@ class Links:
         return f"{self.root}/dags/{_quoted(dag_id)}/runs/{_quoted(run_id)}"
 
     def job(self, ref: JobRef) -> str:
-        """A job in a run of a DAG: live progress, later its report."""
+        """A job in a DAG run: live progress, later its report."""
         place = f"jobs/{_quoted(ref.task_id)}/{ref.map_index}"
         return f"{self.run(ref.dag_id, ref.run_id)}/{place}"
 
     def live_job(self, ref: JobRef) -> str:
-        """What of a job's page changes."""
+        """The part of a job's page that changes."""
         return f"{self.job(ref)}/live"
 
     def report_file(self, ref: JobRef) -> str:
@@ -63,11 +63,11 @@ class Links:
 
 
 class LiveProgressLink(BaseOperatorLink):
-    """Leads from a generate task to its shard's page, before, while and after it runs.
+    """Links a generate task to its shard's page, before, during and after its run.
 
-    The plugin has this link and not the operator: of a plugin's link the API server asks the
-    address itself, each time. An operator's own is an XCom which the task leaves when it has ended
-    or deferred; and it would be there where the plugin isn't installed and lead nowhere.
+    The link is the plugin's, because the API server itself computes those, each time. An operator's
+    own link is an XCom that the task stores when it ends or defers; it would also be shown, and
+    lead nowhere, where the plugin isn't installed.
     """
 
     @property
@@ -76,10 +76,9 @@ class LiveProgressLink(BaseOperatorLink):
 
     @property
     def operators(self) -> list[type[BaseOperator]]:  # type: ignore[override]
-        """Imported when Airflow asks, which only the API server does: it takes a second.
+        """Imported late, as it takes a second and only the API server needs it.
 
-        None where Airflow's providers for the operators aren't installed: no task has them then,
-        and Airflow asks each time it reads a DAG, also of those that aren't ours.
+        Empty if the operators' providers aren't installed: Airflow calls this for every DAG.
         """
         try:
             from batchllm_operator.operators.generate import BatchLLMGenerateOperator
@@ -94,13 +93,13 @@ class LiveProgressLink(BaseOperatorLink):
 
 
 def pages_root() -> str:
-    """Path of the pages as a browser sees it: Airflow may lie below the host's root."""
+    """Path of the pages in a browser: Airflow may be below the host's root."""
     base_url = conf.get("api", "base_url", fallback="") or ""
     return urlsplit(base_url).path.rstrip("/") + _PREFIX
 
 
 def run_template() -> str:
-    """The address of a run's page as Airflow's interface fills it in."""
+    """The address of a run's page, with placeholders for Airflow's interface."""
     return f"{pages_root()}/dags/{{DAG_ID}}/runs/{{RUN_ID}}"
 
 

@@ -1,6 +1,6 @@
-"""Which notes of plan tasks are taken for the URI of a plan.
+"""Checks a plan's URI from an XCom.
 
-Some users may edit XComs. What they write must not make the API server read any file it can.
+Some users may edit XComs, which must not make the API server read arbitrary files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _END: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PlanURI:
-    """The URI of a plan, in a place where the lake layer puts plans."""
+    """The URI of a plan, with the path that plans have."""
 
     uri: str
     job: str
@@ -34,11 +34,11 @@ class PlanURI:
 
     @classmethod
     def parse(cls, value: Any) -> PlanURI:
-        """Check what a plan task has noted.
+        """Check the value that a plan task has stored.
 
         Raises:
-            PlanError: it isn't text that names a folder `.../_batchllm/<job>/<ds>/plan-<id>` on
-                S3 or a local disk, on its shortest way. The value isn't repeated.
+            PlanError: it isn't the normalised path of a folder `.../_batchllm/<job>/<ds>/plan-<id>`
+                on S3 or a local disk. The message doesn't repeat the value.
         """
         if not isinstance(value, str) or len(value) > _MAX_CHARS or not value.isprintable():
             raise PlanError("the plan task has noted something that isn't the URI of a plan")
@@ -60,10 +60,10 @@ class PlanURI:
         return None if self.uri.startswith("s3") else self.uri.removeprefix("file://")
 
     def place(self, roots: Iterable[str]) -> str:
-        """Where it may be read: symbolic links to it on a local disk are followed now, and once.
+        """The place to read it from: on a local disk the real path, resolved once, here.
 
         Raises:
-            PlanError: it leads to what isn't a plan's folder, or lies below none of the roots.
+            PlanError: it leads to something else than a plan's folder, or is below none of `roots`.
         """
         path = self.local_path
         place = self.uri
@@ -81,7 +81,7 @@ class PlanURI:
 
 
 def _is_below(place: str, root: str) -> bool:
-    """Whether a place is in a root: the same bucket or disk, and all of the root's folders."""
+    """Whether a place is below a root, in the same bucket or on disk."""
     if root.startswith(("s3://", "s3a://")):
         bucket, _, path = root.partition("://")[2].rstrip("/").partition("/")
         root = f"s3://{bucket}/{path}".rstrip("/")

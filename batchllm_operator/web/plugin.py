@@ -1,4 +1,4 @@
-"""What Airflow learns of the pages while it starts; cheap, for each of its processes asks."""
+"""Registers the pages with Airflow; cheap, because each of Airflow's processes imports it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 URL_PREFIX: Final = "/batchllm"
-"""Where Airflow's API server mounts the pages."""
+"""Mount point of the pages in Airflow's API server."""
 
 
 class LazyApp:
-    """The pages as an ASGI application that is built when the first request comes.
+    """The pages as an ASGI application that is built at the first request.
 
     Scheduler, triggerer and tasks load plugins, too, and must not pay for pyarrow and jinja2.
     """
@@ -31,7 +31,7 @@ class LazyApp:
         await app(scope, receive, send)
 
     async def _built(self) -> ASGIApp:
-        async with self._lock:  # imports take a second: the API server goes on meanwhile
+        async with self._lock:  # imports take a second, in a thread
             if self._app is None:
                 self._app = await asyncio.to_thread(_build)
             return self._app
@@ -48,7 +48,7 @@ class BatchLLMPlugin(AirflowPlugin):
     """Adds the pages to the navigation and to each run of a DAG, and links to each shard."""
 
     name = "batchllm"
-    # Airflow declares these as variables of instances, and reads them from either.
+    # Airflow declares these as instance variables, but also reads them from the class.
     fastapi_apps: list[Any] = [  # noqa: RUF012
         {"app": LazyApp(), "url_prefix": URL_PREFIX, "name": "BatchLLM"}
     ]

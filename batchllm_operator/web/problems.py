@@ -1,4 +1,4 @@
-"""What keeps a page from being shown, in words that may be shown."""
+"""Errors whose messages may be shown on a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchllm_operator.spec import Masker
 
 
 class PageError(Exception):
-    """A page can't be shown; the message may be, for secrets are masked in it."""
+    """A page can't be shown; its message can, as secrets are masked in it."""
 
     def __init__(self, status_code: int, text: str, *, secrets: Iterable[str] = ()) -> None:
         super().__init__(Masker.of(os.environ, secrets=secrets)(text))

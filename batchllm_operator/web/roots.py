@@ -1,6 +1,6 @@
-"""Where the plans of a job may lie: as its DAG says, or `[batchllm] report_roots`.
+"""The folders in which a job's plans may be read: from its DAG, or `[batchllm] report_roots`.
 
-Never as a task has noted: some users may edit XComs, and the API server reads with its own rights.
+Never from an XCom: some users may edit those, and the API server reads with its own rights.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ SECTION: Final = "batchllm"
 OPTION: Final = "report_roots"
 SETTING: Final = f"[{SECTION}] {OPTION}"
 ROOT_FIELD: Final = "report_root"
-"""Of `BatchLLMPlanOperator`, which Airflow keeps with the DAG as it was parsed."""
+"""Field of `BatchLLMPlanOperator`, which Airflow keeps with the parsed DAG."""
 _TEAM: Final = "team:"
 
 
 def report_roots(session: Session, ref: JobRef) -> tuple[str, ...]:
-    """Folders and URIs below which the job's plan is read.
+    """Folders and URIs below which the job's plan may be read.
 
-    Those of the setting if an entry is for the DAG or its team, else where the job's own spec puts
-    plans, as the DAG's serialized form says it.
+    Those of the setting if it has an entry for the DAG or its team, else the job's own folder of
+    plans, from the serialized DAG.
 
     Raises:
-        PlanError: the setting isn't what it should be, or nothing says where.
+        PlanError: the setting is invalid, or there are no roots.
     """
     roots = _configured(ref.dag_id)
     if roots is None:
@@ -72,8 +72,7 @@ def _configured(dag_id: str) -> tuple[str, ...] | None:
 
 
 def _of_dag(session: Session, ref: JobRef) -> Iterator[str]:
-    """What the plan task's operator had read of its spec: in the run's version of the DAG, in the
-    latest."""
+    """The roots of the plan task's operator: in the run's version of the DAG, then the latest."""
     of_run = session.scalar(
         select(SerializedDagModel)
         .join(TaskInstance, SerializedDagModel.dag_version_id == TaskInstance.dag_version_id)

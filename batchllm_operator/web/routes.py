@@ -1,6 +1,6 @@
-"""The pages' addresses. Each takes ids of Airflow's and numbers; where to read, the run has noted.
+"""The pages' routes. They take only Airflow's ids and numbers; the run's XCom names the plan.
 
-These functions block, on the database and the lake: FastAPI calls them in threads.
+These functions block on the database and the lake, so FastAPI calls them in threads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def find_job(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> Job
 PathJob = Annotated[JobInRun, Depends(find_job)]
 
 _RELOAD: Final = 205
-"""Tells a live page's script to reload: it is another page now."""
+"""Makes a live page's script reload the page, which has become another one."""
 
 pages = APIRouter()
 dag_pages = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[Depends(readable_dag)])
@@ -64,7 +64,7 @@ dag_pages = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[Depen
 
 @pages.get("/")
 def show_jobs(request: Request, user: CurrentUser) -> Response:
-    """All jobs of DAGs that the user may read. Reads nothing in the lake."""
+    """All jobs of DAGs that the user may read. Doesn't read the lake."""
     with create_session(scoped=False) as session:
         jobs = list_jobs(session, lambda dag_id: may_read(user, dag_id))
     return HTMLResponse(views.jobs_page(jobs, _links(request)))
@@ -72,9 +72,9 @@ def show_jobs(request: Request, user: CurrentUser) -> Response:
 
 @pages.get("/compare")
 def show_comparison(request: Request, user: CurrentUser, before: str, after: str) -> Response:
-    """Two committed jobs, of any DAGs that the user may read, beside each other.
+    """Compare two committed jobs, of any DAGs that the user may read.
 
-    Each is `<dag_id>/<run_id>/<task_id>/<map_index>` of the task that planned it.
+    Each is given as `<dag_id>/<run_id>/<task_id>/<map_index>` of its plan task.
     """
     reports = []
     for text in (before, after):
@@ -119,7 +119,7 @@ def show_job(request: Request, job: PathJob) -> Response:
 
 @dag_pages.get("/jobs/{task_id}/{map_index}/live")
 def show_job_news(request: Request, job: PathJob) -> Response:
-    """What changes of a job's page; 205 once there is a report."""
+    """The part of a job's page that changes; 205 once there is a report."""
     found = _live_job(job)
     if isinstance(found, RunReport):
         return Response(status_code=_RELOAD)
@@ -150,7 +150,7 @@ def show_shard(request: Request, job: PathJob, shard_idx: ShardIdx) -> Response:
 
 @dag_pages.get("/jobs/{task_id}/{map_index}/shards/{shard_idx}/live")
 def show_shard_news(job: PathJob, shard_idx: ShardIdx) -> Response:
-    """What changes of a shard's page; 205 once there is a report."""
+    """The part of a shard's page that changes; 205 once there is a report."""
     found = _live_shard(job, shard_idx)
     if found is None:
         return Response(status_code=_RELOAD)
@@ -161,7 +161,7 @@ def show_shard_news(job: PathJob, shard_idx: ShardIdx) -> Response:
 def show_task(
     request: Request, dag_id: str, run_id: str, task_id: str, map_index: MapIndex
 ) -> Response:
-    """To the page of the shard that a generate task is about."""
+    """Redirect to the page of a generate task's shard."""
     with create_session(scoped=False) as session:
         found = shard_of_task(session, dag_id, run_id, task_id, map_index)
     if found is None:
@@ -183,11 +183,10 @@ def _redirect(url: str) -> Response:
 
 
 def _reader(job: JobInRun) -> LakeReader | None:
-    """What reads about the job's plan; None before there is one.
+    """The reader of the job's plan; None before there is a plan.
 
     Raises:
-        PageError: what the plan task has noted isn't the URI of a plan, or nothing says where plans
-            are read for this DAG.
+        PageError: the plan task's XCom isn't a plan's URI, or there are no roots for this DAG.
     """
     try:
         uri = job.plan_uri()
@@ -201,12 +200,12 @@ def _reader(job: JobInRun) -> LakeReader | None:
 
 
 def _live_job(job: JobInRun) -> RunReport | views.LiveJob:
-    """The job's report if there is one, else how far it is."""
+    """The job's report if there is one, else its progress."""
     reader = _reader(job)
     status = None
     if reader is not None:
         status = None if (report := reader.report()) is not None else reader.status()
-        if status is None:  # there is a report, or there has been for an instant
+        if status is None:  # committed, perhaps only just now
             report = report or reader.report()
             if report is None:
                 raise PageError(503, "The job was committed just now; look again in a moment.")
@@ -218,7 +217,7 @@ def _live_job(job: JobInRun) -> RunReport | views.LiveJob:
 
 
 def _live_shard(job: JobInRun, shard_idx: int) -> views.LiveShard | None:
-    """How far a shard is; None when there is a report."""
+    """A shard's progress; None once there is a report."""
     found = _live_job(job)
     if isinstance(found, RunReport):
         return None

@@ -1,7 +1,7 @@
-"""Jobs in one run of a DAG, from Airflow's database: which tasks planned them, and what they noted.
+"""Jobs in one DAG run, from Airflow's database: their plan tasks, and the plans' URIs from XComs.
 
-Tasks are known by the class of their operator, which Airflow notes with each task of a run as its
-DAG had it then. Subclasses of our operators aren't recognised.
+Tasks are recognised by the class of their operator, which Airflow stores with each task of a run.
+Subclasses of our operators aren't recognised.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MAP_INDEX: Final = re.compile(r"-1|[0-9]{1,9}", re.ASCII)
 ACTIVE: Final = ("scheduled", "queued", "running", "restarting", "deferred", "up_for_retry")
 FAILED: Final = ("failed", "upstream_failed")
 ENDED: Final = ("success", "failed")
-"""States of a run of a DAG, after which nothing more comes of it."""
+"""Final states of a DAG run."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobRef:
-    """A job in a run of a DAG: the task that plans it."""
+    """Identifies a job in a DAG run by its plan task."""
 
     dag_id: str
     run_id: str
@@ -50,7 +50,7 @@ class JobRef:
     """-1 unless the task is mapped."""
 
     def __str__(self) -> str:
-        """As `of` takes it; no id of Airflow's has a slash."""
+        """The text that `of` parses; Airflow's ids have no slashes."""
         return f"{self.dag_id}/{self.run_id}/{self.task_id}/{self.map_index}"
 
     @classmethod
@@ -68,25 +68,21 @@ class JobRef:
 
 @dataclass(frozen=True, slots=True)
 class JobInRun:
-    """A job in a run of a DAG, as the task that plans it has left it."""
+    """A job in a DAG run, by its plan task."""
 
     ref: JobRef
     state: str
-    """Of the task that plans it; `none` until Airflow has looked at it."""
+    """State of the plan task; `none` until Airflow schedules it."""
     noted: Any = None
-    """What it has noted as the plan's URI; None if nothing."""
+    """The plan task's XCom with the plan's URI; None if there is none."""
 
     def plan_uri(self) -> PlanURI | None:
-        """Where the plan lies; None if the task has noted nothing (yet).
-
-        Raises:
-            PlanError: what it has noted isn't a plan's URI.
-        """
+        """The checked URI; None before there is one. Raises `PlanError` if it isn't a plan's."""
         return None if self.noted is None else PlanURI.parse(self.noted)
 
     @property
     def title(self) -> str:
-        """The job's name if it is known, else the task's id."""
+        """The job's name and partition if known, else the task's id."""
         plan_uri = readable_uri(self.noted)
         name = self.ref.task_id if plan_uri is None else f"{plan_uri.job}, {plan_uri.ds}"
         return name if self.ref.map_index < 0 or plan_uri else f"{name} [{self.ref.map_index}]"
@@ -140,10 +136,10 @@ def task_states(
 def shard_of_task(
     session: Session, dag_id: str, run_id: str, task_id: str, map_index: int
 ) -> tuple[JobInRun, int] | None:
-    """The job and the shard that a generate task is about; None if that isn't known (yet).
+    """A generate task's job and shard; None if unknown.
 
-    A task that has begun says it by its rendered fields. Of one that hasn't, Airflow maps over the
-    shards that the plan task has returned, in order.
+    A task that has begun has rendered fields. For others, the map index is the position in the
+    list of shards that the plan task has returned.
     """
     row = session.execute(
         select(RenderedTaskInstanceFields.rendered_fields, TaskInstance.task_id)
@@ -174,9 +170,9 @@ def shard_of_task(
 
 
 def decoded_xcom(value: Any) -> Any:
-    """An XCom's value. Only what JSON can say: no class that it names is made.
+    """An XCom's value as plain JSON: classes that it names are not instantiated.
 
-    Values of an XCom backend of its own are references that say nothing here.
+    With a custom XCom backend, values are references, which are useless here.
     """
     if isinstance(value, str):
         try:
@@ -187,7 +183,7 @@ def decoded_xcom(value: Any) -> Any:
 
 
 def state_name(state: Any) -> str:
-    """A task's state; `none` before Airflow has looked at it."""
+    """A task's state; `none` until Airflow schedules it."""
     return "none" if state is None else str(getattr(state, "value", state))
 
 
@@ -214,6 +210,6 @@ def _index(value: Any) -> int | None:
 
 
 def same_task(table: Any) -> ColumnElement[bool]:
-    """That a row of `table` is of the task instance it is joined with."""
+    """The join condition that a row of `table` belongs to the task instance."""
     columns: Iterable[str] = ("dag_id", "run_id", "task_id", "map_index")
     return and_(*(getattr(table, name) == getattr(TaskInstance, name) for name in columns))

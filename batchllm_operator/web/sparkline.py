@@ -1,4 +1,4 @@
-"""A trend as a small picture in the page, with what it says in words."""
+"""A trend as a small picture in the page, with a text for screen readers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _MARGIN: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Sparkline:
-    """Lines of a picture of `WIDTH` by `HEIGHT`, one for each stretch of known values."""
+    """A picture of `WIDTH` by `HEIGHT`, with a line for each stretch of known values."""
 
     lines: tuple[str, ...]
     """Points of SVG polylines."""
     last: tuple[float, float]
     text: str
-    """What the picture says."""
+    """The picture in words."""
 
 
 def sparkline(
     what: str, values: Sequence[float | None], shown: Callable[[float], str]
 ) -> Sparkline | None:
-    """The trend of `values`, the earliest first; None unless two of them are known.
+    """The trend of `values`, the earliest first; None unless at least two are known.
 
-    The text begins with `what` the values are, and has them as `shown` writes them.
+    The text names the values by `what`, and formats them by `shown`.
     """
     known = [value for value in values if value is not None]
     if len(known) < 2:
@@ -58,6 +58,6 @@ def sparkline(
 
 
 def _drawn(line: Sequence[tuple[float, float]]) -> str:
-    """A single point is drawn as a short dash."""
+    """The points of an SVG polyline; a single point becomes a short dash."""
     points = [*line, (line[0][0] + 1, line[0][1])] if len(line) == 1 else line
     return " ".join(f"{x},{y}" for x, y in points)

@@ -1,4 +1,4 @@
-"""Pages as text, from what was found; nothing is read here."""
+"""Renders pages from given data; reads neither database nor lake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchllm_operator.web.runs import JobInRun, JobRef
 from batchllm_operator.web.sparkline import Sparkline, sparkline
 
 EVERY_MS: Final = 5000
-"""Milliseconds between a live page's questions for news."""
+"""Milliseconds between two polls of a live page."""
 _MAX_NOTES: Final = 20
 
 
@@ -28,7 +28,7 @@ def jobs_page(jobs: list[Job], links: Links) -> str:
 
 
 def _trends(job: Job) -> list[tuple[str, Sparkline]]:
-    """Pictures of a job's outcomes over its partitions, each with its name."""
+    """Named sparklines of a job's outcomes over its partitions."""
     plotted = job.by_partition.values()
     measures: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
         ("Saving ratio", "Saving ratio", "achieved_saving_ratio", ratio),
@@ -54,20 +54,20 @@ def message_page(heading: str, text: str, links: Links) -> str:
 
 
 def report_page(report: RunReport, ref: JobRef, links: Links) -> str:
-    """A report, with the pages that it is below of and the file to keep."""
+    """A report with links to the pages above it and to its file."""
     actions = (("Download this report", links.report_file(ref)),)
     return render_report(report, trail=links.trail(ref), actions=actions)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveJob:
-    """A job while it runs."""
+    """The page of a running job."""
 
     job: JobInRun
     stage: JobState
     status: JobStatus | None
     is_final: bool
-    """Whether the run of the DAG has ended, so that nothing changes any more."""
+    """Whether the DAG run has ended, so that nothing changes any more."""
 
     @property
     def _values(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class LiveJob:
 
 @dataclass(frozen=True, slots=True)
 class LiveShard:
-    """A shard while it runs."""
+    """The page of a running shard."""
 
     job: JobInRun
     shard: ShardStatus
@@ -147,5 +147,5 @@ def _share(num_done: int, num_rows: int) -> float:
 
 
 def _tenths(share: float) -> str:
-    """In steps of ten: what is read aloud must not change every few seconds."""
+    """In steps of ten, because a screen reader reads each change aloud."""
     return f"{int(share * 10) * 10} %"

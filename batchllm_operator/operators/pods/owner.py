@@ -14,7 +14,7 @@ _MAX_NAME: Final = 63  # a pod's name is its host name too
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A try of a mapped task, whose owner is the same for all tries, and its pod's work."""
+    """One try of a task: its owner, which all tries share, and its pod's work."""
 
     owner: str
     """Digest of output table, DAG, run, task and map index."""

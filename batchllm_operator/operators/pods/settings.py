@@ -1,4 +1,4 @@
-"""What a pod of ours needs of a cluster, by the make of its GPUs."""
+"""Settings of a pod, and what the cluster calls each vendor's GPUs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from batchllm_operator import __version__
 GpuVendor = Literal["nvidia", "amd"]
 
 DRAIN_MARGIN_S: Final = 30
-"""Of a pod's grace period, what is left for closing the engine once open parts are finished."""
+"""The end of a pod's grace period, for closing the engine once open parts are finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPreset:
-    """What a vendor's GPUs are called in a cluster, and what their software wants."""
+    """A vendor's GPUs: their names in a cluster, and the needs of their software."""
 
     resource: str
     """The extended resource that the vendor's device plugin offers."""
     image: str
     node_selector: Mapping[str, str]
-    """Labels that GPU feature discovery or node feature discovery put on such nodes."""
+    """Labels that GPU feature discovery or node feature discovery puts on such nodes."""
     env: Mapping[str, str]
     groups: tuple[int, ...] = ()
-    """That the device files belong to, beside the user's own."""
+    """Supplemental groups that own the device files."""
 
 
 def _image(variant: str) -> str:
@@ -66,24 +66,23 @@ DEFAULT_GRACE_S: Final = 300 + DRAIN_MARGIN_S
 
 @dataclass(frozen=True, slots=True)
 class PodSettings:
-    """What an operator's arguments say of its pods.
+    """An operator's arguments about its pods.
 
     Raises:
-        ValueError: a value is out of its range, or GPUs are counted but not named.
+        ValueError: a value is out of its range, or there is no such `gpu`.
     """
 
     gpu: GpuVendor | None
     gpu_count: int = 1
     cpu: str | None = None
-    """None, here and in the next two, for what the template or the default says."""
+    """None, here and in the next two: as in the template, or the default."""
     memory: str | None = None
     shm_size: str | None = None
-    """Shared memory: vLLM's processes of one engine exchange tensors there."""
+    """Shared memory, where the processes of one vLLM engine exchange tensors."""
     model_claim: str | None = None
-    """PersistentVolumeClaim with models, mounted read-only; None where images or the hub have
-    them."""
+    """PersistentVolumeClaim with models, mounted read-only; None if the image or hub has them."""
     cache_claim: str | None = None
-    """PersistentVolumeClaim for compiled kernels and graphs; None for a volume of the pod's own."""
+    """PersistentVolumeClaim for compiled kernels and graphs; None for the pod's own volume."""
     secret_names: tuple[str, ...] = ()
     """Secrets whose keys become environment variables."""
     deadline_s: int | None = None

@@ -1,4 +1,4 @@
-"""A pod's specification: our defaults, under what the user's template and arguments say."""
+"""A pod's specification: our defaults, overridden by the user's template and arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchllm_operator.operators.pods.settings import (
 UID_VARIABLE: Final = "BATCHLLM_POD_UID"
 """Environment variable in which a pod finds its own UID."""
 UID_PLACE: Final = f"$({UID_VARIABLE})"
-"""Among a pod's arguments: where Kubernetes puts the pod's UID."""
+"""Kubernetes replaces this by the pod's UID in the pod's arguments."""
 
 _GPU_USER: Final = 10001
 _AIRFLOW_USER: Final = 50000
@@ -51,10 +51,10 @@ _MODEL_ENV: Final = {"HF_HOME": "/models", "HF_HUB_OFFLINE": "1"}
 
 
 def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
-    """A pod that may do as little as a stage needs, without a name, a command or labels.
+    """A pod with the least privileges that a stage needs, without a name, a command or labels.
 
-    It runs as a user without privileges on a read-only file system, with no token of the
-    cluster's API; /tmp, /cache and /dev/shm are volumes.
+    It runs as an unprivileged user on a read-only file system, without a token for the cluster's
+    API; /tmp, /cache and /dev/shm are volumes.
     """
     preset = settings.preset
     return k8s.V1Pod(
@@ -68,7 +68,7 @@ def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
             security_context=k8s.V1PodSecurityContext(
                 run_as_non_root=True,
                 run_as_user=_GPU_USER if preset else _AIRFLOW_USER,
-                run_as_group=_GPU_USER if preset else 0,  # as Airflow's image has it
+                run_as_group=_GPU_USER if preset else 0,  # as in Airflow's image
                 fs_group=_GPU_USER,
                 fs_group_change_policy="OnRootMismatch",
                 supplemental_groups=(list(preset.groups) or None) if preset else None,
@@ -94,11 +94,11 @@ def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
 
 
 def merged_pod(default: k8s.V1Pod, template: k8s.V1Pod | None, container_name: str) -> k8s.V1Pod:
-    """`default` with what `template` says instead; the main container comes first.
+    """`default` overridden by `template`; the main container comes first.
 
-    Lists of things with names (volumes, mounts, variables) are united, and so are security
-    contexts and resources, field by field; the template's win. A node selector of the
-    template, even an empty one, takes the place of the default.
+    Lists of named items (volumes, mounts, variables) are merged, and so are security contexts and
+    resources, field by field; the template's win. A node selector of the template, even an empty
+    one, replaces the default.
 
     Raises:
         ValueError: the template has containers, and none is the main one.
@@ -115,14 +115,13 @@ def merged_pod(default: k8s.V1Pod, template: k8s.V1Pod | None, container_name: s
 
 
 def overlaid(merged: k8s.V1Pod, below: k8s.V1Pod, above: k8s.V1Pod) -> k8s.V1Pod:
-    """`merged`, changed so that security contexts and resources are united, field by field.
+    """Merge security contexts and resources field by field; returns `merged`, which it mutates.
 
     Args:
-        merged: of `below` and `above`, by Airflow, which takes such an object from one or the
-            other.
-        below: whose fields stay where `above` has none.
-        above: whose fields win. What it only limits isn't requested from `below`, and what it
-            only requests is its limit too: the one must never be above the other.
+        merged: `below` and `above` as merged by Airflow, which takes such objects whole from one.
+        below: its fields stay where `above` has none.
+        above: its fields win. A resource that it only limits loses the request of `below`, and
+            one that it only requests gets that as its limit: a request must not exceed the limit.
     """
     if above.spec is None:
         return merged
@@ -156,7 +155,7 @@ def _fit_resources(united: k8s.V1ResourceRequirements, given: k8s.V1ResourceRequ
 
 
 def _united(below: Any, above: Any) -> Any:
-    """An object of the API with the fields of `above` that are set, else those of `below`."""
+    """An API object with the fields that are set in `above`, else those of `below`."""
     if above is None or below is None:
         return below if above is None else above
     united = copy.deepcopy(below)
@@ -171,7 +170,7 @@ def _united(below: Any, above: Any) -> Any:
 
 
 def with_arguments(pod: k8s.V1Pod, settings: PodSettings) -> k8s.V1Pod:
-    """`pod`, changed so that the operator's own arguments win, where they were given."""
+    """Let the operator's given arguments win; mutates and returns `pod`."""
     spec, main = pod.spec, pod.spec.containers[0]
     if settings.cpu is not None or settings.memory is not None:
         resources = main.resources = main.resources or k8s.V1ResourceRequirements()
@@ -191,7 +190,7 @@ def with_arguments(pod: k8s.V1Pod, settings: PodSettings) -> k8s.V1Pod:
     main.volume_mounts = [*(main.volume_mounts or []), *(mount for _, mount in places)]
     if settings.model_claim is not None:
         main.env = [*(main.env or []), *_variables(_MODEL_ENV)]
-    secrets = _secrets(settings)  # last, wherever the template has them: a later source wins
+    secrets = _secrets(settings)  # last, as a later source wins
     main.env_from = [*(each for each in main.env_from or [] if each not in secrets), *secrets]
     if settings.deadline_s is not None:
         spec.active_deadline_seconds = settings.deadline_s
@@ -201,9 +200,9 @@ def with_arguments(pod: k8s.V1Pod, settings: PodSettings) -> k8s.V1Pod:
 
 
 def with_secret(pod: k8s.V1Pod, secret_name: str, keys: Iterable[str]) -> k8s.V1Pod:
-    """`pod`, changed so that its main container has the keys of a Secret as variables.
+    """Give the main container the keys of a Secret as variables; mutates and returns `pod`.
 
-    Each is named by itself, for then it wins over plain variables and whole Secrets, as a
+    Each is a variable of its own, so it wins over plain variables and whole Secrets, as a
     connection does in the worker.
     """
     main = pod.spec.containers[0]
@@ -221,7 +220,7 @@ def with_secret(pod: k8s.V1Pod, secret_name: str, keys: Iterable[str]) -> k8s.V1
 
 
 def without_repetitions(pod: k8s.V1Pod) -> k8s.V1Pod:
-    """`pod`, changed so that of equally named volumes, mounts and variables the last stays."""
+    """Keep the last of volumes, mounts and variables of one name; mutates and returns `pod`."""
     spec = pod.spec
     spec.volumes = _last(spec.volumes, lambda volume: volume.name)
     for container in [*spec.containers, *(spec.init_containers or [])]:
@@ -232,10 +231,10 @@ def without_repetitions(pod: k8s.V1Pod) -> k8s.V1Pod:
 
 
 def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
-    """Give the main container the GPUs that the command is to use; mutates it.
+    """Give the main container its GPUs; mutates it.
 
     Raises:
-        ValueError: the pod's template asks for another number of them, or for another vendor's.
+        ValueError: the template asks for another number of GPUs, or for another vendor's.
     """
     if settings.preset is None:
         return
@@ -255,10 +254,10 @@ def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
 
 
 def num_gpus(pod: k8s.V1Pod) -> int:
-    """GPUs that the main container gets, of any vendor.
+    """Number of GPUs of the main container, of any vendor.
 
     Raises:
-        ValueError: the pod's template asks for something that isn't a number of GPUs.
+        ValueError: the template's number of GPUs isn't one.
     """
     resources = pod.spec.containers[0].resources
     limits = (resources.limits if resources is not None else None) or {}
@@ -266,7 +265,7 @@ def num_gpus(pod: k8s.V1Pod) -> int:
 
 
 def _resources(settings: PodSettings) -> k8s.V1ResourceRequirements:
-    """Memory is limited; processor time isn't, for a throttled host keeps its GPU waiting."""
+    """Memory is limited; CPU time isn't, because a throttled process keeps its GPU waiting."""
     requests = {"cpu": DEFAULT_CPU, "memory": DEFAULT_MEMORY}
     limits = {"memory": DEFAULT_MEMORY}
     if settings.preset is not None:
@@ -300,7 +299,7 @@ def _secrets(settings: PodSettings) -> list[k8s.V1EnvFromSource]:
 
 
 def _places(settings: PodSettings) -> list[tuple[k8s.V1Volume, k8s.V1VolumeMount]]:
-    """Each volume, and where the main container has it."""
+    """Each volume with its mount in the main container."""
     size = settings.shm_size or DEFAULT_SHM_SIZE
     memory = k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=size)
     places = [
@@ -316,7 +315,7 @@ def _places(settings: PodSettings) -> list[tuple[k8s.V1Volume, k8s.V1VolumeMount
 def _place(
     name: str, path: str, claim: str | None = None, *, own: Any = None, read_only: bool = False
 ) -> tuple[k8s.V1Volume, k8s.V1VolumeMount]:
-    """A claim's volume, or else the pod's own."""
+    """The claim's volume, or the pod's own if there is no claim."""
     mount = k8s.V1VolumeMount(name=name, mount_path=path, read_only=read_only or None)
     if claim is None:
         return k8s.V1Volume(name=name, empty_dir=own or k8s.V1EmptyDirVolumeSource()), mount
@@ -330,5 +329,5 @@ def _last(items: Iterable[_Item] | None, key: Callable[[_Item], Any]) -> list[_I
 
 
 def escaped(argument: str) -> str:
-    """As Kubernetes wants it, which puts variables for $(NAME) in arguments, and $ for $$."""
+    """Escape `$`: in arguments, Kubernetes expands $(NAME) and turns $$ into $."""
     return argument if argument == UID_PLACE else argument.replace("$", "$$")

@@ -1,4 +1,4 @@
-"""What a pod's status says, in the words that decisions are made with. No calls, no clock."""
+"""Interprets a pod's status; no calls, no clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 ENDING_MARGIN_S: Final = 60.0
-"""What a kubelet may take after the grace period to report a pod's end."""
+"""Time after the grace period that a kubelet may take to report a pod's end."""
 
 
 class Stage(StrEnum):
@@ -17,23 +17,23 @@ class Stage(StrEnum):
     QUEUED = "queued"
     """No node has room for it yet."""
     STARTING = "starting"
-    """It has a node; its image is fetched, its volumes are mounted."""
+    """On a node; its image is being pulled, its volumes are being mounted."""
     RUNNING = "running"
     ENDED = "ended"
-    """The main container won't run any more."""
+    """The main container won't run again."""
 
 
-# Reasons that kubelet, scheduler and node life-cycle controllers give when a pod ends for the
-# cluster's sake: eviction, preemption, shutdown of the node, or a node that admitted the pod
-# and then had nothing left for it (a device plugin that restarts, say).
+# Reasons of kubelet, scheduler and node life-cycle controllers for a disruption: eviction,
+# preemption, shutdown of the node, or a node without resources for a pod that it admitted (when
+# a device plugin restarts, for example).
 _DISRUPTIONS: Final = {
     *("Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempted", "Preempting"),
     *("Shutdown", "Terminated", "TopologyAffinityError", "UnexpectedAdmissionError"),
 }
 _NOTHING_LEFT: Final = "OutOf"
-"""A kubelet's reason begins so when it had no more of a resource, such as nvidia.com/gpu."""
+"""Prefix of a kubelet's reason when a resource, such as nvidia.com/gpu, was used up."""
 _RESET: Final = "ContainerStatusUnknown"
-"""A container's reason when its node was reset and its fate is unknown."""
+"""A container's reason when its node was reset, so that its end is unknown."""
 _HOPELESS: Final = frozenset({"ErrImageNeverPull", "InvalidImageName"})
 _STUCK: Final = _HOPELESS | {
     *("CreateContainerConfigError", "CreateContainerError", "ErrImagePull", "ImageInspectError"),
@@ -47,19 +47,19 @@ class PodState:
 
     stage: Stage
     reason: str = ""
-    """The cluster's word for it, such as `Unschedulable`, `ImagePullBackOff`, `OOMKilled`."""
+    """The cluster's reason, such as `Unschedulable`, `ImagePullBackOff`, `OOMKilled`."""
     message: str = ""
     exit_code: int | None = None
-    """Of the main container, once it has ended."""
+    """Exit code of the main container, once it has ended."""
     is_being_deleted: bool = False
     is_disrupted: bool = False
-    """It ended, or is about to, for the cluster's sake."""
+    """The cluster has ended the pod, or is about to."""
     has_started: bool = False
-    """There is a log to read."""
+    """Whether there is a log to read."""
     is_over: bool = False
-    """All of its containers have ended: the node's resources are free."""
+    """All containers have ended, so the node's resources are free."""
     since: datetime | None = None
-    """When it entered this stage, as far as its status tells."""
+    """When it entered this stage, if its status tells."""
 
     @property
     def is_stuck(self) -> bool:
@@ -73,7 +73,7 @@ class PodState:
 
     @property
     def is_live(self) -> bool:
-        """It runs or will, and hasn't been asked to stop."""
+        """Whether it runs or will run, and isn't being deleted."""
         return self.stage is not Stage.ENDED and not self.is_being_deleted
 
     @classmethod
@@ -113,7 +113,7 @@ class PodState:
         return cls(Stage.STARTING, since=since, **_said(_waiting(status, container)), **shared)
 
     def __str__(self) -> str:
-        """For a log: stage, reason, message."""
+        """Stage, reason and message, for a log."""
         words: list[str] = [self.stage]
         if self.reason:
             words.append(f"({self.reason})")
@@ -122,7 +122,7 @@ class PodState:
 
 
 def _said(found: Any) -> dict[str, Any]:
-    """Reason and message of a part of a status, which may be absent."""
+    """Reason and message of a part of a status, empty if it is absent."""
     return {name: getattr(found, name, "") or "" for name in ("reason", "message")}
 
 
@@ -132,7 +132,7 @@ def _status_of(status: Any, container_name: str) -> Any:
 
 
 def _waiting(status: Any, container: Any) -> Any:
-    """What a starting pod waits for: of its init containers, else of its main one."""
+    """What a starting pod waits for: in an init container, else in its main one."""
     for each in [*(status.init_container_statuses or []), container]:
         waiting = each.state.waiting if each is not None and each.state is not None else None
         if waiting is not None and (each is container or waiting.reason != "PodInitializing"):

@@ -1,4 +1,4 @@
-"""Watching one pod until it has ended, from a worker or from the triggerer."""
+"""Watches one pod until its end, from a worker or from the triggerer."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, St
 _REPEAT: Final = timedelta(minutes=10)
 _LONGEST_PAUSE_S: Final = 60.0
 _LAST_READS: Final = 3
-"""Looks at a pod that has ended, while its log can't be read."""
+"""Reads of a pod that has ended, while its log can't be read."""
 _FAREWELL_S: Final = 0.05
-"""For a connection that was being made when the watch was stopped: it closes a little later."""
+"""Time for a connection that was being opened when the watch was stopped to close."""
 _ANSWERLESS: Final = (ApiException, ClientError, OSError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
 class WatchLimits:
-    """How long a pod may take for what, in seconds."""
+    """Time limits of a pod, in seconds."""
 
     queue_s: float
     """From its creation until it has a node."""
@@ -46,38 +46,38 @@ class WatchLimits:
     stuck_s: float
     """As `start_s`, once it fails to pull an image or to find a Secret."""
     api_s: float
-    """Without an answer of the API."""
+    """Without an answer from the API."""
     poll_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class PodName:
-    """Where a pod is found."""
+    """Identifies a pod and its main container."""
 
     name: str
     namespace: str
     container: str
-    """The main one, whose end is the pod's."""
+    """The main container, whose end is the pod's."""
     uid: str = ""
 
 
 class NoConnectionError(Exception):
-    """The cluster's address and credentials can't be read at the moment."""
+    """The cluster's address and credentials can't be read right now."""
 
 
 class PodWatch:
-    """Polls a pod, passes its log lines on, and says how it ended.
+    """Polls a pod, passes its log lines on, and returns how it ended.
 
     Args:
-        hook: makes a hook, which makes a connection; called again when the cluster doesn't let
-            it in, so that expired tokens are read again.
-        pod: which pod.
-        limits: how long it may take.
-        log: takes each new line of the pod's log, and what happens to the pod.
+        hook: creates a hook, which opens a connection; called again when the cluster refuses
+            access, so that expired tokens are read again.
+        pod: the pod to watch.
+        limits: its time limits.
+        log: receives each new line of the pod's log, and the pod's changes of state.
         deadline: when the task's `execution_timeout` is reached.
-        is_abandoned: whether the end is no longer awaited.
-        masked: takes secrets out of what the pod says.
-        now: the time, for tests.
+        is_abandoned: whether the pod's end is no longer awaited.
+        masked: masks secrets in the pod's texts.
+        now: the clock, for tests.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PodWatch:
                 self._watching.get_loop().call_soon_threadsafe(self._watching.cancel)
 
     async def until_end(self) -> PodEnd:
-        """Watch until the pod has ended, can't start, or can't be seen any more."""
+        """Watch until the pod has ended, can't start, or can no longer be read."""
         async with aclosing(self):
             self._watching = asyncio.create_task(self._until_end())
             try:
@@ -146,7 +146,7 @@ class PodWatch:
         return self._end(EndKind.STOPPED)
 
     def _pause_s(self) -> float:
-        """Longer after failures, and never the same: many watches wait for one API server."""
+        """Longer after failures, with jitter: many watches wait for one API server."""
         poll_s = self._limits.poll_s
         if not self._num_failures:
             return poll_s
@@ -154,7 +154,7 @@ class PodWatch:
         return random.uniform(poll_s, min(longest_s, max(poll_s, self._limits.api_s / 4)))
 
     async def _look(self) -> PodEnd | None:
-        """One look at the pod; None if there is reason for another."""
+        """Read the pod once; None if the watch goes on."""
         try:
             api = await self._connected()
             pod = await api.read_namespaced_pod(
@@ -162,11 +162,11 @@ class PodWatch:
             )
         except (*_ANSWERLESS, NoConnectionError) as error:
             if isinstance(error, ClientSSLError) or getattr(error, "status", 0) == UNAUTHORIZED:
-                await self.aclose()  # the next look reads the configuration again
+                await self.aclose()  # the next read loads the configuration again
             return self._without_answer(error)
         self._answered_at, self._num_failures = time.monotonic(), 0
         if self._pod.uid and pod.metadata.uid != self._pod.uid:
-            return self._end(EndKind.GONE)  # the one that has its name now is another
+            return self._end(EndKind.GONE)  # another pod has its name now
         state = PodState.of(pod, self._pod.container)
         if state.has_started:
             is_read = await self._reader.pass_on(api, self._request_s)
@@ -183,8 +183,8 @@ class PodWatch:
                 connection = await self._connection.enter_async_context(hook.get_conn())
             except _ANSWERLESS:
                 raise
-            # A kubeconfig that is being written, an Airflow that doesn't give the connection: a
-            # pod that works has nothing to do with it.
+            # Such as a half-written kubeconfig, or an Airflow that doesn't answer: none of it
+            # affects the running pod.
             except Exception as error:
                 raise NoConnectionError(f"{type(error).__name__}: {error}") from error
             self._api = async_client.CoreV1Api(connection)
@@ -214,7 +214,7 @@ class PodWatch:
         return None
 
     def _judge_deletion(self, state: PodState, pod: Any) -> PodEnd | None:
-        """A deletion from outside, which doesn't end while the pod's node doesn't answer."""
+        """A deletion from outside; past the grace period, the pod's node doesn't answer."""
         if self._deleting_since is None:
             self._deleting_since = time.monotonic()
         allowed_s = (pod.metadata.deletion_grace_period_seconds or 0) + ENDING_MARGIN_S
@@ -224,7 +224,7 @@ class PodWatch:
         return replace(end, is_unreachable=True)
 
     def _without_answer(self, error: Exception) -> PodEnd | None:
-        """What an error of the API means: the pod is gone, or there is reason to wait."""
+        """Judge an error of the API: the pod is gone, or the watch goes on (None) up to a limit."""
         status = error.status if isinstance(error, ApiException) else None
         if status == NOT_FOUND and status_of(error).get("reason") == "NotFound":
             return self._end(EndKind.GONE)
