@@ -76,7 +76,7 @@ def holds_outputs(plan: StoredPlan) -> bool:
     try:
         table = open_table(spec.output.uri, spec.input.partition_column)
     except (MissingLibraryError, SpecError) as error:
-        # Images for GPUs lack the tables' libraries; a worker checks there.
+        # Images for GPUs lack the tables' libraries; the worker has checked before.
         _log.info("Whether the plan is committed can't be seen from here: %s", error)
         return False
     return check_publisher(table, spec, plan.manifest.ds) == plan.publication

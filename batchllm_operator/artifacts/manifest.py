@@ -56,7 +56,7 @@ class SpreadGroup(Frozen):
     group_id: Count
     split: tuple[Annotated[int, Field(ge=1, lt=1 << 31)], ...] = ()
     """Tokens in each replica's chunk of the prefix (KV-Runahead); in a group of one request, of its
-        prompt without the last token. Empty: each replica computes the whole prefix."""
+    prompt without the last token. Empty: each replica computes the whole prefix."""
 
 
 class ReplicaPlacement(Frozen):
@@ -215,7 +215,7 @@ class PlanManifest(Frozen):
     input_uri: str
     input_version: str | None = None
     """State of the table that was read, such as `delta:<version>`; None in plans of releases
-        that read only Parquet."""
+    that read only Parquet."""
     input_files: tuple[SnapshotFile, ...]
     tokenizer_fingerprint: str
     model_version: str

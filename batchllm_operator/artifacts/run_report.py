@@ -82,7 +82,7 @@ class Bill(Frozen):
 
     gpu_s: _Number | None
     """GPU seconds that attempts have held, from their start to their last sign, with engine starts
-        and dropped work. None if unknown (no GPU, or an older release)."""
+    and dropped work. None if unknown (no GPU, or an older release)."""
     usd_per_hour: _Number | None
     """Price of a GPU, from the table of GPUs; None if the spec names none."""
     gpu: str | None = None
@@ -171,7 +171,7 @@ class RunReport(Frozen):
     """Prompt tokens of all rows that could be prompted and reused no output."""
     num_computed_tokens: Count
     """Prompt tokens of the answered requests whose KV was computed rather than found in the
-        cache, without recomputation after preemptions."""
+    cache, without recomputation after preemptions."""
     num_output_tokens: Count
     optimal_saving_ratio: _Saving
     """Eq. 2 if every shared prefix at every level were computed once."""
@@ -181,7 +181,7 @@ class RunReport(Frozen):
     """Eq. 2 as measured, in whole KV blocks, over the rows that got a text."""
     engine_s: Seconds
     """Seconds of generating the parts, summed over the shards, without engine starts and without
-        parts that an interruption dropped."""
+    parts that an interruption dropped."""
     tokens_per_s: _Number
     """Prompt and output tokens of the requests per second of `engine_s`."""
     sample_rows: tuple[SampleRow, ...]

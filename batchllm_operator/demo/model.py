@@ -52,7 +52,7 @@ _END_NORM: Final = 5.0  # the end of a message is sampled now and then
 
 @dataclass(frozen=True, slots=True)
 class DemoModelInfo:
-    """What `build_demo_model` wrote."""
+    """The result of `build_demo_model`."""
 
     path: Path
     """Folder to give as `model.path` in a job spec."""

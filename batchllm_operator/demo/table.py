@@ -31,7 +31,7 @@ DEMO_SCHEMA: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class DemoTableInfo:
-    """What `build_demo_table` wrote."""
+    """The result of `build_demo_table`."""
 
     uri: str
     partition_path: Path

@@ -83,7 +83,7 @@ def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
 
 
 def record_plan(spec: JobSpec, ds: str, name: str, result: Mapping[str, Any]) -> None:
-    """Store the result of planning under `name`, for a caller that has no access to this process."""
+    """Store the result of planning under `name`, for a caller without access to this process."""
     body = {"record_version": _RECORD_VERSION, "result": dict(result)}
     _records(spec, ds).write_bytes(_file_name(name), json.dumps(body, indent=1).encode())
 

@@ -80,7 +80,7 @@ class Folder:
 
     @property
     def uri(self) -> str:
-        """Where the folder lies: a plain path if local, else a URI."""
+        """A plain path if the folder is local, else a URI."""
         return self.path if self.is_local else str(self.fs.unstrip_protocol(self.path))
 
     def child(self, *names: str) -> Folder:

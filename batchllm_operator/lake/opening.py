@@ -21,7 +21,7 @@ def open_table(
 ) -> LakeTable:
     """The table at an address of the spec; a folder is opened in the format found there.
 
-        `most_file_bytes` bounds published data files, in formats that allow several per partition.
+    `most_file_bytes` bounds published data files, in formats that allow several per partition.
 
     Raises:
         SpecError: the address isn't one, or no catalog or storage of its kind is set up.

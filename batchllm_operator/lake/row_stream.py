@@ -171,7 +171,7 @@ def _align(
 
 
 def _known(schema: pa.Schema, folder_values: Mapping[str, Any]) -> pds.Expression:
-    """What the folders say of all rows: it may rule out the file before it is read."""
+    """The folder values as a condition, which may rule out the file before it is read."""
     known = (
         pds.field(name).is_null() if value is None else pds.field(name) == value
         for name, value in folder_values.items()

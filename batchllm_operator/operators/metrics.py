@@ -27,7 +27,7 @@ class TaskMetric(NamedTuple):
     kind: Kind
     """`counter` adds up over tasks, `gauge` is the last task's, `timer` is a duration."""
     result_key: str
-    """Key in the command's result; a timer's value is in seconds there."""
+    """Key in the command's result; a timer's is in seconds there, sent in milliseconds."""
 
 
 def _metrics(stage: str, *metrics: tuple[str, Kind, str]) -> tuple[TaskMetric, ...]:

@@ -57,7 +57,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         self._killed_at: float | None = None
         self._supervisor_pid: int | None = None
 
-    # What the pod is for
+    # For subclasses
 
     @abstractmethod
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:

@@ -42,7 +42,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
     next one continues from the finished parts.
     """
 
-    # What a stage is
+    # For subclasses
 
     def check(self) -> None:
         """Raise `AirflowFailException` if the stage can't succeed, before it starts."""

@@ -88,7 +88,7 @@ class WatchedPod(Cluster):
     connection_env: dict[str, str]
     removes: bool
     """Whether to remove the pod after its end. A pod that still holds resources is removed in any
-        case: the worker may come late."""
+    case: the worker may come late."""
 
 
 class PodWatchTrigger(KubernetesPodTrigger):

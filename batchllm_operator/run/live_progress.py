@@ -1,4 +1,4 @@
-"""Updates an attempt's progress.json from a thread that never delays its work (ADR 22)."""
+"""Updates an attempt's progress.json from a thread of its own (ADR 22)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def chain_job(
     work: ShardWork,
     profiles: StoredProfiles,
 ) -> ChainJob | None:
-    """The prefixes that the replicas compute together, and whether to measure it; None for neither.
+    """The prefixes that replicas compute together, and whether to measure the link, or None.
 
     `spec` has the GPUs of this run. Groups without remaining requests in `work` are left out.
     """

@@ -89,13 +89,12 @@ class Job:
     """At least one, by partition, then by time; runs with an unknown partition come first."""
     latest: JobRun
     """The latest run of the newest partition. A run that has ended without a plan counts until a
-        later run: its partition, such as a mistyped one, may never come."""
+    later run: its partition, such as a mistyped one, may never come."""
     state: JobState
 
     @property
     def by_partition(self) -> dict[str, JobRun]:
-        """One run for each partition, the earliest first: the latest with an outcome, else the
-        latest."""
+        """One run per partition, earliest first: the latest with an outcome, else the latest."""
         found: dict[str, JobRun] = {}
         for run in self.runs:
             if run.partition is not None and (run.outcome or run.partition not in found):

@@ -51,7 +51,7 @@ class DeltaLog:
         """`folder` is the table's.
 
         Raises:
-            SpecError: a Delta table can't lie there.
+            SpecError: a Delta table can't be there.
             MissingLibraryError: deltalake isn't installed.
         """
         self.uri = f"delta+{folder.uri}"

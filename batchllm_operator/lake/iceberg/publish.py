@@ -1,4 +1,4 @@
-"""Replaces a partition of an Iceberg table by one snapshot, exactly once."""
+"""Replaces a partition of an Iceberg table by one snapshot, at most once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Publisher:
         rows = footers[0].schema.to_arrow_schema()
         self._rows = storable_schema(f"table {self._uri}", rows)
         self._staged: StagedFiles | None = None
-        self._overwrites: list[Overwrite] = []  # all tried: one in the table may have no answer
+        self._overwrites: list[Overwrite] = []  # all tried; any may be in the table
         self._is_open = False  # whether a commit of the staged files may have happened
 
     def publish(self, replaces: Publication | None, *, add_columns: bool) -> None:

@@ -51,7 +51,7 @@ def exclusive(folder: Folder, name: str) -> Iterator[None]:
 
 
 def etag_of(file: Any) -> str | None:
-    """The ETag of a file from `Folder.open_file`, whose reads stay in that version, or None."""
+    """The ETag of a file from `Folder.open_file`, to which its reads keep; None without ETags."""
     details = getattr(file, "details", None)
     return details.get("ETag") if isinstance(details, dict) else None
 

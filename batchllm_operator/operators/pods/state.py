@@ -12,7 +12,7 @@ ENDING_MARGIN_S: Final = 60.0
 
 
 class Stage(StrEnum):
-    """How far a pod has come."""
+    """A pod's progress through its life."""
 
     QUEUED = "queued"
     """No node has room for it yet."""

@@ -9,11 +9,11 @@
   const show = (html) => {
     const next = new DOMParser().parseFromString(html, "text/html").body;
     const said = next.querySelector("[data-summary]");
-    // Only what is new is said aloud.
+    // Announce only what has changed.
     if (said && said.dataset.summary !== summary.textContent) {
       summary.textContent = said.dataset.summary;
     }
-    // The keyboard's place and how far a table was scrolled outlive the replacement.
+    // Keep focus and scroll positions across the replacement.
     const places = [...live.querySelectorAll("[id]")].map((each) => [each.id, each.scrollLeft]);
     const focused = live.contains(document.activeElement) ? document.activeElement.id : "";
     live.replaceChildren(...next.childNodes);
