@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 LINE_INTERVAL_S: Final = 10.0
 INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_INTERVAL_S"
-"""Environment variable that gives another interval."""
+"""Environment variable for another interval."""
 
 
 class Progress:

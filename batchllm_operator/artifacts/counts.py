@@ -16,7 +16,7 @@ Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class Frozen(BaseModel):
-    """What is stored as JSON: immutable, without unknown fields, infinity or NaN."""
+    """A model stored as JSON: immutable, without unknown fields, infinity or NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

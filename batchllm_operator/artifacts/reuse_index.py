@@ -218,11 +218,7 @@ class ReusedOutputs:
     plan: StoredPlan
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Read the outputs in batches.
-
-        Raises:
-            PlanError: the file is missing or altered.
-        """
+        """Read the outputs in batches. Raises `PlanError` if the file is missing or altered."""
         if not self.plan.manifest.spec.reuse_outputs:
             return
         with self.plan.open_parquet(REUSED_FILE, PART_SCHEMA) as file:

@@ -190,7 +190,7 @@ class RunReport(Frozen):
     tokens: TokenKinds | None = None
     bill: Bill | None = None
     errors: tuple[ErrorKind, ...] = ()
-    """The most frequent first."""
+    """By frequency, descending."""
     shards: tuple[ShardRun, ...] = ()
     timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
     """Timelines of the longest shards, longest first; none with vLLM's own scheduler."""

@@ -104,11 +104,7 @@ class StoredPlan:
                 yield parquet
 
     def shard(self, shard_idx: int) -> ShardInfo:
-        """The manifest's entry of a shard.
-
-        Raises:
-            PlanError: the plan has no such shard.
-        """
+        """The manifest's entry of a shard. Raises `PlanError` if the plan has no such shard."""
         num_shards = len(self.manifest.shards)
         if not 0 <= shard_idx < num_shards:
             known = f"shards 0 to {num_shards - 1}" if num_shards else "no shards"

@@ -157,7 +157,7 @@ def write_files(
 
 
 def files_of(data: Path) -> list[Path]:
-    """The file `data`, or the Parquet files in the local folder `data`, in the rows' order."""
+    """The file `data`, or the Parquet files in the local folder `data`, in row order."""
     return sorted(data.glob("*.parquet")) if data.is_dir() else [data]
 
 

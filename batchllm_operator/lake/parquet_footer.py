@@ -14,7 +14,7 @@ from batchllm_operator.lake.table import Publication
 
 _PREFIX: Final = b"batchllm."
 _MAGIC: Final = b"PAR1"
-_ENCRYPTED: Final = b"PARE"  # in place of the magic
+_ENCRYPTED: Final = b"PARE"  # instead of the magic
 _TAIL_BYTES: Final = 8  # the footer's length (4 bytes, little endian) and the magic
 _GUESS_BYTES: Final = 1 << 16  # read first; most footers are smaller
 

@@ -20,7 +20,7 @@ _ASK_EVERY_S: Final = 120.0
 
 
 class UnknownTriggererError(Exception):
-    """It isn't known whether a triggerer runs; the message says why."""
+    """It is unknown whether a triggerer runs; the message has the reason."""
 
 
 def defers_by_default(log: Callable[[str], None]) -> bool:

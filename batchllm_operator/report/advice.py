@@ -20,7 +20,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The orders that were tried."""
+    """The orders that were compared."""
 
     num_sampled_rows: int
     num_rows: int

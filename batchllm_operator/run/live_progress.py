@@ -91,7 +91,7 @@ class ProgressWriter:
         """State and rows at their last change, and the attempt's seconds then."""
 
     def start(self) -> None:
-        """Begin, with a first write at once."""
+        """Start the thread, which writes at once."""
         if self._every_s is None:
             return
         # A daemon, so that a hanging write doesn't keep the process alive.

@@ -71,7 +71,7 @@ def login_url(request: Request) -> str:
 
 
 def _can_be_id(text: str) -> bool:
-    """Whether a text may be an id of Airflow's; databases fail on some other texts."""
+    """Whether a text may be one of Airflow's ids; databases fail on some other texts."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -190,7 +190,7 @@ def _job(session: Session, dag_id: str, task_id: str) -> Job | None:
 
 
 def _latest(runs: Sequence[JobRun]) -> JobRun:
-    """See `Job.latest`; `runs` as in `Job.runs`."""
+    """`Job.latest` for `runs` as in `Job.runs`."""
     since = max((run.run_after for run in runs if run.may_be_planned), default=None)
     counted = (
         run

@@ -49,7 +49,7 @@ class Links:
         return f"{self.job(ref)}/report.html"
 
     def comparison(self, before: JobRef, after: JobRef) -> str:
-        """Two committed jobs beside each other."""
+        """The comparison of two committed jobs."""
         return f"{self.root}/compare?{urlencode({'before': str(before), 'after': str(after)})}"
 
     def job_shard(self, ref: JobRef, shard_idx: int) -> str:

@@ -40,11 +40,7 @@ ShardIdx = Annotated[int, Path(ge=0, lt=1 << 31)]
 
 
 def find_job(dag_id: str, run_id: str, task_id: str, map_index: MapIndex) -> JobInRun:
-    """The job that a task has planned.
-
-    Raises:
-        PageError: the run has no such task.
-    """
+    """The job that a task has planned. Raises `PageError` if the run has no such task."""
     with create_session(scoped=False) as session:
         jobs = jobs_of_run(session, dag_id, run_id)
     for job in jobs:

@@ -158,7 +158,7 @@ class OutputFiles:
             self._actions = []
             for file, footer in footers:
                 if footer.num_rows:
-                    name = f"{stem}-{len(self._names):05d}.parquet"  # sorts as the rows do
+                    name = f"{stem}-{len(self._names):05d}.parquet"  # sorts in row order
                     self._names.append(name)
                     self._folder.publish_file(file, name)
                     self._actions.append(_add_action(name, file, footer, partition_values))

@@ -140,7 +140,7 @@ class DeltaTable:
 
     def _failure(self, refusal: CommitRefusedError, partition: str) -> BatchLLMError:
         """The error for a commit that was refused without a concurrent commit."""
-        if refusal.is_storage and not self._folder.is_local:  # the request may yet arrive
+        if refusal.is_storage and not self._folder.is_local:  # the request may still arrive
             return CommitUnknownError(
                 f"output {self.uri}: no answer came whether partition {partition!r} was published;"
                 f" commit again to find out: {refusal}"

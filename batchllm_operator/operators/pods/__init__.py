@@ -1,1 +1,1 @@
-"""Pods that run a stage: what they look like, how they are watched, how they ended."""
+"""Pods that run a stage: their specification, how they are watched, and how they end."""

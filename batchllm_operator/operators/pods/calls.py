@@ -108,11 +108,7 @@ class ClusterCalls:
                 self._api = self.connect()
 
     def pause(self, seconds: float) -> None:
-        """Let time pass.
-
-        Raises:
-            StoppedError: the task was killed.
-        """
+        """Sleep; raises `StoppedError` if the task is killed meanwhile."""
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
             if self.is_stopped():
