@@ -1,1 +1,1 @@
-"""Plugins for vLLM: a scheduler that knows the plan."""
+"""Plugins for vLLM: the planned scheduler, prefix-shared attention, KV-Runahead."""

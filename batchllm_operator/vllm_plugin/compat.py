@@ -1,6 +1,6 @@
-"""Where versions of vLLM differ, found out by looking, not by their numbers.
+"""Bridges between versions of vLLM, chosen by feature, not by version number.
 
-What is relied on without a bridge is pinned by `tests/vllm_plugin/test_signatures.py`.
+`tests/vllm_plugin/test_signatures.py` pins what we use without a bridge.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 def make_request(
     request_id: str, prompt_token_ids: list[int], params: SamplingParams, block_hasher: Any
 ) -> Request:
-    """A request as the engine hands it to a scheduler."""
+    """A request as the engine passes it to a scheduler."""
     given = {
         "request_id": request_id,
         "prompt_token_ids": prompt_token_ids,
@@ -32,7 +32,7 @@ def make_request(
 
 
 def make_model_output(request_ids: list[str], sampled: Sequence[list[int]]) -> ModelRunnerOutput:
-    """What a model gives for a step: new tokens by request, none for those still prefilling."""
+    """The model's output of a step: new tokens per request, none for those still prefilling."""
     given = {
         "req_ids": request_ids,
         "req_id_to_index": {request_id: idx for idx, request_id in enumerate(request_ids)},
@@ -46,7 +46,7 @@ def make_model_output(request_ids: list[str], sampled: Sequence[list[int]]) -> M
 
 
 def reads_prefix_cache(request: Request) -> bool:
-    """Whether a request takes KV that others have computed (not with prompt logprobs)."""
+    """Whether a request reuses KV of others (not with prompt logprobs)."""
     return not getattr(request, "skip_reading_prefix_cache", False)
 
 
@@ -57,10 +57,10 @@ def kv_cache_shape(
     head_size: int,
     cache_dtype_str: str = "auto",
 ) -> tuple[int, ...]:
-    """Shape of a layer's KV cache, where a backend says it: that of vLLM's Triton backend.
+    """Shape of a layer's KV cache for versions that ask the backend: as vLLM's Triton backend.
 
     (num_blocks, 2, block_size, num_kv_heads, head_size) in 0.25, (num_blocks, num_kv_heads,
-    block_size, 2 * head_size) in 0.27. Since 0.30 vLLM has one shape, and doesn't ask.
+    block_size, 2 * head_size) in 0.27. Since 0.30 vLLM has one shape and doesn't ask.
     """
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
@@ -72,7 +72,7 @@ def kv_cache_shape(
 
 
 def kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-    """Order of the dimensions of `kv_cache_shape` in memory, where a backend says it."""
+    """Order in memory of the dimensions of `kv_cache_shape`, for versions that ask the backend."""
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
     backend: Any = TritonAttentionBackend
@@ -81,12 +81,12 @@ def kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[i
 
 
 def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer's cache, whichever way vLLM holds them.
+    """Keys and values of a layer's cache, in either of vLLM's layouts.
 
     Args:
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], or before 0.27
             [num_blocks, 2, block_size, num_kv_heads, head_size]; any strides.
-        head_size: of keys and of values.
+        head_size: size of keys and of values.
 
     Returns:
         Two views, [num_blocks, block_size, num_kv_heads, head_size].
@@ -106,15 +106,15 @@ def kv_cache_views(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def as_kv_cache(cache: Any) -> Tensor:
-    """A layer's KV cache; some versions have a list, of one for each virtual engine."""
+    """A layer's KV cache; some versions have a list, with one per virtual engine."""
     tensor: Tensor = cache[0] if isinstance(cache, list | tuple) else cache
     return tensor
 
 
 def attention_by_layer(vllm_config: Any) -> dict[str, str]:
-    """What computes attention, by layer: the backend, and on a CPU the instructions it uses.
+    """Attention backend of each layer, on a CPU with the instructions that it uses.
 
-    Both decide how keys and values lie inside a block.
+    Both decide the layout of keys and values inside a block.
     """
     found = {}
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
@@ -125,7 +125,7 @@ def attention_by_layer(vllm_config: Any) -> dict[str, str]:
 
 
 def writes_kv_before_attention(vllm_config: Any) -> bool:
-    """Whether a layer's keys and values are in its KV cache when its attention begins.
+    """Whether a layer's keys and values are in its KV cache before its attention begins.
 
     Otherwise the backend writes them while it computes.
     """
@@ -137,13 +137,13 @@ def writes_kv_before_attention(vllm_config: Any) -> bool:
 
 
 def forget_chosen_backends() -> None:
-    """Have vLLM choose attention backends again: it remembers its choice by platform."""
+    """Clear vLLM's cached choice of attention backends."""
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
 
 
 def _call(function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Calls with those of the arguments that there are."""
+    """Call with those of the arguments that the function has."""
     known = inspect.signature(function).parameters
     return function(**{name: value for name, value in given.items() if name in known})

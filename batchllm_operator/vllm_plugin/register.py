@@ -1,8 +1,8 @@
-"""Makes our attention known to vLLM: the entry point `vllm.general_plugins`, and the engine's use.
+"""Registers our attention with vLLM: the entry point `vllm.general_plugins`, and its use here.
 
-vLLM loads the entry point in every process of every environment that has this package, so it has
-to be cheap, and to change nothing unless the engine has asked for it. The engine asks through an
-environment variable, which worker processes inherit.
+vLLM loads the entry point in every process of every environment that has this package, so it must
+be cheap, and change nothing unless the engine asks for it. The engine asks through an environment
+variable, which worker processes inherit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Attention = Literal["batchllm", "stock"]
 
 
 def register() -> None:
-    """Name our backend to vLLM, by its path: nothing of it is imported.
+    """Register our backend by its path, without importing it.
 
-    On a GPU it becomes CUSTOM, which a user of vLLM has to choose to get it; another plugin's
-    CUSTOM stays unless ours is asked for. vLLM's CPU platform knows one backend only, so there
-    ours takes the place of CPU_ATTN, and only if it is asked for.
+    On a GPU it becomes CUSTOM, which a user of vLLM has to choose; another plugin's CUSTOM stays
+    unless the engine asks for ours. vLLM's CPU platform has only one backend, CPU_ATTN, so ours
+    replaces it there, and only if the engine asks.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import register_backend
@@ -35,9 +35,9 @@ def register() -> None:
 
 @contextmanager
 def attention_chosen(attention: Attention) -> Iterator[None]:
-    """Engines that start meanwhile, in this process and in processes that it starts, get this one.
+    """Use an attention for engines that start inside, in this process and its children.
 
-    Afterwards the environment and vLLM's register are as they were; an engine keeps what it has.
+    Restores the environment and vLLM's registry afterwards; a started engine keeps its attention.
     """
     from vllm.v1.attention.backends.registry import register_backend
 
@@ -67,7 +67,7 @@ def attention_chosen(attention: Attention) -> Iterator[None]:
 
 
 def _slot() -> Any:
-    """The member of vLLM's enumeration that stands for our backend on this platform."""
+    """The member of vLLM's enumeration that our backend is registered as on this platform."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

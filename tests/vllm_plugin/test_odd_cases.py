@@ -169,7 +169,7 @@ def test_a_grammar_that_is_not_ready_holds_nobody_else_up() -> None:
 
 
 def test_no_decode_waits_for_a_prefill_where_memory_is_short() -> None:
-    """Found by the suite's own property test: `_relieve` sorts a prefill before decodes."""
+    """Found by the suite's property test: `choose_victims` puts a prefill before decodes."""
     engine = EngineSteps(num_blocks=40, chunk=16)
     sizes = [(1, 0, 1, 1), (1, 0, 1, 1), (1, 0, 1, 33), (1, 0, 36, 30), (4, 128, 1, 21)]
     for idx, (size, prefix, distinct, output) in enumerate([*sizes, (3, 0, 68, 14)]):

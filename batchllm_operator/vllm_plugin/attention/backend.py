@@ -2,7 +2,7 @@
 
     scheduler -> vLLM's block tables -> StepPlanner (groups, once a step) -> each layer's attention
 
-vLLM's metadata have no request ids; which requests share a prefix is seen in their block tables,
+vLLM's metadata have no request ids: requests that share a prefix are found by their block tables,
 on the device. A GPU runs the Triton kernel, a CPU the reference in plain torch.
 """
 
@@ -59,7 +59,7 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
     """Plans each step of a KV cache group once, for all of its layers.
 
     Raises:
-        SpecError: the layers or their cache are of a kind that isn't taken.
+        SpecError: the layers or their cache aren't supported.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Full graphs of steps of decode if they are asked for; piecewise ones in any case.
+        """Full graphs for decode steps if the settings ask for them; always piecewise ones.
 
         A captured launch has a fixed grid and reads its work from the planner's buffers, which
-        `build` fills before the graph is replayed; rows of padding have no query tokens.
+        `build` fills before each replay; padding rows have no query tokens.
         """
         settings = AttentionSettings.from_additional_config(vllm_config.additional_config)
-        # Scales found in the first steps would be captured as what they were before.
+        # Scales are found in the first steps; a graph would keep their initial values.
         is_calibrating = getattr(vllm_config.cache_config, "calculate_kv_scales", False)
         if settings.decode_graphs and not is_calibrating:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -97,11 +97,11 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> PrefixAttentionMetadata:
-        """Plan a step. Replaces the plan built before: layers of one step use one plan.
+        """Plan a step. Replaces the previous plan: all layers of a step use one plan.
 
         Raises:
             SpecError: the step isn't causal.
-            UnsupportedError: it has more requests or tokens than vLLM's settings say.
+            UnsupportedError: it has more requests or tokens than vLLM's settings allow.
         """
         common = common_attn_metadata
         if common.causal is not True:
@@ -124,9 +124,9 @@ class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> PrefixAttentionMetadata:
-        """A step to capture: contexts of no more than the query, whatever vLLM made up.
+        """Plan a step to capture, with contexts no longer than the query.
 
-        Block tables hold anything then, and long contexts would make each warm-up slow. The
+        Block tables have no meaning then, and long contexts would slow down each warm-up. The
         lengths in vLLM's buffer are overwritten, as its own backends do.
         """
         common_attn_metadata.seq_lens.fill_(common_attn_metadata.max_query_len)
@@ -137,7 +137,7 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
     """Attention of one layer.
 
     Raises:
-        SpecError: the layer needs something that isn't taken; the message names it.
+        SpecError: the layer needs something unsupported; the message names it.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.window = sliding_window
-        """vLLM means what we mean: a query sees so many keys, its own included."""
+        """As in vLLM: the number of keys that a query sees, its own included."""
         self.soft_cap = logits_soft_cap or None
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -179,11 +179,11 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
         self._fp8 = fp8_dtype(kv_cache_dtype)
 
     def warm_up(self, kv_cache: Tensor, dtype: torch.dtype) -> None:
-        """Compile what this layer will launch; an empty step, which changes no tensor.
+        """Compile this layer's kernels by an empty step, which changes no tensor.
 
         Args:
             kv_cache: the layer's.
-            dtype: of queries.
+            dtype: dtype of queries.
         """
         assert self.planner is not None
         k_cache, v_cache = self._caches(kv_cache)
@@ -210,21 +210,21 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend; the step's keys and values are in the cache already.
+        """Attend to the cache, which already has the step's keys and values.
 
         Args:
-            layer: has the scales of an FP8 cache.
+            layer: holds the scales of an FP8 cache.
             query: [num_tokens, num_heads, head_size]; more tokens than the plan's are padding.
             kv_cache: the layer's, in a layout that `compat.kv_cache_views` knows.
             attn_metadata: the step's; None while vLLM measures memory.
-            output: like `query`; written to, but for padding.
+            output: like `query`; written except for padding.
 
         Returns:
             `output`.
 
         Raises:
-            SpecError: the output is to be quantized.
-            UnsupportedError: a tensor isn't as it was said to be.
+            SpecError: vLLM asks for quantized output.
+            UnsupportedError: a tensor's shape, dtype or strides aren't supported.
         """
         if output_scale is not None or output_block_scale is not None:
             raise refusal("outputs that attention is to quantize")
@@ -265,7 +265,7 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
 
 
 class PrefixAttentionBackend(AttentionBackend):
-    """What vLLM asks before it chooses a backend, and what it then makes of it."""
+    """The backend that vLLM chooses, with what it supports."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
@@ -277,7 +277,7 @@ class PrefixAttentionBackend(AttentionBackend):
         "fp8_e5m2",
     ]
     forward_includes_kv_cache_update = False
-    # Asked for before 0.30 only.
+    # vLLM before 0.30 calls it.
     get_kv_cache_shape = staticmethod(compat.kv_cache_shape)
     get_kv_cache_stride_order = staticmethod(compat.kv_cache_stride_order)
 
@@ -296,14 +296,14 @@ class PrefixAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """On a GPU one by one, so that vLLM splits larger blocks into some of these."""
+        """On a GPU each size by itself, so that vLLM splits larger blocks into one of these."""
         if current_platform.is_cpu():
             return [MultipleOf(1)]
         return list(range(MIN_BLOCK_SIZE, MAX_BLOCK_SIZE + 1, MIN_BLOCK_SIZE))
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Empty: any."""
+        """Supported head sizes; empty for any."""
         return [] if current_platform.is_cpu() else list(HEAD_DIMS)
 
     @classmethod
@@ -312,15 +312,15 @@ class PrefixAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Architectures that settings ship for; on ROCm the builder asks by name."""
+        """Whether settings ship for the architecture; on ROCm the builder checks it by name."""
         return not current_platform.is_cuda() or f"sm{capability.to_int()}" in ARCHITECTURES
 
 
 def check_model(vllm_config: Any) -> None:
-    """Refuse by name, before anything is loaded, what vLLM would call a failure to start.
+    """Refuse an unsupported model before it is loaded, by name; vLLM would just fail to start.
 
     Raises:
-        SpecError: the GPU, the model's head size or its dtype isn't taken.
+        SpecError: the GPU, the model's head size or its dtype isn't supported.
     """
     if current_platform.is_cpu():
         return
@@ -334,5 +334,5 @@ def check_model(vllm_config: Any) -> None:
     if not PrefixAttentionBackend.supports_dtype(model.dtype):
         raise refusal(f"models in {model.dtype}")
     if current_platform.is_rocm() and vllm_config.speculative_config is not None:
-        # vLLM's drafters know by name the backends that they take there.
+        # vLLM's drafters have a fixed list of backends there.
         raise refusal("speculative decoding on ROCm")

@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 
 
 def fp8_dtype(kv_cache_dtype: str) -> torch.dtype | None:
-    """What the bytes of an FP8 cache are, by vLLM's name for it; None: the cache isn't FP8."""
+    """The dtype of an FP8 cache by vLLM's name; None if the cache isn't FP8."""
     if not kv_cache_dtype.startswith("fp8"):
         return None
     if kv_cache_dtype == "fp8_e5m2":
@@ -27,17 +27,17 @@ def write_kv(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Write into the cache, with vLLM's operations on a GPU and torch's on a CPU.
+    """Write keys and values into the cache: on a GPU by vLLM's operations, on a CPU by torch's.
 
     Args:
-        key: [num_tokens, num_kv_heads, head_size]; tokens behind the last slot are padding.
+        key: [num_tokens, num_kv_heads, head_size]; tokens after the last slot are padding.
         value: like `key`.
         k_cache: [num_blocks, block_size, num_kv_heads, head_size], any strides; uint8 for FP8.
         v_cache: like `k_cache`.
-        slots: [num_slots], the token's place, block * block_size + offset; below 0: nowhere.
+        slots: [num_slots], block * block_size + offset of each token; negative ones are skipped.
         kv_cache_dtype: vLLM's name.
-        k_scale: a scalar that keys are divided by in an FP8 cache.
-        v_scale: likewise, of values.
+        k_scale: scalar; keys are divided by it in an FP8 cache.
+        v_scale: likewise for values.
     """
     if key.device.type == "cpu":
         dtype = fp8_dtype(kv_cache_dtype)
@@ -46,7 +46,7 @@ def write_kv(
     elif current_platform.is_cuda():
         from vllm import _custom_ops as operations
 
-        # FlashAttention's: it takes any strides and both FP8 formats, before sm89 too.
+        # FlashAttention's operation takes any strides and both FP8 formats, also before sm89.
         operations.reshape_and_cache_flash(
             key, value, k_cache, v_cache, slots, kv_cache_dtype, k_scale, v_scale
         )
@@ -65,7 +65,7 @@ def _write(
 ) -> None:
     rows = rows[: len(slots)]
     if fp8 is not None:
-        limit = torch.finfo(fp8).max  # beyond it, torch makes NaN, and vLLM's operations this
+        limit = torch.finfo(fp8).max  # above it, torch gives NaN; vLLM's operations saturate
         rows = (rows.float() / scale).clamp(-limit, limit).to(fp8).view(torch.uint8)
         cache = cache.view(torch.uint8)
     is_written = slots >= 0

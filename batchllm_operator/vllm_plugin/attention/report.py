@@ -1,4 +1,4 @@
-"""What each worker of a started engine is asked: what its layers have, and to warm up."""
+"""Runs in each worker of a started engine: reports its attention, and warms it up."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from batchllm_operator.vllm_plugin.attention.taken import chosen_impl
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
-    """Of one worker."""
+    """The attention of one worker's layers."""
 
     num_ours: int
     """Layers with our attention."""
     others: Sequence[str]
-    """Layers with another one: "layer: backend"."""
+    """Layers with another backend: "layer: backend"."""
     description: str
-    """What ours runs on, for a log line."""
+    """Implementation, device and settings of ours, for a log line."""
 
 
 def report_attention(worker: Any) -> AttentionReport:
-    """Look at a worker's layers; runs in the worker, through vLLM's `collective_rpc`."""
+    """Report a worker's layers; runs in the worker, through vLLM's `collective_rpc`."""
     config = worker.vllm_config
     num_ours, others = 0, []
     for name, layer in config.compilation_config.static_forward_context.items():
         if not (hasattr(layer, "impl") and hasattr(layer, "get_attn_backend")):
-            continue  # a state in place of attention, a mixture of experts
+            continue  # no attention: state-space layers, mixtures of experts
         backend = layer.get_attn_backend()
         if issubclass(backend, PrefixAttentionBackend):
             num_ours += 1
@@ -45,7 +45,7 @@ def report_attention(worker: Any) -> AttentionReport:
 
 
 def warm_up_attention(worker: Any) -> None:
-    """Compile what a worker's layers will launch, so that no step waits for a compiler.
+    """Compile the kernels of a worker's layers, so that no step waits for a compiler.
 
     Runs in the worker, through vLLM's `collective_rpc`, after the KV cache has been made.
     """

@@ -1,4 +1,4 @@
-"""How our attention runs, on its way into vLLM's workers: plain JSON in `additional_config`."""
+"""Settings of our attention; they reach vLLM's workers as plain JSON in `additional_config`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Final, Literal
 from batchllm_operator.errors import SpecError
 
 KEY: Final = "batchllm_attention"
-"""Of `additional_config`."""
+"""Key in `additional_config`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """What a user may choose of our attention; the defaults suit every device.
+    """A user's choices for our attention; the defaults suit every device.
 
     Raises:
-        SpecError: a value isn't one of its kind.
+        SpecError: a value is invalid.
     """
 
     decode_graphs: bool = False
-    """Whether steps of decode only are captured as full CUDA graphs, attention included. Off:
-    attention runs between piecewise graphs, until full ones have been checked on a GPU."""
+    """Whether decode-only steps are captured as full CUDA graphs, attention included. By default
+    attention runs between piecewise graphs, until full ones have been tested on a GPU."""
     impl: Literal["triton", "reference"] | None = None
     """Unset: Triton's kernel on a GPU, plain torch on a CPU. Tests run the kernel on a CPU, in
     Triton's interpreter."""
@@ -38,7 +38,7 @@ class AttentionSettings:
         """The settings under `KEY`, or the defaults.
 
         Raises:
-            SpecError: there is something else than settings.
+            SpecError: the value isn't valid settings.
         """
         if not isinstance(config, Mapping) or KEY not in config:
             return cls()

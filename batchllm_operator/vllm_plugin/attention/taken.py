@@ -1,4 +1,4 @@
-"""What our attention takes of a model and its KV cache, and how it refuses the rest."""
+"""Checks that our attention supports a model and its KV cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
 
 
 def refusal(constraint: str) -> SpecError:
-    """The error that says what our attention doesn't take."""
+    """The error for something that our attention doesn't support."""
     return SpecError(
         f"engine.attention: batchllm doesn't take {constraint}; engine.attention: stock does"
     )
 
 
 def chosen_impl(settings: AttentionSettings) -> Impl:
-    """What attention is computed with on this platform."""
+    """The implementation of attention for this platform."""
     return settings.impl or ("reference" if current_platform.is_cpu() else "triton")
 
 
@@ -28,7 +28,7 @@ def layer_shape(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) ->
     """Heads and blocks of the layers of a KV cache group.
 
     Raises:
-        SpecError: the layers or their cache are of a kind that isn't taken.
+        SpecError: the layers or their cache aren't supported.
     """
     layers = vllm_config.compilation_config.static_forward_context
     num_q_heads = {layers[name].num_heads for name in layer_names}
@@ -51,7 +51,7 @@ def layer_shape(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) ->
 
 
 def batch_limits(vllm_config: Any) -> BatchLimits:
-    """The largest step; with drafts, each request may have some tokens more."""
+    """Limits of a step; with drafts, each request may have a few more tokens."""
     scheduler = vllm_config.scheduler_config
     drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
     return BatchLimits(

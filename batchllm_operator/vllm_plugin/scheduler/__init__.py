@@ -1,4 +1,4 @@
-"""A scheduler for vLLM that knows the plan (paper, Sec. 4.3)."""
+"""A scheduler for vLLM that follows the plan (paper, Sec. 4.3)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import vLLM for the scheduler alone: hints are made where there is none."""
+    """Import vLLM for the scheduler alone: hints are made where vLLM isn't installed."""
     if name != "BatchLLMScheduler":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler

@@ -1,9 +1,16 @@
 """Groups of requests with a common prefix, and how long its blocks live (paper, Sec. 4.3.1).
 
-As long as a member runs, the prefix is in use through it. When the last running one leaves while
-others are still to come, its blocks are *pinned* until the next member has taken them over. When
-no member is left to come, they are made the first to be reused, except what the next group in
-the queue begins with.
+The blocks of a group's prefix are
+
+- being computed by `leader`, until `is_complete`: other members wait;
+- in use while a member runs (`num_running`);
+- `pinned` when the last running member has ended while others are to come (`num_left`), until
+  the next one has taken them over or memory runs short;
+- reused first when no member is left to come, except those that the first waiting request begins
+  with.
+
+In the projection they are `num_counted` blocks until they are given up: without end while members
+are to come, then up to `counted_until`.
 """
 
 from __future__ import annotations
@@ -20,32 +27,32 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Requests that share a prefix, as far as they are known."""
+    """The requests that share one prefix, as far as they have arrived."""
 
     group_id: object
     num_prefix_blocks: int
     """Full blocks of the prefix."""
     num_unseen: int
-    """Members that are yet to come, by the group's announced size."""
+    """Members yet to arrive, by the group's announced size."""
     num_waiting: int = 0
     num_running: int = 0
     num_counted: int = 0
-    """Blocks of the prefix that are counted in the projection; 0: it isn't in memory."""
+    """Blocks of the prefix that the projection counts; 0 if it isn't in memory."""
     counted_until: int | None = None
-    """Up to which step; None while members are to come."""
+    """Step up to which they are counted; None while members are to come."""
     last_end: int = 0
-    """Step in which the last member ends, as far as they are admitted."""
+    """Step in which the last admitted member is expected to end."""
     leader: Request | None = None
-    """Computes the prefix."""
+    """The member that computes the prefix."""
     is_complete: bool = False
     """Whether all blocks of the prefix have been allocated."""
     block_hashes: Sequence[Any] = ()
-    """Of the prefix."""
+    """Hashes of the prefix's blocks."""
     pinned: list[Any] = field(default_factory=list)
 
     @property
     def num_left(self) -> int:
-        """Members that are to be admitted."""
+        """Members yet to be admitted."""
         return self.num_unseen + self.num_waiting
 
 
@@ -54,7 +61,7 @@ class Groups:
 
     Args:
         kv_cache_manager: vLLM's; blocks are pinned in its pool.
-        projection: where prefixes are counted.
+        projection: counts the blocks of prefixes.
         block_size: tokens of a block.
     """
 
@@ -82,7 +89,7 @@ class Groups:
         return not self._groups and not self._pinned
 
     def join(self, group_id: object, prefix: Sequence[Any], size: int) -> Group | None:
-        """The group of a request that has arrived.
+        """Returns the group of a request that has arrived.
 
         Args:
             group_id: the request's hint.
@@ -90,7 +97,7 @@ class Groups:
             size: the group's announced size.
 
         Returns:
-            None if the group has begun with another prefix: the request's hint is wrong.
+            None if the group has another prefix: the request's hint is wrong.
         """
         group = self._groups.get(group_id)
         if group is None:
@@ -106,7 +113,7 @@ class Groups:
         return group
 
     def has_prefix_for(self, group: Group) -> bool:
-        """Whether a member would find the prefix, or is the one to compute it."""
+        """Whether a member would find the prefix, or would compute it itself."""
         if group.leader is None:
             return True
         if self._num_blocks(group.leader) < group.num_prefix_blocks:
@@ -121,7 +128,7 @@ class Groups:
         return group.num_prefix_blocks - self._num_shared_with_latest(request, group)
 
     def admitted(self, group: Group, request: Request, end: int) -> None:
-        """A member begins to run, and is expected to do so until a step."""
+        """Note that a member begins to run, and is expected to end in step `end`."""
         if not group.num_counted and group.num_prefix_blocks:
             group.num_counted = self.num_new_blocks(group, request)
             group.counted_until = None
@@ -134,7 +141,7 @@ class Groups:
         self.ends_at(group, end)
 
     def ends_at(self, group: Group, end: int) -> None:
-        """A running member is expected to end in a step."""
+        """Note that a running member is expected to end in step `end`."""
         group.last_end = max(group.last_end, end)
         if group.num_left > 0 or not group.num_counted:
             return
@@ -146,14 +153,14 @@ class Groups:
             self._projection.hold(group.num_counted, begin, group.last_end)
         group.counted_until = max(begin, group.last_end)
 
-    def left(
+    def remove_running(
         self, group: Group, request: Request, next_one: Request | None, *, ended: bool
     ) -> None:
-        """A running member is about to give its blocks back.
+        """Remove a running member that is about to give its blocks back.
 
         Args:
             next_one: the first request in the queue.
-            ended: whether for good; else it was preempted, and memory is short.
+            ended: False if it was preempted: memory is short.
         """
         group.num_running -= 1
         group.num_waiting += not ended
@@ -169,8 +176,8 @@ class Groups:
                 self._reuse_first(group, request, next_one)
         self._drop_if_over(group)
 
-    def never_ran(self, group: Group) -> None:
-        """A waiting member is gone."""
+    def remove_waiting(self, group: Group) -> None:
+        """Remove a waiting member."""
         group.num_waiting -= 1
         if group.num_left == 0 and group.num_running == 0:
             self.unpin(group)
@@ -179,29 +186,29 @@ class Groups:
         self._drop_if_over(group)
 
     def unpin_taken_over(self) -> None:
-        """Give back the pins of groups in which a member runs again."""
+        """Unpin the prefixes of groups in which a member runs again."""
         for group in [each for each in self._pinned.values() if each.num_running > 0]:
             self._free_pins(group)
 
     def unpin(self, group: Group) -> None:
-        """Give back a group's pins."""
+        """Unpin a group's prefix."""
         self._free_pins(group)
         if group.num_running == 0:
             self._uncount(group)
 
     def unpin_all(self, but: Group | None = None) -> None:
-        """Give back all pins, or all but those of one group."""
+        """Unpin all prefixes, or all but that of one group."""
         for group in [each for each in self._pinned.values() if each is not but]:
             self.unpin(group)
 
     def forget_all(self) -> None:
-        """No request waits or runs."""
+        """Drop all groups once no request waits or runs."""
         self.unpin_all()
         self._groups.clear()
         self._latest = None
 
     def recount(self) -> None:
-        """Count all prefixes again, in a projection that was cleared."""
+        """Count all prefixes again in the cleared projection."""
         for group in self._groups.values():
             if not group.num_counted:
                 continue
@@ -226,7 +233,7 @@ class Groups:
             del self._pinned[group.group_id]
 
     def _reuse_first(self, group: Group, request: Request, next_one: Request | None) -> None:
-        """Take the prefix out of the cache: blocks that aren't cached are reused first."""
+        """Evict the prefix from the cache: vLLM reuses blocks that aren't cached first."""
         kept = 0
         if next_one is not None:
             kept = _num_common(group.block_hashes, next_one.block_hashes)
@@ -254,16 +261,16 @@ class Groups:
         return _num_common(latest.block_hashes, request.block_hashes[: group.num_prefix_blocks])
 
     def _prefix_blocks(self, request: Request, begin: int, end: int) -> list[Any]:
-        """Blocks of a request's tokens from block `begin` to `end`, of layers of all kinds."""
-        by_kind = self._manager.get_blocks(request.request_id).blocks
-        return [block for blocks in by_kind for block in blocks[begin:end] if not block.is_null]
+        """A request's blocks [begin, end) in all KV cache groups."""
+        by_kv_group = self._manager.get_blocks(request.request_id).blocks
+        return [block for blocks in by_kv_group for block in blocks[begin:end] if not block.is_null]
 
     def _num_blocks(self, request: Request) -> int:
         return len(self._manager.get_blocks(request.request_id).blocks[0])
 
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Items that two sequences begin with in common."""
+    """Length of the common prefix of two sequences."""
     count = 0
     for left, right in zip(one, other, strict=False):
         if left != right:

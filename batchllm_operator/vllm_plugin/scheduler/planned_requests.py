@@ -214,7 +214,7 @@ class PlannedRequests:
             return
         if plan.growth is None:
             self._add_waiting(plan, -1)
-            self.groups.never_ran(plan.group)
+            self.groups.remove_waiting(plan.group)
         else:
             if not aborted:
                 self._learn(request, plan)
@@ -292,7 +292,7 @@ class PlannedRequests:
             self.projection.add(plan.growth, sign=-1)
             plan.growth = None
             del self._running[request.request_id]
-            self.groups.left(plan.group, request, next_one, ended=ended)
+            self.groups.remove_running(plan.group, request, next_one, ended=ended)
 
     def _learn(self, request: Request, plan: _Plan) -> None:
         plan.estimates.learn(plan.estimate, request.num_output_tokens, plan.outgrown)

@@ -1,12 +1,12 @@
-"""A scheduler for vLLM that knows the plan (paper, Sec. 4.3).
+"""A scheduler for vLLM that follows the plan (paper, Sec. 4.3).
 
-It is vLLM's own, which fills a step with running requests first, then with waiting ones, and
-frees, preempts and caches blocks. What is added, from outside:
+vLLM's own scheduler fills a step with running requests first, then with waiting ones, and frees,
+preempts and caches blocks. This subclass adds, before and after that step:
 
-- waiting requests are admitted by the KV blocks that all running ones will hold in the steps to
-  come (`BlockProjection`; Algorithm 2); `max_num_seqs` is only the worker's number of slots;
+- waiting requests are admitted by the KV blocks that all running ones will hold in later steps
+  (`BlockProjection`; Algorithm 2); `max_num_seqs` is only the worker's number of slots;
 - the blocks of a group's prefix are held until the last member has been admitted, unless memory
-  runs short, and are the first to be reused when no one needs them (`groups`);
+  runs short, and are reused first once no request needs them (`groups`);
 - the tokens of a step are limited so that prefill is spread evenly (`Pace`).
 
 Use it with `LLM(scheduler_cls="batchllm_operator.vllm_plugin.scheduler.BatchLLMScheduler")`;
@@ -16,7 +16,7 @@ requests carry `RequestHints`. A request without them is a group of its own.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.pacing import Pace, fill_share
 from batchllm_operator.vllm_plugin.scheduler.planned_requests import PlannedRequests
+from batchllm_operator.vllm_plugin.scheduler.preemption import Preemption
 from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
 from batchllm_operator.vllm_plugin.scheduler.waiting_queue import GatedQueue
 
@@ -35,20 +36,31 @@ if TYPE_CHECKING:
     from batchllm_operator.vllm_plugin.scheduler.trace import OptionalTrace
 
 _RECOUNT_STEPS = 64
-_RESERVED_PART = 1000  # of the blocks, for a prefill that takes a step longer than planned
+_RESERVED_PART = 1000  # one block in so many, for a prefill that takes a step longer than planned
 
 
 @dataclass(slots=True)
-class _Prefill:
-    """Prompt tokens of a step, by kind."""
+class _StepState:
+    """The prefill, admissions and preemptions of one step."""
 
+    prefill_limit: int
+    """Prompt tokens that the step may compute."""
+    later_prefill_limit: int
+    """Prompt tokens that each later step may compute."""
+    num_prefill_ahead: int = 0
+    """Tokens that running requests, and those admitted so far, have yet to prefill."""
+    admitted: list[Request] = field(default_factory=list)
+    num_preempted: int = 0
     num_distinct_tokens: int = 0
+    """Prompt tokens computed after their group's prefix."""
     num_prefix_tokens: int = 0
+    """Prompt tokens computed of prefixes."""
     num_cached_tokens: int = 0
+    """Tokens of admitted requests that were in the cache."""
 
     @property
-    def num_tokens(self) -> int:
-        """That are computed."""
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens that the step computes."""
         return self.num_distinct_tokens + self.num_prefix_tokens
 
 
@@ -58,8 +70,8 @@ class BatchLLMScheduler(AsyncScheduler):
     A trace that can't be written costs a warning, not the run.
 
     Raises:
-        SpecError: `additional_config["batchllm"]` isn't `SchedulerSettings`, or requests are to
-            run by priority.
+        SpecError: `additional_config["batchllm"]` isn't `SchedulerSettings`, or the policy isn't
+            first come, first served.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,8 +79,8 @@ class BatchLLMScheduler(AsyncScheduler):
         if self.scheduler_config.policy != "fcfs":
             raise SpecError("scheduling_policy must be fcfs: requests run in the plan's order")
         self._pool = self.kv_cache_manager.block_pool
-        # Layers of different kinds hold blocks of their own for the same tokens.
-        self._num_kinds = len(self.kv_cache_config.kv_cache_groups)
+        # Each group of layers holds blocks of its own for the same tokens.
+        self._num_kv_groups = len(self.kv_cache_config.kv_cache_groups)
         self._tokens_per_decode = 1 + self.num_spec_tokens
         self._limit = self.max_num_scheduled_tokens
         self._trace: OptionalTrace | None = None
@@ -76,7 +88,7 @@ class BatchLLMScheduler(AsyncScheduler):
         self.waiting = GatedQueue(self)
 
     def begin(self, settings: SchedulerSettings) -> None:
-        """Start afresh with other settings, and with nothing learned or traced.
+        """Restart with other settings, without learned estimates and with a new trace.
 
         Raises:
             RuntimeError: requests are still waiting or running.
@@ -89,7 +101,7 @@ class BatchLLMScheduler(AsyncScheduler):
     def _begin(self, settings: SchedulerSettings) -> None:
         is_chunked = self.scheduler_config.enable_chunked_prefill
         self._settings = settings
-        self._paces = settings.pace and is_chunked  # a whole prompt may be more than a step's part
+        self._paces = settings.pace and is_chunked  # a whole prompt may exceed a step's limit
         self._num_blocks = self._num_blocks_to_plan(settings.memory_threshold)
         self._most_tokens = self._limit
         if settings.chunk_size is not None and is_chunked:
@@ -102,20 +114,19 @@ class BatchLLMScheduler(AsyncScheduler):
             delay=1 if self.scheduler_config.async_scheduling else 0,
             has_drafts=self.num_spec_tokens > 0,
         )
+        self._preemption = Preemption(
+            self._pool, self._requests, self.block_size, self._num_kv_groups
+        )
         self._pace = Pace(self._num_blocks)
         self._prefilling: dict[str, Request] = {}
-        self._taken_out: Request | None = None  # of the queue; whether it runs will turn out
-        self._admitted: list[Request] = []  # in this step
-        self._num_prefill_ahead = 0  # tokens of running requests, and of those admitted so far
-        self._num_prefill_tokens = self._most_tokens  # that this step may compute
-        self._num_prefill_tokens_later = self._most_tokens  # and those that follow
+        self._taken_out: Request | None = None  # left the queue last; vLLM may put it back
+        self._now = _StepState(self._most_tokens, self._most_tokens)
         self._num_unplanned = 0  # blocks in use that aren't in the projection
-        self._num_preempted = 0  # in this step
         self._is_scheduling = False
         self._did_nothing = False
         self._started_at: float | None = None
         if settings.trace_path is not None:
-            # Without a trace the scheduler runs where pyarrow isn't installed.
+            # Only a trace needs pyarrow.
             from batchllm_operator.vllm_plugin.scheduler.trace import OptionalTrace
 
             self._trace = OptionalTrace(Path(settings.trace_path), self._most_tokens)
@@ -143,9 +154,9 @@ class BatchLLMScheduler(AsyncScheduler):
             self._is_scheduling = False
             self.max_num_scheduled_tokens = self._limit
         self._did_nothing = not output.num_scheduled_tokens
-        prefill = self._end_step(output)
+        self._end_step(output)
         if self._trace is not None:
-            self._trace.add(self._row(output, prefill, begun_at))
+            self._trace.add(self._row(output, begun_at))
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -163,7 +174,7 @@ class BatchLLMScheduler(AsyncScheduler):
         self._prefilling.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
-    # What others may ask.
+    # What other modules use.
 
     @property
     def chunk_size(self) -> int:
@@ -172,8 +183,8 @@ class BatchLLMScheduler(AsyncScheduler):
 
     @property
     def num_plannable_tokens(self) -> int:
-        """Tokens whose KV all blocks together have room for."""
-        return (self._pool.num_gpu_blocks - 1) // self._num_kinds * self.block_size
+        """Tokens whose KV fits in all blocks together."""
+        return (self._pool.num_gpu_blocks - 1) // self._num_kv_groups * self.block_size
 
     @property
     def num_held_blocks(self) -> int:
@@ -181,42 +192,45 @@ class BatchLLMScheduler(AsyncScheduler):
         return self._requests.groups.num_pinned_blocks
 
     def is_idle(self) -> bool:
-        """Whether no request is left, nor anything that was held or counted for one."""
+        """Whether no request is left, and nothing is held or counted for one."""
         return self._requests.is_empty and not self._prefilling
 
-    # What the queue asks and tells.
+    # What the queue calls.
 
     def is_closed_for(self, request: Request) -> bool:
-        """Whether a waiting request has to wait on: see `Gate`."""
+        """Whether a waiting request must stay in the queue; see `Gate`."""
         if not self._is_scheduling:
             return False
-        self._settle()
+        self._count_admitted()
         if not self.running:
             return False
         return not self._requests.has_prefix(request) or not self._has_room_for(request)
 
     def taken_out(self, request: Request) -> None:
-        """A waiting request left the queue."""
-        self._settle()
+        """Note that a waiting request left the queue."""
+        self._count_admitted()
         self._taken_out = request
 
     def put_back(self, request: Request) -> None:
-        """A request is in the queue: it is new, was preempted, or can't run yet."""
+        """Note that a request is in the queue: it is new, was preempted, or can't run yet."""
         if request is self._taken_out:
             self._taken_out = None
         if self._requests.runs(request):
-            self._num_preempted += request.status == RequestStatus.PREEMPTED
+            self._now.num_preempted += request.status == RequestStatus.PREEMPTED
             self._requests.put_back(request, self._next_waiting())
             self._prefilling.pop(request.request_id, None)
 
-    def _settle(self) -> None:
-        """Count the request that left the queue last, if it does run."""
+    def _count_admitted(self) -> None:
+        """Count the request that left the queue last, if it runs.
+
+        vLLM sets its status only after it has left the queue, so it is counted at the next call.
+        """
         request, self._taken_out = self._taken_out, None
         if request is not None and request.status == RequestStatus.RUNNING:
             num_tokens = self._requests.num_to_prefill(request)
             self._requests.run(request, self._start_of(num_tokens))
-            self._num_prefill_ahead += num_tokens
-            self._admitted.append(request)
+            self._now.num_prefill_ahead += num_tokens
+            self._now.admitted.append(request)
 
     def _has_room_for(self, request: Request) -> bool:
         start = self._start_of(self._requests.num_to_prefill(request))
@@ -224,8 +238,8 @@ class BatchLLMScheduler(AsyncScheduler):
         return peak + self._num_unplanned <= self._num_blocks
 
     def _start_of(self, num_tokens: int) -> int:
-        """Step by which so many tokens are prefilled, behind all that is to be before them."""
-        ahead = self._num_prefill_ahead + num_tokens - self._num_prefill_tokens
+        """Step by which so many tokens are prefilled, after all prefill ahead of them."""
+        ahead = self._now.num_prefill_ahead + num_tokens - self._now.prefill_limit
         return self._step + self._num_steps(max(0, ahead))
 
     def _next_waiting(self) -> Request | None:
@@ -240,7 +254,7 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def _begin_step(self) -> None:
         self._step += 1
-        self._num_preempted = 0
+        self._now = _StepState(self._most_tokens, self._most_tokens, self._now.num_prefill_ahead)
         self._requests.projection.advance(self._step)
         self._requests.extend_overdue(self.requests, self._prefilling)
         if self._step % _RECOUNT_STEPS == 0:
@@ -249,92 +263,51 @@ class BatchLLMScheduler(AsyncScheduler):
             self._put_decodes_first()
         self._limit_tokens()
         self._make_room_for_first()
-        self._relieve()
+        self._preemption.choose_victims(self.running, self._prefilling, self._now.prefill_limit)
 
     def _put_decodes_first(self) -> None:
-        """So that no decode waits for a prefill; among prefills, the order stays."""
+        """Sort running requests so that no decode waits for a prefill."""
         tail = self.running[-len(self._prefilling) :]
         if any(request.request_id not in self._prefilling for request in tail):
             self.running.sort(key=lambda request: request.request_id in self._prefilling)
 
     def _make_room_for_first(self) -> None:
-        """So that unused prefixes don't keep the first request out."""
+        """Unpin unused prefixes that block the first waiting request."""
         first = self._next_waiting()
         if first is None or not self.num_held_blocks:
             return
-        if not self.running and self._did_nothing:  # its own group's was all that was held
+        if not self.running and self._did_nothing:  # its own group's prefix blocks it
             self._requests.groups.unpin_all()
         elif self._requests.is_pinned_beside(first):
             missing = self._num_missing_blocks(first) > self._pool.get_num_free_blocks()
             if missing or not self._has_room_for(first):
                 self._requests.unpin_beside(first)
 
-    def _relieve(self) -> None:
-        """Where running requests are about to find no block, choose who has to go."""
-        num_free = self._pool.get_num_free_blocks()
-        num_needed = self._num_blocks_to_prefill()
-        if num_free >= num_needed + len(self.running) * self._num_kinds:
-            return
-        size = self.block_size
-        num_needed += self._num_kinds * sum(
-            not request.num_computed_tokens % size
-            for request in self.running
-            if request.request_id not in self._prefilling
-        )
-        if num_needed <= num_free:
-            return
-        self._requests.groups.unpin_all()
-        missing = num_needed - self._pool.get_num_free_blocks()
-        if missing > 0:
-            self._put_victims_last(missing)
-
-    def _put_victims_last(self, num_blocks: int) -> None:
-        """vLLM preempts from the end: those with the least to compute again, and no more."""
-        by_work = sorted(self.running, key=self._requests.computed_work)
-        victims: list[Request] = []
-        while num_blocks > 0 and len(victims) < len(by_work) - 1:
-            victim = by_work[len(victims)]
-            victims.append(victim)
-            num_blocks -= max(1, self._requests.computed_work(victim) // self.block_size)
-        chosen = {request.request_id for request in victims}
-        others = [request for request in self.running if request.request_id not in chosen]
-        self.running[:] = [*others, *reversed(victims)]
-
-    def _num_blocks_to_prefill(self) -> int:
-        """Blocks that prefill will take in this step."""
-        num_blocks, num_tokens = 0, self._num_prefill_tokens
-        for request in self._prefilling.values():
-            begin = request.num_computed_tokens
-            end = min(request.num_tokens, begin + num_tokens)
-            num_blocks += -(-end // self.block_size) - -(-begin // self.block_size)
-            num_tokens -= end - begin
-        return num_blocks * self._num_kinds
-
     def _num_missing_blocks(self, request: Request) -> int:
         """Blocks of a request's tokens that it doesn't hold yet."""
         num_blocks = -(-request.num_tokens // self.block_size)
-        return (num_blocks - request.num_computed_tokens // self.block_size) * self._num_kinds
+        return (num_blocks - request.num_computed_tokens // self.block_size) * self._num_kv_groups
 
     def _limit_tokens(self) -> None:
         """Set how many tokens the step may have."""
         num_decode = (len(self.running) - len(self._prefilling)) * self._tokens_per_decode
         num_prefill = later = self._most_tokens
-        # A prefill without a decode to ride with gains nothing by being spread.
+        # Spreading prefill pays only if its steps decode too.
         if self._paces and self._requests.num_waiting and (num_decode or not self._prefilling):
             num_prefill, later = self._paced_tokens()
-        self._num_prefill_tokens = max(1, min(self._most_tokens - num_decode, num_prefill))
-        self._num_prefill_tokens_later = max(1, min(self._num_prefill_tokens, later))
+        self._now.prefill_limit = max(1, min(self._most_tokens - num_decode, num_prefill))
+        self._now.later_prefill_limit = max(1, min(self._now.prefill_limit, later))
         limit = num_decode + num_prefill
         self.max_num_scheduled_tokens = max(1, min(self._most_tokens, limit))
 
     def _paced_tokens(self) -> tuple[int, int]:
-        """Prompt tokens for this step, and for those that follow."""
+        """Prompt tokens for this step, and for each later one."""
         request = self._requests.average_waiting()
         to_come = max(0, (self._settings.num_requests or 0) - self._requests.num_seen)
         num_requests = self._requests.num_waiting + to_come
         num_now = self._requests.projection.num_blocks()
         if num_requests * request.final_blocks + num_now <= self._num_blocks:
-            return self._most_tokens, self._most_tokens  # all that is left has room
+            return self._most_tokens, self._most_tokens  # all remaining requests fit
         if not self.running:
             self._pace.fill_share = fill_share(
                 request,
@@ -347,31 +320,29 @@ class BatchLLMScheduler(AsyncScheduler):
         later = max(self._pace.rate(request), self._pace.least(request))
         return int(now), int(later)
 
-    # After it.
+    # After vLLM's own step.
 
-    def _end_step(self, output: SchedulerOutput) -> _Prefill:
-        self._settle()
-        prefill = _Prefill()
-        for request in self._admitted:
+    def _end_step(self, output: SchedulerOutput) -> None:
+        self._count_admitted()
+        now = self._now
+        for request in now.admitted:
             num_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
-            prefill.num_cached_tokens += request.num_computed_tokens - num_tokens
-        self._num_prefill_ahead = 0
-        for request in (*self._prefilling.values(), *self._admitted):
-            self._count_prefill(request, output, prefill)
+            now.num_cached_tokens += request.num_computed_tokens - num_tokens
+        now.num_prefill_ahead = 0
+        for request in (*self._prefilling.values(), *now.admitted):
+            self._count_prefill(request, output)
             self._follow_prefill(request)
-        self._admitted.clear()
-        self._pace.used(prefill.num_tokens)
+        self._pace.used(now.num_prefill_tokens)
         self._requests.groups.unpin_taken_over()
-        num_used = self._num_used_blocks() // self._num_kinds
+        num_used = self._num_used_blocks() // self._num_kv_groups
         self._num_unplanned = max(0, num_used - self._requests.projection.num_blocks())
-        return prefill
 
-    def _count_prefill(self, request: Request, output: SchedulerOutput, into: _Prefill) -> None:
+    def _count_prefill(self, request: Request, output: SchedulerOutput) -> None:
         num_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
         end, prefix = request.num_computed_tokens, self._requests.num_prefix_tokens(request)
         num_prefix = max(0, min(end, prefix) - (end - num_tokens))
-        into.num_prefix_tokens += num_prefix
-        into.num_distinct_tokens += num_tokens - num_prefix
+        self._now.num_prefix_tokens += num_prefix
+        self._now.num_distinct_tokens += num_tokens - num_prefix
 
     def _follow_prefill(self, request: Request) -> None:
         self._prefilling.pop(request.request_id, None)
@@ -379,33 +350,35 @@ class BatchLLMScheduler(AsyncScheduler):
             return
         if request.is_prefill_chunk:
             self._prefilling[request.request_id] = request
-            self._num_prefill_ahead += request.num_tokens - request.num_computed_tokens
-            self._requests.renew(request, self._step + self._num_steps(self._num_prefill_ahead))
+            self._now.num_prefill_ahead += request.num_tokens - request.num_computed_tokens
+            num_steps = self._num_steps(self._now.num_prefill_ahead)
+            self._requests.renew(request, self._step + num_steps)
         else:
-            self._requests.renew(request, self._step + 1)  # with the token of this step
+            self._requests.renew(request, self._step + 1)  # this step gives it a token
 
     def _num_steps(self, num_tokens: int) -> int:
         """Steps after this one that so many tokens of prefill take."""
-        return -(-num_tokens // self._num_prefill_tokens_later)
+        return -(-num_tokens // self._now.later_prefill_limit)
 
     def _num_used_blocks(self) -> int:
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
 
-    def _row(self, output: SchedulerOutput, prefill: _Prefill, begun_at: float) -> StepRow:
+    def _row(self, output: SchedulerOutput, begun_at: float) -> StepRow:
+        now = self._now
         if self._started_at is None:
             self._started_at = begun_at
         return StepRow(
             step=self._step,
             start_s=begun_at - self._started_at,
             scheduling_s=time.perf_counter() - begun_at,
-            num_decode_tokens=output.total_num_scheduled_tokens - prefill.num_tokens,
-            num_distinct_tokens=prefill.num_distinct_tokens,
-            num_prefix_tokens=prefill.num_prefix_tokens,
-            num_cached_tokens=prefill.num_cached_tokens,
+            num_decode_tokens=output.total_num_scheduled_tokens - now.num_prefill_tokens,
+            num_distinct_tokens=now.num_distinct_tokens,
+            num_prefix_tokens=now.num_prefix_tokens,
+            num_cached_tokens=now.num_cached_tokens,
             num_scheduled=len(output.num_scheduled_tokens),
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            num_preempted=self._num_preempted,
+            num_preempted=now.num_preempted,
             num_used_blocks=self._num_used_blocks(),
             num_held_blocks=self.num_held_blocks,
             num_blocks=self._pool.num_gpu_blocks - 1,
