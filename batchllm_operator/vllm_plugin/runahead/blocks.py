@@ -1,4 +1,4 @@
-"""The KV blocks of an engine's layers as rows of bytes, in and out of messages."""
+"""Copies KV blocks between an engine's layers and messages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class KVBlocks:
-    """The KV caches of all layers that have one, each a tensor [num_blocks, ...] in vLLM's layout.
+    """The KV caches of all attention layers, each a tensor [num_blocks, ...] in vLLM's layout.
 
-    A block is copied as it lies, so both ends need the same layout inside a block; strides may
+    Blocks are copied as bytes, so both ends need the same layout inside a block; strides may
     differ. Layers that share one cache count once. Writes go into vLLM's own tensors.
 
     Args:
-        caches: vLLM's tensors by the names of the layers. The blocks are their first dimension,
-            or their second where the first tells keys from values (vLLM before 0.27).
-        num_blocks: of each cache. A kernel's blocks may be smaller, by a whole number.
+        caches: vLLM's tensors by layer name. Blocks are the first dimension,
+            or the second where the first separates keys and values (vLLM before 0.27).
+        num_blocks: blocks of each cache. A kernel may divide each into equal smaller ones.
 
     Raises:
         SpecError: a cache has no dimension for the blocks, or layers differ in size.
@@ -30,7 +30,7 @@ class KVBlocks:
 
     def __init__(self, caches: Mapping[str, Tensor], num_blocks: int) -> None:
         self.layer_idxs: dict[str, int] = {}
-        """By the names of all layers that read a cache."""
+        """Index of each layer's cache, by layer name."""
         self._caches: list[Tensor] = []
         by_address: dict[int, int] = {}
         for name, cache in caches.items():
@@ -55,7 +55,7 @@ class KVBlocks:
         return len(self._caches)
 
     def layout(self) -> list[object]:
-        """What has to be equal at both ends: shape of a block, element size, names of layers."""
+        """What must be equal at both ends: shape of a block, element size, names of layers."""
         shapes = sorted({(*cache.shape[1:], cache.element_size()) for cache in self._caches})
         return [*map(list, shapes), sorted(set(self._splits)), list(self.layer_idxs)]
 
@@ -66,7 +66,7 @@ class KVBlocks:
             torch.index_select(cache, 0, ids, out=self._rows(cache, ids, out))
 
     def scatter(self, layer_idx: int, block_ids: Sequence[int], payload: Tensor) -> None:
-        """Copy `payload`, as `gather` makes it, into blocks of a layer."""
+        """Copy `payload`, in the format of `gather`, into blocks of a layer."""
         if block_ids:
             cache, ids = self._caches[layer_idx], self._ids(layer_idx, block_ids)
             cache.index_copy_(0, ids, self._rows(cache, ids, payload))
@@ -84,7 +84,7 @@ class KVBlocks:
 
 
 def _by_block(name: str, cache: Tensor, num_blocks: int) -> Tensor:
-    """The same memory with blocks first, as integers: no format of floats is left out."""
+    """The same memory with blocks first, as integers, which exist for every element size."""
     for dimension in range(min(2, cache.dim())):
         size = cache.shape[dimension]
         if size >= num_blocks and size % num_blocks == 0:

@@ -1,12 +1,12 @@
-"""A chain of replicas that hand KV to their neighbours, and how they meet.
+"""A chain of replicas that pass KV to their neighbours, and how they connect.
 
-Each direction between two neighbours is a link (`links`) with a process group of its own,
-so links neither wait for each other nor share a fault. A chain fails as a whole, once: a replica
-with a fault closes its links, which its neighbours notice, and nothing is sent any more.
+Each direction between two neighbours is a link (`links`) with its own process group, so links
+neither wait for each other nor share a fault. A chain fails as a whole, for good: a replica with
+a fault closes its links, its neighbours notice, and nothing more is sent.
 
-Messages of a link come in the order of the groups. A replica takes what comes for a group when it
-has blocks for it, down the chain and back up independently; so with one order of groups for all
-replicas, no wait depends on a later group, and there is no cycle.
+A link carries messages in the order of the groups. A replica receives a group's KV once it has
+blocks for it, independently down the chain and up. All replicas have the same order of groups, so
+no wait depends on a later group, and there is no cycle.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 _log = logging.getLogger(__name__)
 _c10d: Final[Any] = torch.distributed
 _PROBE_BYTES: Final = 16 << 20
-"""Of a message by which a link is timed: that of a layer has as many, more or less."""
+"""Size of the messages that time a link: roughly that of one layer's KV."""
 _PROBES: Final = 3  # after one to warm up
 
 _FAILED: Final = "the chain has failed"
-"""What a replica says in place of a value."""
+"""Sent by a replica in place of a value."""
 
 Way = Literal["down", "up"]
-"""Down the chain, to the next replica; up, back to the one before."""
+"""Down the chain is to the next replica, up is to the previous one."""
 _WAYS: Final[tuple[Way, ...]] = ("down", "up")
 
 
@@ -54,17 +54,17 @@ class Chain:
 
     Args:
         settings: this replica's place.
-        blocks: of its KV cache, which arriving KV is written into.
-        fingerprint: what has to be equal on all replicas, as JSON values by name; the first that
+        blocks: of this replica's KV cache; received KV is written into them.
+        fingerprint: what must be equal on all replicas, as JSON values by name; the first that
             differs is reported.
 
     Attributes:
-        link_bytes_per_s: rate of the slowest hop, measured when the chain was opened; the same on
+        link_bytes_per_s: rate of the slowest hop, measured while opening; the same on
             all replicas.
 
     Raises:
         RunaheadMismatchError: a replica differs; the message names what, and both values.
-        RunaheadError: not all replicas came in time.
+        RunaheadError: not all replicas connected in time.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Chain:
                 if rank in (hop, hop + 1)
             }
             self.link_bytes_per_s = _slowest_link(store, settings, groups, blocks.device)
-        except (RuntimeError, OSError, ValueError) as error:  # the store's and the groups' own
+        except (RuntimeError, OSError, ValueError) as error:  # store, process groups
             raise RunaheadError(
                 f"runahead: replica {rank} of {last + 1} can't reach the others through"
                 f" {settings.store}: {error}"
@@ -106,21 +106,21 @@ class Chain:
 
     @property
     def failure(self) -> str | None:
-        """Why the chain is of no more use; None while it is."""
+        """Why the chain has failed; None while it works."""
         return self._failure
 
     def agree(self, what: str, value: str) -> None:
-        """Wait until all replicas have said this, and see that all say the same.
+        """Wait until all replicas have sent a value, and check that all are equal.
+
+        The chain fails if a replica is too late, or sends that its chain has failed; such a
+        replica doesn't wait.
 
         Args:
-            what: a name; each time that it is asked is one of its own.
-            value: equal on all replicas.
-
-        A replica that hasn't come in time ends the chain, and so does one whose chain has failed:
-        it says that, and doesn't wait.
+            what: a name for messages; each call is a new exchange.
+            value: this replica's value.
 
         Raises:
-            RunaheadMismatchError: they don't.
+            RunaheadMismatchError: the values differ.
         """
         settings, timeout_s = self._settings, self._settings.start_timeout_s
         self._num_agreed += 1
@@ -133,7 +133,7 @@ class Chain:
                 return
             self._store.wait(keys, timedelta(seconds=timeout_s))
             values = [self._store.get(key).decode() for key in keys]
-        except RuntimeError as error:  # the store's
+        except RuntimeError as error:  # from the store
             self.fail(f"not all replicas came to {what} within {timeout_s:g} s: {one_line(error)}")
             return
         if _FAILED in values:
@@ -147,11 +147,11 @@ class Chain:
         self._senders[way].put(send)
 
     def load(self, way: Way, load: Load) -> None:
-        """Take what comes next that way for `load`; a chain that has failed fails it."""
+        """Receive the next message into `load`, or fail it if the chain has failed."""
         self._receivers[way].put(load)
 
     def fail(self, reason: str) -> None:
-        """End all transfers. Loads that aren't whole have failed when this returns."""
+        """End all transfers. Incomplete loads have failed when this returns."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -160,7 +160,7 @@ class Chain:
         self._stop()
 
     def close(self) -> None:
-        """Leave the chain; the neighbours see it as a fault if they expect something."""
+        """Leave the chain; neighbours that still expect messages treat it as a fault."""
         with self._lock:
             if self._failure is None:
                 self._failure = "this replica has closed its links"
@@ -190,32 +190,32 @@ def _open_store(settings: ChainSettings) -> Any:
 
 
 def _shake_hands(store: Any, settings: ChainSettings, fingerprint: Mapping[str, Any]) -> None:
-    """Compare this replica with all others, and have them do the same.
+    """Compare this replica's fingerprint with all others.
 
     Raises:
-        RunaheadMismatchError: one of them differs from another.
+        RunaheadMismatchError: two replicas differ.
     """
     ranks = range(settings.world_size)
     store.set(f"fingerprint/{settings.rank}", json.dumps(fingerprint))
     store.wait([f"fingerprint/{rank}" for rank in ranks])
     found = [json.loads(store.get(f"fingerprint/{rank}")) for rank in ranks]
     store.set(f"seen/{settings.rank}", "1")
-    if settings.rank == 0:  # which may serve the store: every replica gets its answer first
+    if settings.rank == 0:  # it may serve the store, so it leaves last
         store.wait([f"seen/{rank}" for rank in ranks])
     for rank, other in enumerate(found):
-        for name in {**found[0], **other}:  # in order: the first explains the others
+        for name in {**found[0], **other}:  # in order: the first difference explains the others
             ours, theirs = found[0].get(name), other.get(name)
             if ours != theirs:
                 raise RunaheadMismatchError(
                     f"runahead: replicas 0 and {rank} differ in {name}: {ours!r} and {theirs!r};"
-                    " KV can be handed on between equal engines only"
+                    " KV can be passed on between equal engines only"
                 )
 
 
 def _slowest_link(
     store: Any, settings: ChainSettings, groups: Mapping[tuple[Way, int], Any], device: torch.device
 ) -> float:
-    """Bytes a second of the slowest hop, one hop timed after the other down the chain."""
+    """Bytes per second of the slowest hop; hops are timed one after the other."""
     rank, last = settings.rank, settings.world_size - 1
     message = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
     if rank > 0:
@@ -229,7 +229,7 @@ def _slowest_link(
             began = time.perf_counter()
             group.send([message], 1, 0).wait()
             group.recv([message[:1]], 1, 0).wait()
-            message[:1].cpu()  # a GPU has only queued all this
+            message[:1].cpu()  # on a GPU, the transfers are only queued
             times.append(time.perf_counter() - began)
         store.set(f"rate/{rank}", str(_PROBE_BYTES / statistics.median(times[1:])))
     keys = [f"rate/{hop}" for hop in range(last)]
@@ -240,7 +240,7 @@ def _slowest_link(
 def _process_group(
     store: Any, settings: ChainSettings, device: torch.device, way: Way, hop: int
 ) -> Any:
-    """A group of the two replicas at a hop; the lower is rank 0 of it."""
+    """The process group of the two replicas at a hop; the lower one is rank 0."""
     backend = settings.backend or ("nccl" if device.type == "cuda" else "gloo")
     own_store = _c10d.PrefixStore(f"{way}/{hop}", store)
     rank, timeout = settings.rank - hop, timedelta(seconds=settings.connect_timeout_s)

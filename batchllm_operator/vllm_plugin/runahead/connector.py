@@ -2,16 +2,16 @@
 
 For each group a replica runs two requests (`plan.RunaheadShare`):
 
-- The *chunk* has the prompt up to the end of this replica's chunk. For the scheduler all
-  before the chunk comes from elsewhere, so blocks for it are there and only the chunk is computed.
-  Each layer's attention waits for that layer of the KV before it, which the previous replica
-  sends, and hands all of it on as soon as this replica's own keys and values are written.
-- The *fill* takes what later replicas compute, while this one computes or waits: the last one
-  sends each layer back up the chain. It shares the chunk's blocks, and its own get into the prefix
-  cache when they are whole.
+- The *chunk* has the prompt up to the end of this replica's chunk. The scheduler treats the tokens
+  before the chunk as external, so it allocates their blocks and computes only the chunk. Each
+  layer's attention waits for that layer of the earlier KV, which the previous replica sends, and
+  passes all of it on as soon as this replica's own keys and values are written.
+- The *fill* receives what later replicas compute, while this one computes or waits: the last one
+  sends each layer back up the chain. It shares the chunk's blocks, and its own blocks enter the
+  prefix cache when they are complete.
 
-The scheduler's half and the worker's half are two objects, perhaps in two processes. What a step
-does goes from one to the other as `RunaheadMetadata`.
+The scheduler's half and the worker's half are two objects, perhaps in two processes.
+`RunaheadMetadata` carries the work of a step from one to the other.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _WEIGHT_SAMPLES: Final = 64
 
 
 class RunaheadConnector(KVConnectorBase_V1):
-    """Named by `ChainSettings.to_kv_transfer_config`. Does nothing for ordinary requests.
+    """The connector of `ChainSettings.to_kv_transfer_config`. Does nothing for ordinary requests.
 
     Raises:
-        SpecError: the settings are wrong, or the engine is one whose KV can't be handed on.
+        SpecError: the settings are wrong, or the engine's KV can't be passed on.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -96,7 +96,7 @@ class RunaheadConnector(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        # Not in `start_load_kv`, which vLLM calls after the forward pass in some steps.
+        # Not in `start_load_kv`: in some steps vLLM calls it after the forward pass.
         assert isinstance(connector_metadata, RunaheadMetadata)
         self.working.begin_step(connector_metadata)
 
@@ -167,9 +167,9 @@ def _limits(vllm_config: Any, kv_cache_config: Any) -> ChainLimits:
 
 
 def fingerprint(vllm_config: Any, working: RunaheadConnectorWorker, weights: str) -> dict[str, Any]:
-    """What has to be equal on all replicas of a chain, as JSON values by name.
+    """What must be equal on all replicas of a chain, as JSON values by name.
 
-    What is chosen comes before what follows from it. A CPU with AMX uses it for attention if
+    Causes come before their effects. A CPU with AMX uses it for attention if
     `dtype` is bfloat16, so engines with different dtypes differ in both.
 
     Args:
@@ -196,9 +196,9 @@ def fingerprint(vllm_config: Any, working: RunaheadConnectorWorker, weights: str
 
 
 def weights_digest(worker: Any) -> str:
-    """Tells models with the same architecture apart; runs in the worker, through `collective_rpc`.
+    """A digest of the weights; runs in the worker, through `collective_rpc`.
 
-    Of each parameter a few elements, evenly spaced, are looked at.
+    It covers a few evenly spaced elements of each parameter.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(worker.get_model().named_parameters()):

@@ -1,8 +1,8 @@
 """A link of a chain: KV from one replica to a neighbour, one message per group and layer.
 
-A thread at either end does all the waiting, so no thread that computes waits for a send. A message
-is a header and blocks of one layer. Messages come in the order in which they were sent; a header
-that isn't the expected one ends the chain, as does a neighbour that is gone or too late.
+A thread at each end does all the waiting, so no computing thread waits for a send. A message is a
+header and the blocks of one layer. Messages arrive in the order in which they were sent. An
+unexpected header ends the chain, as does a neighbour that is gone or too late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 from batchllm_operator.vllm_plugin.runahead.streams import Buffer, SideStream, abort
 
 PROTOCOL: Final = 1
-"""Version of what replicas say to each other; part of the handshake and of every header."""
+"""Version of the protocol; part of the handshake and of every header."""
 _MAGIC: Final = 0x52554E4148454144  # "RUNAHEAD"
 _HEADER_FIELDS: Final = 8
 _HEADER_BYTES: Final = 8 * _HEADER_FIELDS
@@ -34,7 +34,7 @@ _POLL_S: Final = 2e-5
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Which KV a message has: of tokens [begin, end) of a group's prefix."""
+    """The KV in a message: that of tokens [begin, end) of a group's prefix."""
 
     group_id: int
     digest: int
@@ -46,11 +46,11 @@ class Load:
     """KV of one group on its way from a neighbour into blocks of this replica.
 
     Args:
-        extent: what comes.
-        num_blocks: that it has.
-        block_ids: of this replica, for the last of the blocks that come; earlier ones are here
-            already, and what comes of them is dropped.
-        num_layers: that come, in any order.
+        extent: the KV to receive.
+        num_blocks: blocks of a message.
+        block_ids: blocks of this replica, for the last blocks of the message; earlier ones are
+            already here, and what is received for them is dropped.
+        num_layers: layers to receive, in any order.
         on_layer: called in the link's thread when a layer has been written.
         writable: CUDA event after which the blocks may be written; None on a CPU.
     """
@@ -73,22 +73,22 @@ class Load:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will be written, for better or worse."""
+        """Whether nothing more will be written."""
         return self._failed or not self._missing
 
     @property
     def has_failed(self) -> bool:
-        """Whether KV is missing, and will be."""
+        """Whether KV is missing and won't arrive."""
         return self._failed
 
     def wait(self, layer_idx: int) -> bool:
-        """Wait for a layer: until its link has it, or fails. Whether it is there."""
+        """Wait until a layer has arrived or the link fails. Returns whether it has arrived."""
         with self._waited:
             self._waited.wait_for(lambda: self._failed or layer_idx not in self._missing)
             return layer_idx not in self._missing
 
     def write(self, layer_idx: int, write: Callable[[], None]) -> None:
-        """Write a layer's blocks, unless the load has failed: then they may be another's."""
+        """Write a layer's blocks, unless the load has failed: then they may belong to others."""
         with self._waited:
             if self._failed:
                 return
@@ -99,7 +99,7 @@ class Load:
             self._on_layer(layer_idx)
 
     def fail(self) -> None:
-        """Give up what is missing. A load that has all it wanted stays."""
+        """Give up what is missing. A complete load stays complete."""
         with self._waited:
             if self._missing:
                 self._failed = True
@@ -108,22 +108,22 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One layer's KV of a group, to a neighbour.
+    """A message to a neighbour: one layer's KV of a group.
 
-    The blocks stay as they are until `on_sent`, or until the chain has failed.
+    The blocks don't change until `on_sent`, or until the chain has failed.
     """
 
     extent: Extent
     layer_idx: int
     block_ids: Sequence[int]
     on_sent: Callable[[], None]
-    """Called in the link's thread when the message has gone."""
+    """Called in the link's thread when the message has been sent."""
     written: Any = None
     """CUDA event after which the blocks hold the KV; None on a CPU."""
 
 
 class Chain(Protocol):
-    """What a link needs of the chain that it belongs to."""
+    """What a link needs of its chain."""
 
     @property
     def settings(self) -> ChainSettings: ...
@@ -133,14 +133,14 @@ class Chain(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why the chain is of no more use, if it isn't."""
+        """Why the chain has failed; None while it works."""
 
     def fail(self, reason: str) -> None:
-        """Give the chain up."""
+        """End the chain."""
 
 
 class Sender:
-    """Gathers and sends, in a thread. Two buffers: one is filled while the other is sent."""
+    """Gathers and sends in a thread, with two buffers: one is filled while the other is sent."""
 
     def __init__(self, chain: Chain, group: Any, peer: int) -> None:
         self._chain = chain
@@ -177,8 +177,8 @@ class Sender:
                 blocks.gather(send.layer_idx, send.block_ids, buffer[_HEADER_BYTES:])
                 _write_header(buffer, num_sent, send.extent, send.layer_idx)
                 side.synchronize()
-                # Blocks are freed early only after a failure is set: so what was gathered before
-                # is what was meant.
+                # Blocks are freed early only after a failure is set, so what was gathered before
+                # is valid.
                 if chain.failure is not None:
                     return
                 under_way.append((group.send([buffer], peer, num_sent), send))
@@ -192,7 +192,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives and writes into blocks, in a thread; one message more than it works at is posted."""
+    """Receives and writes into blocks in a thread, with one more receive posted ahead."""
 
     def __init__(self, chain: Chain, group: Any, peer: int) -> None:
         self._chain = chain
@@ -212,7 +212,7 @@ class Receiver:
         load.fail()
 
     def stop(self) -> None:
-        """Fail all loads that aren't whole; the chain's failure is set before."""
+        """Fail all incomplete loads; the chain's failure is set before."""
         with self._lock:
             unfinished, self._unfinished = self._unfinished, []
         for load in unfinished:
@@ -242,7 +242,7 @@ class Receiver:
     def _take(
         self, load: Load, group: Any, peer: int, buffers: Sequence[Buffer], num_received: int
     ) -> None:
-        """All layers of one load."""
+        """Receive all layers of one load."""
         blocks = self._chain.blocks
         end = num_received + blocks.num_layers
         first_byte = _HEADER_BYTES + (load.num_blocks - len(load.block_ids)) * blocks.block_bytes
@@ -258,7 +258,7 @@ class Receiver:
                 is_first = number == num_received
                 _wait(self._chain, work, _timeout(self._chain.settings, is_first))
                 layer_idx = _read_header(buffer, number, load.extent, blocks.num_layers)
-                if layer_idx in layer_idxs:  # then another one doesn't come, and is waited for
+                if layer_idx in layer_idxs:  # then another layer would never arrive
                     raise RunaheadError(f"KV of layer {layer_idx} came twice")
                 layer_idxs.add(layer_idx)
 
@@ -276,9 +276,9 @@ def _timeout(settings: ChainSettings, is_first: bool) -> float:
 
 
 def _wait(chain: Chain, work: Any, timeout_s: float) -> None:
-    """Until a message has gone or come, in memory. Raises what the transport raises.
+    """Wait until a message has been sent or received. Raises what the transport raises.
 
-    On a GPU a fault of the chain ends it: what is posted holds multiprocessors until it is aborted.
+    On a GPU a fault of the chain ends it: posted transfers hold multiprocessors until aborted.
     """
     if chain.blocks.device.type == "cpu":
         work.wait(timedelta(seconds=timeout_s))
@@ -300,10 +300,10 @@ def _write_header(buffer: Tensor, number: int, extent: Extent, layer_idx: int) -
 
 
 def _read_header(buffer: Tensor, number: int, extent: Extent, num_layers: int) -> int:
-    """The layer whose KV a message has.
+    """The layer of a message.
 
     Raises:
-        RunaheadError: it isn't the message that was expected.
+        RunaheadError: it isn't the expected message.
     """
     header = buffer[:_HEADER_BYTES].cpu().view(torch.int64).tolist()
     *start, layer_idx, begin, end = header

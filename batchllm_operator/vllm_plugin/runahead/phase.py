@@ -1,7 +1,7 @@
-"""The prefill-only phase of one replica: all its shares of the groups that a chain runs ahead with.
+"""The prefill-only phase of one replica: its shares of the prefixes that a chain computes.
 
 Every replica of the chain calls `run_prefill_phase` with the same groups. Afterwards each has the
-whole prefixes in its prefix cache, and members of the groups, on any replica, find them there.
+whole prefixes in its prefix cache, where the groups' members find them.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from batchllm_operator.vllm_plugin.runahead.scheduling import RunaheadConnectorS
 from batchllm_operator.vllm_plugin.runahead.working import RunaheadConnectorWorker
 
 _IDLE_S: Final = 5e-4
-"""Between steps that have nothing to compute: threads that move KV need the core more."""
+"""Pause between steps with nothing to compute: the threads that move KV need the core."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunaheadOutcome:
-    """How one group went on this replica. Times are in seconds since the phase began."""
+    """The result of one group on this replica. Times are in seconds since the phase began."""
 
     group_id: int
     is_cached: bool
     """Whether all whole blocks of the prefix are in this replica's prefix cache."""
     num_computed_tokens: int
-    """By this replica: its chunk, one more where the rest came from others, and what it had to
+    """Computed by this replica: its chunk, one more if it received the rest, and what it had to
     compute again."""
     num_received_tokens: int
-    """Whose KV came from other replicas, and is used."""
+    """Tokens whose KV came from other replicas and is used."""
     failure: str | None
-    """Why this replica had to compute the prefix by itself; None if it didn't."""
+    """Why this replica had to compute the prefix alone; None if it didn't."""
     chunk_s: float | None
-    """When its chunk was computed; on the last replica, when the token after the prefix was."""
+    """When its chunk was computed; on the last replica, the token after the prefix."""
     cached_s: float | None
-    """When the prefix was in its cache; None if it isn't."""
+    """When the whole prefix was in its cache; None if it isn't."""
 
 
 def open_chain(engine: Any) -> Chain:
-    """This replica's chain, opened with all others if it isn't yet. Waits for them.
+    """This replica's chain; the first call opens it and waits for all replicas.
 
     Args:
         engine: vLLM's `LLMEngine`, in this process, with the connector that
             `ChainSettings.to_kv_transfer_config` names.
 
     Raises:
-        SpecError: the engine isn't that.
+        SpecError: the engine has no such connector, or isn't in this process.
         RunaheadMismatchError: another replica's engine differs from this one.
-        RunaheadError: not all replicas came in time.
+        RunaheadError: not all replicas connected in time.
     """
     connector = _connectors(engine)[1]
     working = connector.working
@@ -79,10 +79,10 @@ def open_chain(engine: Any) -> Chain:
 
 
 def chain_limits(engine: Any) -> ChainLimits:
-    """What the engine takes of groups.
+    """The engine's limits for groups.
 
     Raises:
-        SpecError: it has no connector of ours.
+        SpecError: the engine has no connector of ours.
     """
     return _connectors(engine)[0].limits
 
@@ -94,21 +94,21 @@ def run_prefill_phase(
     max_in_flight: int = 2,
     recompute: bool = True,
 ) -> list[RunaheadOutcome]:
-    """Prefill this replica's chunk of each group, and take the rest from the others.
+    """Prefill this replica's chunk of each group, and receive the rest from the others.
 
     All replicas of the chain call this with the same groups in the same order. When it returns,
-    nothing of the phase is under way here. A chain that fails stays failed: from then on each
-    replica computes the prefixes by itself, as far as they aren't in its cache. An error or a
-    signal ends the phase with no request of it left; but if it broke off a step of the engine, the
-    prefix cache has blocks that were to be computed in it, and has to be reset before it is used.
+    no request of the phase is left here. A chain that fails stays failed: from then on each replica
+    computes alone what its cache lacks of the prefixes. After an error or a signal no request of
+    the phase is left either; but if it interrupted a step of the engine, the prefix cache has
+    blocks without KV, and must be reset before it is used.
 
     Args:
         engine: as for `open_chain`; it has no other requests.
-        groups: all of them fit into the KV cache at once.
-        max_in_flight: groups that a replica works at, so that it begins the next one while others
-            still compute.
+        groups: together they fit into the KV cache.
+        max_in_flight: groups in progress at a time, so that a replica begins the next one while
+            others still compute.
         recompute: whether this replica computes what others don't deliver; otherwise such a
-            group's outcome says that it isn't cached.
+            group's outcome has `is_cached` False.
 
     Returns:
         An outcome for each group, in their order.
@@ -117,7 +117,7 @@ def run_prefill_phase(
         SpecError: a group can't be run; nothing has been sent.
         RunaheadMismatchError: another replica has other groups, or another engine; nothing has
             been sent.
-        RunaheadError: the chain never came together.
+        RunaheadError: not all replicas connected in time.
     """
     scheduler_half, worker_half = _connectors(engine)
     _check(engine, scheduler_half, groups)
@@ -127,7 +127,7 @@ def run_prefill_phase(
     try:
         return phase.run(groups, max_in_flight)
     except BaseException as error:
-        chain.fail(f"the phase ended by {type(error).__name__}")  # others needn't wait to find out
+        chain.fail(f"the phase ended by {type(error).__name__}")  # so that no replica waits for us
         phase.abandon()
         raise
 
@@ -144,7 +144,7 @@ class _Progress:
     chunk_s: float | None = None
     cached_s: float | None = None
     is_alone: bool = False
-    """Whether this replica computes what it lacks of the prefix by itself."""
+    """Whether this replica computes alone what it lacks of the prefix."""
 
     def outcome(self) -> RunaheadOutcome:
         return RunaheadOutcome(
@@ -159,7 +159,7 @@ class _Progress:
 
 
 class _Phase:
-    """Groups on one replica, from their requests to their outcomes."""
+    """Runs groups on one replica."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class _Phase:
         return [progress.outcome() for progress in everything]
 
     def abandon(self) -> None:
-        """Leave the engine without requests of this phase."""
+        """Abort all requests of this phase."""
         self._engine.abort_request(list(self._by_request))
 
     def _has_ends(self) -> bool:
@@ -223,13 +223,13 @@ class _Phase:
         self._alone_due.append(progress)
 
     def _may_begin_alone(self) -> bool:
-        """Not beside a chunk or a fill: until it ends, the cache may have blocks of it that nothing
-        comes for, and what hits them fails with it."""
+        """Not beside a chunk or a fill: until it ends, the cache may have blocks of it whose KV
+        never arrives, and a request that hits them fails with it."""
         parts = {part for each in self._by_request.values() for part in each.unfinished.values()}
         return bool(self._alone_due) and parts <= {"alone"}
 
     def _whole_prompt(self, group: RunaheadGroup) -> Sequence[int]:
-        """The whole blocks of the prefix, and a token: vLLM computes one at least."""
+        """The whole blocks of the prefix and one token, because vLLM computes at least one."""
         tokens, block_size = group.prefix_token_ids, self._scheduling.limits.block_size
         whole = len(tokens) // block_size * block_size
         return [*tokens[:whole], tokens[min(whole, len(tokens) - 1)]]
@@ -278,7 +278,7 @@ class _Phase:
 
 
 def _connectors(engine: Any) -> tuple[RunaheadConnector, RunaheadConnector]:
-    """The halves in the scheduler and in the worker, which are both in this process."""
+    """The halves in the scheduler and in the worker, both in this process."""
     core = getattr(engine.engine_core, "engine_core", None)
     scheduler_half = getattr(getattr(core, "scheduler", None), "connector", None)
     worker_half = get_kv_transfer_group() if has_kv_transfer_group() else None

@@ -1,8 +1,8 @@
-"""What replicas know of KV-Runahead: the chain they form, and the groups they prefill together.
+"""Data of KV-Runahead: the chain of replicas, and the groups that they prefill together.
 
 KV-Runahead (Cho et al., 2024, section 4) cuts a prefix into one chunk per replica. Replica i of p
-computes chunk i against the KV of the chunks before it, which it gets from replica i - 1, and hands
-all of it on. Settings travel in vLLM's `kv_connector_extra_config`, a request's part in
+computes chunk i against the KV of the earlier chunks, which it gets from replica i - 1, and passes
+all of it on. Settings are in vLLM's `kv_connector_extra_config`, a request's part in
 `SamplingParams.extra_args`; both are plain JSON.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from batchllm_operator.errors import SpecError
 
 KEY: Final = "kv_transfer_params"
-"""Of `SamplingParams.extra_args`: vLLM hands it to connectors with the request."""
+"""Key in `SamplingParams.extra_args`; vLLM passes its value to connectors with the request."""
 CONNECTOR: Final = "RunaheadConnector"
 MODULE: Final = "batchllm_operator.vllm_plugin.runahead.connector"
 _NAME: Final = "runahead"
@@ -29,23 +29,23 @@ Part = Literal["chunk", "fill"]
 
 @dataclass(frozen=True, slots=True)
 class ChainSettings:
-    """A replica's place in a chain, and how it meets the others. Times are in seconds."""
+    """A replica's place in a chain, and how it finds the others. Times are in seconds."""
 
     rank: int
-    """Of this replica, from 0: the order of the chunks."""
+    """Of this replica, from 0, in the order of the chunks."""
     world_size: int
     """Replicas in the chain, p."""
     store: str
-    """Where they meet: "tcp://host:port", served by rank 0, or "file:///path" on a disk that all
+    """Rendezvous: "tcp://host:port", served by rank 0, or "file:///path" on a disk that all
     share. A store serves one start of the chain."""
     backend: Literal["gloo", "nccl"] | None = None
     """Unset: nccl (RCCL on AMD) for KV on a GPU, gloo on a CPU."""
     connect_timeout_s: float = 600.0
-    """That the others may take to come."""
+    """Longest wait for the other replicas to connect."""
     start_timeout_s: float = 300.0
-    """That a neighbour may take to a group's first layer."""
+    """Longest wait for a group's first layer."""
     layer_timeout_s: float = 60.0
-    """That it may take from one layer to the next."""
+    """Longest wait between two layers."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "world_size"):
@@ -80,24 +80,24 @@ class ChainSettings:
 
     @classmethod
     def from_extra_config(cls, config: Mapping[str, Any]) -> ChainSettings:
-        """What `to_kv_transfer_config` put in.
+        """The settings from `to_kv_transfer_config`.
 
         Raises:
-            SpecError: it isn't that.
+            SpecError: `config` isn't valid.
         """
         return _from_json(cls, config)
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLimits:
-    """What one engine takes; the same for all replicas of a chain, which the handshake sees to."""
+    """Limits of one engine; the handshake makes sure that all replicas of a chain have the same."""
 
     block_size: int
     """Tokens of a KV block."""
     num_blocks: int
-    """Of the KV cache."""
+    """Blocks of the KV cache."""
     max_step_tokens: int
-    """Tokens that a step may compute of one request."""
+    """Most tokens of one request that a step may compute."""
     max_model_len: int
 
 
@@ -113,7 +113,7 @@ class RunaheadGroup:
     the block size."""
 
     def check(self, world_size: int, limits: ChainLimits) -> None:
-        """Find out whether a chain can take the group, before anything is sent.
+        """Check that a chain can compute the group, before anything is sent.
 
         Raises:
             SpecError: it can't; the message says why.
@@ -155,15 +155,15 @@ class RunaheadGroup:
         return len(self.prefix_token_ids) // block_size + 2  # ends of the chunk and of the fill
 
     def share(self, part: Part) -> RunaheadShare:
-        """What a request for this group says of it."""
+        """The share for one of this group's requests."""
         return RunaheadShare(self.group_id, self.split, prefix_digest(self.prefix_token_ids), part)
 
 
 @dataclass(frozen=True, slots=True)
 class RunaheadShare:
-    """A request's part in a group: the chunk that its replica computes, or what comes after.
+    """A request's part in a group: the chunk that its replica computes, or the fill.
 
-    The request for the chunk has the prompt up to the chunk's end. The fill takes what later
+    The request for the chunk has the prompt up to the chunk's end. The fill receives what later
     replicas have computed, in whole blocks, and has one token more.
     """
 
@@ -187,7 +187,7 @@ class RunaheadShare:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> RunaheadShare | None:
-        """What `to_extra_args` put into the `kv_transfer_params` of a request, None if nothing.
+        """The share that `to_extra_args` put into a request's `kv_transfer_params`; None if absent.
 
         Raises:
             SpecError: it isn't what `to_extra_args` makes.
@@ -197,7 +197,7 @@ class RunaheadShare:
         return _from_json(cls, params[_NAME])
 
     def bounds(self, rank: int, block_size: int) -> ShareBounds:
-        """Where a replica's part begins and ends, in tokens of the prefix."""
+        """The bounds of a replica's part, in tokens of the prefix."""
         ends = list(accumulate(self.split))
         begin = ends[rank - 1] if rank else 0
         whole = ends[-1] // block_size * block_size
@@ -206,27 +206,27 @@ class RunaheadShare:
 
 @dataclass(frozen=True, slots=True)
 class ShareBounds:
-    """A replica's part of a prefix: [begin, end) is its chunk, [0, whole) what KV blocks hold."""
+    """A replica's part of a prefix: [begin, end) is its chunk, [0, whole) fills whole blocks."""
 
     begin: int
     end: int
     whole: int
-    """Tokens of the prefix in whole blocks: all that a prefix cache holds of it."""
+    """Tokens of the prefix in whole blocks, which a prefix cache holds."""
     is_last: bool
 
     @property
     def received(self) -> tuple[int, int]:
-        """What comes back from later replicas: [end, whole)."""
+        """Tokens received from later replicas: [end, whole)."""
         return min(self.end, self.whole), self.whole
 
     @property
     def returned(self) -> tuple[int, int]:
-        """What goes back to the replica before: [begin, whole)."""
+        """Tokens sent back to the previous replica: [begin, whole)."""
         return self.begin, self.whole
 
 
 def prefix_digest(token_ids: Sequence[int]) -> int:
-    """Tells prefixes apart: 63 bits of a hash of the ids, the same on all machines."""
+    """63 bits of a hash of the ids, the same on all machines."""
     digest = hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 

@@ -1,4 +1,4 @@
-"""KV-Runahead in vLLM's scheduler: what a replica receives, and what each step loads and sends."""
+"""KV-Runahead in vLLM's scheduler: decides what each step loads and sends."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class StepLoad:
     way: Way
     extent: Extent
     num_blocks: int
-    """Of the message."""
+    """Blocks of a message."""
     block_ids: Sequence[int]
-    """That are written: for the last of those blocks."""
+    """Blocks to write: those for the last of `num_blocks`."""
     is_waited_for: bool
-    """By the step's attention, layer by layer."""
+    """Whether the step's attention waits for it, layer by layer."""
     is_reported: bool
-    """To the scheduler when it is done, which holds the request back until then."""
+    """Whether the scheduler holds the request back until the worker reports it as done."""
     passed_on: StepSend | None = None
-    """What goes on up the chain with each layer that comes."""
+    """Sent on up the chain with each layer that arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSend:
-    """A group's KV that is sent layer by layer."""
+    """KV of a group, sent layer by layer."""
 
     request_id: str
     way: Way
@@ -52,12 +52,12 @@ class StepSend:
 
 @dataclass
 class RunaheadMetadata(KVConnectorMetadata):
-    """What the worker does in a step."""
+    """The worker's transfers of a step."""
 
     loads: list[StepLoad] = field(default_factory=list)
     sends: list[StepSend] = field(default_factory=list)
     failure: str | None = None
-    """Why the chain can't go on."""
+    """Why the chain must end."""
 
 
 @dataclass(slots=True)
@@ -70,11 +70,11 @@ class _Tracked:
     is_loading: bool = False
     sends: bool = False
     is_through: bool = False
-    """The worker knows of all that it sends."""
+    """Whether the worker has been given all of its sends."""
 
 
 class RunaheadConnectorScheduler:
-    """The half in the scheduler: what is received, and what each step loads and sends."""
+    """The half in the scheduler: decides what each step loads and sends."""
 
     def __init__(self, settings: ChainSettings, limits: ChainLimits) -> None:
         self._settings, self.limits = settings, limits
@@ -84,27 +84,30 @@ class RunaheadConnectorScheduler:
         self._allocated: set[str] = set()
         self._fills_due: deque[int] = deque()
         self.num_computed: dict[tuple[int, Part], int] = {}
-        """Tokens that steps were to compute, by group and part. The reader takes them out."""
+        """Tokens scheduled for computation, by group and part. The reader removes them."""
         self.num_received: dict[tuple[int, Part], int] = {}
-        """Tokens whose KV was to come from elsewhere, likewise."""
+        """Tokens whose KV was to be received, likewise."""
         self.num_step_tokens = 0
-        """That the latest step computes, of all requests."""
+        """Tokens that the latest step computes, of all requests."""
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens' KV comes from elsewhere, after what is cached here, None if that isn't
-        known yet; and whether the request waits for it outside of steps.
+        """Match a request with KV from other replicas.
 
-        A link carries one group after the other. So a step has one chunk, and fills are begun in
-        the order of their chunks, whatever the scheduler takes first. A chunk also waits for the
-        end of the one before where vLLM schedules ahead: blocks that are in the prefix cache may
-        turn out to hold nothing, and what another request computes from them stays there.
+        A link carries one group after the other. So a step has at most one chunk, and fills begin
+        in the order of their chunks. Where vLLM schedules ahead, a chunk also waits for the end of
+        the previous one: its blocks in the prefix cache may turn out to be empty, and what another
+        request computes from them would stay in the cache.
+
+        Returns:
+            Tokens to receive beyond those cached here, None if that isn't known yet; and whether
+            the request waits for them outside of steps.
 
         Raises:
-            SpecError: the request's share isn't one that this replica can take.
+            SpecError: this replica can't take the request's share.
         """
         share = RunaheadShare.from_params(request.kv_transfer_params)
         if share is None or request.request_id in self._tracked:
-            return 0, False  # a second try, after a preemption: what came before is gone
+            return 0, False  # after a preemption: the received KV is gone
         bounds = self._check(request, share)
         if share.part == "chunk":
             if any(tracked.share.part == "chunk" for tracked in self._tracked.values()):
@@ -120,7 +123,7 @@ class RunaheadConnectorScheduler:
         return 0, False
 
     def on_blocks(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """A request has been given blocks: all that it has so far."""
+        """Note all blocks that a request has so far."""
         request_id = request.request_id
         tracked = self._tracked.get(request_id)
         if tracked is not None:
@@ -143,7 +146,7 @@ class RunaheadConnectorScheduler:
             self._begin_fill(request_id, tracked, num_local, num_external_tokens)
 
     def next_step(self, scheduler_output: Any) -> RunaheadMetadata:
-        """What the worker does in the step that has just been scheduled."""
+        """The worker's transfers for the step that has just been scheduled."""
         scheduled = scheduler_output.num_scheduled_tokens
         self.num_step_tokens = scheduler_output.total_num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
@@ -158,13 +161,13 @@ class RunaheadConnectorScheduler:
         return step
 
     def on_loaded(self, request_ids: set[str] | tuple[()]) -> None:
-        """The worker has reported loads as done."""
+        """Note loads that the worker has reported as done."""
         for request_id in request_ids:
             if request_id in self._tracked:
                 self._tracked[request_id].is_loading = False
 
     def on_finished(self, request: Any) -> bool:
-        """A request has ended, in whatever way. Whether its blocks are still needed."""
+        """Note that a request has ended. Returns whether its blocks are still needed."""
         request_id = request.request_id
         tracked = self._tracked.pop(request_id, None)
         self._num_local.pop(request_id, None)
@@ -179,12 +182,12 @@ class RunaheadConnectorScheduler:
         return tracked.is_loading or (tracked.sends and tracked.is_through)
 
     def _may_fill(self, share: RunaheadShare, num_local_tokens: int) -> bool:
-        """Whether it is this group's turn, and its chunk is computed or will be in this step."""
+        """Whether the group is next, and its chunk is computed by the end of this step."""
         if not self._fills_due or self._fills_due[0] != share.group_id:
             return False
         chunks = (each for each in self._tracked.values() if each.share.part == "chunk")
         chunk = next((each for each in chunks if each.share.group_id == share.group_id), None)
-        if chunk is None:  # it has ended, so its blocks are in the cache, or lost
+        if chunk is None:  # it has ended: its blocks are in the cache, or lost
             return True
         return num_local_tokens >= chunk.bounds.end
 
@@ -211,7 +214,7 @@ class RunaheadConnectorScheduler:
             self._fills_due.append(tracked.share.group_id)
         if bounds.begin == 0:
             return
-        # What comes down the chain has to be taken even if all of it is cached here.
+        # Messages must be received even if all of their KV is cached here.
         end = bounds.begin // self.limits.block_size
         num_written = num_external // self.limits.block_size
         self._next.loads.append(
@@ -283,7 +286,7 @@ class RunaheadConnectorScheduler:
         if tracked.is_through:
             return
         if num_computed + num_scheduled < bounds.end:
-            return  # a part of the chunk; the step that ends it sends
+            return  # the chunk's last step sends
         tracked.is_through = True
         way: Way = "up" if bounds.is_last else "down"
         begin, end = bounds.returned if bounds.is_last else (0, bounds.end)

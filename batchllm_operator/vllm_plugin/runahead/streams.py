@@ -1,4 +1,4 @@
-"""Memory and CUDA streams of a link's threads; on a CPU there is nothing to wait for."""
+"""Buffers and CUDA streams of a link's threads; on a CPU the streams do nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
 
 
 class Buffer:
-    """Memory for one message, which grows with the largest."""
+    """Memory for one message; grows to the largest one."""
 
     def __init__(self, blocks: KVBlocks, header_bytes: int) -> None:
         self._blocks, self._header_bytes = blocks, header_bytes
         self._bytes = torch.empty(0, dtype=torch.uint8, device=blocks.device)
 
     def sized(self, num_blocks: int) -> Tensor:
-        """uint8 [header and so many blocks]."""
+        """uint8 [header bytes + num_blocks * block_bytes]."""
         size = self._header_bytes + num_blocks * self._blocks.block_bytes
         if self._bytes.numel() < size:
             self._bytes = torch.empty(size, dtype=torch.uint8, device=self._blocks.device)
@@ -28,7 +28,7 @@ class Buffer:
 
 
 class SideStream:
-    """A stream beside the one that computes; on a CPU, nothing."""
+    """A CUDA stream beside the computing one; does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
@@ -38,7 +38,7 @@ class SideStream:
 
     @contextmanager
     def after(self, event: Any) -> Iterator[None]:
-        """What is launched inside waits for an event of another stream."""
+        """Kernels launched inside wait for an event of another stream."""
         if self._stream is None:
             yield
             return
@@ -48,17 +48,17 @@ class SideStream:
             yield
 
     def synchronize(self) -> None:
-        """Wait for all that was launched."""
+        """Wait for all launched kernels."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def mark(device: torch.device) -> Any:
-    """An event behind what this thread has launched so far, for a link's thread to wait for."""
+    """An event after this thread's launches so far, for a link's thread to wait for."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def abort(group: Any, device: torch.device) -> None:
-    """End what a GPU still waits for; on a CPU, dropping the group does it."""
+    """Abort transfers on a GPU; on a CPU, dropping the group does it."""
     if device.type == "cuda":
         group.abort()

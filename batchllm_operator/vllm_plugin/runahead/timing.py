@@ -1,4 +1,4 @@
-"""How long prefill steps take on one replica, for the predictions of a later plan."""
+"""Times prefill steps on one replica, for the predictions of later plans."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vllm.inputs import TokensPrompt
 def time_prefill(
     engine: Any, sizes: Sequence[tuple[int, int]], repetitions: int, num_warm_ups: int = 1
 ) -> list[tuple[int, int, float]]:
-    """Time prefill steps of made-up prompts on this replica, in whatever company.
+    """Time prefill steps of made-up prompts on this replica.
 
     The engine has to be idle, and is left idle with an empty prefix cache.
 
     Args:
         engine: vLLM's `LLMEngine`.
-        sizes: tokens of a step, one at most of those that a step may have, and tokens before
-            them, whole blocks, that are cached.
+        sizes: tokens of a step, at most those that a step may have, and tokens before
+            them that are cached, in whole blocks.
         repetitions: of each, after `num_warm_ups`.
 
     Returns:
-        Of each size (tokens, tokens before, median seconds).
+        (tokens, tokens before, median seconds) of each size.
     """
     vocabulary = engine.vllm_config.model_config.get_vocab_size()
     generator, found = np.random.default_rng(0), []

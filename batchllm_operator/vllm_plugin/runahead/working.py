@@ -52,7 +52,7 @@ class RunaheadConnectorWorker:
             self._begin_load(each)
 
     def before_attention(self, layer_name: str) -> None:
-        """Wait for what the layer's attention reads; hand it on with the layer's own."""
+        """Wait for the KV that the layer's attention reads; pass it on with the layer's own."""
         if not self._waited_for and not self._sends:
             return
         layer_idx = self._blocks.layer_idxs.get(layer_name)
@@ -70,7 +70,7 @@ class RunaheadConnectorWorker:
                 self._send_layer(layer_idx)
 
     def end_step(self) -> None:
-        """Find out which blocks of the step hold no KV."""
+        """Find the blocks of the step that hold no KV."""
         for load in self._waited_for:
             if not load.is_done and self.chain is not None:
                 self.chain.fail("the step ended before all layers had come")
@@ -93,7 +93,7 @@ class RunaheadConnectorWorker:
             del self._reported[request_id]
             if load.has_failed:
                 self._invalid_blocks.update(load.block_ids)
-            if ended or load.has_failed:  # the scheduler ends what has failed
+            if ended or load.has_failed:  # the scheduler ends failed requests
                 self._forget(request_id)
         for request_id in list(self._finished):
             if request_id not in self._reported and not self._is_sending(request_id):
@@ -133,7 +133,7 @@ class RunaheadConnectorWorker:
             self.chain.load(step.way, load)
 
     def _relay(self, passed_on: StepSend, begun: Any) -> _Relay:
-        """Of a fill; where its chunk is computed in this step, layers wait for the chunk's own."""
+        """The relay of a fill; if its chunk is in this step, layers wait for the chunk's KV."""
         relay = _Relay(partial(self._send, passed_on))
         if any(send.extent.group_id == passed_on.extent.group_id for send in self._sends):
             self._relays.append(relay)
@@ -143,7 +143,7 @@ class RunaheadConnectorWorker:
         return relay
 
     def _send_layer(self, layer_idx: int) -> None:
-        """Once in a step: layers that share a cache read what the first of them has written."""
+        """Send a layer once per step: layers may share a cache, which the first of them writes."""
         if layer_idx in self._done_layers:
             return
         self._done_layers.add(layer_idx)
@@ -154,7 +154,7 @@ class RunaheadConnectorWorker:
             relay.on_written(layer_idx, written)
 
     def _send(self, send: StepSend, layer_idx: int, written: Any) -> None:
-        """Called by the thread that computes, and by those that receive."""
+        """Queue a layer; called by the computing thread and by the receiving ones."""
         chain = self.chain
         if chain is None or chain.failure is not None:
             return
@@ -173,10 +173,9 @@ class RunaheadConnectorWorker:
 
 
 class _Relay:
-    """What goes on up the chain: a layer when it has come, and this replica's own is written.
+    """Passes KV on up the chain: a layer when it was received and this replica's own is written.
 
-    Later replicas usually need this one's keys and values to get so far, but not one that finds
-    them in its prefix cache: it sends back at once.
+    It may be received first: a later replica with the KV in its prefix cache sends at once.
     """
 
     def __init__(self, send: Callable[[int, Any], None]) -> None:
@@ -186,7 +185,7 @@ class _Relay:
         self._written: dict[int, Any] = {}
 
     def on_written(self, layer_idx: int, written: Any) -> None:
-        """This replica's own KV is there, after a CUDA event; None on a CPU."""
+        """Note that this replica's KV is written, after a CUDA event; None on a CPU."""
         with self._lock:
             self._written[layer_idx] = written
             is_whole = layer_idx in self._received
@@ -194,7 +193,7 @@ class _Relay:
             self._send(layer_idx, written)
 
     def on_received(self, layer_idx: int) -> None:
-        """Later replicas' KV is there, in memory."""
+        """Note that later replicas' KV has been received."""
         with self._lock:
             self._received.add(layer_idx)
             is_whole = layer_idx in self._written
@@ -204,7 +203,7 @@ class _Relay:
 
 @dataclass(slots=True)
 class _Unsent:
-    """What of a request hasn't been sent; counted down by the one thread that sends it."""
+    """Layers of a request that aren't sent yet; one thread counts them down."""
 
     num_layers: int
 

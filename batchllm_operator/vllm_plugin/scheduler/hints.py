@@ -1,7 +1,7 @@
-"""What the plan says of a request and of a job, on its way into vLLM.
+"""The plan's data about requests and jobs, as vLLM carries it to the scheduler.
 
 A request's hints travel in `SamplingParams.extra_args`, a job's in `additional_config`: both
-are plain JSON, reach the scheduler in whatever process it runs, and change nothing else in vLLM.
+are plain JSON, reach the scheduler in any process, and change nothing else in vLLM.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pydantic import TypeAdapter, ValidationError
 from batchllm_operator.errors import SpecError
 
 KEY: Final = "batchllm"
-"""Of `extra_args` and of `additional_config`."""
+"""Key in `extra_args` and in `additional_config`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What is known of one request ahead. Lengths are in tokens."""
+    """What the plan knows about a request. Lengths are in tokens."""
 
     group_id: int
     num_prefix_tokens: int = 0
     """All requests with this group id begin with the same `num_prefix_tokens` tokens."""
     group_size: int = 1
-    """Requests with this group id that this engine will be given."""
+    """Requests with this group id that this engine will get."""
     num_output_tokens: int | None = None
-    """Estimated; None where nothing is known but `max_tokens`, which is a limit."""
+    """Estimated; None where only the limit `max_tokens` is known."""
 
     def __post_init__(self) -> None:
         least = {"num_prefix_tokens": 0, "group_size": 1, "num_output_tokens": 1}
@@ -47,10 +47,10 @@ class RequestHints:
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RequestHints | None:
-        """The hints that `to_extra_args` put in; None if there are none.
+        """The hints from `to_extra_args`; None if there are none.
 
         Raises:
-            SpecError: they aren't what `to_extra_args` makes.
+            SpecError: they aren't valid.
         """
         if not extra_args or KEY not in extra_args:
             return None
@@ -64,38 +64,38 @@ class RequestHints:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step takes on the device, as far as the number of its tokens decides it."""
+    """A step's time on the device, as a function of its tokens."""
 
     token_s: float = 0.0
-    """Seconds to compute a token in all matrices."""
+    """Seconds per token in all matrices."""
     weights_s: float = 0.0
-    """Seconds to read all weights, which a step takes at least."""
+    """Seconds to read all weights: a lower bound."""
     overhead_s: float = 1.0
-    """Seconds besides. The defaults count steps."""
+    """Seconds added to each step. The defaults count steps."""
 
     def seconds(self, num_tokens: float) -> float:
-        """Of a step with so many tokens, without its attention."""
+        """Seconds of a step with so many tokens, without its attention."""
         return max(num_tokens * self.token_s, self.weights_s) + self.overhead_s
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """How the scheduler works; the defaults are for a job of which nothing more is known."""
+    """Settings of the scheduler; the defaults are for an unknown job."""
 
     memory_threshold: float | None = None
     """M_threshold of Algorithm 2: share of the KV blocks that may be planned to be in use.
     Unset: all but one in a thousand."""
     chunk_size: int | None = None
-    """Most tokens of a step. Unset: vLLM's `max_num_batched_tokens`, which is the most in any
+    """Most tokens of a step. Unset: vLLM's `max_num_batched_tokens`, which is a limit in any
     case."""
     pace: bool = True
-    """Whether prefill is spread over the steps that memory allows, as far as that pays."""
+    """Whether prefill is spread over steps, as far as that pays."""
     step_cost: StepCost | None = None
-    """Says how far it pays. Unset: by the number of steps alone."""
+    """Decides how far it pays. Unset: only the number of steps counts."""
     num_requests: int | None = None
-    """Requests that the engine will be given in all; None if that isn't known."""
+    """Requests that the engine will get in all; None if unknown."""
     trace_path: str | None = None
-    """Where a Parquet file with a row per step is written when the engine is shut down."""
+    """Parquet file to write, with a row per step; complete once the engine is shut down."""
 
     def to_additional_config(self) -> dict[str, Any]:
         """For vLLM's `additional_config`."""
@@ -103,10 +103,10 @@ class SchedulerSettings:
 
     @classmethod
     def from_additional_config(cls, config: object) -> SchedulerSettings:
-        """The settings that `to_additional_config` put in, or the defaults.
+        """The settings from `to_additional_config`, or the defaults.
 
         Raises:
-            SpecError: they aren't what `to_additional_config` makes.
+            SpecError: they aren't valid.
         """
         if not isinstance(config, Mapping) or KEY not in config:
             return cls()

@@ -1,25 +1,25 @@
-"""Estimated output lengths, corrected by those of requests that have ended."""
+"""Estimated output lengths, corrected by finished requests."""
 
 from __future__ import annotations
 
 import math
 from typing import Final
 
-_PRIOR_REQUESTS: Final = 16  # that given estimates and `_PRIOR_DEVIATION` count for
+_PRIOR_REQUESTS: Final = 16  # weight of given estimates and `_PRIOR_DEVIATION`
 _PRIOR_DEVIATION: Final = 0.3
-_LONGER_BY: Final = 0.25  # of its length, for an output that goes on
+_LONGER_BY: Final = 0.25  # of its length, for an output beyond its estimate
 _AT_LEAST: Final = 4  # tokens
 
 
 class OutputEstimates:
-    """Scales given estimates by what outputs turn out to be.
+    """Scales given estimates by actual output lengths.
 
-    Each known length over its estimate is a ratio. `scale` is their mean, by tokens. An output
-    that has outgrown its estimate counts at once, with the length that it has, so that estimates
-    that are too short are noticed before the first long outputs end.
+    The ratio of a request is its length over its estimate. `scale` is the mean ratio, weighted by
+    tokens. An output that outgrows its estimate counts at once with its current length, so that
+    short estimates are noticed before the first long outputs end.
 
     Args:
-        prior_requests: as how many known requests the given estimates count.
+        prior_requests: weight of the given estimates, in finished requests.
     """
 
     def __init__(self, prior_requests: int = _PRIOR_REQUESTS) -> None:
@@ -32,7 +32,7 @@ class OutputEstimates:
 
     @property
     def scale(self) -> float:
-        """What estimates are multiplied by to get what is expected."""
+        """Factor from given estimates to expected lengths."""
         if self._num_known == 0:
             return 1.0
         prior = self._prior_requests * self._estimated / self._num_known
@@ -47,19 +47,19 @@ class OutputEstimates:
         return math.sqrt(squares / (self._prior_requests + self._num_known))
 
     def rather_long(self, given: int, most: int) -> int:
-        """Tokens that an output may well have: one deviation above what is expected.
+        """A cautious estimate: one standard deviation above the expected length.
 
         At least 1, and never above `most`.
         """
         return max(1, min(math.ceil(given * (self.scale + self.deviation)), most))
 
     def extended(self, num_tokens: int, most: int) -> int:
-        """Tokens to expect of an output that has `num_tokens` and goes on."""
+        """Expected length of an output that already has `num_tokens` and continues."""
         longer = num_tokens + max(_AT_LEAST, round(num_tokens * _LONGER_BY))
         return max(num_tokens + 1, min(longer, most))
 
     def learn(self, given: int, num_tokens: int, learned_before: int = 0) -> None:
-        """An output of `num_tokens` was estimated as `given`.
+        """Learn that an output estimated as `given` has `num_tokens`.
 
         Args:
             learned_before: the length learned when it outgrew its estimate, or 0.

@@ -1,21 +1,20 @@
-"""How much prefill goes into a step, so that batches are even and memory stays full.
+"""Prompt tokens per step, chosen so that batches are even and memory stays full.
 
 By Little's law, requests that each hold w block-steps (blocks, summed over the steps that they
-are held) fill M blocks when they are admitted at M / w a step. So prefill is paced at
+are held) fill M blocks if M / w of them are admitted per step. So prefill is paced at
 
     M * (prefill tokens waiting) / (block-steps waiting)
 
-tokens a step. Admitted at that rate, running requests are of all ages: some end in each step and
-make room for the next ones. Admitted in one burst, they would all grow and end together, and
-memory that holds everybody's last token at once lies idle before and after.
+tokens per step. At that rate running requests are of all ages: some end in each step and make
+room for the next ones. Admitted in one burst, they would all grow and end together, and memory
+for all of their last tokens would lie idle before and after.
 
-Where few requests run at a time, that would be a few tokens of a prompt in each step, while its
-blocks are held. So a prompt that has begun goes on fast enough to take a sixteenth of its output's
-steps, and the next one begins when the pace has caught up.
+If few requests run at a time, the rate is only a few tokens of a prompt per step, while its blocks
+are held. So a prompt takes at most a sixteenth of its output's steps, and the next one begins when
+the pace has caught up.
 
-But filling memory slowly takes as long as one output, once. Where a job is only a few times as
-large as memory, that is much of it, so such a job is admitted faster than by the law, in waves:
-see `fill_share`.
+Filling memory at that rate takes as long as one output. For a job only a few times as large as
+memory that is too long, so it is admitted faster, in waves: see `fill_share`.
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 
 _MORE_STEPS: Final = 1.03
 _MORE_SECONDS: Final = 1.01
-"""What even batches are worth, in steps and in predicted time: running requests of all ages
+"""Accepted cost of even batches, in steps and in predicted time: requests of all ages
 leave room for outputs that turn out longer than estimated."""
 _SHARES: Final = 64
-_PREFILL_SHARE: Final = 1 / 16  # of an output's steps, that prefill may take at most
-_MOST_STEPS_SAVED: Final = 2.0  # of prefill that wasn't used, or was too much, in steps
+_PREFILL_SHARE: Final = 1 / 16  # most steps of a prefill, as a share of its output's steps
+_MOST_STEPS_SAVED: Final = 2.0  # longest carry-over of unused or excess prefill, in steps
 
 
 @dataclass(slots=True)
 class Waiting:
-    """Sums over requests that wait. A prefix counts for each member of its group by its part."""
+    """Sums over waiting requests. Each member of a group counts for its part of the prefix."""
 
     num_requests: int = 0
     num_prefill_tokens: float = 0.0
     num_prompt_blocks: float = 0.0
     num_output_tokens: int = 0
-    """As estimated."""
+    """Estimated output tokens."""
     num_prompt_block_steps: float = 0.0
     """Blocks of each prompt, held for the steps of its output."""
     num_output_block_steps: float = 0.0
     """The same for the blocks of the output as it grows."""
 
     def add(self, other: Waiting, sign: int = 1) -> None:
-        """Take others in; with a `sign` of -1, out."""
+        """Add other requests, or remove them with a `sign` of -1."""
         self.num_requests += sign * other.num_requests
         self.num_prefill_tokens += sign * other.num_prefill_tokens
         self.num_prompt_blocks += sign * other.num_prompt_blocks
@@ -62,7 +61,7 @@ class Waiting:
     ) -> AverageRequest:
         """The average request, if outputs are `scale` times as long as estimated.
 
-        There has to be one at least. Each step adds `tokens_per_step` to an output.
+        There must be at least one. Each step adds `tokens_per_step` to an output.
         """
         output = scale * self.num_output_tokens
         block_steps = scale * self.num_prompt_block_steps + scale**2 * self.num_output_block_steps
@@ -77,16 +76,16 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class AverageRequest:
-    """An average over requests."""
+    """Averages over requests."""
 
     prefill_tokens: float
     output_tokens: float
     output_steps: float
-    """That it runs."""
+    """Steps from the first output token to the last."""
     final_blocks: float
-    """At its longest."""
+    """Blocks when the request ends."""
     mean_blocks: float
-    """Over the steps that it runs."""
+    """Mean blocks over its output's steps."""
 
 
 def fill_share(
@@ -96,25 +95,24 @@ def fill_share(
     most_tokens: int,
     cost: StepCost | None = None,
 ) -> float:
-    """In what part of an output's steps memory is best filled, from above 0 to 1.
+    """The best time to fill memory, as a share of an output's steps, above 0 and at most 1.
 
-    If requests are admitted over a share t of the o steps that each runs, and the next ones as
-    they end, memory of M blocks holds
+    If requests are admitted over a share t of the o steps that each runs, and the next ones when
+    they end, M blocks hold
 
         n(t) = M / (final blocks - t * (final blocks - mean blocks))
 
-    of them, and N requests are all admitted in N / n waves. A wave is t * o steps with prefill
-    and (1 - t) * o without; the last one is as long as it has to be, and one more output
-    follows it. Of all t with at most 3 % more steps than the fewest, the slowest one is taken
-    that is predicted to take at most 1 % longer than the fastest: where spreading prefill
-    doesn't pay, it isn't spread.
+    of them, so N requests are admitted in N / n waves. A wave is t * o steps with prefill and
+    (1 - t) * o without; the last one is only as long as needed, and one more output follows it.
+    Of all t with at most 3 % more steps than the fewest, this is the largest whose predicted time
+    is at most 1 % above the shortest.
 
     Args:
         request: the average of all.
         num_requests: N.
         num_blocks: M.
-        most_tokens: that a step may have.
-        cost: of a step; without it, steps alone are counted.
+        most_tokens: most tokens of a step.
+        cost: of a step; without it, only steps count.
     """
     of = cost or StepCost()
     num_tokens = num_requests * (request.prefill_tokens + request.output_tokens)
@@ -142,12 +140,12 @@ def fill_share(
 
 
 def _held_blocks(request: AverageRequest, share: float) -> float:
-    """Blocks of a request where the first one is about to end, if `share` is that of a fill."""
+    """Mean blocks per request when the first one is about to end."""
     return request.final_blocks - share * (request.final_blocks - request.mean_blocks)
 
 
 class Pace:
-    """Says how many prompt tokens a step may have.
+    """Decides how many prompt tokens a step may have.
 
     Args:
         num_blocks: M.
@@ -160,21 +158,21 @@ class Pace:
         """See `fill_share`."""
 
     def rate(self, request: AverageRequest) -> float:
-        """Prompt tokens a step at which requests like this one fill memory."""
+        """Prompt tokens per step at which requests like this one fill memory."""
         num_running = max(1.0, self._num_blocks / _held_blocks(request, self.fill_share))
         return num_running * request.prefill_tokens / (self.fill_share * request.output_steps)
 
     def least(self, request: AverageRequest) -> float:
-        """Prompt tokens that a step has at least while a prompt is prefilled."""
+        """Fewest prompt tokens of a step while a prompt is being prefilled."""
         part = request.prefill_tokens / (_PREFILL_SHARE * request.output_steps)
         return max(1.0, min(part, request.prefill_tokens))
 
     def next_step(self, request: AverageRequest, *, is_prefilling: bool = False) -> float:
-        """Prompt tokens that the next step may have, 0 at least.
+        """Prompt tokens that the next step may have.
 
         Args:
             request: the average of all that wait.
-            is_prefilling: whether a prompt has begun and not ended.
+            is_prefilling: whether a prompt is partly prefilled.
         """
         rate = self.rate(request)
         most = max(_MOST_STEPS_SAVED * rate, request.prefill_tokens)
@@ -184,5 +182,5 @@ class Pace:
         return 0.0
 
     def used(self, num_tokens: int) -> None:
-        """So many were used in the step."""
+        """Note how many prompt tokens the step has used."""
         self._allowance -= num_tokens

@@ -1,4 +1,4 @@
-"""What is planned for each request, and what all of them will hold in the steps to come."""
+"""The plan of each request, and the blocks that all of them will hold in later steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from batchllm_operator.vllm_plugin.scheduler.projection import BlockProjection, 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_GUESSED_OUTPUT: Final = 256  # tokens, where nothing is known
-_GUESS_REQUESTS: Final = 2  # as how many known outputs a guess counts
-_SPEED_STEPS: Final = 8  # as how many steps of a token each the first guess of speed counts
+_GUESSED_OUTPUT: Final = 256  # tokens, without an estimate
+_GUESS_REQUESTS: Final = 2  # weight of the guess, in finished requests
+_SPEED_STEPS: Final = 8  # weight of the first guess of speed, in steps of one token each
 
 
 @dataclass(slots=True, eq=False)
@@ -32,27 +32,27 @@ class _Plan:
     estimate: int
     """Output tokens, as given or guessed."""
     estimates: OutputEstimates
-    """Learn from this request, and say how long it will be."""
+    """Predicts this request's length, and learns from it."""
     share: Waiting
-    """Its part of what waits."""
+    """Its part of the waiting sums."""
     growth: Growth | None = None
     """Set while it runs."""
     begun: int = 0
-    """Step from which on it decodes, as far as that is known."""
+    """Expected first decode step."""
     outgrown: int = 0
     """Its output's length when it last outgrew its estimate."""
 
 
 class PlannedRequests:
-    """All requests of a scheduler: who waits, who runs, what they hold, when they end.
+    """All requests of a scheduler: which wait, which run, what they hold, when they end.
 
-    Steps are counted by the projection. `Request` is vLLM's; nothing of it is changed here.
+    The projection counts the steps. vLLM's `Request` isn't changed here.
 
     Args:
         kv_cache_manager: vLLM's.
         block_size: tokens of a block.
-        shares: whether requests find the KV of others.
-        delay: steps after its last one in which a request still holds its blocks.
+        shares: whether requests reuse the KV of others.
+        delay: steps for which a request holds its blocks after its last one.
         has_drafts: whether a step may give a request more than one token.
     """
 
@@ -75,23 +75,23 @@ class PlannedRequests:
         self._running: dict[str, _Plan] = {}
         self._ends: defaultdict[int, list[str]] = defaultdict(list)
         self._waiting = Waiting()
-        self._num_guessed = 0  # of those that wait
+        self._num_guessed = 0  # waiting requests without an estimate
         self._num_seen = 0
         self._num_steps, self._num_tokens = _SPEED_STEPS, _SPEED_STEPS
 
     @property
     def num_waiting(self) -> int:
-        """Requests that don't run."""
+        """Requests that wait."""
         return self._waiting.num_requests
 
     @property
     def num_seen(self) -> int:
-        """Requests that have ever arrived."""
+        """Requests that have arrived so far."""
         return self._num_seen
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left, nor anything that was held or counted."""
+        """Whether no request is left, and nothing is held or counted."""
         return (
             not self._plans
             and not self._running
@@ -101,18 +101,18 @@ class PlannedRequests:
         )
 
     def average_waiting(self) -> AverageRequest:
-        """The average of those that wait; there has to be one."""
+        """The average waiting request; there must be one."""
         share = self._num_guessed / self._waiting.num_requests
         scale = share * self._guessed.scale + (1 - share) * self._given.scale
         return self._waiting.average(scale, self._block_size, self._speed)
 
-    # Of one request.
+    # One request.
 
     def arrive(self, request: Request) -> None:
-        """Plan a request that is new.
+        """Plan a new request.
 
         Raises:
-            SpecError: its hints aren't what `RequestHints` makes. Nothing has changed then.
+            SpecError: its hints aren't valid. Nothing has changed then.
         """
         params = request.sampling_params
         hints = RequestHints.from_extra_args(params.extra_args if params else None)
@@ -123,7 +123,7 @@ class PlannedRequests:
             hashes = request.block_hashes[: max(num_shared, 0)]
             group = self.groups.join(hints.group_id, hashes, hints.group_size)
         hints = hints or RequestHints(group_id=0)
-        if group is None:  # it shares nothing, whatever its hint says
+        if group is None:  # it shares nothing, despite its hints
             hints = replace(hints, num_prefix_tokens=0, group_size=1)
             group = self.groups.join(("alone", request.request_id), (), 1)
             assert group is not None, "a request's id isn't taken"
@@ -146,36 +146,36 @@ class PlannedRequests:
         self._add_waiting(plan, 1)
 
     def has_prefix(self, request: Request) -> bool:
-        """Whether a waiting request would find its group's prefix, or is to compute it."""
+        """Whether a waiting request would find its group's prefix, or would compute it itself."""
         return self.groups.has_prefix_for(self._plans[request.request_id].group)
 
     def is_pinned_beside(self, request: Request) -> bool:
-        """Whether a prefix of another group is held though none of its members runs."""
+        """Whether the prefix of another group is pinned without a running member."""
         return self.groups.is_pinned_beside(self._plans[request.request_id].group)
 
     def unpin_beside(self, request: Request) -> None:
-        """Give back prefixes of other groups without a running member."""
+        """Unpin the prefixes of all other groups."""
         self.groups.unpin_all(but=self._plans[request.request_id].group)
 
     def num_to_prefill(self, request: Request) -> int:
-        """Tokens that a waiting request will find no KV for."""
+        """Tokens of a waiting request without KV in the cache."""
         group = self._plans[request.request_id].group
         num_found = group.num_prefix_blocks - self.groups.num_new_blocks(group, request)
         return request.num_tokens - num_found * self._block_size
 
     def num_prefix_tokens(self, request: Request) -> int:
-        """What it shares with its group; 0 if it isn't known."""
+        """Tokens that it shares with its group; 0 if the request is unknown."""
         plan = self._plans.get(request.request_id)
         return plan.num_prefix_tokens if plan is not None else 0
 
     def peak_with(self, request: Request, start: int) -> int:
-        """Most blocks in use in any step to come, if it is prefilled by step `start`."""
+        """Peak of blocks in use from now on, if the request is prefilled by step `start`."""
         plan = self._plans[request.request_id]
         num_prefix_blocks = self.groups.num_new_blocks(plan.group, request)
         return self.projection.peak_with(self._growth(request, plan, start), num_prefix_blocks)
 
     def run(self, request: Request, start: int) -> None:
-        """A waiting request runs, and will be prefilled by step `start`."""
+        """Note that a waiting request runs, and will be prefilled by step `start`."""
         plan = self._plans[request.request_id]
         growth = self._growth(request, plan, start)
         self._expect(request.request_id, plan, growth)
@@ -183,11 +183,11 @@ class PlannedRequests:
         self._add_waiting(plan, -1)
 
     def runs(self, request: Request) -> bool:
-        """Whether it was started and hasn't been stopped since."""
+        """Whether a request runs."""
         return request.request_id in self._running
 
     def renew(self, request: Request, start: int) -> None:
-        """Count a running request again, as one that is prefilled by step `start`."""
+        """Update a running request: it will be prefilled by step `start`."""
         plan = self._running[request.request_id]
         if plan.growth is not None:
             self.projection.add(plan.growth, sign=-1)
@@ -196,18 +196,17 @@ class PlannedRequests:
         self.groups.ends_at(plan.group, growth.end)
 
     def put_back(self, request: Request, next_one: Request | None) -> None:
-        """A running request waits again; `next_one` is the first that waits."""
+        """Note that a running request waits again; `next_one` is the first waiting request."""
         plan = self._plans[request.request_id]
         self._stop(request, plan, next_one, ended=False)
         self._add_waiting(plan, 1)
 
     def leave(self, request: Request, next_one: Request | None, *, aborted: bool) -> None:
-        """A request is at its end, whether it ran or not. Its blocks are still its own.
+        """Remove a request, waiting or running, that still holds its blocks.
 
         Args:
-            request: which.
-            next_one: the first that waits.
-            aborted: whether its output is shorter than it would have been.
+            next_one: the first waiting request.
+            aborted: whether its output was cut short.
         """
         plan = self._plans.pop(request.request_id, None)
         if plan is None:
@@ -223,15 +222,15 @@ class PlannedRequests:
             self.groups.forget_all()
 
     def computed_work(self, request: Request) -> int:
-        """Tokens of a running request that would have to be computed again."""
+        """Tokens that a running request would have to compute again after a preemption."""
         group = self._running[request.request_id].group
         shared = group.num_prefix_blocks * self._block_size if group.num_running > 1 else 0
         return max(request.num_computed_tokens - shared, 0)
 
-    # Of all.
+    # All requests.
 
     def extend_overdue(self, requests: dict[str, Request], prefilling: Iterable[str]) -> None:
-        """See to those that were to have ended by now."""
+        """Extend running requests that should have ended by now."""
         step = self.projection.now
         for request_id in self._ends.pop(step, ()):
             plan, request = self._running.get(request_id), requests.get(request_id)
@@ -243,7 +242,7 @@ class PlannedRequests:
             self.renew(request, max(step, plan.growth.start))
 
     def recount(self, requests: dict[str, Request]) -> None:
-        """Count everything again: estimates have changed, and steps may have been missed."""
+        """Count everything again with the current estimates; steps may also have been missed."""
         step = self.projection.now
         self.projection.clear()
         self._ends.clear()
@@ -258,7 +257,7 @@ class PlannedRequests:
 
     @property
     def _speed(self) -> float:
-        """Tokens that a step gives a request that decodes."""
+        """Tokens per step of a decoding request."""
         return self._num_tokens / self._num_steps if self._has_drafts else 1.0
 
     def _growth(self, request: Request, plan: _Plan, start: int) -> Growth:

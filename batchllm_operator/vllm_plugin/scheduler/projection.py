@@ -1,9 +1,9 @@
-"""KV blocks that running requests will take, step by step into the future.
+"""KV blocks that running requests will hold in each later step.
 
-A request that has been prefilled grows by a token in each step until it ends, and then gives
-its blocks back. So what all of them will hold is known for every step to come, as far as the
-lengths of their outputs are, and the peak of that says whether one more fits. Reserving each
-one's final size instead would leave memory idle that is only needed when others have ended.
+A prefilled request grows by a token per step until it ends, and then frees its blocks. So the
+blocks of all requests follow from their output lengths, and the peak decides whether one more
+request fits. Reserving each request's final size instead would leave memory idle that is needed
+only when others have ended.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _FIRST_STEPS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The blocks of one request beside those that it shares.
+    """The blocks of one request beyond those that it shares.
 
     In step s it holds the blocks of `num_tokens + (s - start) * tokens_per_step` tokens, less
-    `num_shared_blocks`, for all s in [start, end), and before as many as in `start`.
+    `num_shared_blocks`, for all s in [start, end), and before `start` as many as in `start`.
     """
 
     start: int
@@ -33,7 +33,7 @@ class Growth:
 
 
 class BlockProjection:
-    """Blocks in use in each step from now on. Steps are counted from 0.
+    """Blocks in use in each step from the current one on. Steps are counted from 0.
 
     Args:
         block_size: tokens per block.
@@ -52,7 +52,7 @@ class BlockProjection:
         return self._now
 
     def advance(self, now: int) -> None:
-        """Go on to a later step; what is over is forgotten."""
+        """Move to a later step, and drop the earlier ones."""
         self._now = now
         if now - self._first > len(self._blocks) // 2:
             rest = self._blocks[now - self._first :]
@@ -61,26 +61,26 @@ class BlockProjection:
             self._first = now
 
     def clear(self) -> None:
-        """Nothing is in use any more."""
+        """Set all steps to 0 blocks."""
         self._blocks[:] = 0
         self._num_held = 0
 
     def add(self, growth: Growth, sign: int = 1) -> None:
-        """Count a request's blocks from now on; with a `sign` of -1 no longer."""
+        """Add a request's blocks from now on, or remove them with a `sign` of -1."""
         if self._now < growth.end:
             self._reach(growth.end)
             ahead = self._blocks[self._now - self._first : growth.end - self._first]
             ahead += sign * self._of(growth)
 
     def hold(self, num_blocks: int, begin: int, until: int) -> None:
-        """Count blocks in the steps [begin, until), as far as they are ahead."""
+        """Add blocks in those of the steps [begin, until) that aren't over."""
         begin = max(begin, self._now)
         if begin < until:
             self._reach(until)
             self._blocks[begin - self._first : until - self._first] += num_blocks
 
     def hold_for_now(self, num_blocks: int) -> None:
-        """Count blocks for all time, until the same number is given with a minus."""
+        """Add blocks without end; a negative number removes them."""
         self._num_held += num_blocks
 
     def num_blocks(self) -> int:
@@ -88,22 +88,22 @@ class BlockProjection:
         return int(self._blocks[self._now - self._first]) + self._num_held
 
     def peak_with(self, growth: Growth, num_blocks: int = 0) -> int:
-        """The most blocks in use in any step to come, with one more request.
+        """The most blocks in use in any step from now on, with one more request.
 
         Args:
             growth: of the request.
-            num_blocks: that it brings along for others to share, for as long as it runs.
+            num_blocks: blocks that it adds for others to share, while it runs.
         """
         self._reach(growth.end)
         ahead = self._blocks[self._now - self._first :]
-        most = int(ahead.max())  # where it has ended
+        most = int(ahead.max())  # after it has ended
         if self._now < growth.end:
             with_it = ahead[: growth.end - self._now] + self._of(growth)
             most = max(most, int(with_it.max()) + num_blocks)
         return most + self._num_held
 
     def _of(self, growth: Growth) -> NDArray[np.int64]:
-        """Blocks of a request in each step from now to its end."""
+        """Blocks of a request, [steps from now to its end]."""
         if growth.tokens_per_step == 1.0:
             first = growth.num_tokens - growth.start
             tokens = np.arange(first + self._now, first + growth.end, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What the scheduler did in each step, as a Parquet file."""
+"""A Parquet file with a row per scheduler step."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TRACE_SCHEMA: Final = pa.schema(
 
 
 CHUNK_SIZE_KEY: Final = b"batchllm.chunk_size"
-"""Of the file's metadata: most tokens of a step, in decimal digits."""
+"""Key in the file's metadata: most tokens of a step, in decimal digits."""
 
 
 class StepTrace:
     """Writes a row per step.
 
-    Rows go to the file some thousands at a time, so that memory doesn't grow with the run. The
-    file can be read once it has been closed.
+    Rows are written some thousands at a time, so that memory doesn't grow with the run. The file
+    is readable once it has been closed.
 
     Args:
         path: the file to write.
@@ -60,7 +60,7 @@ class StepTrace:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, and end the file. More rows can't be added; may be repeated."""
+        """Write the remaining rows and end the file. May be repeated."""
         self._flush()
         self._writer.close()
 
@@ -74,7 +74,7 @@ class StepTrace:
 
 
 class OptionalTrace:
-    """A `StepTrace` that costs a warning, and not the run, where it can't be written."""
+    """A `StepTrace` whose failure costs a warning, not the run."""
 
     def __init__(self, path: Path, chunk_size: int) -> None:
         self._trace: StepTrace | None = None
@@ -88,7 +88,7 @@ class OptionalTrace:
                 self._trace.add(row)
 
     def close(self) -> None:
-        """Write what is left, and end the file."""
+        """Write the remaining rows and end the file."""
         if self._trace is not None:
             with self._warning("the trace of steps isn't whole"):
                 self._trace.close()

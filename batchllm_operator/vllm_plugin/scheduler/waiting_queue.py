@@ -13,20 +13,20 @@ class Gate(Protocol):
     """Decides which requests leave the queue, and is notified when they do."""
 
     def is_closed_for(self, request: Request) -> bool:
-        """Whether the request has to stay for now. Is asked often, and changes nothing."""
+        """Whether the request must stay in the queue for now. Called often."""
 
     def taken_out(self, request: Request) -> None:
-        """The request left the queue: to run, which its status will say, or to be put back."""
+        """Note that the request left the queue, to run (see its status) or to be put back."""
 
     def put_back(self, request: Request) -> None:
-        """The request is in the queue, maybe again."""
+        """Note that the request is in the queue, maybe again."""
 
 
 class GatedQueue(FCFSRequestQueue):
-    """First come, first served, as long as the gate lets the first one through.
+    """First come, first served, as long as the gate is open for the first request.
 
-    vLLM goes on to admit requests while the queue is true, so it is false where the gate is
-    closed. Its length is always that of the queue.
+    vLLM admits requests while the queue is true, so it is false while the gate is closed. Its
+    length is always that of the queue.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -37,7 +37,7 @@ class GatedQueue(FCFSRequestQueue):
         return len(self) > 0 and not self._gate.is_closed_for(self[0])
 
     def peek_request(self) -> Request:
-        if len(self) == 0:  # whether the gate is closed doesn't matter
+        if len(self) == 0:  # also with the gate closed
             raise IndexError("peek from an empty queue")
         return self[0]
 
