@@ -37,10 +37,10 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
     """Start the engine that the spec names, so that a row that kills it costs only itself.
 
     Args:
-        job: what the plan knows of the work.
+        job: what the plan says about the work.
 
     Raises:
-        SpecError: the engine doesn't know an argument of `engine.extra_args`, or refuses one.
+        SpecError: an argument of `engine.extra_args` is unknown or refused.
         MissingLibraryError: vLLM isn't installed.
         EngineError: vLLM can't start.
     """
@@ -61,7 +61,7 @@ def start_engine(spec: JobSpec, job: EngineJob) -> Engine:
     num_started = count()
 
     def start() -> Engine:
-        # A later one gets what is left, and how much that is, is unknown.
+        # A later engine gets the remaining requests, whose number is unknown.
         known = job if next(num_started) == 0 else replace(job, num_requests=None)
         return VLLMEngine(spec, known)
 
@@ -75,16 +75,19 @@ def _start_replicas(spec: JobSpec, job: EngineJob) -> Engine:
     num_started = count()
 
     def start() -> Engine:
-        # Later ones get what is left; and if a chain killed the first ones, it won't again.
+        # Later ones get the remaining requests, without a chain, which may have killed the first.
         is_first, known = next(num_started) == 0, replace(job, chain=None)
         if not is_first:
             return ReplicaEngines(spec, replace(known, num_requests=None))
         if job.chain is not None:
             try:
                 return ReplicaEngines(spec, job)
-            except (EngineError, SpecError) as error:  # without it, they say what else is wrong
+            except (
+                EngineError,
+                SpecError,
+            ) as error:  # other faults show again
                 _log.warning(
-                    "replicas start again, to compute no prefix together (planner.runahead: off"
+                    "replicas start again without a chain (planner.runahead: off"
                     " saves the first start): %s",
                     error,
                 )

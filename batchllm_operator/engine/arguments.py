@@ -1,4 +1,4 @@
-"""What `engine.extra_args` may hold, known without starting an engine."""
+"""Checks `engine.extra_args` without starting an engine."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BUILTINS: Final = {each.__name__: each for each in (bool, dict, float, int, lis
 
 
 def check_arguments(spec: JobSpec) -> None:
-    """Refuse what the engine would refuse when it starts, as far as that shows without starting it.
+    """Refuse arguments that the engine would refuse, as far as that is known without starting it.
 
-    Which arguments vLLM has is known where it is installed, whether or not it can run there.
+    vLLM's arguments are known where it is installed, even if it can't run there.
 
     Raises:
-        SpecError: naming each argument that is unknown or of another type, or one that can't be
-            chosen here.
+        SpecError: names each argument that is unknown or of another type, or one that can't be
+            set here.
     """
     given = spec.engine.extra_args
     if spec.engine.backend == "fake":
@@ -47,14 +47,14 @@ def check_arguments(spec: JobSpec) -> None:
 def vllm_arguments() -> dict[str, Any] | None:
     """The types of vLLM's engine arguments by name; None if vLLM isn't installed.
 
-    From its source: importing it takes many seconds and a gigabyte, and a GPU's build may not be
-    importable where there is none. A type that isn't made of builtins is `Any`.
+    Reads the source: importing it takes many seconds and a gigabyte, and a GPU's build may not be
+    importable without a GPU. A type that isn't made of builtins is `Any`.
     """
     try:
         package = find_spec("vllm")
         folders = package.submodule_search_locations if package is not None else None
         tree = ast.parse(Path((folders or [""])[0], _SOURCE).read_bytes())
-    except (OSError, SyntaxError, ValueError):  # absent, or laid out otherwise
+    except (OSError, SyntaxError, ValueError):  # absent, or another layout
         return None
     return {
         field.target.id: _type(field.annotation)
@@ -77,7 +77,7 @@ def _type(annotation: ast.expr) -> Any:
 
 
 def _faults(given: Mapping[str, Any], known: Mapping[str, Any], whose: str) -> Iterator[str]:
-    """What is wrong with arguments, without their values."""
+    """Describe each wrong argument, without its value."""
     for name, value in given.items():
         where = f"{_WHERE}.{shown(name)}"
         if name not in known:
@@ -93,7 +93,7 @@ def _faults(given: Mapping[str, Any], known: Mapping[str, Any], whose: str) -> I
 
 
 def _check_choices(spec: JobSpec) -> None:
-    """Refuse arguments that vLLM knows, but that don't fit how we run it."""
+    """Refuse arguments that vLLM has, but that don't fit how we run it."""
     given, config = spec.engine.extra_args, spec.engine.extra_args.get("additional_config")
     AttentionSettings.from_additional_config(config)
     SchedulerSettings.from_additional_config(config)

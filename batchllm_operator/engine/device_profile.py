@@ -1,8 +1,8 @@
-"""What was measured of a device, once, and what follows for the scheduler.
+"""Measurements of a device, and the scheduler's settings that follow from them.
 
 Steps of growing size are timed with made-up prompts. The smallest step that computes tokens about
-as fast as the largest is the chunk size (the "one-time profiling" of Sarathi-Serve, Sec. 4.3); how
-long steps take tells the scheduler how far spreading prefill pays.
+as fast as the largest is the chunk size (the "one-time profiling" of Sarathi-Serve, Sec. 4.3). From
+the times of steps the scheduler derives how far spreading prefill pays.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class DeviceProfile(BaseModel):
-    """Measured on one kind of device, with one model and one way to run it."""
+    """Measurements of one kind of device, with one model and one set of engine arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     profile_version: Literal[1] = 1
     subject: Mapping[str, str]
-    """What was measured: device, model, versions, engine arguments that matter."""
+    """Device, model, versions and relevant engine arguments."""
     steps: tuple[tuple[_Tokens, _Seconds], ...] = Field(min_length=1)
-    """Tokens of a step, ascending, and the seconds that it takes."""
+    """(tokens, seconds) of each step size, ascending."""
     num_kv_blocks: int = Field(ge=1)
-    """Of the KV cache, beside the weights and what a step needs."""
+    """Blocks of the KV cache, after the weights and a step's needs."""
 
     @field_validator("steps")
     @classmethod
@@ -47,26 +47,26 @@ class DeviceProfile(BaseModel):
 
     @property
     def key(self) -> str:
-        """Names the subject, in hex."""
+        """The subject's key, in hex."""
         return profile_key(self.subject)
 
     @property
     def chunk_size(self) -> int:
-        """Tokens of the smallest step that computes them about as fast as any."""
+        """Tokens of the smallest step that has about the best rate."""
         rates = {tokens: tokens / seconds for tokens, seconds in self.steps}
         best = max(rates.values())
         return min(tokens for tokens, rate in rates.items() if rate >= _FAST_ENOUGH * best)
 
     @property
     def memory_threshold(self) -> float:
-        """Share of the KV blocks that may be planned to be in use: all, but for a block of each
-        thousand, and two at least, which a step may take before the plan has been corrected."""
+        """Share of the KV blocks that may be planned to be in use: all but one in a thousand, and
+        at least two, which a step may take before the plan is corrected."""
         spare = max(_MIN_BLOCKS_FREE, self.num_kv_blocks // 1000)
         return max(0.5, 1 - spare / self.num_kv_blocks)
 
     @property
     def step_cost(self) -> StepCost:
-        """A line through the two largest steps, and the smallest step's time as the least."""
+        """A line through the two largest steps, with the smallest step's time as a lower bound."""
         least_s = self.steps[0][1]
         if len(self.steps) == 1:
             return StepCost(token_s=0.0, weights_s=least_s, overhead_s=0.0)
@@ -77,21 +77,21 @@ class DeviceProfile(BaseModel):
 
 
 class ProfileStore(Protocol):
-    """Where profiles are kept between runs."""
+    """Keeps profiles between runs."""
 
     def find(self, subject: Mapping[str, str]) -> DeviceProfile | None:
-        """The profile of a subject; None if there is none that can be read."""
+        """The profile of a subject; None if there is none or it can't be read."""
 
     def keep(self, profile: DeviceProfile) -> None:
-        """Remember a profile, in place of an earlier one of the same subject."""
+        """Store a profile, in place of an earlier one of the same subject."""
 
 
 def profile_key(subject: Mapping[str, Any]) -> str:
-    """32 hex digits that stand for a subject."""
+    """The first 32 hex digits of a subject's digest."""
     return hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def step_sizes(most_tokens: int) -> Sequence[int]:
-    """Sizes to measure, ascending: powers of two from 64, and the largest that there may be."""
+    """Sizes to measure, ascending: powers of two from 64, and `most_tokens`."""
     sizes = [64 << power for power in range(20) if 64 << power < most_tokens]
     return [*sizes, most_tokens]

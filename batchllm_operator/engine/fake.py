@@ -1,8 +1,7 @@
-"""An engine that runs no model, for trying out and testing everything around it.
+"""An engine without a model, to try and test everything around it.
 
-It answers a prompt with a digest of its token ids, so that outputs are deterministic and
-tell any two prompts apart. `engine.extra_args` can ask for faults, slowness, and plans without a
-model's tokenizer:
+It answers a prompt with a digest of its token ids, so outputs are deterministic and differ between
+prompts. `engine.extra_args` can ask for faults, delays, and plans without a model's tokenizer:
 
     byte_tokens        the tokens of a prompt are its bytes (default false: the model's)
     delay_s            seconds for each request
@@ -11,7 +10,7 @@ model's tokenizer:
     max_in_flight      requests that run at a time (default 16)
     num_characters     of each text (default 21)
 
-Their types and names are checked before an engine is started, see `arguments`.
+`arguments` checks their names and types before an engine starts.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _NUM_CHARACTERS = 21
 
 
 class FakeEngine:
-    """Makes up an output for each request; serves them in waves of `max_in_flight`."""
+    """Serves requests in waves of `max_in_flight`, with made-up outputs."""
 
     def __init__(self, spec: JobSpec, max_model_len: int) -> None:
         args = {name: each for name, each in spec.engine.extra_args.items() if each is not None}
@@ -83,7 +82,7 @@ class FakeEngine:
 
 
 def fake_text(prompt_token_ids: list[int], num_characters: int = _NUM_CHARACTERS) -> str:
-    """The text that the fake engine gives for a prompt."""
+    """The fake engine's output for a prompt."""
     prompt = repr(prompt_token_ids).encode()
     text = "fake " + hashlib.sha256(prompt).hexdigest()[:16]
     if num_characters > len(text):

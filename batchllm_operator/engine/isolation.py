@@ -1,8 +1,8 @@
-"""Keeps a row that kills the engine from taking the job down.
+"""Keeps a row that kills the engine from failing the job.
 
-When the engine dies, one of the requests that it held may be the cause. A new engine tries
-them again in halves until the one that kills it stands alone; it gets an error, the others
-get their outputs, and the stream goes on.
+When the engine dies, one of the requests that it held may be the cause. A new engine retries them
+in halves until the one that kills it is alone. That one gets an error, the others get their
+outputs, and the stream continues.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MAX_CULPRITS: Final = 5  # in a row
 
 
 class IsolatingEngine:
-    """An engine that outlives the engines that `start` makes.
+    """An engine that survives the death of the engines that `start` makes.
 
-    It gives up, with `EngineError`, when more than five requests in a row have killed an
-    engine each while running alone: then it's the machine, not the rows.
+    It gives up with `EngineError` when more than five requests in a row have each killed an engine
+    while running alone: the cause is the machine, not the rows.
     """
 
     def __init__(self, start: Callable[[], Engine]) -> None:
@@ -48,7 +48,7 @@ class IsolatingEngine:
             self._engine = None
 
     def _isolate(self, suspects: Sequence[EngineRequest]) -> Iterator[EngineOutput]:
-        """Serve all suspects, in batches that are halved until none kills the engine."""
+        """Serve all suspects, in batches that are halved when one kills the engine."""
         batches = _halves(suspects) if len(suspects) > 1 else [suspects]
         while batches:
             batch = batches.pop()
@@ -61,7 +61,7 @@ class IsolatingEngine:
                     self._count_culprit(error)
                     yield EngineOutput.failed(batch[0], str(error))
                 else:
-                    batches += _halves([*error.in_flight, *requests])  # not answered, not taken
+                    batches += _halves([*error.in_flight, *requests])  # unanswered or not taken
 
     def _stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         for output in self._revived().stream(requests):

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it."""
+"""Ends a process with its parent."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, even by SIGKILL (Linux).
+    """Make the kernel kill this process when its parent ends, even by SIGKILL (Linux).
 
-    The thread counts as the parent that started this process.
+    The parent is the thread that started this process.
 
     Raises:
         OSError: the kernel refuses.

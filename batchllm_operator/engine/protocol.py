@@ -1,4 +1,4 @@
-"""What the job needs of an inference engine."""
+"""The protocol between a run and its inference engine."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ class ChainedGroup:
 
     prefix: RunaheadGroup
     num_members: int
-    """Requests with its group_id that the engine will be given."""
+    """Requests with its group_id that the engine will get."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainJob:
-    """What replicas that can compute prefixes together are asked to (ADR 26)."""
+    """The work of a chain: prefixes to compute together (ADR 26)."""
 
     groups: tuple[ChainedGroup, ...] = ()
-    """In the order in which their requests come."""
+    """Ordered as their requests arrive."""
     keep_profile: Callable[[ChainProfile], None] | None = None
-    """Takes what the chain was measured at; None: it isn't measured."""
+    """Receives the chain's measurements; None to measure nothing."""
     subject: Mapping[str, str] = field(default_factory=dict)
-    """What is measured, as a later plan will look it up: see `chain_subject`. By the spec as it
-    was planned with; an engine's has the model's commit in place of a branch."""
+    """The profile's subject, as a later plan will look it up (`chain_subject`). It follows the
+    spec of the plan; an engine's spec has the model's commit in place of a branch."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """What an engine is started for, as far as the plan knows."""
+    """The work of an engine, as far as the plan knows it."""
 
     max_model_len: int
-    """Most tokens of a prompt and its output together."""
+    """Most tokens of a prompt with its output."""
     num_requests: int | None = None
-    """That it will be given; None if that isn't known."""
+    """Requests that it will get; None if unknown."""
     step_cost: StepCost | None = None
-    """Of the GPU that was planned for, until a profile of the real one is there."""
+    """For the planned GPU, until the real one has a profile."""
     profiles: ProfileStore | None = None
-    """Remembers profiles of devices; without it, every engine makes its own."""
+    """Stores profiles of devices; without it, every engine measures its own."""
     trace_folder: Path | None = None
-    """Local folder for traces of the engine's steps, a Parquet file for each engine; None for
-    none. Traces of replicas but the first are in folders of their own there."""
+    """Local folder for traces of the engine's steps, a Parquet file per engine; None for none.
+    Replicas other than the first have folders of their own there."""
     spread_groups: frozenset[int] = frozenset()
-    """Groups whose requests are for all replicas in turn; the others each for one of them."""
+    """Groups whose requests go to all replicas in turn; each other group goes to one."""
     chain: ChainJob | None = None
-    """None: replicas don't compute prefixes together."""
+    """None if replicas don't compute prefixes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,14 @@ class EngineRequest:
     """Requests with the same group_id share their first `num_prefix_tokens` tokens."""
     num_prefix_tokens: int
     group_size: int = 1
-    """Requests with this group_id that the engine will be given."""
+    """Requests with this group_id that the engine will get."""
     num_output_tokens: int | None = None
-    """Estimated; None for as many as the spec allows."""
+    """Estimated; None for the spec's maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """What became of one request: a text, or an error."""
+    """The result of one request: a text or an error."""
 
     request_idx: int
     text: str | None
@@ -86,13 +86,13 @@ class EngineOutput:
     """`stop` or `length`; None with an error."""
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens whose KV was found in the cache instead of computed."""
+    """Prompt tokens whose KV was in the cache."""
     num_output_tokens: int
     error: str | None
 
     @classmethod
     def failed(cls, request: EngineRequest, reason: str) -> EngineOutput:
-        """The output of a request that the engine could not serve."""
+        """The output of a request that the engine couldn't serve."""
         reason = " ".join(reason.split())
         return cls(
             request_idx=request.request_idx,
@@ -108,8 +108,8 @@ class EngineOutput:
 class EngineDiedError(EngineError):
     """The engine failed as a whole, and can't be used again.
 
-    `in_flight` are the requests, in the order they were taken, that it had accepted
-    and not answered: one of them may be the cause.
+    `in_flight` are its unanswered requests, in the order in which it took them: one of them may be
+    the cause.
     """
 
     def __init__(self, message: str, in_flight: Sequence[EngineRequest]) -> None:
@@ -121,10 +121,10 @@ class Engine(Protocol):
     """Generates for a stream of requests."""
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-        """Generate for each request, and yield outputs as they are finished, in any order.
+        """Generate for each request, and yield outputs as they finish, in any order.
 
-        Takes requests only as it needs them, with a bounded look-ahead, in the given
-        order. Every request taken gets exactly one output.
+        Takes requests in the given order with a bounded look-ahead. Every request taken gets
+        exactly one output.
 
         Raises:
             EngineDiedError: the engine failed; outputs yielded so far stand.

@@ -1,4 +1,4 @@
-"""Which attention vLLM's engine runs with: chosen by the spec, checked after the start, logged."""
+"""The attention of vLLM's engine: chosen by the spec, checked after the start, logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchllm_operator.spec import JobSpec
 def attention_args(spec: JobSpec, known: Mapping[str, object]) -> dict[str, Any]:
     """vLLM's engine arguments that choose the spec's attention.
 
-    On a CPU there are none: vLLM has one backend there, whose place ours takes.
+    None on a CPU: vLLM has one backend there, which ours replaces.
 
     Args:
         known: the arguments that this vLLM has.
@@ -36,10 +36,10 @@ def attention_args(spec: JobSpec, known: Mapping[str, object]) -> dict[str, Any]
 
 
 def check_model(spec: JobSpec, vllm_config: Any) -> None:
-    """Refuse a model or a GPU that our attention doesn't take, before anything is loaded.
+    """Refuse a model or a GPU that our attention doesn't support, before the model is loaded.
 
     Raises:
-        SpecError: `engine.attention` is batchllm, and something isn't taken.
+        SpecError: `engine.attention` is batchllm, and something isn't supported.
     """
     if spec.engine.attention == "batchllm":
         from batchllm_operator.vllm_plugin.attention import backend as attention
@@ -48,16 +48,16 @@ def check_model(spec: JobSpec, vllm_config: Any) -> None:
 
 
 def start_attention(spec: JobSpec, engine: Any) -> str:
-    """Check what an engine's layers have, and warm ours up.
+    """Check the attention of an engine's layers, and warm ours up.
 
     Returns:
-        One line on what runs and why, for the log.
+        One line for the log: what runs, and why.
 
     Args:
         engine: vLLM's `LLMEngine`, started with `attention_args`.
 
     Raises:
-        SpecError: ours was asked for, and some layers have another one.
+        SpecError: ours was asked for, and some layers have another.
     """
     if spec.engine.attention == "stock":
         chosen = engine.vllm_config.attention_config.backend

@@ -1,7 +1,7 @@
 """vLLM behind the engine protocol, inside this process.
 
-In-process (no separate engine core process), so that ending this process in any way ends
-the engine; with tensor parallelism vLLM's workers watch this process and follow it.
+There is no separate engine core process, so the engine always ends with this process. With tensor
+parallelism, vLLM's workers watch this process and end with it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # Pinning threads to cores slows an engine that shares its process's cores down manyfold.
+    # Pinning threads makes an engine many times slower when cores are shared.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }.items():
     os.environ.setdefault(_name, _value)
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LOOK_AHEAD: Final = 2
-"""Requests held by the engine, as a multiple of the most that it runs at a time: enough for its
-scheduler never to run dry, and no more."""
+"""Requests held by the engine, as a multiple of the most that it runs at a time, so that its
+scheduler never runs dry."""
 _SCHEDULER: Final = f"{BatchLLMScheduler.__module__}.{BatchLLMScheduler.__qualname__}"
 _GPU_MAX_NUM_SEQS: Final = 1024
 _CPU_KV_CACHE_BYTES: Final = 1 << 30
@@ -72,11 +72,11 @@ class VLLMEngine:
     """vLLM's engine, fed in plan order with prefix caching on, under our scheduler.
 
     Args:
-        job: what it is started for.
+        job: its work.
         chain: its place among replicas that compute prefixes together; None for none.
 
     Raises:
-        SpecError: vLLM refuses a setting, or `engine.attention` doesn't take the model.
+        SpecError: vLLM refuses a setting, or `engine.attention` doesn't support the model.
         EngineError: vLLM can't start.
     """
 
@@ -90,12 +90,12 @@ class VLLMEngine:
         self.max_in_flight = _LOOK_AHEAD * int(config.scheduler_config.max_num_seqs)
         self._in_flight: dict[str, EngineRequest] = {}
         scheduler = self._engine.engine_core.engine_core.scheduler
-        # Ours, if it is that which runs: `extra_args` may have named another.
+        # `extra_args` may name another scheduler.
         self._scheduler = scheduler if isinstance(scheduler, BatchLLMScheduler) else None
         self._begin(job)
 
     def begin(self, job: EngineJob, sampling: SamplingSpec) -> None:
-        """Take up another job with the same model, with nothing cached of the one before.
+        """Begin another job with the same model and an empty prefix cache.
 
         Args:
             job: the next one; its prompts and outputs must fit into the first one's
@@ -103,8 +103,8 @@ class VLLMEngine:
             sampling: how its tokens are chosen.
 
         Raises:
-            SpecError: vLLM refuses how tokens are to be chosen.
-            EngineError: the device's profile was to be measured, and a step failed.
+            SpecError: vLLM refuses the sampling parameters.
+            EngineError: a step failed while the device was being measured.
             RuntimeError: the engine isn't idle.
         """
         if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
@@ -125,7 +125,7 @@ class VLLMEngine:
             self._begin_schedule(self._settings)
 
     def _begin_schedule(self, settings: SchedulerSettings) -> None:
-        """Start the scheduler afresh, with a trace of its own."""
+        """Restart the scheduler with a trace of its own."""
         assert self._scheduler is not None
         folder = self._trace_folder
         if folder is not None and settings.trace_path is None:
@@ -141,7 +141,7 @@ class VLLMEngine:
             SchedulerSettings.from_additional_config(config.additional_config)
         except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
             raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
-        # vLLM doesn't check all values. Where the user chose none, the machine is at fault.
+        # vLLM doesn't check all values. If the user chose none, the machine is at fault.
         except (LookupError, AttributeError, AssertionError) as error:
             if not spec.engine.extra_args:
                 raise EngineError(f"vLLM can't start: {one_line(error)}") from error
@@ -152,9 +152,9 @@ class VLLMEngine:
         try:
             with _without_llvmlite():
                 self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        except SpecError:  # our attention's
+        except SpecError:  # from our attention
             raise
-        # Whatever keeps vLLM from starting (memory, driver, weights) ends here as one typed error.
+        # Memory, driver, weights: vLLM has no common error.
         except Exception as error:
             raise EngineError(f"vLLM can't start: {one_line(error)}") from error
         try:
@@ -180,16 +180,16 @@ class VLLMEngine:
 
     @property
     def device_name(self) -> str:
-        """What vLLM calls the device that it runs on."""
+        """vLLM's name of its device."""
         return str(current_platform.get_device_name())
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were added and have no output yet."""
+        """Added requests without an output."""
         return len(self._in_flight)
 
     def add(self, request: EngineRequest) -> EngineOutput | None:
-        """Take a request; its output, with the reason, if vLLM refuses it."""
+        """Add a request; returns its output, with the reason, if vLLM refuses it."""
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
         params = self._params.clone()
         if self._scheduler is not None:
@@ -201,22 +201,22 @@ class VLLMEngine:
             ).to_extra_args()
         try:
             self._engine.add_request(str(request.request_idx), prompt, params)
-        # vLLM checks a request before it takes it, with errors of several families: whatever it
-        # was, the fault is this request's and the engine goes on.
+        # vLLM checks a request before it takes it, with errors of several families. The fault is
+        # the request's, so the engine goes on.
         except Exception as error:  # noqa: BLE001
             return EngineOutput.failed(request, one_line(error))
         self._in_flight[str(request.request_idx)] = request
         return None
 
     def step(self) -> list[EngineOutput]:
-        """Run one step of vLLM's; what it has finished.
+        """Run one step of vLLM; returns the finished outputs.
 
         Raises:
-            EngineDiedError: it failed.
+            EngineDiedError: the step failed.
         """
         try:
             finished = [output for output in self._engine.step() if output.finished]
-        # A step that fails leaves vLLM's state unknown, whatever the error was.
+        # A failed step leaves vLLM's state unknown.
         except Exception as error:
             _log.debug("an engine step failed", exc_info=error)
             # The frames hold the dead engine and its memory, which the next one will need.
@@ -226,7 +226,7 @@ class VLLMEngine:
 
     @contextmanager
     def unpaced(self) -> Iterator[Any]:
-        """vLLM's engine for prompts of others than the job, as they come; it has to be idle."""
+        """vLLM's engine for prompts other than the job's, without pacing; it must be idle."""
         if self._scheduler is None:
             yield self._engine
             return
@@ -236,7 +236,7 @@ class VLLMEngine:
 
     @property
     def llm_engine(self) -> Any:
-        """vLLM's own, an `LLMEngine` in this process: for those who look on or measure."""
+        """vLLM's `LLMEngine` in this process, for measurements."""
         return self._engine
 
     def close(self) -> None:
@@ -255,8 +255,8 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     and blocks of 32 tokens, unless the spec says otherwise.
 
     Args:
-        spec: the job's; `check_arguments` has passed it.
-        max_model_len: tokens of a prompt and its output, at most.
+        spec: the job's, after `check_arguments`.
+        max_model_len: most tokens of a prompt with its output.
 
     Raises:
         SpecError: `engine.attention` is for other platforms.
@@ -288,7 +288,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         }
         args |= {name: value for name, value in on_cpu.items() if args[name] is None}
     elif engine.scheduler == "batchllm" and args["max_num_seqs"] is None:
-        args["max_num_seqs"] = _GPU_MAX_NUM_SEQS  # memory decides; this is only room for it
+        args["max_num_seqs"] = _GPU_MAX_NUM_SEQS  # an upper bound; memory decides
     args |= attention_args(spec, inspect.signature(EngineArgs).parameters)
     return {name: value for name, value in args.items() if value is not None} | dict(
         engine.extra_args
@@ -296,7 +296,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
 
 
 def sampling_params(sampling: SamplingSpec) -> SamplingParams:
-    """vLLM's sampling parameters; only finished outputs are asked for."""
+    """vLLM's sampling parameters, with finished outputs only."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -314,10 +314,10 @@ def sampling_params(sampling: SamplingSpec) -> SamplingParams:
 
 @contextmanager
 def _without_llvmlite() -> Iterator[None]:
-    """Keep one module of llvmlite (numba's compiler) out of `sys.modules` for a while.
+    """Remove one module of llvmlite (numba's compiler) from `sys.modules` inside the context.
 
-    vLLM 0.32 on CPU looks through all loaded modules when it starts, and stumbles over an
-    object in that one whose `__dict__` isn't a dict. Nothing imports the module meanwhile.
+    vLLM 0.32 on CPU searches all loaded modules when it starts, and fails at an object in that one
+    whose `__dict__` isn't a dict.
     """
     name = "llvmlite.binding.ffi"
     module = sys.modules.pop(name, None)

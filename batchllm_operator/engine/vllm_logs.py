@@ -1,6 +1,6 @@
-"""What vLLM logs of a batch job: all but the lines that come with every run.
+"""Filters vLLM's log lines that appear in every run.
 
-Loaded before vLLM, which reads the environment when it is imported.
+Imported before vLLM, which reads the environment when it is imported.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ LEVEL: Final = "VLLM_LOGGING_LEVEL"
 _MAX_ERROR_CHARS: Final = 400
 _SETTINGS: Final = {
     LEVEL: "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for what the command gives
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
 }
 _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
-    # We choose the seed, the scheduler and how prompts are given.
+    # We choose the seed, the scheduler and the form of prompts.
     "engine.arg_utils": ("The global random seed is set to",),
     "v1.core.sched.scheduler": ("Using custom scheduler class",),
     "config.scheduler": ("Using custom scheduler class",),
     "v1.engine.input_processor": ("Passing raw prompts to InputProcessor is deprecated",),
-    # On a CPU, which is for trying things out: what it can't do, and what would be faster.
+    # Limits of CPUs, and hints to make them faster.
     "triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
     "platforms.cpu": ("Triton is not installed. triton-cpu is expected",),
     "v1.worker.cpu_worker": (
@@ -31,8 +31,8 @@ _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
         "CPU backend doesn't allow to use `torch.set_num_threads`",
     ),
 }
-"""Warnings that come with every run, and that users can do nothing about: loggers below
-`vllm`, and how their messages begin. A message that vLLM rewords one day is merely seen again."""
+"""Warnings of every run that users can't avoid: loggers below `vllm`, and the beginnings of their
+messages. A message that vLLM rewords just appears again."""
 _ON_CPU: Final[Mapping[str, tuple[str, ...]]] = {
     "config.vllm": (
         "Enforce eager set, disabling torch.compile",
@@ -40,11 +40,11 @@ _ON_CPU: Final[Mapping[str, tuple[str, ...]]] = {
         "Model Runner V2 requires Triton",
     ),
 }
-"""The same where vLLM runs on a CPU. On a GPU these come of the user's settings."""
+"""The same on a CPU. On a GPU they follow from the user's settings."""
 
 
 def configure_logs() -> None:
-    """Leave out what comes with every run; where the user has chosen a level, log everything."""
+    """Filter the lines of every run, unless the user has chosen a level."""
     is_chosen = LEVEL in os.environ
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -73,10 +73,10 @@ class _WithoutOnCPU(_Without):
 
 
 def drop_broken_preloads(environment: MutableMapping[str, str]) -> None:
-    """Take libraries out of LD_PRELOAD that lie below a folder with a space in its name.
+    """Remove libraries from LD_PRELOAD whose path has a space.
 
-    vLLM's CPU platform puts the environment's own there, for processes that it starts; ld.so splits
-    the list at spaces, and each of these processes would print errors.
+    vLLM's CPU platform adds the environment's own for processes that it starts. ld.so splits the
+    list at spaces, so each of these processes would print errors.
     """
     paths = environment.get("LD_PRELOAD", "").split(":")
     kept = [path for path in paths if " " not in path or not Path(path).exists()]
@@ -85,7 +85,7 @@ def drop_broken_preloads(environment: MutableMapping[str, str]) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """A fault of vLLM's in one line of a bearable length."""
+    """An error of vLLM in one short line."""
     text = " ".join(str(error).split())
     clipped = text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "..."
     return f"{type(error).__name__}: {clipped}" if text else type(error).__name__

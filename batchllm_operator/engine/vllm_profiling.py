@@ -1,4 +1,4 @@
-"""What a device's profile tells the scheduler; times engine steps of growing size for it."""
+"""Measures a device by engine steps of growing size, and derives the scheduler's settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def find_profile(
     engine: Any,
     scheduler: BatchLLMScheduler,
 ) -> DeviceProfile | None:
-    """The device's profile, remembered or measured now; None if none is wanted.
+    """The device's profile, stored or measured now; None if none is needed.
 
     Raises:
         EngineError: a step failed.
@@ -56,7 +56,7 @@ def find_profile(
     if profile is None:
         try:
             profile = measure_device(engine, scheduler, subject)
-        # A device that fails at made-up prompts won't do better with the job's.
+        # A device that fails at made-up prompts would fail at the job's.
         except Exception as error:
             engine.engine_core.shutdown()
             raise EngineError(f"vLLM fails on this device: {one_line(error)}") from error
@@ -74,7 +74,7 @@ def find_profile(
 def scheduler_settings(
     job: EngineJob, profile: DeviceProfile | None, wanted: SchedulerSettings
 ) -> SchedulerSettings:
-    """What the job and the device ask of the scheduler; what the user `wanted` wins."""
+    """The scheduler's settings for a job and a device; those that the user `wanted` win."""
     settings = SchedulerSettings(num_requests=job.num_requests, step_cost=job.step_cost)
     if profile is not None:
         settings = replace(
@@ -93,14 +93,14 @@ def scheduler_settings(
 
 
 def profile_subject(args: Mapping[str, Any], attention: str) -> dict[str, str]:
-    """What a profile of this device with these engine arguments and attention is a profile of."""
+    """The subject of this device's profile with these engine arguments and attention."""
     chosen = {name: value for name, value in args.items() if name not in _VOLATILE}
     transfer = chosen.get("kv_transfer_config")
     if isinstance(transfer, Mapping):
         from batchllm_operator.vllm_plugin.runahead.plan import CONNECTOR
 
         if transfer.get("kv_connector") == CONNECTOR:
-            chosen["kv_transfer_config"] = CONNECTOR  # where a chain meets is of one run alone
+            chosen["kv_transfer_config"] = CONNECTOR  # a chain's rendezvous differs by run
     if attention == "batchllm":
         settings = AttentionSettings.from_additional_config(args.get("additional_config"))
         attention = f"batchllm {json.dumps(asdict(settings), sort_keys=True)}"
@@ -119,7 +119,7 @@ def measure_device(
 ) -> DeviceProfile:
     """Time steps of several sizes with made-up prompts that share nothing.
 
-    Takes some seconds. The engine has to be idle, and is left idle, with an empty prefix cache
+    Takes some seconds. The engine must be idle, and is left idle, with an empty prefix cache
     and the scheduler's settings changed.
 
     Args:
@@ -130,7 +130,7 @@ def measure_device(
     config = engine.vllm_config
     limit = min(
         config.scheduler_config.max_num_batched_tokens,
-        scheduler.num_plannable_tokens // 2,  # no preemption while it is measured
+        scheduler.num_plannable_tokens // 2,  # no preemption while measuring
     )
     prompt_tokens = max(1, min(_PROMPT_TOKENS, config.model_config.max_model_len - 1))
     vocabulary = config.model_config.get_vocab_size()

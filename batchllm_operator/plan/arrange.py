@@ -126,14 +126,14 @@ def write_shards(
     arrangement: Arrangement,
     target: Target | None,
     replicas: ReplicaPlanner | None,
-    spool: Path,
+    scratch: Path,
 ) -> WrittenShards:
     """Deal the groups, in their order, out to shards of about equal work, and write these.
 
     Args:
         target: the GPU by whose time shards are balanced; None to balance by tokens.
         replicas: places the groups of each shard; None with one replica.
-        spool: the folder to write them in.
+        scratch: the folder to write them in.
     """
     groups, output_tokens = arrangement.groups, arrangement.output_tokens
     prefill = group_prefill_tokens(groups, requests.lengths)
@@ -149,7 +149,7 @@ def write_shards(
     ids_of_shard = [
         np.flatnonzero(shard_of_group == idx) for idx in range(shard_of_group.max() + 1)
     ]
-    all_parts = _write_files(spec, requests, arrangement, ids_of_shard, spool)
+    all_parts = _write_files(spec, requests, arrangement, ids_of_shard, scratch)
     for shard_idx, (ids, num_parts) in enumerate(zip(ids_of_shard, all_parts, strict=True)):
         taken, placement = groups.take(ids), None
         if replicas is not None:
@@ -176,7 +176,7 @@ def _write_files(
     requests: Requests,
     arrangement: Arrangement,
     ids_of_shard: Sequence[npt.NDArray[np.int64]],
-    spool: Path,
+    scratch: Path,
 ) -> list[int]:
     """Write the groups of each shard to its file; the number of parts of each."""
     shards = [arrangement.groups.take(ids) for ids in ids_of_shard]
@@ -185,7 +185,7 @@ def _write_files(
     def write(shard_idx: int, written: Advance) -> int:
         shard = shards[shard_idx]
         return write_shard(
-            spool / shard_file(shard_idx),
+            scratch / shard_file(shard_idx),
             requests,
             request_idx_start=int(starts[shard_idx]),
             request_idxs=shard.member_idxs,

@@ -16,20 +16,20 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @contextmanager
-def open_spool() -> Iterator[Path]:
+def open_scratch() -> Iterator[Path]:
     """A new folder under `TMPDIR`, which goes with all that is in it, however the context ends.
 
     Raises:
         StorageError: instead of an `OSError` of a full disk; says how to use another.
     """
-    with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as spool:
+    with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as scratch:
         try:
-            yield Path(spool)
+            yield Path(scratch)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
             raise StorageError(
-                f"{spool}: no room for the plan's temporary files"
+                f"{scratch}: no room for the plan's temporary files"
                 f" ({os.strerror(error.errno)}); they are removed again; free some space, or set"
                 " TMPDIR to a folder on a larger disk"
             ) from error

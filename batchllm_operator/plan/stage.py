@@ -50,7 +50,7 @@ from batchllm_operator.plan.keys import check_keys
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.output_lengths import learn_output_lengths
 from batchllm_operator.plan.rows import Rows, read_rows
-from batchllm_operator.plan.scratch import open_spool
+from batchllm_operator.plan.scratch import open_scratch
 from batchllm_operator.planner import (
     Advance,
     PrefixSearch,
@@ -129,12 +129,12 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     given = _Given(spec, ds, table, snapshot, tokenizer, target, replicas, budget)
     try:
-        with open_spool() as spool:
-            return _build(given, spool)
+        with open_scratch() as scratch:
+            return _build(given, scratch)
     except TokenIdsDifferError as error:  # it won't happen again
         _log.warning("%s: planning starts again", error)
-    with open_spool() as spool:  # not above: the error holds what the first attempt had in memory
-        return _build(given, spool)
+    with open_scratch() as scratch:  # not above: the error holds the first attempt's memory
+        return _build(given, scratch)
 
 
 def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:
@@ -160,23 +160,23 @@ def _check_folders(spec: JobSpec, ds: str) -> None:
             raise SpecError(f"{field}: {there} isn't a folder; choose another place")
 
 
-def _build(given: _Given, spool: Path) -> StoredPlan:
-    """Build the plan with `spool` for temporary files.
+def _build(given: _Given, scratch: Path) -> StoredPlan:
+    """Build the plan with `scratch` for temporary files.
 
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
     spec, target, tokenizer = given.spec, given.target, given.tokenizer
     with ExitStack() as stack:
-        rows, budget = _read(given, spool, stack)
+        rows, budget = _read(given, scratch, stack)
         requests, ranked = _find_prefixes(spec, rows)
         where = describe_rows(spec, given.table, given.snapshot)
-        check_keys(spool / ROWS_FILE, spec.input.key, where)
+        check_keys(scratch / ROWS_FILE, spec.input.key, where)
         learned = learn_output_lengths(spec, given.ds, budget)
         chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len)
         sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
-        shards = write_shards(spec, requests, chosen, target, given.replicas, spool)
-    files = _write_files(spec, chosen, shards, spool)
+        shards = write_shards(spec, requests, chosen, target, given.replicas, scratch)
+    files = _write_files(spec, chosen, shards, scratch)
     by_length = learned.by_length if learned is not None else None
     counts = _counts(rows, requests, chosen)
     manifest = PlanManifest(
@@ -204,34 +204,34 @@ def _build(given: _Given, spool: Path) -> StoredPlan:
         files=files,
         shards=shards.infos,
     )
-    return _persist(manifest, files, spool)
+    return _persist(manifest, files, scratch)
 
 
 def _write_files(
-    spec: JobSpec, chosen: Arrangement, shards: WrittenShards, spool: Path
+    spec: JobSpec, chosen: Arrangement, shards: WrittenShards, scratch: Path
 ) -> dict[str, DataFile]:
-    """The plan's data files, all in `spool`; writes the one that is still missing."""
+    """The plan's data files, all in `scratch`; writes the one that is still missing."""
     names = [ROWS_FILE, *(shard.file for shard in shards.infos)]
     if spec.planner.learns_output_tokens:
-        write_groups(spool / GROUPS_FILE, chosen.prefix_hashes)
+        write_groups(scratch / GROUPS_FILE, chosen.prefix_hashes)
         names.append(GROUPS_FILE)
     if spec.reuse_outputs:
         names += [FINGERPRINTS_FILE, REUSED_FILE]
-    return {name: describe_file(spool / name) for name in names}
+    return {name: describe_file(scratch / name) for name in names}
 
 
-def _read(given: _Given, spool: Path, stack: ExitStack) -> tuple[Rows, MemoryBudget]:
+def _read(given: _Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBudget]:
     """All rows, which `stack` closes, and the budget of what comes after them."""
     spec, snapshot, budget = given.spec, given.snapshot, given.budget
-    prompts = stack.enter_context(PromptStore(spool / _PROMPTS_FILE))
+    prompts = stack.enter_context(PromptStore(scratch / _PROMPTS_FILE))
     reuse = None
     if spec.reuse_outputs:
-        reuse = stack.enter_context(_open_reuse(given, spool))
+        reuse = stack.enter_context(_open_reuse(given, scratch))
         budget = budget.holding(reuse.num_bytes)
     if not spec.input.filter:  # which may leave any number of rows out
         budget.check(snapshot.num_rows)
     rows = Rows(prompts, PrefixSearch(budget.row_bytes(snapshot.num_rows)), reuse)
-    read_rows(spec, given.table, snapshot, given.tokenizer, rows, spool / ROWS_FILE)
+    read_rows(spec, given.table, snapshot, given.tokenizer, rows, scratch / ROWS_FILE)
     _check_rows(spec, rows, given.table, snapshot)
     budget.check(rows.num_rows)
     return rows, budget
@@ -254,13 +254,13 @@ def _counts(rows: Rows, requests: Requests, chosen: Arrangement) -> PlanCounts:
     )
 
 
-def _open_reuse(given: _Given, spool: Path) -> Reuse:
+def _open_reuse(given: _Given, scratch: Path) -> Reuse:
     """Copy and load what rows may be reused from."""
     spec, tokenizer = given.spec, given.tokenizer
     identity = reuse_identity(
         spec, tokenizer.model_version, tokenizer.fingerprint, tokenizer.max_model_len
     )
-    return Reuse(find_indexes(spec, given.ds, identity, given.budget, spool), spool)
+    return Reuse(find_indexes(spec, given.ds, identity, given.budget, scratch), scratch)
 
 
 @contextmanager
@@ -302,13 +302,13 @@ def _check_rows(spec: JobSpec, rows: Rows, table: LakeTable, snapshot: Snapshot)
         )
 
 
-def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], spool: Path) -> StoredPlan:
+def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], scratch: Path) -> StoredPlan:
     """Copy the data files into the plan's folder, then the manifest, which completes it."""
     folder = job_folder(manifest.spec, manifest.ds).child(f"plan-{manifest.plan_id}")
     num_bytes = sum(file.size_bytes for file in files.values())
     with Progress("publish the plan", num_bytes, unit="bytes", announce=False) as progress:
         for name, file in files.items():
-            folder.publish_file(spool / name, name)
+            folder.publish_file(scratch / name, name)
             progress.advance(file.size_bytes)
     plan = StoredPlan(folder, manifest)
     plan.note_turn()

@@ -1,4 +1,4 @@
-"""What was measured of replicas that compute prefixes together: their link, and prefill steps."""
+"""Measurements of replicas that compute prefixes together: link rate and prefill steps."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from pydantic import BaseModel, ConfigDict, Field
 from batchllm_operator.engine.device_profile import profile_key
 from batchllm_operator.spec import JobSpec
 
-# What no machine will leave; beyond, predictions would overflow.
+# No machine leaves these bounds; beyond them, predictions would overflow.
 _Seconds = Annotated[float, Field(ge=1e-9, le=1e6)]
 _Tokens = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class ChainProfile(BaseModel):
-    """Measured on one kind of GPU, with one model and number of replicas."""
+    """Measurements of one kind of GPU, with one model and one number of replicas."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     chain_profile_version: Literal[1] = 1
     subject: Mapping[str, str]
-    """What was measured, see `chain_subject`."""
+    """See `chain_subject`."""
     device: str
-    """What vLLM calls it; for people."""
+    """vLLM's name of it, for people."""
     link_bytes_per_s: float = Field(ge=1.0, le=1e15)
-    """Of the slowest hop between two replicas."""
+    """Rate of the slowest hop between two replicas."""
     steps: tuple[tuple[Annotated[_Tokens, Field(ge=1)], _Tokens, _Seconds], ...]
-    """Tokens of a prefill step, tokens before them that are cached, and the seconds it takes."""
+    """(tokens, cached tokens before them, seconds) of each prefill step."""
 
     @property
     def key(self) -> str:
-        """Names the subject, in hex."""
+        """The subject's key, in hex."""
         return profile_key(self.subject)
 
 
 def chain_subject(spec: JobSpec) -> dict[str, str]:
-    """What a chain's profile is a profile of, as far as a plan knows it.
+    """The subject of a chain's profile, as far as a plan knows it.
 
-    A plan is made without a GPU: it takes the spec's word for which one its runs have.
+    A plan is made without a GPU, so the GPU is the one that the spec names.
     """
     engine = spec.engine
     return {

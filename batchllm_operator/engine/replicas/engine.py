@@ -34,21 +34,21 @@ from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits, ChainSettin
 
 _log = logging.getLogger(__name__)
 _REPETITIONS: Final = 3
-"""Of each prefill step that is measured."""
+"""Of each measured prefill step."""
 _MOST_OF_CACHE: Final = 0.5
-"""Share of the KV blocks that prefixes may take which are computed together in one phase."""
+"""Share of the KV blocks for the prefixes that one phase computes together."""
 
 
 class ReplicaEngines:
     """All replicas of a run, as one engine.
 
     Raises:
-        SpecError: as `VLLMEngine`; or there are fewer GPUs than replicas take.
+        SpecError: as `VLLMEngine`; or the replicas take more GPUs than there are.
         EngineError: a replica can't start.
     """
 
     def __init__(self, spec: JobSpec, job: EngineJob) -> None:
-        # Where the replicas of a chain meet, and agree on each phase.
+        # The rendezvous of a chain's replicas.
         self._folder = tempfile.TemporaryDirectory(prefix="batchllm-chain-")
         self._to_chain: dict[int, ChainedGroup] = {}
         self._charges: dict[int, int] = {}
@@ -63,7 +63,7 @@ class ReplicaEngines:
         except ReplicaGoneError as error:
             self.close()
             raise EngineError(f"vLLM fails on this device: {error}") from error
-        except BaseException:  # an interruption, too, leaves no process
+        except BaseException:  # an interruption must leave no process either
             self.close()
             raise
         max_in_flight = [each.started.max_in_flight for each in self._replicas]
@@ -87,7 +87,7 @@ class ReplicaEngines:
                     return
                 self._receive(outputs)
             except ReplicaGoneError as error:
-                yield from outputs  # of others, that came with the news
+                yield from outputs  # of other replicas
                 self._die(error, held)
             yield from outputs
 
@@ -101,14 +101,14 @@ class ReplicaEngines:
 
     @property
     def _limits(self) -> ChainLimits:
-        """What all replicas of a chain take; only their memory may differ."""
+        """The limits of all replicas of a chain, which differ only in memory."""
         limits = [each.started.limits for each in self._replicas]
         return min((each for each in limits if each), key=lambda each: each.num_blocks)
 
     def _hand_out(self, request: EngineRequest) -> bool:
-        """Give a request to a replica; False if it has to wait for others' answers."""
+        """Give a request to a replica; False if it must wait for other answers."""
         if request.group_id in self._to_chain:
-            if self._num_in_flight:  # what a replica computes besides would hold up all
+            if self._num_in_flight:  # other work of one replica would delay all
                 return False
             self._prefill_together(request.group_id)
         placed = self._placer.place(request)
@@ -121,7 +121,7 @@ class ReplicaEngines:
         return True
 
     def _prepare_chain(self, job: ChainJob) -> None:
-        """Find out whether there is a chain and what it can compute; measure it, if asked to."""
+        """Find out whether there is a chain and what it can compute; measure it if asked to."""
         started = [replica.started for replica in self._replicas]
         if failures := {each.chain_failure for each in started if each.chain_failure}:
             _log.warning("replicas compute no prefix together: %s", "; ".join(sorted(failures)))
@@ -157,7 +157,7 @@ class ReplicaEngines:
         )
 
     def _prefill_together(self, first: int) -> None:
-        """Compute the prefix of a group, and of those after it as far as they fit, on all."""
+        """Compute the prefix of a group, and of as many later ones as fit, on all replicas."""
         groups = self._take_for_phase(first)
         answers = self._ask_all("prefill", [flat(each.prefix) for each in groups], "prefilled")
         for answer in answers:
@@ -173,7 +173,7 @@ class ReplicaEngines:
             _log.info("prefixes computed together: groups %s", ids)
 
     def _take_for_phase(self, first: int) -> list[ChainedGroup]:
-        """The group, and those after it whose members come before prefixes have to make room."""
+        """The group and the next ones, as far as prefixes and members fit a phase."""
         limits = self._limits
         groups = [self._to_chain.pop(first)]
         num_blocks, num_members = (
@@ -189,7 +189,7 @@ class ReplicaEngines:
         return groups
 
     def _ask_all(self, kind: str, content: Any, answer: str) -> list[Any]:
-        """Ask all replicas for the same, side by side; their answers, by rank."""
+        """Send all replicas the same message; returns their answers by rank."""
         for replica in self._replicas:
             replica.send(kind, content)
         answers = {}
@@ -202,7 +202,7 @@ class ReplicaEngines:
         return [answers[rank] for rank in sorted(answers)]
 
     def _receive(self, outputs: list[EngineOutput]) -> None:
-        """Wait for outputs, and add all that are there, also if a replica turns out to be gone."""
+        """Wait for outputs, and add all that have arrived, even if a replica is gone."""
         for replica in with_messages(self._replicas):
             kind, content = replica.receive()
             assert kind == "outputs", kind
@@ -213,14 +213,14 @@ class ReplicaEngines:
                 outputs.append(self._charged(request, output))
 
     def _die(self, error: ReplicaGoneError, held: EngineRequest | None) -> NoReturn:
-        """End all replicas. Suspects are the requests of the one that has gone, then all others."""
+        """End all replicas. Suspects are the lost replica's requests first, then all others."""
         gone_first = sorted(self._replicas, key=lambda each: each.rank != error.rank)
         in_flight = [packed.unpack() for each in gone_first for packed in each.in_flight.values()]
         self.close()
         raise EngineDiedError(str(error), in_flight + ([held] if held else [])) from error
 
     def _charged(self, request: PackedRequest, output: EngineOutput) -> EngineOutput:
-        """Count what the replicas have computed of a prefix together as its members' own."""
+        """Count what the chain computed of a prefix as computed for the group's members."""
         charge = self._charges.get(request.group_id, 0)
         if not charge or output.error is not None:
             return output
@@ -232,7 +232,7 @@ class ReplicaEngines:
 
 
 def _reason_against(group: ChainedGroup, num_replicas: int, limits: ChainLimits) -> str | None:
-    """Why a chain can't take a group; None if it can."""
+    """Why a chain can't compute a group's prefix; None if it can."""
     try:
         group.prefix.check(num_replicas, limits)
     except SpecError as error:
@@ -243,6 +243,6 @@ def _reason_against(group: ChainedGroup, num_replicas: int, limits: ChainLimits)
 
 
 def _chain_settings(num_replicas: int, folder: Path) -> list[ChainSettings]:
-    """Each replica's place in a chain that meets in a folder of this machine's."""
+    """Each replica's place in a chain that meets in a folder of this machine."""
     store = (folder / "store").as_uri()
     return [ChainSettings(rank, num_replicas, store) for rank in range(num_replicas)]

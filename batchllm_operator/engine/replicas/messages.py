@@ -1,4 +1,4 @@
-"""What a run and its replicas say to each other: JSON objects of one field, over a socket.
+"""Messages between a run and its replicas: JSON objects with one field, over a socket.
 
     run -> replica                              replica -> run
     start    rank, spec, job, chain, cores      find_profile, keep_profile  (profile: the answer)
@@ -7,7 +7,7 @@
     prefill  groups                             prefilled  tokens computed, failures
     measure  repetitions                        measured  steps
 
-A replica that finds its socket closed ends.
+A replica ends when its socket is closed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _Flat = TypeVar("_Flat", EngineRequest, EngineOutput, ChainLimits, RunaheadGroup
 
 
 class Channel:
-    """One end of the socket; a thread may send while another one receives.
+    """One end of the socket; one thread may send while another receives.
 
-    A message is its length, eight bytes with the lowest last, and that many bytes of JSON.
+    A message is its length, eight big-endian bytes, and that many bytes of JSON.
     """
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
     def fileno(self) -> int:
-        """To wait for messages with others."""
+        """The descriptor, for selectors."""
         return self._end.fileno()
 
     def send(self, kind: str, content: Any) -> None:
-        """Send one message; waits while the other end doesn't read.
+        """Send one message; blocks while the other end doesn't read.
 
         Raises:
             OSError: the other end is gone.
@@ -50,7 +50,7 @@ class Channel:
         self._end.sendall(len(message).to_bytes(_LENGTH_BYTES) + message)
 
     def receive(self) -> tuple[str, Any]:
-        """Wait for a message: its kind and content.
+        """Wait for a message; returns its kind and content.
 
         Raises:
             EOFError, OSError: the other end is gone.
@@ -61,7 +61,7 @@ class Channel:
         return kind, content
 
     def close(self) -> None:
-        """Leave; the other end notices."""
+        """Close the socket; the other end notices."""
         self._end.close()
 
     def _read(self, num_bytes: int) -> bytearray:
@@ -76,32 +76,32 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a replica says of itself when it has started."""
+    """A replica's message after its start."""
 
     max_in_flight: int
-    """Requests that it holds at most."""
+    """Most requests that it holds."""
     limits: ChainLimits | None
-    """Of its engine; None if it isn't in a chain."""
+    """Limits of its engine; None if it isn't in a chain."""
     link_bytes_per_s: float | None
-    """Of the chain's slowest hop; None without a chain."""
+    """Rate of the chain's slowest hop; None without a chain."""
     device: str
     chain_failure: str | None = None
-    """Why there is no chain though there was to be one."""
+    """Why an intended chain doesn't exist."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Started:
-        """The fields of one, as plain JSON."""
+        """From its fields as plain JSON."""
         limits = content["limits"]
         return cls(**{**content, "limits": ChainLimits(**limits) if limits else None})
 
 
 def flat(value: _Flat) -> dict[str, Any]:
-    """A dataclass of plain values, without copying its lists."""
+    """The fields of a dataclass, without copying lists."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def job_to_json(job: EngineJob, trace_folder: Path | None) -> dict[str, Any]:
-    """What a replica needs of the job: not where its groups go, and no objects of the run's."""
+    """The job for a replica, without the placement of groups and without objects of the run."""
     return {
         "max_model_len": job.max_model_len,
         "num_requests": job.num_requests,
@@ -111,7 +111,7 @@ def job_to_json(job: EngineJob, trace_folder: Path | None) -> dict[str, Any]:
 
 
 def job_from_json(content: Mapping[str, Any]) -> EngineJob:
-    """What `job_to_json` made."""
+    """The job from `job_to_json`."""
     step_cost, folder = content["step_cost"], content["trace_folder"]
     return EngineJob(
         max_model_len=content["max_model_len"],
@@ -122,5 +122,5 @@ def job_from_json(content: Mapping[str, Any]) -> EngineJob:
 
 
 def group_from_json(content: Mapping[str, Any]) -> RunaheadGroup:
-    """What `flat` made of it."""
+    """The group from `flat`."""
     return RunaheadGroup(content["group_id"], content["prefix_token_ids"], tuple(content["split"]))

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: its group's, as long as that leaves no other one idle."""
+"""Places requests on replicas: each on its group's, unless that leaves another replica idle."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class _Seat:
 
     max_in_flight: int
     costs: dict[int, int] = field(default_factory=dict)
-    """Tokens to compute for each request that it has, by request_idx."""
+    """Tokens to compute for each of its requests, by request_idx."""
     num_tokens: int = 0
-    """Of `costs`, and of members that are to follow."""
+    """Sum of `costs`, and of members that will follow."""
 
     @property
     def has_room(self) -> bool:
@@ -25,37 +25,37 @@ class _Seat:
 
     @property
     def is_hungry(self) -> bool:
-        """Whether it may run dry before others have room again."""
+        """Whether it may run dry before other replicas have room again."""
         return 2 * len(self.costs) < self.max_in_flight
 
 
 @dataclass(slots=True)
 class _Group:
-    """A group of which not all members have come."""
+    """A group of which not all members have arrived."""
 
     rank: int
     """Where the next member goes."""
     num_left: int
-    """Members to come, by the group's announced size."""
+    """Members yet to arrive, by the group's announced size."""
     member_cost: int
-    """Tokens of the first one, which stand for the others'."""
+    """Tokens of the first member, which stand for the others'."""
     is_spread: bool
     sizes: list[int]
-    """Members that each replica is to have."""
+    """Members planned for each replica."""
 
 
 class Placer:
     """Places requests on replicas, a group at a time.
 
-    A group is *whole*, on the replica that had the least to do when its first member came, or
-    *spread*, its members on all replicas in turn. A whole group that has filled its replica moves
-    on, with the members that are left, if another is about to run dry: better to compute a prefix
-    again than not to compute at all.
+    A group is *whole*, on the replica that had the least work when its first member arrived, or
+    *spread*, its members on all replicas in turn. When a whole group has filled its replica and
+    another is about to run dry, its remaining members move there: computing the prefix again is
+    better than an idle replica.
 
     Args:
-        max_in_flight: of each replica, the requests that it holds at most.
+        max_in_flight: most requests of each replica.
         spread: groups to spread.
-        default_output_tokens: of a request without an estimate.
+        default_output_tokens: for requests without an estimate.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Placer:
         self._num_spread = 0
 
     def place(self, request: EngineRequest) -> tuple[int, EngineRequest] | None:
-        """A replica for a request, and the request as that replica is to see it.
+        """Choose a replica; returns its rank and the request to send, with its part of the group.
 
-        None if it has to wait: then ask again with the same request, when one was answered.
+        None if all have to wait: ask again with the same request after an answer.
         """
         group = self._groups.get(request.group_id)
         if group is None:
@@ -82,7 +82,7 @@ class Placer:
         return rank, self._give(group, request)
 
     def answered(self, rank: int, request_idx: int) -> None:
-        """A replica has answered a request."""
+        """Note that a replica has answered a request."""
         seat = self._seats[rank]
         seat.num_tokens -= seat.costs.pop(request_idx)
 
@@ -111,7 +111,7 @@ class Placer:
         return group
 
     def _moves_on(self, group: _Group) -> bool:
-        """Whether a group whose replica is full has gone to another one."""
+        """Move a group whose replica is full to another one; False if none is about to run dry."""
         rank = min(range(len(self._seats)), key=lambda each: len(self._seats[each].costs))
         if not self._seats[rank].is_hungry:
             return False

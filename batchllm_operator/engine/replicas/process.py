@@ -1,4 +1,4 @@
-"""A replica as the run sees it: a process, its socket, and the requests that it has."""
+"""The run's side of a replica: a process, its socket and its requests."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 _log = logging.getLogger(__name__)
 _MODULE: Final = "batchllm_operator.engine.replicas.replica"
 _END_S: Final = 60.0
-"""That replicas may take, side by side, to end by themselves."""
+"""Time for all replicas together to end by themselves."""
 _END_STARTING_S: Final = 10.0
-"""That they may if not all have started: they may wait for each other, and have nothing to lose."""
+"""The same before all have started: they may wait for each other, and have nothing to lose."""
 _ERRORS: Final = {
     error.__name__: error for error in (SpecError, ModelError, EngineError, MissingLibraryError)
 }
 
 
 class ReplicaGoneError(Exception):
-    """A replica's process has ended, or its engine has died; the message says how."""
+    """A replica's process has ended or its engine has died; the message says how."""
 
     def __init__(self, rank: int, how: str) -> None:
         super().__init__(f"replica {rank} {how}")
@@ -44,7 +44,7 @@ class ReplicaGoneError(Exception):
 
 
 class PackedRequest:
-    """A request whose prompt takes four bytes a token, not the forty of a list: there are many."""
+    """A request whose prompt takes four bytes per token instead of a list's forty."""
 
     __slots__ = ("_request", "_token_ids")
 
@@ -67,8 +67,8 @@ class Replica:
 
     Attributes:
         rank: its place among the replicas, from 0.
-        in_flight: requests that it has, by request_idx, in the order in which it took them.
-        started: what it says of itself; set by `start_replicas`.
+        in_flight: its requests by request_idx, in the order in which it took them.
+        started: its first message; set by `start_replicas`.
     """
 
     started: Started
@@ -85,16 +85,16 @@ class Replica:
                 pass_fds=[descriptor],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C in a terminal is for the run, which says what ends
+                process_group=0,  # Ctrl-C in a terminal is for the run alone
             )
         self._channel = Channel(ours)
 
     def fileno(self) -> int:
-        """To wait for its messages."""
+        """The socket's descriptor, for selectors."""
         return self._channel.fileno()
 
     def send(self, kind: str, content: Any) -> None:
-        """Send a message; see `replica_messages`.
+        """Send a message; see `engine.replicas.messages`.
 
         Raises:
             ReplicaGoneError: it has ended.
@@ -108,7 +108,7 @@ class Replica:
         """Wait for a message.
 
         Raises:
-            ReplicaGoneError: it has ended, or says that its engine has died.
+            ReplicaGoneError: it has ended or reports that its engine has died.
         """
         try:
             kind, content = self._channel.receive()
@@ -119,7 +119,7 @@ class Replica:
         return kind, content
 
     def close(self, patience_s: float) -> None:
-        """Have it end, and wait for that; one that takes longer is killed."""
+        """Ask it to end, and kill it after `patience_s`."""
         self.hang_up()
         try:
             self._process.wait(patience_s)
@@ -133,7 +133,7 @@ class Replica:
         self._channel.close()
 
     def _last_words(self) -> str:
-        """Why it has gone; whatever else it said is passed over."""
+        """Why it has gone; skips its other messages."""
         try:
             while True:
                 kind, content = self._channel.receive()
@@ -143,7 +143,7 @@ class Replica:
             return self._end()
 
     def _end(self) -> str:
-        """How the process ended; it is killed if it only closed its socket."""
+        """How the process ended; kills it if it only closed its socket."""
         try:
             status = self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -154,7 +154,7 @@ class Replica:
 
 
 def close_replicas(replicas: Sequence[Replica], patience_s: float = _END_S) -> None:
-    """Have all end, and wait for that; those that take longer, all in all, are killed."""
+    """Ask all to end, and kill those still running after `patience_s`."""
     for replica in replicas:
         replica.hang_up()
     until = time.monotonic() + patience_s
@@ -163,7 +163,7 @@ def close_replicas(replicas: Sequence[Replica], patience_s: float = _END_S) -> N
 
 
 def with_messages(replicas: Iterable[Replica]) -> list[Replica]:
-    """Wait until some replicas have said something, or have ended; these, by rank."""
+    """Wait until replicas have sent messages or ended; returns these by rank."""
     with selectors.DefaultSelector() as selector:
         for replica in replicas:
             selector.register(replica, selectors.EVENT_READ, replica)
@@ -176,11 +176,11 @@ def start_replicas(
     """Start all replicas of a run side by side, and wait until all can work.
 
     Args:
-        job: what they are started for, together.
+        job: their work together.
         chains: each one's place in the chain; None for no chain.
 
     Raises:
-        SpecError, ModelError, EngineError: what the first one that can't start says; none is left.
+        SpecError, ModelError, EngineError: a replica can't start; none is left running.
     """
     num_replicas = spec.engine.replicas
     with ExitStack() as undo:
@@ -212,7 +212,7 @@ def start_replicas(
 def _wait_for_start(replicas: Sequence[Replica], profiles: ProfileStore | None) -> None:
     starting = set(replicas)
     while starting:
-        for replica in with_messages(replicas):  # one that has started only has to say that it dies
+        for replica in with_messages(replicas):
             kind, content = replica.receive()
             if kind == "started":
                 replica.started = Started.from_json(content)

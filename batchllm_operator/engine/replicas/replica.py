@@ -1,9 +1,9 @@
-"""Run as a module: one replica, a process with an engine, which does what a run asks of it.
+"""One replica, run as a module: a process with an engine that serves a run.
 
     python -m batchllm_operator.engine.replicas.replica DESCRIPTOR PARENT
 
-Through the socket of that number come the messages of `replica_messages`. The process ends with
-its parent, with the socket, or when its engine has died.
+The socket with that descriptor carries the messages of `engine.replicas.messages`. The process
+ends with its parent, with the socket, or when its engine has died.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _ClosedError(Exception):
 
 
 class _Line(Channel):
-    """To the run, which may have gone."""
+    """The channel to the run, which may have closed it."""
 
     def send(self, kind: str, content: Any) -> None:
         """As `Channel.send`.
@@ -64,7 +64,7 @@ class _Line(Channel):
 
 
 class _Mail:
-    """What the run says, read all the time by a thread, so that the run never waits to send."""
+    """The run's messages, read by a thread at once, so that the run never waits to send."""
 
     def __init__(self, channel: Channel) -> None:
         self._messages: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
@@ -75,7 +75,7 @@ class _Mail:
         """Wait for the next message.
 
         Raises:
-            _ClosedError: there won't be one.
+            _ClosedError: the run has closed the socket.
         """
         message = self._messages.get()
         if message is None:
@@ -83,7 +83,7 @@ class _Mail:
         return message
 
     def take_all(self, *, wait: bool) -> Iterator[tuple[str, Any]]:
-        """All messages that are there; with `wait`, one at least."""
+        """All messages that have arrived; with `wait`, at least one."""
         if wait:
             yield self.take()
         while not self._messages.empty():
@@ -98,7 +98,7 @@ class _Mail:
 
 
 class _AskedProfiles:
-    """The run's store of profiles: lake and credentials are there."""
+    """The run's store of profiles: the run has the lake and its credentials."""
 
     def __init__(self, channel: Channel, mail: _Mail) -> None:
         self._channel, self._mail = channel, mail
@@ -113,7 +113,7 @@ class _AskedProfiles:
 
 
 class _Replica:
-    """The engine, and what it was asked to do."""
+    """The engine and its requests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._mail = channel, _Mail(channel)
@@ -139,7 +139,7 @@ class _Replica:
         self._channel.send("started", asdict(self._introduce()))
 
     def work(self) -> None:
-        """Until the run closes the socket."""
+        """Serve until the run closes the socket."""
         calls: dict[str, Callable[[Any], None]] = {
             "requests": self._add,
             "prefill": self._prefill,
@@ -205,7 +205,7 @@ class _Replica:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until the socket is closed; 0 then, 1 after a failure, which the run knows."""
+    """Serve until the socket is closed; returns 0 then, 1 after a failure, which was reported."""
     descriptor, parent_pid = map(int, argv)
     die_with_parent(parent_pid)
     if not sys.warnoptions:  # as in the run itself
@@ -241,7 +241,7 @@ if __name__ == "__main__":
     ):
         try:
             status = main(sys.argv[1:])
-        except Exception:  # noqa: BLE001  Python itself would print it past the masks
+        except Exception:  # noqa: BLE001  Python itself would print it unmasked
             traceback.print_exc()
             status = 1
     sys.exit(status)
