@@ -1,4 +1,4 @@
-"""Template advice: what other orders of the template's columns would save. Writes nothing."""
+"""Template advice: the savings of other orders of the template's columns. Writes nothing."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SAMPLE_ROWS: Final = 2000
 def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
     """Plan the first rows of partition `ds` with the template's columns in other orders.
 
-    The rows are the first that the table gives and the filter keeps, so that rows that lie
-    together are sampled together; sharing between rows that lie far apart is missed.
-    Up to four columns are tried in every order; of more, each is tried in the first place.
+    The sample is the first rows of the table that the filter keeps. So neighbouring rows are
+    sampled together, and sharing between distant rows is missed. Up to four columns are tried in
+    every order; of more, each is tried in the first place.
 
     Raises:
         SpecError, TableError, ModelError: as `plan_job`.
@@ -55,7 +55,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
         alternatives = _try_orders(spec, sample, tokenizer)
     except TokenIdsDifferError:  # it won't happen again
         alternatives = _try_orders(spec, sample, tokenizer)
-    # Stable, and the given order is the first.
+    # The sort is stable, and the given order is the first.
     alternatives.sort(key=lambda alternative: -alternative.planned_saving_ratio)
     return Advice(num_sampled, snapshot.num_rows, tuple(alternatives))
 
@@ -63,7 +63,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
 def _try_orders(
     spec: JobSpec, sample: Sequence[pa.RecordBatch], tokenizer: Tokenizer
 ) -> list[Alternative]:
-    """What each order would save, the given one first.
+    """The savings of each order, the given one first.
 
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.

@@ -1,4 +1,4 @@
-"""From requests to shards: which groups, in which order, on which worker."""
+"""From requests to shards: chooses groups, their order and their shards."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _STEPS: Final = ("tree built", "prefixes chosen", "outputs estimated", "groups o
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrangement:
-    """The groups in the order of the plan, and what their tree said."""
+    """The groups in the order of the plan, with numbers from their tree."""
 
     groups: PrefixGroups
     output_tokens: npt.NDArray[np.int64]
     """int64 [num_requests], estimates."""
     prefix_hashes: npt.NDArray[np.int64]
-    """int64 [num_groups, 2], see `hash_prefixes`; of no group if nothing is to be learned."""
+    """int64 [num_groups, 2], see `hash_prefixes`; [0, 2] if nothing is to be learned."""
     num_optimal_tokens: int
     num_algorithm_1_saved_tokens: int
     num_exact_saved_tokens: int
@@ -67,15 +67,15 @@ def arrange(
     target: Target | None,
     max_model_len: int,
 ) -> Arrangement:
-    """Choose the groups, cut those too large for one shard, and put all in scheduling order.
+    """Choose the groups, cut those too large for one shard, and sort them for scheduling.
 
-    The order is that of Eq. 4, subtrees together (ADR 8).
+    The order is that of Eq. 4, with subtrees kept together (ADR 8).
 
     Args:
-        ranked: their prompts in order, by request index.
-        learned: what an earlier partition says about output lengths.
-        target: the GPU by whose time groups are cut; None to cut by tokens.
-        max_model_len: where the engine ends an output, whatever it was to have.
+        ranked: the requests' prompts in order.
+        learned: output lengths from an earlier partition.
+        target: groups are cut by this GPU's time; None to cut by tokens.
+        max_model_len: upper bound of a prompt with its output.
     """
     with Progress("choose and order groups", len(_STEPS), unit="steps", announce=False) as progress:
         tree = ranked.tree(requests.lengths)
@@ -95,7 +95,7 @@ def arrange(
             costs = work_costs(target, groups, requests.lengths, output_tokens)
             parts = split_large_groups(groups, *costs, spec.planner.num_shards)
             order = order_groups_by_subtree(parts, tree, output_tokens)
-            if len(prefix_hashes):  # parts of a group are neighbours, in the group's place
+            if len(prefix_hashes):  # the parts of a group are neighbours
                 group_of_part = np.searchsorted(groups.offsets, parts.offsets[:-1], "right") - 1
                 prefix_hashes = prefix_hashes[group_of_part][order]
             groups = parts.take(order)
@@ -117,7 +117,7 @@ class WrittenShards:
     infos: tuple[ShardInfo, ...]
     imbalance: float
     estimate: CostEstimate | None
-    """Of all of them together."""
+    """For all shards together."""
 
 
 def write_shards(
@@ -128,12 +128,12 @@ def write_shards(
     replicas: ReplicaPlanner | None,
     scratch: Path,
 ) -> WrittenShards:
-    """Deal the groups, in their order, out to shards of about equal work, and write these.
+    """Distribute the groups, in their order, over shards of about equal work, and write them.
 
     Args:
-        target: the GPU by whose time shards are balanced; None to balance by tokens.
+        target: shards are balanced by this GPU's time; None to balance by tokens.
         replicas: places the groups of each shard; None with one replica.
-        scratch: the folder to write them in.
+        scratch: folder for the files.
     """
     groups, output_tokens = arrangement.groups, arrangement.output_tokens
     prefill = group_prefill_tokens(groups, requests.lengths)
@@ -154,7 +154,7 @@ def write_shards(
         taken, placement = groups.take(ids), None
         if replicas is not None:
             placement = replicas.place(taken, requests.lengths, output_tokens, costs[ids], ids)
-            if placement is not None and placement.measure:  # one shard's run is enough
+            if placement is not None and placement.measure:  # one shard's run measures
                 replicas = replace(replicas, wants_profile=False)
         shards.append(
             ShardInfo(
@@ -178,7 +178,7 @@ def _write_files(
     ids_of_shard: Sequence[npt.NDArray[np.int64]],
     scratch: Path,
 ) -> list[int]:
-    """Write the groups of each shard to its file; the number of parts of each."""
+    """Write the groups of each shard to its file; returns the number of parts of each."""
     shards = [arrangement.groups.take(ids) for ids in ids_of_shard]
     starts = np.cumsum([0, *(shard.num_prompts for shard in shards)])
 
@@ -203,7 +203,7 @@ def _write_files(
 def _deal_out(
     costs: npt.NDArray[np.float64], num_shards: int
 ) -> tuple[npt.NDArray[np.int64], float]:
-    """The shard of each group, none of them empty, and how uneven they are."""
+    """The shard of each group, and the shards' imbalance. No shard is empty."""
     num_shards = max(1, min(num_shards, len(costs)))
     shard_of_group = assign_shards(costs, num_shards)
     worst = imbalance(costs, shard_of_group, num_shards)

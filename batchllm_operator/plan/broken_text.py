@@ -1,4 +1,4 @@
-"""Text that isn't UTF-8 in columns that are published: no reader agrees with another on it."""
+"""Refuses text that isn't UTF-8 in published columns: readers interpret it differently."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from batchllm_operator.spec import JobSpec
 
 
 def check_text(spec: JobSpec, batch: pa.RecordBatch, start: int, where: str) -> None:
-    """Refuse broken text in a key or carried column, wherever in a value it is.
+    """Refuse broken text in a key or carried column, also inside nested values.
 
     Args:
-        batch: rows of the input, with all columns that are kept.
-        start: the row of the first.
-        where: what to call the table in an error.
+        batch: rows of the input with all kept columns.
+        start: index of the first row.
+        where: the table's name in errors.
 
     Raises:
-        KeyColumnError, TableError: names the column and its first such row.
+        KeyColumnError, TableError: names the column and its first broken row.
     """
     for name in spec.kept_columns:
         column = batch.column(name)
         if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()  # of its values, those that rows have
+            column = column.dictionary_decode()  # only values that rows have
         try:
-            column.validate(full=True)  # a gigabyte a second: nothing beside tokenizing
+            column.validate(full=True)  # a gigabyte per second: cheap beside tokenizing
         except pa.ArrowInvalid as error:
             raise _refusal(spec, batch, name, start, where, error) from error
 
@@ -35,19 +35,18 @@ def _refusal(
 ) -> TableError:
     column = batch.column(name)
     idx = next((idx for idx in range(len(column)) if _is_broken(column[idx])), None)
-    if idx is None:  # damaged otherwise
+    if idx is None:  # other damage
         return TableError(f"{where}: column {name!r} can't be read: {error}")
     row = f"row {start + idx} (counted from 0)"
     if name in spec.input.key:
         shown = shown_key(column[idx])
         return KeyColumnError(
-            f"{where}: key column {name!r} isn't valid UTF-8 in {row}: {shown}; mend it in the"
-            " table"
+            f"{where}: key column {name!r} isn't valid UTF-8 in {row}: {shown}; fix it in the table"
         )
     key = ", ".join(f"{key}={shown_key(batch.column(key)[idx])}" for key in spec.input.key)
     return TableError(
-        f"{where}: column {name!r} isn't valid UTF-8 in {row}, {key}; mend it in the table, or take"
-        " it out of output.carry"
+        f"{where}: column {name!r} isn't valid UTF-8 in {row}, {key}; fix it in the table, or"
+        " remove it from output.carry"
     )
 
 
@@ -56,6 +55,6 @@ def _is_broken(value: pa.Scalar) -> bool:
         value.as_py()
     except UnicodeDecodeError:
         return True
-    except (ValueError, OverflowError):  # nanoseconds, years beyond 9999
+    except (ValueError, OverflowError):  # nanoseconds, years after 9999
         return False
     return False

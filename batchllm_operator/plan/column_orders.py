@@ -1,15 +1,15 @@
-"""Other orders of a template's columns, each with the text that belongs to it.
+"""Reorders a template's columns, each with the text that belongs to it.
 
-A template is taken apart into a fixed head, a piece for each column, the separators between
-pieces, and a fixed tail. A piece is a column with its label before it ("Query: ") and what closes
-it ("</query>"). Pieces change places; head, separators and tail stay where they are:
+A template is split into a fixed head, a piece for each column, the separators between pieces, and
+a fixed tail. A piece is a column with its label ("Query: ") and its closing tag ("</query>").
+Pieces change places; head, separators and tail stay:
 
     Document: {body}\nQuery: {query}\nAnswer:   ->   Query: {query}\nDocument: {body}\nAnswer:
 
-Text between two columns is split at its first line breaks: what stands before belongs to the
-column before, what follows to the column after. Without a line break, the marks and spaces that it
-begins with are the separator. A closing tag belongs to the column before in any case. So the
-result reads well for the usual templates, and is always shown for the user to judge.
+Text between two columns is split at its first line breaks: the text before them belongs to the
+first column, the text after them to the second. Without a line break, its leading marks and spaces
+are the separator. A closing tag always belongs to the column before it. The result reads well for
+usual templates, and is always shown to the user.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _MARKS: Final = re.compile(r"[\W_]*")
 
 @dataclass(frozen=True, slots=True)
 class TemplatePieces:
-    """A template taken apart; `template(range(len(pieces)))` gives it back."""
+    """A split template; `template(range(len(pieces)))` restores it."""
 
     head: str
     pieces: tuple[str, ...]
-    """Each column's place with what belongs to it, as template text."""
+    """Template text of each column with what belongs to it."""
     columns: tuple[str, ...]
     """The column of each piece."""
     separators: tuple[str, ...]
-    """One less than there are pieces."""
+    """One fewer than pieces."""
     tail: str
 
     def template(self, order: Sequence[int]) -> str:
-        """The template with its pieces in this order."""
+        """The template with its pieces in the given order."""
         text = [self.head]
         for idx, separator in zip(order, (*self.separators, ""), strict=False):
             text += [self.pieces[idx], separator]
@@ -49,12 +49,12 @@ class TemplatePieces:
 
 
 def take_apart(template: str) -> TemplatePieces:
-    """The pieces of a template that names a column at least once or not at all."""
+    """Split a template into its pieces."""
     parsed = [(_escape(literal), name) for literal, name, _, _ in Formatter().parse(template)]
     placed: list[tuple[str, str]] = []  # (text before, column)
     text = ""
     for literal, name in parsed:
-        text += literal  # braces that stand for themselves come as pieces without a column
+        text += literal  # escaped braces come as pieces without a column
         if name is not None:
             placed.append((text, name))
             text = ""
@@ -92,7 +92,7 @@ def column_orders(num_pieces: int) -> Iterator[tuple[int, ...]]:
 
 
 def _split_head(text: str) -> tuple[str, str]:
-    """(fixed, label): the label is the last line; the marks that it begins with are fixed.
+    """(fixed, label): the label is the last line, without its leading marks.
 
     A line above the column is its label if it ends like one: "Document:" or "<document>".
     """

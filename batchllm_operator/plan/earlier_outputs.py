@@ -1,4 +1,4 @@
-"""Outputs that a plan takes over from what was committed before, row by row (ADR 20)."""
+"""Reuses outputs of earlier commits, row by row (ADR 20)."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _GROUP_FINGERPRINTS: Final = 1 << 16
 
 
 class Reuse:
-    """Keeps the prompts' fingerprints, and which rows reuse what, while rows stream by.
+    """Writes the prompts' fingerprints and the reused rows while rows are read.
 
-    The files are written in the folder given: `FINGERPRINTS_FILE` and `REUSED_FILE`.
+    The files in the given folder are `FINGERPRINTS_FILE` and `REUSED_FILE`.
     """
 
     def __init__(self, indexes: Sequence[ReuseIndex], folder: Path) -> None:
         """Begin with row 0.
 
         Args:
-            indexes: where to look, the first that knows a prompt decides.
+            indexes: where to look; the first that has a prompt decides.
             folder: a local one.
         """
         self._indexes, self._folder = indexes, folder
@@ -59,7 +59,7 @@ class Reuse:
         self._places: list[list[npt.NDArray[np.int64]]] = [[] for _ in indexes]
         self._num_rows_read = 0
         self.num_rows = 0
-        """Rows that take an output over."""
+        """Rows that reuse an output."""
         path = folder / FINGERPRINTS_FILE
         self._fingerprints = RowGroupWriter(
             path, FINGERPRINTS_SCHEMA, _GROUP_FINGERPRINTS, compression="none", use_dictionary=False
@@ -73,14 +73,14 @@ class Reuse:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the indexes take."""
+        """Memory of the indexes."""
         return sum(index.num_bytes for index in self._indexes)
 
     def take(self, tokens: TokenTable, row_idxs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Look prompts up, and say which have an output already: [num_prompts].
+        """Look prompts up; returns which have an output already: [num_prompts].
 
         Args:
-            row_idxs: int64 [num_prompts], their rows, ascending and above those before.
+            row_idxs: int64 [num_prompts], their rows, ascending and above those of earlier calls.
         """
         fingerprints = fingerprints_of(tokens)
         self._keep(fingerprints, row_idxs)
@@ -95,7 +95,7 @@ class Reuse:
         return is_reused
 
     def finish(self, num_rows: int) -> None:
-        """Complete both files, of a partition of so many rows."""
+        """Complete both files for a partition of `num_rows` rows."""
         self._keep(np.zeros(0, FINGERPRINT_DTYPE), np.zeros(0, np.int64), num_rows)
         self._fingerprints.close()
         num_before = 0
@@ -115,7 +115,7 @@ class Reuse:
         row_idxs: npt.NDArray[np.int64],
         num_rows: int | None = None,
     ) -> None:
-        """Write fingerprints down, and zeros for the rows that were left out before them."""
+        """Write fingerprints, with zeros for the rows skipped before them."""
         if num_rows is None:
             num_rows = int(row_idxs[-1]) + 1 if len(row_idxs) else self._num_rows_read
         start, self._num_rows_read = self._num_rows_read, num_rows
@@ -129,21 +129,21 @@ class Reuse:
 def find_indexes(
     spec: JobSpec, ds: str, identity: str, budget: MemoryBudget, folder: Path
 ) -> list[ReuseIndex]:
-    """What may be reused: of the partition itself, and of the latest before it by name.
+    """The indexes to reuse: the partition's own, and that of the latest before it by name.
 
-    Only what this job has published counts; partitions without a single text are passed over.
-    An index that is absent, altered or of another identity is none, and the log says so.
+    Only partitions that this job has published count, and only those with at least one text. An
+    index that is missing, altered or of another identity is skipped, with a note in the log.
 
     Args:
-        ds: the partition that is planned.
+        ds: the partition to plan.
         identity: see `reuse_identity`.
-        budget: what the fingerprints have to fit in.
-        folder: a local one, for copies that can't change or disappear.
+        budget: must hold the fingerprints.
+        folder: a local one, for copies that can't change.
 
     Raises:
         TableError: partition `ds` holds what another job or program wrote.
         SpecError: they don't fit.
-        StorageError: the storage fails; giving up reuse for that would be dear.
+        StorageError: the storage fails; planning without reuse would be expensive.
     """
     table = open_table(spec.output.uri, spec.input.partition_column)
     found: list[ReuseIndex] = []
@@ -161,7 +161,7 @@ def find_indexes(
 
 
 def _publisher(table: LakeTable, spec: JobSpec, ds: str) -> str | None:
-    """The plan that an earlier partition was published by, None if it isn't this job's."""
+    """The id of the plan that published an earlier partition; None if it isn't this job's."""
     try:
         found = check_publisher(table, spec, ds)
     except TableError:
@@ -172,7 +172,7 @@ def _publisher(table: LakeTable, spec: JobSpec, ds: str) -> str | None:
 def _open_index(
     spec: JobSpec, ds: str, plan_id: str, identity: str, budget: MemoryBudget, path: Path
 ) -> list[ReuseIndex]:
-    """The index of a published plan, none if it can't be used."""
+    """The index of a published plan; empty if it can't be used."""
     try:
         plan = StoredPlan.open(job_folder(spec, ds).child(f"plan-{plan_id}").uri)
         fault = _copy_index(plan, path) or index_fault(path, identity)
@@ -190,7 +190,7 @@ def _open_index(
 
 
 def _copy_index(plan: StoredPlan, path: Path) -> str | None:
-    """Copy the index of a committed plan; what is wrong with it, if something is."""
+    """Copy the index of a committed plan; returns what is wrong with it, or None."""
     committed = find_committed(plan)
     if committed is None:
         return f"plan {plan.folder.uri} isn't marked as committed"
@@ -209,11 +209,11 @@ def _copy_index(plan: StoredPlan, path: Path) -> str | None:
 def _reused(
     index: ReuseIndex, row_idxs: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
 ) -> Iterator[pa.Table]:
-    """Outputs of the index with the rows that take them, as `PART_SCHEMA` without its first field.
+    """Outputs of the index with the rows that reuse them, as `PART_SCHEMA` without its first field.
 
     Args:
-        index: where the outputs are.
-        row_idxs: int64 [n], rows, ascending.
+        index: holds the outputs.
+        row_idxs: int64 [n], the rows, ascending.
         places: int64 [n], each row's place in the index.
     """
     by_place = np.argsort(places, kind="stable")
@@ -222,7 +222,7 @@ def _reused(
     ends = np.cumsum(num_rows)
     for batch in index.outputs():
         place = index.places(from_array(batch.column("fingerprint")))
-        firsts = np.sort(np.unique(place, return_index=True)[1])  # no output is taken twice
+        firsts = np.sort(np.unique(place, return_index=True)[1])  # each output once
         chosen = firsts[num_rows[place[firsts]] > 0]
         lengths = num_rows[place[chosen]]
         num_rows[place[chosen]] = 0
@@ -237,7 +237,7 @@ def _reused(
                 outputs.column("generated_text"),
                 outputs.column("finish_reason"),
                 num_prompt_tokens,
-                num_prompt_tokens,  # as of other rows for which nothing is computed
+                num_prompt_tokens,  # as for all rows without computation
                 outputs.column("num_output_tokens"),
                 pa.nulls(len(chosen), pa.string()),
             ],

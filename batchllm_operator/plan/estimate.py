@@ -1,4 +1,4 @@
-"""What the job's requests cost on the GPU that the spec names: for balance, and for the user."""
+"""Costs of the job's requests on the spec's GPU: to balance shards, and for the user."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from batchllm_operator.spec import JobSpec
 _log = logging.getLogger(__name__)
 _MAX_NUM_SEQS: Final = 1024  # vLLM's own for large GPUs
 _MAX_NUM_BATCHED_TOKENS: Final = 8192
-_ROOM: Final = 1.25  # memory for each byte of weights, so that there is some for KV
+_ROOM: Final = 1.25  # memory per byte of weights, which leaves some for KV
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the job is estimated for."""
+    """The GPU, model and engine limits of the estimate."""
 
     gpu: GPU
     model: ModelShape
     limits: EngineLimits
-    """The spec's, for the estimate only."""
+    """The spec's limits, for the estimate only."""
 
     @property
     def balance_limits(self) -> EngineLimits:
-        """Of the smallest usual engine that the model fits, whatever the spec's tuning is.
+        """The smallest usual engine that the model fits, without the spec's tuning.
 
-        Shards are part of what a plan is, and tuning must not change that.
+        Shards are part of a plan, and tuning must not change them.
         """
         num_gpus = 1
         while self.gpu.memory_bytes * self.gpu.achievable_memory * num_gpus < _ROOM * (
@@ -62,8 +62,8 @@ def find_target(spec: JobSpec) -> Target | None:
     """The GPU that the spec names, with the shape of its model.
 
     Returns:
-        None if the spec names no GPU or runs no model (the fake engine), or, with a note in
-        the log, if the model's `config.json` can't be read or has no known shape.
+        None if the spec names no GPU or has no model (the fake engine), or, with a note in
+        the log, if the model's `config.json` can't be read or describes an unknown shape.
 
     Raises:
         SpecError: the table of GPUs is broken, or lacks the GPU.
@@ -87,9 +87,9 @@ def work_costs(
     lengths: npt.NDArray[np.int64],
     output_tokens: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """What each request costs beside its group's prefix, and what each prefix costs, once.
+    """Costs of each request without its group's prefix, and of each prefix.
 
-    In nanoseconds of the target's time; without a target in tokens, prefilled and decoded.
+    In nanoseconds of the target; without a target in tokens, prefilled and decoded.
 
     Returns:
         float64 [num_requests], whole numbers, and float64 [num_groups].
@@ -111,7 +111,7 @@ def estimate_cost(
     shard_of_group: npt.NDArray[np.int64],
     num_replicas: int,
 ) -> tuple[CostEstimate, npt.NDArray[np.float64]] | None:
-    """GPU time and price of the plan, and of the same rows each computed alone.
+    """GPU time and price of the plan, and of the same rows without sharing.
 
     Args:
         output_tokens: int64 [num_requests], estimates.
@@ -119,8 +119,8 @@ def estimate_cost(
         num_replicas: engines that share a shard.
 
     Returns:
-        The estimate, and float64 [num_shards], the part of its GPU seconds that each shard takes.
-        None without a target, and, with a note in the log, if the model doesn't fit it.
+        The estimate, and float64 [num_shards], each shard's part of its GPU seconds.
+        None without a target, and, with a note in the log, if the model doesn't fit.
     """
     if target is None:
         return None
@@ -153,7 +153,7 @@ def estimate_cost(
         unshared_cost_usd=rounded(alone.cost_usd),
         assumptions=_assumptions(target, total),
     )
-    # Rates add up to the whole but for the ramp, of which each engine has one.
+    # Rates add up to the whole except for the ramp, one per engine.
     rate = rates(total, model, gpu, limits)
     ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
     costs = group_costs(groups, members.nanoseconds(rate), prefixes.nanoseconds(rate)) / 1e9
@@ -166,7 +166,7 @@ def group_costs(
     members: npt.NDArray[np.float64],
     prefixes: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """What each group costs: its members and its prefix, from `work_costs`; [num_groups]."""
+    """Cost of each group, members and prefix, from the costs of `work_costs`: [num_groups]."""
     if len(groups) == 0:
         return prefixes
     return np.add.reduceat(members[groups.member_idxs], groups.offsets[:-1]) + prefixes
@@ -192,7 +192,7 @@ def _assumptions(target: Target, total: Work) -> tuple[str, ...]:
 
 
 def shape_of(spec: JobSpec) -> ModelShape:
-    """The shape of the spec's model, in the types that its engine uses.
+    """The shape of the spec's model, with the engine's types.
 
     Raises:
         ModelError: its `config.json` can't be read, or it isn't of a kind that is known.
@@ -239,7 +239,7 @@ def read_shape(
 
 
 def engine_limits(spec: JobSpec) -> EngineLimits:
-    """The spec's, and vLLM's defaults."""
+    """The spec's limits, with vLLM's defaults."""
     engine = spec.engine
     return EngineLimits(
         num_gpus=engine.tensor_parallel_size,
@@ -252,5 +252,5 @@ def engine_limits(spec: JobSpec) -> EngineLimits:
 
 
 def rounded(value: float) -> float:
-    """Six digits: more than a prediction has, and the same on any machine."""
+    """Rounded to six digits: enough for a prediction, and equal on all machines."""
     return float(f"{value:.6g}")

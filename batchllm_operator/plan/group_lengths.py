@@ -1,8 +1,8 @@
-"""Output lengths by group: what an earlier run's answers to the same document say.
+"""Output lengths by group, learned from earlier outputs with the same prefix.
 
-A group is known again by a hash of its prefix. Where exactly a prefix ends depends on what the
-group's prompts go on with, so the hashes are taken where whole segments of 64 tokens end: at the
-last one inside the prefix, and at the one before.
+A hash of its prefix identifies a group. The prefix's exact end depends on how the group's prompts
+continue, so the hashes are taken at the ends of segments of 64 tokens: of the last one inside the
+prefix, and of the one before.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLengths:
-    """Answers by hash of their group's prefix.
+    """Output lengths by hash of the group's prefix.
 
     Attributes:
         hashes: [n] int64, ascending.
         num_rows: [n] int64, rows with a text, at least 1.
-        num_output_tokens: [n] int64, all of theirs.
+        num_output_tokens: [n] int64, their sum.
     """
 
     hashes: npt.NDArray[np.int64]
@@ -50,7 +50,7 @@ class GroupLengths:
     num_output_tokens: npt.NDArray[np.int64]
 
     def mean_tokens(self, prefix_hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Mean output tokens of each group, rounded up; -1 where no prefix is known.
+        """Mean output tokens of each group, rounded up; -1 if neither hash is known.
 
         Args:
             prefix_hashes: [num_groups, 2] int64, see `hash_prefixes`; the first that is known
@@ -69,7 +69,7 @@ class GroupLengths:
 
 
 def hash_prefixes(requests: Requests, groups: PrefixGroups) -> npt.NDArray[np.int64]:
-    """Hashes of each group's prefix: at its last full segment, and at the one before.
+    """Hashes of each group's prefix: to the end of its last full segment, and of the one before.
 
     Returns:
         int64 [num_groups, 2], -1 where there is no such segment, as in groups of one.
@@ -89,7 +89,7 @@ def hash_prefixes(requests: Requests, groups: PrefixGroups) -> npt.NDArray[np.in
 
 
 def write_groups(path: Path, prefix_hashes: npt.NDArray[np.int64]) -> None:
-    """Write what later plans know the groups by.
+    """Write the hashes, by which later plans identify the groups.
 
     Args:
         path: a file to create.
@@ -103,14 +103,14 @@ def write_groups(path: Path, prefix_hashes: npt.NDArray[np.int64]) -> None:
 
 
 class LearnedGroups:
-    """The groups of an earlier plan, and the answers that its published rows have, by group."""
+    """Counts the outputs of an earlier plan's published rows by group."""
 
     def __init__(self, plan: StoredPlan, columns: pa.Schema) -> None:
-        """Read which row was in which group.
+        """Read the group of each row.
 
         Args:
-            plan: what the partition was published by.
-            columns: of the table that it was published to.
+            plan: the plan that published the partition.
+            columns: schema of the table that it was published to.
 
         Raises:
             PlanError: the plan is damaged, or see `KnownRows`.
@@ -127,9 +127,9 @@ class LearnedGroups:
     def find(
         cls, spec: JobSpec, ds: str, plan_id: str, columns: pa.Schema, budget: MemoryBudget | None
     ) -> LearnedGroups | None:
-        """The groups of the plan that partition `ds` was published by.
+        """The groups of the plan that published partition `ds`.
 
-        None, with a note in the log, if that plan was removed or didn't keep what is needed.
+        None, with a note in the log, if that plan was removed or lacks what is needed.
 
         Raises:
             SpecError: it is too large for the budget.
@@ -144,21 +144,21 @@ class LearnedGroups:
             budget.check_learned(plan.manifest.counts.num_rows)
         try:
             return cls(plan, columns)
-        # Only an estimate depends on it, so what is wrong with it is no reason to stop.
+        # Only an estimate depends on it, so a fault is no reason to stop.
         except (BatchLLMError, OSError, pa.ArrowException) as error:
             _log.info(unknown, ds, error)
             return None
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What tells rows apart."""
+        """Columns that identify rows."""
         return self._rows.columns
 
     def add(self, answered: pa.RecordBatch) -> pa.RecordBatch:
-        """Count published rows, and return those that are the plan's, each once.
+        """Count published rows; returns those of the plan, each once.
 
         Args:
-            answered: rows that have a text, with `columns` and `num_output_tokens`.
+            answered: rows with a text, with `columns` and `num_output_tokens`.
         """
         row_idxs = self._rows.take(answered)
         known = answered.filter(pa.array(row_idxs != _NONE))
@@ -170,7 +170,7 @@ class LearnedGroups:
         return known
 
     def lengths(self) -> GroupLengths:
-        """What was counted, by the hashes of the groups' prefixes."""
+        """The counts, by the hashes of the groups' prefixes."""
         parts = [
             (column.to_numpy(), (column.to_numpy() != _NONE) & (self._num_rows > 0))
             for name in GROUPS_SCHEMA.names
@@ -187,11 +187,11 @@ class LearnedGroups:
 
 
 def _groups_of_rows(plan: StoredPlan) -> npt.NDArray[np.int64]:
-    """The group of each row: int64 [num_rows], -1 for rows that couldn't be prompted."""
+    """The group of each row: int64 [num_rows], -1 for rows without a prompt."""
     num_rows, num_groups = plan.manifest.counts.num_rows, plan.manifest.counts.num_groups
     group_of_row = np.full(num_rows, _NONE, dtype=np.int64)
     for shard in plan.manifest.shards:
-        # Not its checksum: most of the file is prompts, which aren't read.
+        # The checksum isn't verified: most of the file is prompts, which aren't read.
         with plan.folder.open_file(shard.file, read_ahead=False) as file:
             where = f"plan {plan.folder.uri}: {shard.file}"
             requests = PlanFile(file, where, _READ_SCHEMA, shard.num_requests)
@@ -207,7 +207,7 @@ def _groups_of_rows(plan: StoredPlan) -> npt.NDArray[np.int64]:
 
 
 def _is_within(idxs: npt.NDArray[np.int64], size: int) -> bool:
-    """Whether all are places in an array of that size; nulls, as NaN, aren't."""
+    """Whether all are indexes into an array of that size; nulls, as NaN, aren't."""
     return bool(np.all((idxs >= 0) & (idxs < size)))
 
 

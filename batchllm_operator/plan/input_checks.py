@@ -1,4 +1,4 @@
-"""What is known of an input before its rows are read: columns, partition, lengths."""
+"""Checks of an input before its rows are read: columns, partition, lengths."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 def check_input(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
-    """The partition must be there if an empty one is to fail, and have what the spec names.
+    """Check the partition and the columns that the spec names.
 
     Raises:
-        EmptyPartitionError: the table has no such partition.
+        EmptyPartitionError: the table has no such partition, and the spec says `on_empty: fail`.
         SpecError, KeyColumnError, TableError: see `check_columns`.
     """
     if not snapshot.files and spec.on_empty == "fail":
@@ -31,10 +31,10 @@ def check_input(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
 
 
 def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
-    """Every column that the spec names must be there; say which field names it.
+    """Check that the table has every column that the spec names.
 
     Raises:
-        SpecError: one isn't, or can't be placed in a prompt or taken for a length.
+        SpecError: one is missing, or can't be a part of a prompt or a length; names the field.
         KeyColumnError, TableError: a key or filter column can't be compared.
     """
     places = {
@@ -71,12 +71,12 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
 
 
 def check_lengths(spec: JobSpec, max_model_len: int) -> None:
-    """Say what the model's length makes of the outputs' limits.
+    """Check the outputs' limits against the model's length.
 
     Raises:
         SpecError: no output can have `min_tokens`.
     """
-    most = max_model_len - 1  # a prompt has one at least
+    most = max_model_len - 1  # a prompt has at least one token
     limit = f"prompt and output together have at most {max_model_len} tokens"
     if spec.sampling.min_tokens > most:
         raise SpecError(
@@ -92,13 +92,13 @@ def check_lengths(spec: JobSpec, max_model_len: int) -> None:
 
 
 def describe_rows(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
-    """What an error that counts rows calls those that are read."""
+    """Names the rows that are read, for errors that count rows."""
     where = f"table {table.uri}, partition {snapshot.partition!r}"
     return f"{where}, counting rows that input.filter keeps" if spec.input.filter else where
 
 
 def describe_empty(table: LakeTable, snapshot: Snapshot) -> str:
-    """Why a partition has no rows: it isn't there, it is empty, or the filter keeps none."""
+    """Why a partition has no rows: it is missing or empty, or the filter keeps none."""
     where = f"table {table.uri}"
     if snapshot.num_rows:
         return (
@@ -107,7 +107,7 @@ def describe_empty(table: LakeTable, snapshot: Snapshot) -> str:
         )
     try:
         names = [] if snapshot.files else table.partitions()
-    except TableError:  # partitioned by something else than the column's values
+    except TableError:  # not partitioned by the column's values
         names = []
     if snapshot.files or snapshot.partition in names:
         return f"{where}, partition {snapshot.partition!r}: has no rows"
@@ -116,9 +116,9 @@ def describe_empty(table: LakeTable, snapshot: Snapshot) -> str:
 
 
 def _newest(names: Sequence[str]) -> list[str]:
-    """The last few partitions by value, the last first."""
+    """The last few partitions by value, newest first."""
     try:
         ascending = sorted(names, key=int)
-    except ValueError:  # dates and other text go by name
+    except ValueError:  # dates and other text sort by name
         ascending = sorted(names)
     return ascending[: -_MAX_NAMED - 1 : -1]

@@ -1,4 +1,4 @@
-"""Whether the key columns identify rows: by digests of the keys, which don't fit into memory."""
+"""Checks that keys are unique, by their digests: the keys themselves may not fit into memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from batchllm_operator.artifacts.row_keys import encode_keys, shown_key
 from batchllm_operator.errors import KeyColumnError
 from batchllm_operator.lake.row_stream import read_batches
 
-_ENCODED_BYTES: Final = 4 << 20  # of keys at a time; they take four times as much as tokens
+_ENCODED_BYTES: Final = 4 << 20  # keys at a time; encoding takes four times as much
 _MAX_NAMED: Final = 10
 
 
 def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
-    """Each row must have a key, and one of its own.
+    """Check that each row has a key, and no two the same.
 
     Args:
-        rows_file: local Parquet file that has the key columns.
+        rows_file: local Parquet file with the key columns.
         key: their names.
-        where: what to call the table in an error.
+        where: the table's name in errors.
 
     Raises:
         KeyColumnError: names up to ten offenders.
@@ -45,7 +45,7 @@ def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
 
 
 def _repeated_rows(rows_file: Path, key: tuple[str, ...], where: str) -> npt.NDArray[np.int64]:
-    """Rows, ascending, at which a key occurs first that occurs again."""
+    """The first rows of all keys that occur again, ascending."""
     found = [np.zeros(0, dtype=FINGERPRINT_DTYPE)]
     for batch in _read(rows_file, key):
         num_rows = max(1, batch.num_rows * _ENCODED_BYTES // max(1, batch.nbytes))

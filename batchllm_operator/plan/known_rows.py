@@ -1,7 +1,6 @@
-"""Which row of a plan a published row is: by a digest of its key.
+"""Identifies published rows with a plan's rows, by a digest of the key.
 
-Its place says nothing. Rows of a table may have been deleted, added or sorted since they were
-published.
+Positions don't: rows may have been deleted, added or sorted since they were published.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NONE: Final = -1
 class KnownRows:
     """The rows of a plan by the digests of their keys; each is found once.
 
-    Memory holds 25 bytes for each row, and twice as much while they are read.
+    Takes 25 bytes of memory per row, and twice as much while reading.
     """
 
     def __init__(self, plan: StoredPlan, columns: pa.Schema) -> None:
@@ -33,8 +32,8 @@ class KnownRows:
 
         Args:
             plan: its keys are unique.
-            columns: of the table that it was published to. Its formats change types: keys are
-                compared as it holds them.
+            columns: schema of the table that it was published to. Formats change types, so keys
+                are compared in the table's types.
 
         Raises:
             PlanError: the rows aren't the plan's, or the table lacks a key column.
@@ -48,7 +47,7 @@ class KnownRows:
         self._where = f"plan {plan.folder.uri}: {ROWS_FILE}"
         digests = np.empty(plan.manifest.counts.num_rows, dtype=FINGERPRINT_DTYPE)
         start = 0
-        # Not its checksum: most of the file may be carried columns, which aren't read.
+        # The checksum isn't verified: most of the file may be carried columns, which aren't read.
         with plan.folder.open_file(ROWS_FILE, read_ahead=False) as file:
             for batch in read_batches(file, pa.schema([columns.field(name) for name in key]), {}):
                 if start + batch.num_rows <= len(digests):
@@ -63,11 +62,11 @@ class KnownRows:
     def take(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
         """The row_idx of each row: int64 [num_rows].
 
-        -1 for a row that the plan doesn't have, and for one that was found before: some other
-        program has added it.
+        -1 for a row that the plan lacks, and for one that was found before: another program has
+        added it.
         """
         keys = batch.select(self.columns)
-        is_whole = np.ones(batch.num_rows, dtype=np.bool_)  # a null is written as an empty text is
+        is_whole = np.ones(batch.num_rows, dtype=np.bool_)  # nulls are encoded like empty texts
         for column in keys.columns:
             is_whole &= column.is_valid().to_numpy(zero_copy_only=False)
         places = find_places(self._digests_sorted, self._digests(keys))

@@ -1,4 +1,4 @@
-"""The plan stage's memory budget: whether it is enough, and how it is divided."""
+"""Checks and divides the plan stage's memory budget."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Final
 from batchllm_operator.errors import SpecError
 
 BYTES_PER_PROMPT: Final = 340
-"""Numbers kept for each prompt where most are kept at once (requests, tree, groups and costs)."""
+"""Bytes of numbers per prompt at the peak (requests, tree, groups and costs)."""
 WORKING_BYTES: Final = 384 << 20
-"""For all that is done batch by batch, whatever the table's size: rows of three batches (one ahead,
-one behind), texts and token ids, two chunks of prompts, two parts of a shard, compiled code."""
-_BYTES_PER_LEARNED: Final = 112  # row of an earlier partition, while its lengths are learned
+"""For work batch by batch, independent of the table's size: rows of three batches (one ahead, one
+behind), texts and token ids, two chunks of prompts, two parts of a shard, compiled code."""
+_BYTES_PER_LEARNED: Final = 112  # per row of an earlier partition, while learning its lengths
 _BYTES_PER_PROMPT_SORTED: Final = 110
-"""Of these, what is kept while rows of hashes are sorted, the sort's own arrays included."""
+"""The part of it while rows of hashes are sorted, the sort's own arrays included."""
 _LEAST_ROW_BYTES: Final = 32 << 20
 _MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Peak resident memory of this process, and what it is used for.
+    """Upper bound of this process's resident memory.
 
     Attributes:
         total_bytes: the budget.
-        resident_bytes: what the process held before any row was read: Python, libraries, the
+        resident_bytes: memory of the process before any row was read: Python, libraries, the
             tokenizer.
     """
 
@@ -37,20 +37,20 @@ class MemoryBudget:
 
     @classmethod
     def from_now(cls, total_bytes: int) -> MemoryBudget:
-        """A budget for this process as it is."""
+        """A budget for this process with its current memory."""
         return cls(total_bytes, _resident_bytes())
 
     def holding(self, num_bytes: int) -> MemoryBudget:
-        """The budget of a process that holds so many bytes more from now on."""
+        """The budget after the process has taken `num_bytes` more."""
         return replace(self, resident_bytes=self.resident_bytes + num_bytes)
 
     def least_bytes(self, num_prompts: int) -> int:
-        """The smallest budget that will do for so many prompts."""
+        """The smallest budget for so many prompts."""
         for_prompts = num_prompts * BYTES_PER_PROMPT + _LEAST_ROW_BYTES
         return self.resident_bytes + WORKING_BYTES + for_prompts
 
     def check_learned(self, num_rows: int) -> None:
-        """Refuse to learn from an earlier partition of so many rows with too small a budget.
+        """Refuse to learn from an earlier partition of `num_rows` rows if the budget is too small.
 
         Raises:
             SpecError: as `check`.
@@ -58,10 +58,10 @@ class MemoryBudget:
         self.check(num_rows * _BYTES_PER_LEARNED // BYTES_PER_PROMPT)
 
     def check(self, num_prompts: int) -> None:
-        """Refuse to plan so many prompts with too small a budget.
+        """Refuse to plan `num_prompts` prompts if the budget is too small.
 
         Raises:
-            SpecError: says the least that will do, in whole MiB.
+            SpecError: names the smallest budget, in whole MiB.
         """
         least = self.least_bytes(num_prompts)
         if least > self.total_bytes:
@@ -72,10 +72,10 @@ class MemoryBudget:
             )
 
     def row_bytes(self, num_prompts: int) -> int:
-        """What the prefix search may take for its rows of hashes: the more, the finer they are.
+        """Memory for the prefix search's rows of hashes; more makes them finer.
 
         Args:
-            num_prompts: how many there will be, at most.
+            num_prompts: upper bound.
         """
         rest = self.total_bytes - self.resident_bytes - WORKING_BYTES
         return max(_LEAST_ROW_BYTES, rest - num_prompts * _BYTES_PER_PROMPT_SORTED)

@@ -1,4 +1,4 @@
-"""Steps of a stream that run beside each other, in order: one item ahead, and one behind.
+"""Runs the steps of a stream side by side, in order: one item ahead, and one behind.
 
     read  batch 3       | thread of `one_ahead`
     work  batch 2       | the caller
@@ -6,9 +6,9 @@
 
 Shards, which don't depend on each other, are written two at a time (`side_by_side`).
 
-What they spend their time on (decoding, compressing, writing, compiled loops) lets go of Python's
-lock. Each thread has one item at a time, so memory holds three and not as many as there are cores,
-and what is done with them doesn't depend on who is faster.
+Their work (decoding, compressing, writing, compiled loops) releases Python's lock. Each thread has
+one item at a time, so memory holds three, independent of the number of cores, and the result
+doesn't depend on timing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
 _AT_ONCE: Final = 2
-"""Calls of `side_by_side`, however many cores there are: each holds parts of a shard in memory."""
+"""Calls of `side_by_side` at a time, on any machine: each holds parts of a shard in memory."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -34,10 +34,10 @@ P = ParamSpec("P")
 
 @contextmanager
 def one_ahead(items: Iterator[T]) -> Generator[Iterator[T]]:
-    """`items`, with the next one made in a thread while the caller has this one.
+    """Iterate over `items`, with the next one made in a thread while the caller has this one.
 
-    What making one raises comes where it would be given. A generator is closed at the end,
-    after what it is at.
+    An error in making an item is raised in its place. A generator is closed at the end, after its
+    current item.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
 
@@ -57,9 +57,9 @@ def one_ahead(items: Iterator[T]) -> Generator[Iterator[T]]:
 
 
 class OneBehind:
-    """Runs calls in a thread, in their order, one of them while the caller goes on.
+    """Runs calls in a thread, in order, one at a time while the caller goes on.
 
-    As a context manager: its end waits for the last call.
+    The end of its context waits for the last call.
     """
 
     def __init__(self) -> None:
@@ -80,10 +80,10 @@ class OneBehind:
             self._wait()
 
     def run(self, call: Callable[P, object], *args: P.args, **options: P.kwargs) -> None:
-        """Wait for the call before this one, and begin it.
+        """Wait for the previous call, and begin this one.
 
         Raises:
-            Exception: what the call before has raised.
+            Exception: what the previous call has raised.
         """
         self._wait()
         self._last = self._thread.submit(call, *args, **options)
@@ -97,13 +97,13 @@ class OneBehind:
 def side_by_side(
     call: Callable[[int, Callable[[int], None]], T], count: int, advance: Callable[[int], None]
 ) -> list[T]:
-    """The results of `call(0, advance)`, `call(1, advance)`, ..., two of them running at a time.
+    """Run `call(0, advance)`, `call(1, advance)`, ..., two at a time; returns their results.
 
-    Calls count their progress by `advance`, which is never called twice at once. If one fails, or
-    this is interrupted, the others end where they would advance next.
+    Calls report progress by `advance`, which is never called concurrently. If one fails, or this is
+    interrupted, the others end at their next `advance`.
 
     Raises:
-        Exception: what the first call that failed has raised.
+        Exception: that of the first failed call.
     """
     one_at_a_time = Lock()
     failures: list[BaseException] = []

@@ -23,11 +23,11 @@ _NUM_BUCKETS = 64
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What an earlier partition says about output lengths."""
+    """Output lengths of an earlier partition."""
 
     by_length: LearnedOutputs
     by_group: GroupLengths | None
-    """None if it isn't known which rows were one group."""
+    """None if the groups of its rows are unknown."""
 
 
 def estimate_output_tokens(
@@ -39,13 +39,12 @@ def estimate_output_tokens(
 ) -> npt.NDArray[np.int64]:
     """Estimated output tokens of each request, in [1, max_tokens]: int64 [num_requests].
 
-    Where they are learned: as the earlier answers in a group with the same prefix, else as those
-    to prompts of about the same length.
+    Learned estimates are the mean of earlier outputs of a group with the same prefix, else of
+    prompts of about the same length.
 
     Args:
-        learned: what was learned, if that is asked for and there was something to learn from.
-        prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; none are needed if nothing
-            was learned.
+        learned: None if the spec doesn't ask for it, or there is no earlier partition.
+        prefix_hashes: int64 [num_groups, 2], see `hash_prefixes`; unused if nothing was learned.
     """
     if requests.output_tokens is not None:
         return requests.output_tokens
@@ -65,10 +64,10 @@ def estimate_output_tokens(
 def learn_output_lengths(
     spec: JobSpec, ds: str, budget: MemoryBudget | None = None
 ) -> Learned | None:
-    """What the latest partition before `ds` that this job has published says, if it is asked for.
+    """Learn from the latest partition before `ds` that this job has published, if asked to.
 
-    Partitions are compared by name, and those without a single text, or of another job or
-    program, don't count. Nor do rows that the plan which they were published by doesn't have.
+    Partitions are compared by name. Those without any text, or of another job or program, don't
+    count, nor do rows that aren't in the plan that published them.
 
     Raises:
         TableError: that partition can't be read.
@@ -99,9 +98,9 @@ def learn_output_lengths(
 def _count(
     table: LakeTable, snapshot: Snapshot, groups: LearnedGroups | None
 ) -> tuple[LengthBucket, ...]:
-    """The partition's rows that have a text, by prompt length.
+    """Count the partition's rows with a text, by prompt length.
 
-    `groups` counts them, too, and then rows that its plan doesn't have don't count.
+    `groups`, if given, counts them too, and rows that its plan lacks are skipped.
     """
     num_rows = np.zeros(_NUM_BUCKETS, dtype=np.int64)
     num_tokens = np.zeros(_NUM_BUCKETS, dtype=np.int64)
@@ -130,7 +129,7 @@ def _bucket(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _mean_tokens(learned: LearnedOutputs) -> npt.NDArray[np.int64]:
-    """Mean output tokens of each bucket, rounded up; of all rows where a bucket has none."""
+    """Mean output tokens of each bucket, rounded up; that of all rows for an empty bucket."""
     total = sum(bucket.num_output_tokens for bucket in learned.buckets)
     means = np.full(_NUM_BUCKETS, -(-total // learned.num_rows), dtype=np.int64)
     for bucket in learned.buckets:

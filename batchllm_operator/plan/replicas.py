@@ -1,7 +1,6 @@
-"""How the replicas of a run share each shard: which groups they spread, which they begin with.
+"""Divides each shard between the replicas of a run: groups to spread, and groups to begin first.
 
-Predictions and choice are those of `planner.runahead` (ADR 23); what a run does with the result,
-ADR 26 says.
+Predictions and choice are those of `planner.runahead` (ADR 23). ADR 26 says how a run uses them.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
 _BLOCK_SIZE: Final = 64
-"""Chunks end with these, where the spec names no block size: a multiple of what engines choose."""
+"""Chunks end with such blocks if the spec names no size: a multiple of the engines' defaults."""
 _SPARE_STEP_TOKENS: Final = 16
-"""Of a step that has a chunk, so that a request that takes part in it doesn't cut the chunk."""
+"""Tokens of a step left free beside a chunk, so that another request doesn't cut the chunk."""
 _IDEAL_BYTES_PER_S: Final = 1e15
-"""Of a link that hasn't been measured, to see whether measuring would be worth it."""
+"""Rate of an unmeasured link, to find out whether measuring would be worth it."""
 _MOST_APART: Final = 512
-"""Groups of a shard that are looked at one by one; smaller ones are lumped together."""
+"""Largest groups of a shard, placed one by one; smaller ones are lumped together."""
 _LUMPS: Final = 64
 _MOST_FIRST: Final = 64
-"""Whole groups that are named to be begun first."""
+"""Most whole groups to begin first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class ReplicaPlanner:
     Attributes:
         chain: replicas and links.
         settings: how many replicas, and when a chain is worth it.
-        is_measured: whether somebody knows the link's rate; else the chain's is ideal.
-        wants_profile: whether a run is to measure where a chain would pay.
+        is_measured: whether the link's rate is known; else the chain's is ideal.
+        wants_profile: whether a run should measure if a chain could pay.
     """
 
     chain: Chain
@@ -62,7 +61,7 @@ class ReplicaPlanner:
 
     @classmethod
     def of(cls, spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:
-        """For the jobs of a spec with several replicas; None if nothing can be predicted.
+        """The planner for a spec with several replicas; None if nothing can be predicted.
 
         Raises:
             SpecError: `planner.runahead` is on, and the link's rate or the GPU isn't known.
@@ -82,7 +81,7 @@ class ReplicaPlanner:
         bytes_per_s = planner.link_bytes_per_s or measured
         if planner.runahead == "on" and bytes_per_s is None:
             raise SpecError(
-                "planner.runahead is on, but how fast replicas hand KV on isn't known: no run with"
+                "planner.runahead is on, but the rate between replicas isn't known: no run with"
                 f" {engine.replicas} replicas on {target.gpu.name} has measured it; give"
                 " planner.link_bytes_per_s, or leave runahead at auto, with which runs measure"
             )
@@ -110,14 +109,14 @@ class ReplicaPlanner:
         costs: npt.NDArray[np.float64],
         group_ids: npt.NDArray[np.int64],
     ) -> ReplicaPlacement | None:
-        """Place the groups of a shard; None where they may as well be taken as they come.
+        """Place the groups of a shard; None if their order is good enough.
 
         Args:
-            groups: of the shard, over all prompts.
+            groups: the shard's groups, over all prompts.
             lengths: int64 [num_prompts], tokens.
             output_tokens: int64 [num_prompts], estimates.
-            costs: float64 [num_groups], what each takes on one engine, in any one unit.
-            group_ids: int64 [num_groups], by which the plan knows them.
+            costs: float64 [num_groups], cost of each on one engine, in any one unit.
+            group_ids: int64 [num_groups], the plan's ids.
         """
         settings = self.settings
         even_share = float(costs.sum()) / settings.num_replicas
@@ -157,7 +156,7 @@ class ReplicaPlanner:
         )
 
     def _say_what_is_too_long(self, longest: int) -> None:
-        """Warn users who expect chains that steps don't hold a shard's longest prefix."""
+        """Warn that a shard's longest prefix doesn't fit into the replicas' steps."""
         chain, p = self.chain, self.settings.num_replicas
         most = (chain.max_chunk_blocks or 0) * p * chain.block_size
         if self.settings.min_prefix_tokens <= longest and longest > most:
@@ -177,15 +176,15 @@ class ReplicaPlanner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loads:
-    """Counts of groups, each [num_groups]."""
+    """Token and member counts, each [num_groups]."""
 
     prefix: npt.NDArray[np.int64]
-    """Tokens; of a group of one, its prompt but the last token."""
+    """Tokens of the prefix; in a group of one, of the prompt without its last token."""
     members: npt.NDArray[np.int64]
     distinct: npt.NDArray[np.int64]
-    """Tokens of all members besides the prefix."""
+    """Tokens of all members after the prefix."""
     outputs: npt.NDArray[np.int64]
-    """Tokens of all members."""
+    """Output tokens of all members."""
 
     def group(self, at: int) -> GroupLoad:
         members = int(self.members[at])
@@ -197,7 +196,7 @@ class _Loads:
         )
 
     def lumps(self, idxs: npt.NDArray[np.int64]) -> list[GroupLoad]:
-        """Many small groups as a few loads with as many tokens, which aren't worth spreading."""
+        """Many small groups as a few loads with as many tokens."""
         lumps = []
         for lump in (idxs[at::_LUMPS] for at in range(min(_LUMPS, len(idxs)))):
             members = int(self.members[lump].sum())
@@ -220,12 +219,12 @@ def _loads(
 
 
 def _measured(spec: JobSpec, cost: ReplicaCost) -> tuple[ReplicaCost, float | None]:
-    """The rates that a run has measured and those of its links; `cost` and None if none has."""
+    """Rates of replicas and link that a run has measured; `cost` and None if none has."""
     profile = StoredProfiles(profiles_folder(spec)).find_chain(chain_subject(spec))
     if profile is None:
         return cost, None
     try:
         return cost.calibrated(profile.steps), profile.link_bytes_per_s
-    except PlanError as error:  # of a noisy machine, perhaps
-        _log.warning("what a run has measured of its replicas doesn't count: %s", error)
+    except PlanError as error:  # perhaps from a noisy machine
+        _log.warning("a run's measurements of its replicas are ignored: %s", error)
         return cost, None

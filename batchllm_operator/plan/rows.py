@@ -1,4 +1,4 @@
-"""From a table's rows to token ids: the streaming part of the plan stage."""
+"""Reads a table's rows into token ids: the streaming part of the plan stage."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from batchllm_operator.prompts import (
 )
 from batchllm_operator.spec import JobSpec
 
-_BYTES_AT_ONCE: Final = 4 << 20  # of prompts that are rendered and tokenized together
+_BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
 _FIRST_ROWS: Final = 64
 
 
 @dataclass(slots=True)
 class Rows:
-    """What is gathered while the rows stream by: their prompts, and some numbers of each."""
+    """The rows read so far: their prompts, and some numbers of each."""
 
     prompts: PromptStore
-    """Prompts of the rows that can be prompted and reuse nothing."""
+    """Prompts of rows that don't reuse an output."""
     search: PrefixSearch
-    """Has seen the same prompts."""
+    """Has the same prompts."""
     reuse: Reuse | None = None
-    """Has seen the prompts of all rows that can be prompted, and kept those that reuse an output
-    from the others here; None if nothing is to be reused."""
+    """Has the prompts of all rows, and takes out those that reuse an output; None without
+    reuse."""
     num_rows: int = 0
     prompted: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    """Rows of these prompts, batch by batch."""
+    """Row indexes of the prompts, batch by batch."""
     estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    """Their output tokens, where a column holds them."""
+    """Their estimated output tokens, if a column holds them."""
 
     @property
     def num_reused(self) -> int:
-        """Rows that take their output from an earlier commit."""
+        """Rows that reuse the output of an earlier commit."""
         return 0 if self.reuse is None else self.reuse.num_rows
 
     @property
@@ -64,7 +64,7 @@ class Rows:
         return np.concatenate([np.zeros(0, dtype=np.int64), *self.prompted])
 
     def output_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Estimates for each prompt, where a column holds them: int64 [num_prompts]."""
+        """Estimates for each prompt, if a column holds them: int64 [num_prompts]."""
         return np.concatenate(self.estimates) if self.estimates else None
 
 
@@ -76,10 +76,10 @@ def read_rows(
     rows: Rows,
     path: Path,
 ) -> None:
-    """Stream the rows into token ids, and write their keys, carried columns and faults to `path`.
+    """Read the rows into token ids; write their keys, carried columns and faults to `path`.
 
     Args:
-        rows: empty; gathers what is read.
+        rows: empty; filled here.
         path: a file to create.
 
     Raises:
@@ -123,19 +123,19 @@ def read_rows(
             columns.append(pa.array(faults, pa.string()))
             keeper.run(writer.write_table, pa.Table.from_arrays(columns, schema=schema))
             progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
-        progress.complete()  # a filter leaves rows out
+        progress.complete()  # a filter may skip rows
     if rows.reuse is not None:
         rows.reuse.finish(rows.num_rows)
 
 
 def _num_at_once(rendered: RenderedPrompts) -> int:
-    """Rows to render next, if they are as long as these."""
+    """Rows to render next, assuming they are as long as these."""
     num_bytes = int(pc.sum(pc.binary_length(rendered.texts)).as_py() or 0)
     return max(1, len(rendered.texts) * _BYTES_AT_ONCE // max(1, num_bytes))
 
 
 def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
-    """Estimated output tokens of the batch's rows, where a column holds them."""
+    """Estimated output tokens of the batch's rows, if a column holds them."""
     most, least = spec.sampling.max_tokens, max(1, spec.sampling.min_tokens)
     for name in spec.planner.estimate_columns:
         values = batch.column(name).to_pylist()
@@ -145,13 +145,13 @@ def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Tokenized:
-    """Prompts of a piece of a batch, as `Rows` keeps them."""
+    """Prompts of a piece of a batch."""
 
     tokens: TokenTable
     row_idxs: npt.NDArray[np.int64]
     estimates: npt.NDArray[np.int64] | None
     errors: dict[int, str]
-    """By row of the piece, too long prompts included."""
+    """Faults by row of the piece, too long prompts included."""
 
 
 def _tokenize(
@@ -160,7 +160,7 @@ def _tokenize(
     tokenizer: Tokenizer,
     rows: Rows,
 ) -> _Tokenized:
-    """Token ids of the next rows, but for those that reuse an output, which `rows.reuse` keeps."""
+    """Token ids of the next rows, except those that reuse an output, which `rows.reuse` keeps."""
     is_prompt = rendered.texts.is_valid().to_numpy(zero_copy_only=False)
     idxs = np.flatnonzero(is_prompt)
     tokens = tokenizer.encode(rendered.present())

@@ -1,4 +1,4 @@
-"""The folder of the plan stage's temporary files."""
+"""The plan stage's scratch directory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @contextmanager
 def open_scratch() -> Iterator[Path]:
-    """A new folder under `TMPDIR`, which goes with all that is in it, however the context ends.
+    """A new folder under `TMPDIR`, removed with its contents at the end of the context.
 
     Raises:
-        StorageError: instead of an `OSError` of a full disk; says how to use another.
+        StorageError: in place of the `OSError` of a full disk; says how to use another.
     """
     with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as scratch:
         try:
@@ -30,6 +30,6 @@ def open_scratch() -> Iterator[Path]:
                 raise
             raise StorageError(
                 f"{scratch}: no room for the plan's temporary files"
-                f" ({os.strerror(error.errno)}); they are removed again; free some space, or set"
+                f" ({os.strerror(error.errno)}); they have been removed; free some space, or set"
                 " TMPDIR to a folder on a larger disk"
             ) from error

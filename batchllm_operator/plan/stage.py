@@ -74,7 +74,7 @@ _PROMPTS_FILE: Final = "prompts.bin"
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What is known of a plan before any row is read."""
+    """The plan's inputs before any row is read."""
 
     spec: JobSpec
     ds: str
@@ -89,7 +89,7 @@ class _Given:
 def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     """Plan the job for partition `ds`, and persist the plan in the job's staging folder.
 
-    Nothing is written there before the whole plan stands. Equal inputs give equal bytes
+    Nothing is written there before the whole plan is ready. Equal inputs give equal bytes
     in the same folder, so planning again is harmless.
 
     Raises:
@@ -116,7 +116,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     check_input(spec, table, snapshot)
-    # What would stop the commit is better known before the GPU runs.
+    # Faults that would stop the commit should show before the GPU runs.
     _check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
@@ -138,7 +138,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
 
 
 def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:
-    """What places groups on replicas; with one engine, nothing of theirs is imported."""
+    """Imports the planner of replicas only if the spec has several."""
     if spec.engine.replicas == 1:
         return None
     from batchllm_operator.plan.replicas import ReplicaPlanner
@@ -147,7 +147,7 @@ def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | N
 
 
 def _check_folders(spec: JobSpec, ds: str) -> None:
-    """Raises SpecError if a file is where a folder is to be made, on this machine's disk."""
+    """Raises SpecError if a local file is in the place of a folder."""
     table = TableAddress.parse(spec.output.uri).folder
     folders = [("output.uri", Folder.open(table))] if table is not None else []
     staging = "output.uri" if spec.output.staging_uri is None else "output.staging_uri"
@@ -161,7 +161,7 @@ def _check_folders(spec: JobSpec, ds: str) -> None:
 
 
 def _build(given: _Given, scratch: Path) -> StoredPlan:
-    """Build the plan with `scratch` for temporary files.
+    """Build the plan, with temporary files in `scratch`.
 
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.
@@ -210,7 +210,7 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
 def _write_files(
     spec: JobSpec, chosen: Arrangement, shards: WrittenShards, scratch: Path
 ) -> dict[str, DataFile]:
-    """The plan's data files, all in `scratch`; writes the one that is still missing."""
+    """The plan's data files, all in `scratch`; writes the last one, the groups."""
     names = [ROWS_FILE, *(shard.file for shard in shards.infos)]
     if spec.planner.learns_output_tokens:
         write_groups(scratch / GROUPS_FILE, chosen.prefix_hashes)
@@ -221,14 +221,14 @@ def _write_files(
 
 
 def _read(given: _Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBudget]:
-    """All rows, which `stack` closes, and the budget of what comes after them."""
+    """All rows, which `stack` closes, and the remaining budget."""
     spec, snapshot, budget = given.spec, given.snapshot, given.budget
     prompts = stack.enter_context(PromptStore(scratch / _PROMPTS_FILE))
     reuse = None
     if spec.reuse_outputs:
         reuse = stack.enter_context(_open_reuse(given, scratch))
         budget = budget.holding(reuse.num_bytes)
-    if not spec.input.filter:  # which may leave any number of rows out
+    if not spec.input.filter:  # a filter may skip any number of rows
         budget.check(snapshot.num_rows)
     rows = Rows(prompts, PrefixSearch(budget.row_bytes(snapshot.num_rows)), reuse)
     read_rows(spec, given.table, snapshot, given.tokenizer, rows, scratch / ROWS_FILE)
@@ -255,7 +255,7 @@ def _counts(rows: Rows, requests: Requests, chosen: Arrangement) -> PlanCounts:
 
 
 def _open_reuse(given: _Given, scratch: Path) -> Reuse:
-    """Copy and load what rows may be reused from."""
+    """Copy and load the indexes for reuse."""
     spec, tokenizer = given.spec, given.tokenizer
     identity = reuse_identity(
         spec, tokenizer.model_version, tokenizer.fingerprint, tokenizer.max_model_len
@@ -271,7 +271,7 @@ def _shown(name: str, total: int) -> Iterator[Advance]:
 
 
 def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
-    """Sort the prompts, and make those that are equal one request."""
+    """Sort the prompts, and merge equal ones into one request."""
     ranked = rows.search.finish(rows.prompts, _shown)
     return make_requests(
         rows.prompts,
@@ -283,7 +283,7 @@ def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
 
 
 def _check_rows(spec: JobSpec, rows: Rows, table: LakeTable, snapshot: Snapshot) -> None:
-    """Refuse an empty partition if it is to fail; warn of what the user will want to know now."""
+    """Refuse an empty partition if the spec says so; warn of rows without a prompt."""
     if rows.num_rows == 0:
         reason = describe_empty(table, snapshot)
         if spec.on_empty == "fail":
