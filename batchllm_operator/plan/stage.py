@@ -210,7 +210,7 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
 def _write_files(
     spec: JobSpec, chosen: Arrangement, shards: WrittenShards, scratch: Path
 ) -> dict[str, DataFile]:
-    """The plan's data files, all in `scratch`; writes the last one, the groups."""
+    """The plan's data files, all in `scratch`; writes that of the groups."""
     names = [ROWS_FILE, *(shard.file for shard in shards.infos)]
     if spec.planner.learns_output_tokens:
         write_groups(scratch / GROUPS_FILE, chosen.prefix_hashes)

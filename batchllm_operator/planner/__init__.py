@@ -9,10 +9,10 @@
 All prompts of a job are known, so their common prefixes are found once, reduced to one
 level by the paper's Algorithm 1 or an exact choice, ordered by Eq. 4, and spread over workers.
 `cost` predicts what that takes on a GPU (`gpu`) with a model (`model_shape`). `runahead`, which is
-imported on its own, says which groups' prefixes several GPUs should compute together, and in which
-chunks. Lengths and counts are in tokens, ranges are half-open, and every result is independent of
-the order in which the prompts are given. `PromptStore` writes a local file, in a folder that the
-caller makes and removes. Nothing knows of an engine.
+imported separately, chooses the groups whose prefixes several GPUs should compute together, and the
+chunks. Lengths and counts are in tokens, ranges are half-open, and results are independent of
+the order of the prompts. `PromptStore` writes a local file, in a folder that the
+caller creates and removes. Nothing here depends on an engine.
 """
 
 from batchllm_operator.planner.algorithm1 import (

@@ -1,4 +1,4 @@
-"""One level of prefixes out of many: the paper's Algorithm 1 and what it saves.
+"""Reduces a tree's prefixes to one level: the paper's Algorithm 1, and its savings.
 
 Single-level groups keep the scheduler and the attention kernel simple; Algorithm 1 picks
 the level for each part of the tree, so that little of the multi-level reuse is lost.
@@ -25,7 +25,7 @@ class PrefixGroups:
     """Prompts by shared prefix: all members of a group begin with the same tokens.
 
     Group `g` has the prompts `member_idxs[offsets[g]:offsets[g + 1]]`; each begins with
-    the group's `num_prefix_tokens[g]` tokens and goes on with its distinct part, which
+    the group's `num_prefix_tokens[g]` tokens and continues with its distinct part, which
     may be empty. A group of one shares nothing: its prefix has 0 tokens.
 
     Attributes:
@@ -110,7 +110,7 @@ def maximize_reuse(tree: PrefixTree) -> PrefixGroups:
     compact tree; a node left with none is gone. The prefixes that arrive at the root are
     the groups, and prompts that arrive alone are groups of one.
 
-    Takes no recursion and time linear in the number of tokens at most.
+    There is no recursion; the time is at most linear in the number of tokens.
 
     Returns:
         Groups in lexicographic order of their first members, which doesn't depend on the
@@ -120,10 +120,10 @@ def maximize_reuse(tree: PrefixTree) -> PrefixGroups:
 
 
 def contained_groups(tree: PrefixTree, container: NDArray[np.int64]) -> PrefixGroups:
-    """Groups in lexicographic order from the nodes that are to be first-level prefixes.
+    """Groups in lexicographic order from the first-level prefixes.
 
     Args:
-        container: [num_nodes] int64, the node below which each one lies in the end, `ROOT`
+        container: [num_nodes] int64, the first-level prefix that contains each node, `ROOT`
             for a first-level prefix, -1 for a node that is gone. Leaves aren't gone.
     """
     group_of_rank, prefix = _collect_groups(
@@ -173,7 +173,7 @@ def num_processed_tokens(groups: PrefixGroups, lengths: NDArray[np.int64]) -> in
 def saving_ratio(num_processed_tokens: int, num_logical_tokens: int) -> float:
     """Eq. 2 as a fraction: 1 - processed / logical prefill tokens, 0 for no tokens.
 
-    It is below 0 if more was processed than asked for, as when an engine recomputes.
+    It is below 0 if more tokens were processed than requested, as when an engine recomputes.
     """
     if num_logical_tokens == 0:
         return 0.0
@@ -184,7 +184,7 @@ def saving_ratio(num_processed_tokens: int, num_logical_tokens: int) -> float:
 def _fork_prefixes(
     parent: NDArray[np.int64], depth: NDArray[np.int64], num_leaves: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The node of which each node is a first-level prefix in the end; -1 if it is gone.
+    """The final container of each node; -1 if the node is gone.
 
     A node that is forked off or merged keeps its end and only changes its container, so
     its tokens are always `depth[node] - depth[container[node]]`. A container precedes

@@ -1,4 +1,4 @@
-"""Which level of prefixes becomes the groups: Algorithm 1's choice or the exact one."""
+"""Chooses the level of prefixes for the groups: by Algorithm 1 or exactly."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixChoice:
-    """Groups, and what either way of choosing them saves.
+    """The chosen groups, and the savings of both ways to choose.
 
     Attributes:
-        groups: the groups that were chosen.
+        groups: the chosen groups.
         algorithm_1_saved_tokens: logical - processed prefill tokens by Algorithm 1.
-        exact_saved_tokens: the same for the best choice that there is; never less.
+        exact_saved_tokens: the same for the best choice; never less.
     """
 
     groups: PrefixGroups
@@ -27,8 +27,8 @@ class PrefixChoice:
 def choose_prefixes(tree: PrefixTree) -> PrefixChoice:
     """Reduces the tree's many levels of prefixes to one.
 
-    The exact choice (`cut_exactly`) where it saves more, and the paper's (`maximize_reuse`) where
-    they save the same. Both are always worked out, so that both savings can be reported.
+    Takes the exact choice (`cut_exactly`) if it saves more, else the paper's (`maximize_reuse`).
+    Both are always computed, so that both savings can be reported.
     """
     groups, exact = maximize_reuse(tree), cut_exactly(tree)
     saved = int(((groups.sizes - 1) * groups.num_prefix_tokens).sum())

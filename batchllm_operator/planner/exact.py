@@ -1,11 +1,11 @@
-"""The single-level prefixes that save most, exactly, in trees of any depth.
+"""Finds the single-level prefixes that save most, in trees of any depth.
 
 A choice is a set of *cuts*: inner nodes whose path from the root becomes a group's prefix.
 A prompt uses one cut at most, and the deepest above it is its best, so a choice saves
 
     sum over prompts of depth(deepest cut above) - sum over cuts of depth(cut).
 
-Prefixes that end inside an edge needn't be looked at: their groups share the whole edge.
+Prefixes that end inside an edge can be ignored: their groups share the whole edge.
 
 Let F_v(d) be the most that the subtree of v contributes if the deepest cut above v has
 depth d (0 for none), and G_v(d) the sum of F_c(d) over v's children c. Then
@@ -13,17 +13,17 @@ depth d (0 for none), and G_v(d) the sum of F_c(d) over v's children c. Then
     F_leaf(d) = d
     F_v(d)    = max(G_v(d), G_v(depth(v)) - depth(v))       for d = 0, 1, ..., depth(parent of v)
 
-where the second term, a constant, is that v is cut. By induction each F_v is convex and
-doesn't fall: a line is, a sum of such functions is, and so is their maximum with a constant.
-Hence there is a threshold for each node: it is worth cutting for all d up to the threshold,
-and for none above. Going down from the root, thresholds give the cuts.
+where the second term, a constant, is for v being cut. By induction each F_v is convex and
+non-decreasing: a line is, a sum of such functions is, and so is their maximum with a constant.
+Hence each node has a threshold: cutting it pays for all d up to the threshold, and for none
+above. From the root down, thresholds give the cuts.
 
-A convex function is kept as its value and slope at 0 and the points where its slope rises.
-Values and points are whole numbers, so nothing is rounded: the maximum with a constant puts
-a flat start in place of all points that it covers, and two new points at its end. Points
-are added to and taken from both ends only, in a pair of mergeable heaps, and each is removed
-once. All in all that is O(n log n) for n nodes, whatever the depth, with memory for the
-points and for the sums of the nodes on one path.
+A convex function is stored as its value and slope at 0 and the points where its slope rises.
+Values and points are whole numbers, so nothing is rounded: the maximum with a constant
+replaces all points that it covers by a flat start, with two new points at its end. Points are
+added and removed at both ends only, in a pair of mergeable heaps, and each is removed once. The
+time is O(n log n) for n nodes of any depth; memory holds the points, and the sums of the nodes
+on one path.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _POINT_COLUMNS = 6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactCuts:
-    """The cuts of a tree that save most, and among equals none that could be left out.
+    """The cuts of a tree that save most; none of them is superfluous.
 
     Attributes:
         tree: the tree.
         cut: [num_nodes] int64, the deepest cut at or above each node, `ROOT` for none. A leaf
-            is never a cut, and each cut is the deepest one above two leaves at least.
-        num_saved_tokens: what the cuts save: logical - processed prefill tokens.
+            is never a cut, and each cut is the deepest one above at least two leaves.
+        num_saved_tokens: logical - processed prefill tokens.
     """
 
     tree: PrefixTree
@@ -62,7 +62,7 @@ class ExactCuts:
     num_saved_tokens: int
 
     def groups(self) -> PrefixGroups:
-        """The prompts by cut, in lexicographic order as from `maximize_reuse`."""
+        """The groups, in the lexicographic order of `maximize_reuse`."""
         is_cut = self.cut == np.arange(len(self.cut))
         container = np.where(is_cut, ROOT, _NONE)
         container[self.tree.leaves] = self.cut[self.tree.leaves]
@@ -70,7 +70,7 @@ class ExactCuts:
 
 
 def cut_exactly(tree: PrefixTree) -> ExactCuts:
-    """Finds the single-level prefixes that save most; takes no recursion."""
+    """Finds the single-level prefixes that save most, without recursion."""
     threshold, num_saved_tokens = _thresholds(tree.parent, tree.depth)
     cut = _descend(tree.parent, tree.depth, threshold)
     return ExactCuts(tree, cut, int(num_saved_tokens))
@@ -91,10 +91,10 @@ def _descend(
 def _thresholds(
     parent: NDArray[np.int64], depth: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], int]:
-    """The largest depth of the cut above at which each node is worth cutting, -1 for never.
+    """The largest depth of the cut above at which cutting each node pays, -1 for never.
 
-    In reverse preorder, the nodes with some but not all children seen are those of one path,
-    so their sums G are a stack.
+    In reverse preorder, the nodes with only some children seen are on one path, so their sums G
+    are a stack.
     """
     threshold = np.full(len(parent), _NONE, dtype=np.int64)
     sums = np.zeros((64, 7), dtype=np.int64)
@@ -152,7 +152,7 @@ def _close_node(
         position, value = points[point, _AT], value_there
         slope += points[point, _BY]
         _remove_point(function, points, point)
-    last = position + (if_cut - value - 1) // slope  # the last place below the constant
+    last = position + (if_cut - value - 1) // slope  # the last position below the constant
     first_rise = value + slope * (last + 1 - position) - if_cut
     function[_VALUE], function[_SLOPE] = if_cut, 0
     num_points = _add_point(function, points, num_points, last, first_rise)
@@ -162,7 +162,7 @@ def _close_node(
 
 @compiled
 def _value_at_end(function: NDArray[np.int64], position: int) -> int:
-    """Value at a position that no point lies beyond."""
+    """Value at a position after all points."""
     slope = function[_SLOPE] + function[_RISE]
     value: int = function[_VALUE] + slope * position - function[_MOMENT]
     return value
@@ -179,7 +179,7 @@ def _set_constant(function: NDArray[np.int64], value: int) -> None:
 def _add_function(
     target: NDArray[np.int64], other: NDArray[np.int64], points: NDArray[np.int64]
 ) -> None:
-    """Adds another function to `target`, which takes over its points."""
+    """Adds another function to `target`, which takes its points."""
     target[_VALUE] += other[_VALUE]
     target[_SLOPE] += other[_SLOPE]
     target[_RISE] += other[_RISE]
@@ -192,7 +192,7 @@ def _add_function(
 def _add_point(
     function: NDArray[np.int64], points: NDArray[np.int64], point: int, position: int, rise: int
 ) -> int:
-    """Makes `point`, the next unused, a rise of the slope; returns the next unused one."""
+    """Makes `point`, the next unused one, a rise of the slope; returns the next unused one."""
     if rise == 0:
         return point
     points[point, _AT], points[point, _BY] = position, rise
@@ -206,7 +206,7 @@ def _add_point(
 
 @compiled
 def _remove_point(function: NDArray[np.int64], points: NDArray[np.int64], point: int) -> None:
-    """Takes a point's rise away; its heaps let go of it when it comes to their end."""
+    """Removes a point's rise; its heaps drop it once it is at their end."""
     function[_RISE] -= points[point, _BY]
     function[_MOMENT] -= points[point, _BY] * points[point, _AT]
     points[point, _BY] = 0
@@ -216,7 +216,7 @@ def _remove_point(function: NDArray[np.int64], points: NDArray[np.int64], point:
 def _drop_points_from(
     function: NDArray[np.int64], points: NDArray[np.int64], position: int
 ) -> None:
-    """Removes all points at `position` or beyond: the function ends there."""
+    """Removes all points from `position` on: the function ends there."""
     while True:
         point = _end_point(function, _HIGHEST, points)
         if point == _NONE or points[point, _AT] < position:
@@ -237,7 +237,7 @@ def _end_point(function: NDArray[np.int64], heap: int, points: NDArray[np.int64]
 
 @compiled
 def _merged(points: NDArray[np.int64], heap: int, one: int, other: int) -> int:
-    """Root of the skew heap of two, O(log n) amortized: merge along the right edges, swapping."""
+    """Root of two merged skew heaps, in O(log n) amortized: merges the right edges, swapping."""
     left = _LOW_LEFT if heap == _LOWEST else _HIGH_LEFT
     sign = 1 if heap == _LOWEST else -1
     root, hook = _NONE, _NONE
@@ -260,7 +260,7 @@ def _merged(points: NDArray[np.int64], heap: int, one: int, other: int) -> int:
 
 @compiled
 def _doubled(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows, and room for as many more."""
+    """The rows, with room for as many more."""
     larger = np.zeros((2 * len(rows), rows.shape[1]), dtype=np.int64)
     larger[: len(rows)] = rows
     return larger

@@ -15,11 +15,11 @@ from batchllm_operator.planner.token_table import TokenTable
 
 
 def saving_ratios(tokens: TokenTable, *, merge: bool) -> tuple[float, float]:
-    """Eq. 2 for the plan that would be made of these prompts, and for the multi-level optimum.
+    """Eq. 2 for the plan of these prompts, and for the multi-level optimum.
 
     Args:
         tokens: the prompts of all rows.
-        merge: whether equal prompts have equal outputs, so that one of them is computed.
+        merge: whether equal prompts are one request.
     """
     rows = np.arange(len(tokens))
     requests, ranked = make_requests(tokens, rank_prompts(tokens), rows, merge=merge)
@@ -34,10 +34,10 @@ def saving_ratios(tokens: TokenTable, *, merge: bool) -> tuple[float, float]:
 def prefix_sharing_groups(
     prompts: Sequence[Sequence[int]],
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """Groups of prompts in the shape that Sec. 5 gives them, in scheduling order.
+    """Groups of prompts in the form of Sec. 5, in scheduling order.
 
-    All prompts are taken to have outputs of one length. For small sets and for trying
-    things out: a plan keeps prompt indexes instead of copies of the tokens.
+    Assumes equal output lengths. For small sets and experiments: a plan keeps prompt indexes
+    instead of copies of the tokens.
 
     Args:
         prompts: token ids of each prompt.

@@ -1,4 +1,4 @@
-"""The one way in which this package compiles its loops."""
+"""Compiles this package's loops."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ R = TypeVar("R")
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiles a loop over numpy arrays to machine code at its first call.
+    """Compiles a loop over numpy arrays at its first call.
 
-    The code is cached on disk beside the module or in the user's cache folder, so later
-    processes start without compiling; where neither can be written (a container with a
-    read-only file system), each process compiles. Integers are 64 bits wide and wrap;
-    indexes aren't checked. Other threads of Python run meanwhile.
+    The code is cached beside the module or in the user's cache folder, so later processes don't
+    compile. If neither is writable (a container with a read-only file system), each process does.
+    Integers are 64 bits wide and wrap; indexes aren't checked. Python's lock is released.
     """
     try:
         dispatcher = njit(cache=True, nogil=True)(function)

@@ -1,4 +1,4 @@
-"""The order in which groups are scheduled (paper, Sec. 4.3.2)."""
+"""Scheduling order of groups (paper, Sec. 4.3.2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
 from batchllm_operator.planner.subtrees import find_subtrees
 
 MIN_SHARED_TOKENS = 64
-"""Four blocks of 16 tokens: what keeping groups adjacent should save at least, per group."""
+"""Four blocks of 16 tokens: the least saving per group for which groups are kept adjacent."""
 
 
 def order_groups(
@@ -21,7 +21,7 @@ def order_groups(
     lengths: NDArray[np.int64],
     output_tokens: NDArray[np.integer[Any]],
 ) -> NDArray[np.int64]:
-    """Puts groups that decode long after little prefill first, as Eq. 3 and 4 do.
+    """Puts groups with much decoding per prefill first, as Eq. 3 and 4 do.
 
     R = (mean of the members' estimated output tokens) / (prefix + sum of distinct tokens);
     larger R goes first, so that the long prefills later in the job meet decodes of earlier
@@ -29,7 +29,7 @@ def order_groups(
     writes 1 for it: with equal estimates this is the order of Eq. 4 exactly. A group
     without any token to prefill has R = infinity.
 
-    Groups of equal R keep the order in which they are given. From `maximize_reuse` that is
+    Groups of equal R keep their given order. From `maximize_reuse` that is
     the lexicographic rank of their first member, so the result doesn't depend on the order
     of the prompts.
 
@@ -55,18 +55,18 @@ def order_groups_by_subtree(
     output_tokens: NDArray[np.integer[Any]],
     min_shared_tokens: int = MIN_SHARED_TOKENS,
 ) -> NDArray[np.int64]:
-    """As `order_groups`, but groups that share more above their prefixes are neighbours.
+    """As `order_groups`, but keeps groups together that share tokens above their prefixes.
 
-    A group computes one prefix; what it shares with other groups above that survives in the
-    engine's block cache if they come soon enough. So a node of the tree is a *subtree*, of
-    which the groups stay together, if it is at least `min_shared_tokens` deeper than the
-    subtree around it, the root to begin with. What is directly in one subtree, groups and
-    smaller subtrees, is ordered by R, larger first, where a subtree's R is that of its
-    average group: (mean output tokens of its members) / (mean prefill tokens of its groups).
-    Equal R are ordered by the lexicographic rank of the first prompt.
+    A group computes one prefix. Tokens that it shares with other groups stay in the engine's
+    block cache if those groups come soon. So a node of the tree is a *subtree*, whose groups stay
+    together, if it is at least `min_shared_tokens` deeper than the subtree around it; the root is
+    the outermost one. The direct contents of a subtree, groups and smaller subtrees, are ordered
+    by R, larger first, where a subtree's R is that of its average group: (mean output tokens of
+    its members) / (mean prefill tokens of its groups). Equal R are ordered by the lexicographic
+    rank of the first prompt.
 
-    Where no subtree holds two groups, and where one holds all, this is `order_groups`. The
-    prompts of groups must be the tree's; the result depends on neither's order.
+    If no subtree holds two groups, or one holds all, this is `order_groups`. The prompts of
+    groups must be the tree's; the result is independent of their order.
 
     Args:
         groups: groups chosen from `tree`.

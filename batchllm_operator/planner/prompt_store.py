@@ -1,4 +1,4 @@
-"""Token ids of all prompts, in memory or on disk, behind one interface."""
+"""Token ids of all prompts, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.token_table import TokenTable
 
 CHUNK_TOKENS = 1 << 21
-"""Tokens looked at in one go where all are gone through: 8 MiB."""
+"""Tokens per chunk when all are read: 8 MiB."""
 _READERS: Final = 2
-_READ_AHEAD: Final = 4  # chunks; fewer leave the readers idle while a batch of windows is sorted
-_READ_TOKENS: Final = 1 << 13  # what is read at once stays in the nearest cache
+_READ_AHEAD: Final = 4  # chunks; with fewer, readers idle while a batch of windows is sorted
+_READ_TOKENS: Final = 1 << 13  # one read fits into the nearest cache
 _NARROW: Final = np.dtype(np.uint16)
 _WIDE: Final = np.dtype(np.int32)
 
 
 class Prompts(Protocol):
-    """Prompts by index. A `TokenTable` is one, and so is a `PromptStore`."""
+    """Prompts by index: a `TokenTable` or a `PromptStore`."""
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -42,16 +42,14 @@ class Prompts(Protocol):
 
 
 class PromptStore:
-    """Prompts in a file, of which only the lengths are kept in memory.
+    """Prompts in a file, with only their lengths in memory.
 
-    Prompts are added in the order of their indexes. They can be read at any time, also by
-    several threads at once, but not while others are added. The file is created and belongs to
-    the store; who made its folder removes it. If adding fails, what was there before stands.
-
-    A token takes 2 bytes as long as no id needs more, then 4.
+    Prompts are added in the order of their indexes. Several threads may read them at once, but not
+    while others are added. The store creates the file and leaves its removal to the caller. If
+    adding fails, earlier prompts stay valid. A token takes 2 bytes until an id needs 4.
 
     Raises:
-        FileExistsError: there is such a file.
+        FileExistsError: the file exists.
         OSError: from all methods that touch the file, such as a disk that is full.
     """
 
@@ -69,7 +67,7 @@ class PromptStore:
         self.close()
 
     def close(self) -> None:
-        """Close the file. Lengths can still be asked for."""
+        """Close the file. Lengths stay available."""
         self._file.close()
 
     def __len__(self) -> int:
@@ -84,10 +82,10 @@ class PromptStore:
         return np.diff(self._offsets[: self._num_prompts + 1])
 
     def append(self, tokens: TokenTable) -> None:
-        """Add prompts behind those that are there."""
+        """Add the next prompts."""
         if self._dtype == _NARROW and np.any(tokens.token_ids > np.iinfo(_NARROW).max):
             self._widen()
-        self._file.seek(self.num_tokens * self._dtype.itemsize)  # an append may have failed
+        self._file.seek(self.num_tokens * self._dtype.itemsize)  # after a failed append
         _write(self._file, tokens.token_ids.astype(self._dtype, copy=False))
         total = self._num_prompts + len(tokens)
         if total >= len(self._offsets):
@@ -112,7 +110,7 @@ class PromptStore:
         return self.prefixes(idxs, self._offsets[idxs + 1] - self._offsets[idxs])
 
     def _widen(self) -> None:
-        """Goes over to 4 bytes a token. Usually the first prompts say that it has to be."""
+        """Switches to 4 bytes per token, usually at the first prompts."""
         narrow = self._path.with_name(f"{self._path.name}.narrow")
         self._path.rename(narrow)
         wide = self._path.open("xb+", buffering=0)
@@ -128,12 +126,12 @@ class PromptStore:
         """Reads from each of `begins` into `target[offsets[i]:offsets[i + 1]]`."""
         read = np.empty(_READ_TOKENS, dtype=self._dtype)
         failed = _read_all(self._file.fileno(), begins, offsets, read, target)
-        if failed < len(begins):  # again, for the error
+        if failed < len(begins):  # repeat it for the error
             os.pread(self._file.fileno(), read.itemsize, int(begins[failed]) * read.itemsize)
             raise OSError(errno.EIO, "is shorter than what was written to it", self._file.name)
 
 
-_pread = types.ExternalFunction(  # of the C library; a call from Python would take twice as long
+_pread = types.ExternalFunction(  # of the C library: twice as fast as from Python
     "pread", types.intp(types.int32, types.CPointer(types.uint8), types.uintp, types.int64)
 )
 
@@ -146,10 +144,10 @@ def _read_all(
     read: NDArray[Any],
     target: NDArray[np.int32],
 ) -> int:
-    """Reads from each of `begins` into `target[offsets[i]:offsets[i + 1]]`, by way of `read`.
+    """Reads from each of `begins` into `target[offsets[i]:offsets[i + 1]]`, by the buffer `read`.
 
     Returns:
-        The number of reads, or where one failed.
+        The number of reads, or the index of a failed one.
     """
     size = read.itemsize
     for item in range(len(begins)):
@@ -166,7 +164,7 @@ def _read_all(
 
 @compiled
 def _read_bytes(descriptor: int, position: int, data: NDArray[np.uint8]) -> bool:
-    """Fills `data`; whether there was as much."""
+    """Fills `data`; returns False if the file is too short."""
     num_done = 0
     while num_done < len(data):
         rest = data[num_done:]
@@ -181,7 +179,7 @@ def _read_bytes(descriptor: int, position: int, data: NDArray[np.uint8]) -> bool
 
 def _write(file: FileIO, token_ids: NDArray[Any]) -> None:
     data = token_ids.view(np.uint8).data
-    while len(data):  # a disk that fills up takes a part of it first
+    while len(data):  # a full disk takes a part first
         data = data[file.write(data) :]
 
 
@@ -190,7 +188,7 @@ def read_ahead(
     wanted: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
     most: int = _READ_AHEAD,
 ) -> Iterator[TokenTable]:
-    """`prompts.prefixes` of each (idxs, num_tokens); the next `most` are read meanwhile."""
+    """`prompts.prefixes` of each (idxs, num_tokens), with the next `most` prefetched."""
     with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="read-ahead") as readers:
         ahead: deque[Future[TokenTable]] = deque()
         for idxs, num_tokens in wanted:
@@ -205,12 +203,12 @@ def chunks(num_tokens: NDArray[Any], most: int = CHUNK_TOKENS) -> Iterator[slice
     """Consecutive slices of prompts with about `most` tokens each, and at least one prompt.
 
     Args:
-        num_tokens: [num_prompts], tokens that are wanted of each.
+        num_tokens: [num_prompts], tokens to read of each.
     """
     ends = np.cumsum(num_tokens, dtype=np.int64)
     start, before = 0, 0
     while start < len(ends):
         stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
-        stop = min(stop, start + most)  # empty prompts need memory too
+        stop = min(stop, start + most)  # empty prompts take memory too
         yield slice(start, stop)
         start, before = stop, int(ends[stop - 1])

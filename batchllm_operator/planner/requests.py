@@ -1,4 +1,4 @@
-"""What is generated: distinct prompts, and the rows of the table that each stands for."""
+"""Requests: distinct prompts, each for one or more rows."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def make_requests(
 
     Args:
         prompts: the prompts.
-        ranked: the same prompts in order.
+        ranked: the same prompts, sorted.
         row_idxs: [num_prompts] int64, the row of each prompt, ascending.
-        output_tokens: [num_prompts] int64, estimates, if there are any.
+        output_tokens: [num_prompts] int64, estimates, if any.
         merge: whether equal prompts have equal outputs.
 
     Returns:
-        The requests, and their prompts in order, by request index.
+        The requests, and their sorted prompts by request index.
     """
     lengths = prompts.lengths
     if not merge or not ranked.is_repeat.any():
         everyone = np.arange(len(prompts) + 1)
         return Requests(prompts, everyone[:-1], lengths, row_idxs, everyone, output_tokens), ranked
     distinct = ranked.without_repeats()
-    kept = np.sort(distinct.prompt_idxs)  # of equal prompts, the first
+    kept = np.sort(distinct.prompt_idxs)  # the first of equal prompts
     number = np.searchsorted(kept, distinct.prompt_idxs)
     request_of_prompt = np.empty(len(prompts), dtype=np.int64)
     request_of_prompt[ranked.prompt_idxs] = number[np.cumsum(~ranked.is_repeat) - 1]

@@ -1,4 +1,4 @@
-"""Groups onto GPU workers, so that all of them finish at about the same time."""
+"""Assigns groups to shards, so that all finish at about the same time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.algorithm1 import PrefixGroups
 from batchllm_operator.planner.jit import compiled
 
-_LIMIT_STEPS = 40  # halvings of the interval in which the limit of a part is searched
-_ROUNDING = 1e-9  # more than sums of costs can be off by
+_LIMIT_STEPS = 40  # bisection steps for the limit of a part
+_ROUNDING = 1e-9  # upper bound of the rounding error of sums of costs
 
 
 def assign_shards(group_costs: NDArray[np.float64], num_shards: int) -> NDArray[np.int64]:
     """Longest processing time first: each group, costliest first, to the cheapest shard so far.
 
-    Groups are taken whole: `split_large_groups` is for one that outweighs a fair share. Equal
-    costs are taken in the order given, and equally cheap shards by index, so the same costs
-    always give the same shards. Groups inside a shard keep their order: shard `s` has the
-    groups `np.flatnonzero(assignment == s)`. Shards stay empty if there are more of them than
-    groups.
+    Groups stay whole; `split_large_groups` cuts those above a fair share. Equal costs are taken in
+    the given order, and equally cheap shards by index, so the result is deterministic. Groups keep
+    their order inside a shard: shard `s` has the groups `np.flatnonzero(assignment == s)`. With
+    more shards than groups, some stay empty.
 
     Args:
         group_costs: [num_groups] float64, finite, >= 0, in any one unit.
@@ -42,10 +41,9 @@ def assign_shards(group_costs: NDArray[np.float64], num_shards: int) -> NDArray[
 def imbalance(
     group_costs: NDArray[np.float64], assignment: NDArray[np.int64], num_shards: int
 ) -> float:
-    """Cost of the costliest shard / mean cost of a shard; 1.0 if all cost the same or nothing.
+    """Cost of the costliest shard / mean cost of all `num_shards`, empty ones included.
 
-    It is by what factor the slowest worker exceeds a job that is spread evenly over all
-    `num_shards` shards, the empty ones included.
+    It is 1.0 if all cost the same or nothing.
 
     Args:
         group_costs: [num_groups] float64, finite, >= 0.
@@ -71,26 +69,25 @@ def split_large_groups(
     prefix_costs: NDArray[np.float64],
     num_shards: int,
 ) -> PrefixGroups:
-    """Cuts each group that alone outweighs a fair share of the work, so that shards can be even.
+    """Cuts each group that alone exceeds a fair share of the work, so that shards can be even.
 
-    Each part computes the prefix again, so a cut adds work of which every shard bears a share.
-    The limit that parts stay within is therefore the smallest share that is fair *after* the
-    cuts: at least (total cost + repeated prefixes) / num_shards. Without repeated prefixes it
-    is the plain fair share, and it grows with them, so a group that is nearly all prefix stays
-    in few parts or whole instead of costing more than it relieves.
+    Each part computes the prefix again, so a cut adds work for every shard. The limit of parts is
+    therefore the smallest share that is fair *after* the cuts: at least (total cost + repeated
+    prefixes) / num_shards. It grows with the repeated prefixes, so a group that is nearly all
+    prefix stays in few parts or whole instead of adding more work than the cut saves.
 
-    A group within the limit stays whole; others are cut into the fewest parts of adjacent
-    members that are. A part of a single member may exceed the limit. A part of one becomes a
-    group of one, without a prefix, at an unchanged cost: the member's and the prefix's.
+    A group within the limit stays whole; others are cut into the fewest parts of adjacent members
+    within it. A single member may exceed the limit; it becomes a group of one, without a prefix,
+    at the unchanged cost of member and prefix.
 
-    Linear in the number of prompts, and the same for the same groups in whichever order the
-    prompts were given, as long as sums of costs are exact (whole numbers below 2**53 are).
+    Linear in the number of prompts, and independent of their order as long as sums of costs are
+    exact (whole numbers below 2**53 are).
 
     Args:
         groups: groups over prompts [0, num_prompts).
-        member_costs: [num_prompts] float64, finite, >= 0, what each prompt costs beside its
-            group's prefix, in any one unit (tokens will do).
-        prefix_costs: [num_groups] float64, finite, >= 0, what each group's prefix costs, once.
+        member_costs: [num_prompts] float64, finite, >= 0, cost of each prompt without its group's
+            prefix, in any one unit (such as tokens).
+        prefix_costs: [num_groups] float64, finite, >= 0, cost of each group's prefix.
         num_shards: at least 1; 1 changes nothing.
 
     Returns:
@@ -126,7 +123,7 @@ def split_large_groups(
 
 
 def _fair_limit(fair_share: float, most: float, added_share: Callable[[float], float]) -> float:
-    """The least limit of parts, up to `most`, that is a fair share after the cuts it takes."""
+    """The smallest limit of parts, at most `most`, that is a fair share after its cuts."""
     unfair, limit, tried = fair_share, most, fair_share
     for _ in range(_LIMIT_STEPS):
         if fair_share + added_share(tried) > tried:
@@ -192,10 +189,10 @@ def _cut_groups(
 ) -> float:
     """Marks where the parts of the groups `large` begin; returns the cost of repeated prefixes.
 
-    A part takes members as long as it stays within the limit, which gives the fewest parts.
+    Each part takes members up to the limit, which gives the fewest parts.
 
     Args:
-        costs: [num_prompts] of the members, group after group.
+        costs: [num_prompts], the members' costs, group after group.
         begins_part: [num_prompts], written for the members of `large` only.
     """
     repeated = 0.0

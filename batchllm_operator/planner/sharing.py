@@ -1,4 +1,4 @@
-"""How prefixes are shared, for people to look at: distributions, and the groups that save most."""
+"""Describes the sharing of prefixes for people: distributions, and the groups that save most."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_WORD_TOKENS: Final = 40
 _MAX_CHARS: Final = 160
 _HALF: Final = "\N{REPLACEMENT CHARACTER} "
 _LONGEST_COMMON: Final = 4096
-"""Tokens up to which the beginning that all of the largest groups share is looked for."""
+"""Most tokens of the LCP of all largest groups."""
 
 _MOST_EDGES: Final = 65
 
@@ -31,10 +31,10 @@ class _Frozen(BaseModel):
 
 
 class Histogram(_Frozen):
-    """How many there are of each size. Bins are half-open, and end where the next begins."""
+    """Counts by size, in half-open bins; each ends where the next begins."""
 
     edges: tuple[_Count, ...]
-    """Ascending, one more than bins; empty if there is nothing to count."""
+    """Ascending, one more than bins; empty without counts."""
     counts: tuple[_Count, ...]
 
     @model_validator(mode="after")
@@ -51,11 +51,11 @@ class Histogram(_Frozen):
 
         Args:
             sizes: int64 [num_sizes].
-            weights: int64 [num_sizes], how often each counts; once without.
+            weights: int64 [num_sizes], how often each counts; once by default.
         """
         if len(sizes) == 0:
             return cls(edges=(), counts=())
-        # frexp is exact where log2 is rounded: 2**k - 1 stays below 2**k.
+        # frexp is exact, log2 is rounded: 2**k - 1 must stay below 2**k.
         exponents = np.frexp(sizes.astype(np.float64))[1] - 1
         low, high = int(exponents.min()), int(exponents.max())
         counts = np.zeros(high - low + 1, dtype=np.int64)
@@ -70,17 +70,17 @@ class LargeGroup(_Frozen):
     num_requests: _Count
     num_prefix_tokens: _Count
     num_saved_tokens: _Count
-    """Prefix tokens that its requests but the first needn't compute."""
+    """Prefix tokens that all requests after the first needn't compute."""
     first_words: str
-    """How its prefix begins, decoded and clipped, behind what all of these groups begin with (an
-    instruction, mostly), for which an ellipsis stands."""
+    """The beginning of its prefix, decoded and clipped. An ellipsis stands for the LCP of all
+    these groups (mostly an instruction)."""
 
 
 class PlanSharing(_Frozen):
-    """What the groups of a plan look like."""
+    """The sharing in a plan."""
 
     prefix_lengths: Histogram
-    """Groups of two requests or more, by the tokens of their prefix."""
+    """Groups of at least two requests, by the tokens of their prefix."""
     share_degrees: Histogram
     """Requests, by how many share their group's prefix; 1 for those that share none."""
     largest_groups: tuple[LargeGroup, ...]
@@ -106,7 +106,7 @@ def describe_sharing(requests: Requests, groups: PrefixGroups, decode: Decode) -
 def _largest(requests: Requests, groups: PrefixGroups, decode: Decode) -> tuple[LargeGroup, ...]:
     sizes, lengths = groups.sizes, groups.num_prefix_tokens
     saved = (sizes - 1) * lengths
-    # By place in the plan where they save as much: the same plan from the same input.
+    # Of equal savings, the first in the plan: equal input gives an equal plan.
     chosen = np.argsort(-saved, kind="stable")[:_NUM_GROUPS]
     chosen = chosen[saved[chosen] > 0]
     first_members = groups.member_idxs[groups.offsets[:-1][chosen]]
@@ -126,14 +126,14 @@ def _largest(requests: Requests, groups: PrefixGroups, decode: Decode) -> tuple[
 def _prefixes(
     requests: Requests, request_idxs: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> list[NDArray[Any]]:
-    """The groups' prefixes, as far as they are looked at."""
+    """The groups' prefixes, up to the tokens that are used."""
     lengths = np.minimum(lengths, _LONGEST_COMMON + _NUM_WORD_TOKENS)
     table = requests.prompts.prefixes(requests.prompt_idxs[request_idxs], lengths)
     return np.split(table.token_ids, table.offsets[1:-1]) if len(lengths) else []
 
 
 def _num_common(prefixes: Sequence[NDArray[Any]]) -> int:
-    """Tokens that all of several prefixes begin with, unless one of them has no more than that."""
+    """LCP of several prefixes; 0 if one of them is no longer than that."""
     if len(prefixes) < 2:
         return 0
     shortest = min(map(len, prefixes))
@@ -147,9 +147,9 @@ def _num_common(prefixes: Sequence[NDArray[Any]]) -> int:
 
 def _first_words(prefix: NDArray[Any], num_common: int, decode: Decode) -> str:
     text = decode(prefix[num_common : num_common + _NUM_WORD_TOKENS].tolist())
-    # Line breaks and control characters would hide text; half a surrogate pair can't be stored.
+    # Line breaks and control characters would hide text, and half a surrogate pair isn't storable.
     words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    words = words.strip(_HALF)  # a token at either end may be the half of a character
+    words = words.strip(_HALF)  # a token at either end may be half a character
     if len(words) > _MAX_CHARS:
         words = words[: _MAX_CHARS - 1] + "…"
     return f"… {words}" if num_common else words

@@ -1,4 +1,4 @@
-"""Groups by the subtrees that they lie in, for orders that keep subtrees together."""
+"""Assigns groups to subtrees, for orders that keep subtrees together."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Subtrees:
         return least
 
     def walk(self, ranking: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Groups in an order that doesn't leave a subtree before all of it has been listed.
+        """Groups in an order that lists each subtree as a whole.
 
         Args:
             ranking: [num_groups + num_subtrees] int64, all groups g and all subtrees s as
-                num_groups + s; what lies directly in one subtree is listed in this order.
+                num_groups + s; the direct contents of a subtree are listed in this order.
 
         Returns:
             [num_groups] int64, group indexes.
@@ -61,8 +61,8 @@ def find_subtrees(
 ) -> Subtrees:
     """Subtrees of inner nodes that are at least `min_shared_tokens` below the next one above.
 
-    A group of one lies in the innermost subtree around its leaf. Others lie in the innermost
-    one that they share as a whole: that of their prefix.
+    A group of one lies in the innermost subtree around its leaf, others in the innermost subtree
+    around their prefix.
 
     Args:
         group_leaves: [num_groups] int64, the leaf of one member of each group.
@@ -145,7 +145,7 @@ def _walk(
     """Lists groups depth first; subtree s holds `items[begins[s]:begins[s + 1]]`."""
     listed = np.empty(num_groups, dtype=np.int64)
     num_listed = 0
-    path = np.empty(len(begins), dtype=np.int64)  # subtrees that are open
+    path = np.empty(len(begins), dtype=np.int64)  # open subtrees
     path[0], num_open = _ALL, 1
     cursor = begins.copy()
     while num_open > 0:

@@ -54,7 +54,7 @@ class TokenTable:
 
     @classmethod
     def unchecked(cls, token_ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> TokenTable:
-        """A table of arrays that are known to be right, without going through them again."""
+        """A table of arrays that are known to be valid, without checks."""
         table = object.__new__(cls)
         object.__setattr__(table, "token_ids", token_ids)
         object.__setattr__(table, "offsets", offsets)
@@ -99,7 +99,7 @@ class TokenTable:
         return self.token_ids[self.offsets[idx] : self.offsets[idx + 1]]
 
     def to_lists(self) -> list[list[int]]:
-        """The prompts as lists of Python's integers, for small tables and for looking at them."""
+        """The prompts as lists of Python's integers, for small tables."""
         return [self.prompt(idx).tolist() for idx in range(len(self))]
 
     def prefixes(self, idxs: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> TokenTable:
@@ -141,7 +141,7 @@ def _check_array(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
 
 
 def _as_token_ids(idx: int, prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
-    """One prompt as int32, refusing whatever numpy would round, wrap or truncate."""
+    """One prompt as int32; refuses values that numpy would round, wrap or truncate."""
     try:
         array = np.asarray(prompt)
     except ValueError as error:

@@ -285,7 +285,7 @@ def test_prefixes_that_cannot_be_split_are_refused_with_what_to_do() -> None:
         (lambda: ReplicaCost(0, 1.0, 1.0, 1.0, 1.0), "num_layers"),
         (lambda: ReplicaCost(1, 1.0, 1.0, -1.0, 1.0), "s_per_pair must be finite and not below 0"),
         (lambda: ReplicaCost(1, 0.0, 1.0, 1.0, 1.0), "qkv_s_per_token must be finite and above 0"),
-        (lambda: all_gather_ttft(COST, AllGather(1.0), 3, 4), "3 tokens don't go to 4"),
+        (lambda: all_gather_ttft(COST, AllGather(1.0), 3, 4), "3 tokens are too few for 4"),
     ],
 )
 def test_values_out_of_range_are_refused(make: object, said: str) -> None:

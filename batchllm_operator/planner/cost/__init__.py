@@ -1,1 +1,1 @@
-"""What a plan costs on a GPU: a roofline model."""
+"""Cost of a plan on a GPU, by a roofline model."""

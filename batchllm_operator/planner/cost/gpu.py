@@ -1,4 +1,4 @@
-"""GPUs that a job can be estimated for: a small table that users may replace by their own."""
+"""GPUs for estimates: a small table that users may replace by their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAY_BE_ZERO: Final = ("step_overhead_s", "usd_per_hour")
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """One GPU: what its data sheet says, and how much of that an engine reaches.
+    """One GPU: numbers of its data sheet, and the shares that an engine reaches.
 
     Raises:
         SpecError: a value isn't a finite number in its range.
@@ -30,13 +30,13 @@ class GPU:
     bf16_flop_per_s: float
     """Dense, without sparsity."""
     achievable_compute: float
-    """Share of the peak rate that large matrix products reach, above 0 and up to 1."""
+    """Share of the peak rate that large matrix products reach, above 0 and at most 1."""
     achievable_bandwidth: float
     """Share of the peak bandwidth that decoding reaches."""
     achievable_memory: float
     """Share of the memory that weights and KV cache may take."""
     step_overhead_s: float
-    """Seconds of an engine step besides weights, tokens and KV."""
+    """Seconds added to each engine step."""
     usd_per_hour: float
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class GPU:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes/s that the engine reads memory at."""
+        """Bytes/s that the engine reaches."""
         return self.hbm_bytes_per_s * self.achievable_bandwidth
 
     def numbers(self) -> dict[str, float]:
@@ -65,7 +65,7 @@ class GPU:
 
 
 def read_gpu_table(path: Path | None = None) -> dict[str, GPU]:
-    """The GPUs of a TOML file by name; of the built-in table (`gpus.toml`) if none is given.
+    """The GPUs of a TOML file by name, by default of the built-in table (`gpus.toml`).
 
     Raises:
         SpecError: the file can't be read, or a table in it isn't a GPU; names file, GPU and field.
@@ -85,7 +85,7 @@ def find_gpu(name: str, path: Path | None = None) -> GPU:
     """The GPU of that name in a table (see `read_gpu_table`).
 
     Raises:
-        SpecError: as `read_gpu_table`, or there is no such GPU.
+        SpecError: as `read_gpu_table`, or the table lacks the GPU.
     """
     gpus = read_gpu_table(path)
     if name not in gpus:
@@ -102,7 +102,7 @@ def _as_gpu(where: str, name: str, table: object) -> GPU:
     if not isinstance(table, Mapping):
         raise SpecError(f"{where}: {name} must be a table of fields")
     if wrong := sorted(wanted ^ set(table)):
-        raise SpecError(f"{where}: GPU {name} lacks or doesn't know {', '.join(wrong)}")
+        raise SpecError(f"{where}: GPU {name} has missing or unknown fields: {', '.join(wrong)}")
     try:
         return GPU(name=name, **table)
     except SpecError as error:

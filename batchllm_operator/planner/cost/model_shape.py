@@ -1,4 +1,4 @@
-"""Sizes of a decoder-only transformer, as far as its cost depends on them."""
+"""Sizes of a decoder-only transformer that its cost depends on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     num_parameters: int
-    """All that memory holds: embeddings, head, norms and biases included."""
+    """All parameters in memory: embeddings, head, norms and biases included."""
     bytes_per_weight: float = 2.0
     bytes_per_kv_element: float = 2.0
 
@@ -56,7 +56,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """Memory that the weights take."""
+        """Memory of the weights."""
         return self.num_parameters * self.bytes_per_weight
 
     @property
@@ -67,17 +67,17 @@ class ModelShape:
 
     @property
     def flop_per_token(self) -> int:
-        """FLOP of all layers' matrices for one token: 2 for each weight."""
+        """FLOP of all layers' matrices for one token: 2 per weight."""
         return 2 * self.num_layers * self.num_layer_weights
 
     @property
     def flop_per_sampled_token(self) -> int:
-        """FLOP of the head for a token that is sampled."""
+        """FLOP of the head for one sampled token."""
         return 2 * self.vocab_size * self.hidden_size
 
     @property
     def flop_per_pair(self) -> int:
-        """FLOP of attention for one token and one token that it attends to: Q*K and P*V."""
+        """FLOP of attention for one pair of tokens: Q*K and P*V."""
         return 4 * self.num_layers * self.num_heads * self.head_size
 
 
@@ -138,7 +138,7 @@ def _has_qkv_bias(config: Mapping[str, Any]) -> bool:
 
 
 def _stored_bytes_per_weight(config: Mapping[str, Any], name: str) -> float:
-    """2, as engines load 32-bit weights as 16-bit ones, or what the quantization says."""
+    """2, because engines load 32-bit weights as 16-bit ones, or by the quantization."""
     quantization = config.get("quantization_config")
     if not quantization:
         return 2.0

@@ -1,8 +1,8 @@
-"""What a plan will cost on a GPU: a roofline model, as pure functions.
+"""Predicts the cost of a plan on a GPU: a roofline model, as pure functions.
 
 Prefill is bound by compute, decoding by memory traffic (paper, Sec. 2; Williams et al.,
-*Roofline*), and an engine step is taken to last as long as the slower of the two for its
-matrices, plus its attention. With C FLOP/s and B bytes/s that the GPU reaches:
+*Roofline*). An engine step lasts as long as the slower of the two for its matrices, plus its
+attention. With C FLOP/s and B bytes/s that the GPU reaches:
 
     prefill_s = prefill matrices + pairs * FLOP per pair / C
     decode_s  = max(decode tokens * FLOP per token / C, steady steps * weights_s - hidden)
@@ -16,19 +16,18 @@ matrices, plus its attention. With C FLOP/s and B bytes/s that the GPU reaches:
 
 A *pair* is a prefilled token and a token that it attends to. `attention_bytes` is the KV that
 decoding reads, 2 * n_bytes * n_layers * n_kvheads * d_head for each token of each context.
-Steady steps are what KV memory allows, sum of (KV tokens * steps that they are held) / (tokens
-that fit), or what `max_num_seqs` allows, or all tokens / chunk, whichever is most; a shared prefix
-is held once for its group. The ramp is one output length for each engine, in which memory fills
+The number of steady steps is the maximum of three bounds: by KV memory, the sum of (KV tokens *
+steps that they are held) / (tokens that fit); by `max_num_seqs`; and all tokens / chunk. A shared
+prefix is held once for its group. The ramp is one output length per engine, in which memory fills
 and drains. *Hidden* are weights that are read while prefill computes. vLLM's own scheduler fills
-steps with prefill, and in between only decodes: that hides prefill steps * weights_s. Ours
-spreads prefill over all steps (`EngineLimits.spreads_prefill`), which hides as much as the prefill
-matrices take.
+steps with prefill and only decodes in between, which hides prefill steps * weights_s. Ours spreads
+prefill over all steps (`EngineLimits.spreads_prefill`), which hides as much as the prefill matrices
+take.
 
-Not counted: time to load the model, communication between GPUs (several GPUs are taken to divide
-all work evenly), sampling, preemption, idle steps, and reads of KV during prefill, which compute
-hides. The first output token is counted as decoded, though prefill yields it. All numbers are for
-the whole job, in GPU seconds: what one GPU would take. `batchllm simulate` plays the steps through
-one by one, with the same constants (`step_time`).
+Not counted: loading the model, communication between GPUs (they divide all work evenly), sampling,
+preemption, idle steps, and reads of KV during prefill, which compute hides. The first output token
+counts as decoded, though prefill yields it. All numbers are for the whole job, in seconds of one
+GPU. `batchllm simulate` simulates each step, with the same constants (`step_time`).
 """
 
 from __future__ import annotations
@@ -49,21 +48,21 @@ _S_PER_HOUR: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What has to be computed, in counts; `max_output_tokens` is the longest output."""
+    """Counts of the work; `max_output_tokens` is the longest output."""
 
     num_prefill_tokens: int = 0
-    """After sharing: what is computed, not what is asked for."""
+    """Computed tokens, after sharing."""
     num_pairs: int = 0
-    """Sum over prefilled tokens of the tokens that each attends to, itself included."""
+    """Sum over prefilled tokens of the tokens each attends to, itself included."""
     num_decode_tokens: int = 0
     num_context_tokens: int = 0
-    """Sum over decoded tokens of the tokens whose KV is read for each."""
+    """Sum over decoded tokens of the tokens whose KV each reads."""
     num_held_token_steps: int = 0
-    """Sum over KV tokens of the decode steps that each is held in memory."""
+    """Sum over KV tokens of the decode steps for which each is held."""
     max_output_tokens: int = 0
 
     def __add__(self, other: Work) -> Work:
-        """The work of both."""
+        """The sum of both."""
         mine, theirs = _counts(self), _counts(other)
         longest = max(self.max_output_tokens, other.max_output_tokens)
         return Work(*[*(a + b for a, b in zip(mine, theirs, strict=True)), longest])
@@ -74,7 +73,7 @@ class EngineLimits:
     """Settings of the engine that bound a step."""
 
     num_gpus: int = 1
-    """GPUs that one engine spans."""
+    """GPUs of one engine."""
     memory_share: float | None = None
     """Share of the GPU's memory for weights and KV; unset: the GPU's `achievable_memory`."""
     kv_cache_bytes: int | None = None
@@ -82,12 +81,12 @@ class EngineLimits:
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
     spreads_prefill: bool = False
-    """Whether all steps have their part of the prefill, or as few as possible."""
+    """Whether prefill is spread over all steps, or takes as few as possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """GPU seconds for one unit of each count of `Work`; linear, so that shares of it add up."""
+    """GPU seconds per unit of each count of `Work`; linear, so parts add up."""
 
     s_per_prefill_token: float
     s_per_pair: float
@@ -99,22 +98,22 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What `Work` takes on one kind of GPU."""
+    """Time and price of `Work` on one kind of GPU."""
 
     prefill_s: float
     decode_s: float
     attention_bytes: float
     num_steps: float
-    """Engine steps, of all engines together."""
+    """Engine steps of all engines together."""
     gpu_s: float
     cost_usd: float
 
 
 def kv_capacity_tokens(model: ModelShape, gpu: GPU, limits: EngineLimits) -> int:
-    """Tokens whose KV fits beside the weights in one engine's memory.
+    """Tokens whose KV fits into one engine's memory beside the weights.
 
     Raises:
-        PlanError: not even one does.
+        PlanError: not even one fits.
     """
     if limits.kv_cache_bytes is not None:
         kv_bytes = float(limits.kv_cache_bytes) * limits.num_gpus
@@ -132,7 +131,7 @@ def kv_capacity_tokens(model: ModelShape, gpu: GPU, limits: EngineLimits) -> int
 
 
 def rates(work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> Rates:
-    """The rates of a job with that much work in all, which says what its steps are bound by.
+    """The rates of a job; its total `work` decides what bounds its steps.
 
     Raises:
         PlanError: as `kv_capacity_tokens`.
@@ -162,7 +161,7 @@ def rates(work: Work, model: ModelShape, gpu: GPU, limits: EngineLimits) -> Rate
 
 @dataclass(frozen=True, slots=True)
 class _SteadySteps:
-    """Steps besides the ramp, and what their number is bound by."""
+    """Number of steps without the ramp, and its bound."""
 
     bound: Literal["memory", "seqs", "tokens"]
     num: float
@@ -184,9 +183,9 @@ class _Matrices:
 
     prefill_s: float
     decode_s: float
-    """To compute."""
+    """Compute time, without the weights."""
     unhidden_weights_s: float
-    """To read the weights, as far as prefill doesn't hide it."""
+    """Time of weight reads that prefill doesn't hide."""
 
     @classmethod
     def of(
@@ -214,12 +213,12 @@ def predict(
     *,
     num_engines: int = 1,
 ) -> Prediction:
-    """GPU seconds and price of `work`, by the formulas at the top of this module.
+    """GPU seconds and price of `work`, by this module's formulas.
 
     Args:
         work: counts, after sharing.
         limits: of each engine.
-        num_engines: engines that the work is spread over; each has a ramp of its own.
+        num_engines: engines that share the work; each has its own ramp.
 
     Raises:
         PlanError: the model leaves no room for KV.
@@ -249,7 +248,7 @@ def predict(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkArrays:
-    """Counts as in `Work`, one entry for each prompt or each group: int64 arrays."""
+    """Counts as in `Work`, with one entry per prompt or group: int64 arrays."""
 
     num_prefill_tokens: NDArray[np.int64]
     num_pairs: NDArray[np.int64]
@@ -258,7 +257,7 @@ class WorkArrays:
     num_held_token_steps: NDArray[np.int64]
 
     def total(self, weights: NDArray[np.int64] | None = None) -> Work:
-        """All of it, each entry taken `weights` times (once by default)."""
+        """The sum, with each entry taken `weights` times (once by default)."""
         longest = int(self.num_decode_tokens.max()) if len(self.num_decode_tokens) else 0
         counts = (getattr(self, field.name) for field in fields(self))
         sums = (int(c.sum() if weights is None else (c * weights).sum()) for c in counts)
@@ -281,7 +280,7 @@ def prompt_work(
     output_tokens: NDArray[np.int64],
     prefix_tokens: NDArray[np.int64] | int = 0,
 ) -> WorkArrays:
-    """The work of each prompt, beside that of the `prefix_tokens` it shares.
+    """The work of each prompt without that of the `prefix_tokens` it shares.
 
     A prompt of P shared and D distinct tokens with o output tokens prefills D, over
     D * P + D * (D + 1) / 2 pairs; its o tokens read contexts of P + D + 1, ..., P + D + o; and its
@@ -306,10 +305,10 @@ def prompt_work(
 def group_work(
     groups: PrefixGroups, lengths: NDArray[np.int64], output_tokens: NDArray[np.integer[Any]]
 ) -> tuple[WorkArrays, WorkArrays]:
-    """The work of all members beside their prefixes, and that of all prefixes.
+    """The work of all members without their prefixes, and that of all prefixes.
 
     A prefix of P tokens is prefilled once, over P * (P + 1) / 2 pairs, and held as long as its
-    group's longest output. Each member reads it when it decodes, as engines without
+    group's longest output. Each member reads it in decoding, as engines without
     shared-prefix attention do.
 
     Args:
@@ -318,7 +317,7 @@ def group_work(
         output_tokens: [num_prompts] integers, estimated output tokens per prompt.
 
     Returns:
-        Arrays [num_prompts] in the prompts' own order, and arrays [num_groups].
+        Arrays [num_prompts] in the order of prompts, and arrays [num_groups].
     """
     outputs = output_tokens.astype(np.int64)
     prefix_of_prompt = np.zeros(len(lengths), dtype=np.int64)

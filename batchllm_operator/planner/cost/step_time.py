@@ -1,4 +1,4 @@
-"""How long one engine step takes on a GPU, by the roofline model of `cost`.
+"""Predicts the time of one engine step on a GPU, by the roofline model of `cost`.
 
 A step takes as long as the slower of computing its tokens and reading the weights, then its
 attention, then an overhead. Attention of prefill is bound by compute, that of decoding by
@@ -16,22 +16,22 @@ from batchllm_operator.planner.cost.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step does, in counts."""
+    """Counts of one step."""
 
     num_tokens: int
-    """Of all requests, whatever their phase."""
+    """Tokens of all requests, in any phase."""
     num_sampled: int
-    """Requests that get a token."""
+    """Requests that get an output token."""
     num_prefill_pairs: int
-    """Sum over prefilled tokens of the tokens that each attends to, itself included."""
+    """Sum over prefilled tokens of the tokens each attends to, itself included."""
     num_decode_pairs: int
-    """Sum over requests that decode of the tokens that each attends to."""
+    """Sum over decoding requests of the tokens each attends to."""
     num_read_tokens: int
-    """Tokens whose KV is read for decoding: with shared-prefix attention, each prefix once."""
+    """Tokens whose KV decoding reads: with shared-prefix attention, each prefix once."""
 
 
 def matrix_seconds(model: ModelShape, gpu: GPU, num_gpus: int = 1) -> tuple[float, float]:
-    """Seconds for a token in all matrices, and seconds for reading all weights once."""
+    """Seconds per token in all matrices, and seconds to read all weights once."""
     return (
         model.flop_per_token / gpu.flop_per_s / num_gpus,
         model.step_weight_bytes / gpu.bytes_per_s / num_gpus,

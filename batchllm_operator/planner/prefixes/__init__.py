@@ -1,1 +1,1 @@
-"""The prefixes that prompts share: a tree, built from prompts in memory or on disk."""
+"""Builds the prefix tree of prompts in memory or on disk."""

@@ -1,8 +1,8 @@
 """Rows of segment hashes of all prompts, in bounded memory.
 
-Rows are gathered in one array. Where they would outgrow it, every second hash of each row goes:
-as hashes are chained, what stays is a row over segments of twice the tokens. Coarser rows change
-the work, not the result: more tokens are compared where prompts part.
+Rows are stored in one array. When they outgrow it, every second hash of each row is dropped:
+because hashes are chained, the rest is a row over segments of twice the tokens. Coarser rows
+change the work, not the result: more tokens are compared where prompts diverge.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _MOST_RESERVED_SYMBOLS = 1 << 28
 
 
 class HashRows:
-    """Gathers the rows of prompts, and sorts them once.
+    """Stores the rows of prompts, and sorts them once.
 
     Args:
-        hasher: what makes the rows.
-        max_bytes: what they may take, unless one hash for each prompt is more; None for no bound.
+        hasher: makes the rows.
+        max_bytes: upper bound, unless one hash per prompt is more; None for no bound.
 
     Attributes:
-        segment_tokens: tokens per segment; it doubles where memory is short.
+        segment_tokens: tokens per segment; doubles when memory is short.
     """
 
     def __init__(self, hasher: SegmentHasher, max_bytes: int | None) -> None:
         self.segment_tokens = hasher.segment_tokens
         self._hasher = hasher
         self._max_symbols = None if max_bytes is None else max_bytes // _SYMBOL_BYTES
-        # With a bound, room for all at once: it takes memory as it fills, and nothing is copied.
+        # With a bound, all of it at once: pages are taken as they fill, and nothing is copied.
         capacity = _FIRST_SYMBOLS if self._max_symbols is None else self._max_symbols
         self._symbols = _mapped(min(capacity, _MOST_RESERVED_SYMBOLS))
         self._num_symbols = 0
@@ -46,7 +46,7 @@ class HashRows:
         self._lengths: list[NDArray[np.int64]] = []
 
     def add(self, tokens: TokenTable) -> None:
-        """Take in the next prompts."""
+        """Add the next prompts."""
         rows = self._hasher.rows(tokens)
         segment_tokens = self._hasher.segment_tokens
         while segment_tokens < self.segment_tokens:
@@ -65,9 +65,9 @@ class HashRows:
         self._lengths.append(rows.lengths)
 
     def sort(self, lengths: NDArray[np.int64]) -> RankedPrompts:
-        """An order of the prompts, and the tokens of the full segments that neighbours share.
+        """Sort the prompts; neighbours' shared tokens are those of full segments.
 
-        The rows are gone afterwards.
+        Frees the rows.
 
         Args:
             lengths: [num_prompts] int64, tokens by prompt index.
@@ -96,7 +96,7 @@ class HashRows:
 
 
 def _halved(rows: TokenTable) -> TokenTable:
-    """Every second hash of each row, and its last: over segments twice as long. In place."""
+    """Every second hash of each row and its last, for segments twice as long. In place."""
     num_hashes = rows.lengths // HASH_SYMBOLS
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum((num_hashes + 1) // 2 * HASH_SYMBOLS, out=offsets[1:])
@@ -105,9 +105,9 @@ def _halved(rows: TokenTable) -> TokenTable:
 
 
 def _mapped(num_symbols: int) -> NDArray[np.int32]:
-    """Zeros that take memory page by page as they are written to.
+    """Zeros whose memory is allocated page by page on the first write.
 
-    `np.empty` asks for huge pages, and one of them at a time takes much longer to be had.
+    `np.empty` asks for huge pages, which take much longer to get one by one.
     """
     num_bytes = max(num_symbols, 1) * _SYMBOL_BYTES
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,7 +1,6 @@
-"""A prefix tree from sorted prompts and what neighbours share: one pass with a stack.
+"""Builds a prefix tree from sorted prompts and their LCPs: one pass with a stack.
 
-All that it needs of the prompts is their order and the length of the longest common prefix (LCP)
-of neighbours.
+It needs only the prompts' order and the longest common prefix (LCP) of neighbours.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from batchllm_operator.planner.token_table import TokenTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedPrompts:
-    """Prompts in an order in which those with a common prefix are neighbours.
+    """Prompts sorted so that those with a common prefix are neighbours.
 
     Attributes:
         prompt_idxs: [num_prompts] int64, the prompt at each rank.
-        num_shared_tokens: [num_prompts] int64, what each shares with the one before; 0 for
+        num_shared_tokens: [num_prompts] int64, LCP of each with the one before; 0 for
             the first.
         is_repeat: [num_prompts] bool, whether it equals the one before. Equal prompts are in
             the order of their indexes.
@@ -41,7 +40,7 @@ class RankedPrompts:
         num_shared_tokens: NDArray[np.int64],
         lengths: NDArray[np.int64],
     ) -> RankedPrompts:
-        """With token-exact common prefixes, which tell equal prompts.
+        """From exact LCPs, which show equal prompts.
 
         Args:
             lengths: [num_prompts] int64, tokens by prompt index.
@@ -61,7 +60,7 @@ class RankedPrompts:
         )
 
     def in_blocks(self, block_size: int) -> RankedPrompts:
-        """With nothing shared but whole blocks of tokens.
+        """With LCPs rounded down to whole blocks.
 
         Raises:
             PlanError: `block_size` is below 1.
@@ -72,7 +71,7 @@ class RankedPrompts:
         return RankedPrompts(self.prompt_idxs, num_shared, self.is_repeat)
 
     def without_repeats(self) -> RankedPrompts:
-        """The distinct prompts; their indexes stay what they are."""
+        """The distinct prompts, with unchanged indexes."""
         kept = ~self.is_repeat
         return RankedPrompts(
             self.prompt_idxs[kept], self.num_shared_tokens[kept], self.is_repeat[kept]
@@ -83,19 +82,19 @@ def build_prefix_tree(tokens: TokenTable) -> PrefixTree:
     """Finds every common prefix of prompts in memory.
 
     The tree doesn't depend on the order of the prompts, except that equal prompts are
-    ranked by index. Needs about 120 bytes per prompt beside the table.
+    ranked by index. Takes about 120 bytes per prompt beside the table.
     """
     return rank_prompts(tokens).tree(tokens.lengths)
 
 
 def rank_prompts(tokens: TokenTable) -> RankedPrompts:
-    """Prompts in memory in lexicographic order, equal ones by index, and what neighbours share."""
+    """Prompts in memory in lexicographic order, equal ones by index, with their LCPs."""
     rows = sort_rows(tokens)
     return RankedPrompts.from_exact(rows.row_idxs, rows.num_shared, tokens.lengths)
 
 
 def are_repeats(num_shared: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of sorted sequences equal the one before, from what they share with it: [n]."""
+    """Whether each of sorted sequences equals the one before, from their LCPs: [n]."""
     repeats: NDArray[np.bool_] = num_shared == lengths
     repeats[1:] &= lengths[1:] == lengths[:-1]
     repeats[:1] = False
@@ -109,7 +108,7 @@ def _build_nodes(
     """Parent, depth, first and last rank of all nodes in preorder, the root included."""
     num_prompts = len(shared)
     inner = np.empty((num_prompts, 3), dtype=np.int64)  # depth, first and last rank, as they close
-    starting = np.zeros(num_prompts, dtype=np.int64)  # inner nodes by the rank that they start at
+    starting = np.zeros(num_prompts, dtype=np.int64)  # number of inner nodes starting at each rank
     open_depth = np.empty(num_prompts + 1, dtype=np.int64)
     open_begin = np.empty(num_prompts + 1, dtype=np.int64)
     num_open, num_inner = 0, 0
@@ -132,7 +131,7 @@ def _build_nodes(
     leaf_begin = np.empty(num_nodes, dtype=np.int64)
     leaf_end = np.empty(num_nodes, dtype=np.int64)
     depth[ROOT], leaf_begin[ROOT], leaf_end[ROOT] = 0, 0, num_prompts
-    # `starting` becomes the place behind the inner nodes that start at a rank: its leaf's.
+    # `starting` becomes the place after the inner nodes that start at a rank: its leaf's.
     place = 1
     for rank in range(num_prompts):
         place += starting[rank]
@@ -141,7 +140,7 @@ def _build_nodes(
         place += 1
     for item in range(num_inner):
         begin = inner[item, 1]
-        starting[begin] -= 1  # deeper nodes close first and stand behind the others
+        starting[begin] -= 1  # deeper nodes close first and come after the others
         node = starting[begin]
         depth[node], leaf_begin[node], leaf_end[node] = inner[item, 0], begin, inner[item, 2]
     return _find_parents(leaf_begin, leaf_end), depth, leaf_begin, leaf_end
@@ -149,7 +148,7 @@ def _build_nodes(
 
 @compiled
 def _find_parents(leaf_begin: NDArray[np.int64], leaf_end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Parents of nodes in preorder: of the nodes before, the last whose range isn't over."""
+    """Parents of nodes in preorder: the last earlier node whose range isn't over."""
     parent = np.empty(len(leaf_end), dtype=np.int64)
     parent[ROOT] = -1
     path = np.empty(len(leaf_end), dtype=np.int64)

@@ -1,8 +1,8 @@
-"""From prefixes in whole segments to prefixes in tokens.
+"""Refines prefixes in whole segments to prefixes in tokens.
 
-Where prompts part in a tree over segments, they share less than one segment more. So the tokens
-of that one segment, of one prompt below each child, say all that is missing: sorting the children
-of each node by them gives the order and the common prefixes of the token-exact tree.
+Where prompts diverge in a tree over segments, they share less than one more segment. So the tokens
+of that segment, of one prompt below each child, are enough: sorting the children of each node by
+them gives the order and the LCPs of the token-exact tree.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _FIRST_TOKENS = 16  # of a window below a large node: 64 bytes, so that millions
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Windows:
-    """Windows of some nodes, each behind its node's parent: one sort does for many parents.
+    """Windows of some nodes, each with its node's parent: one sort serves many parents.
 
     Attributes:
         nodes: [n] int64.
-        rows: n rows of [the node's parent or another number for its family, its window].
+        rows: n rows of [number of the node's family, such as its parent, and its window].
     """
 
     nodes: NDArray[np.int64]
@@ -38,12 +38,12 @@ class _Windows:
 
 
 class Refinement:
-    """Sorts the children of each node of a tree over segments by the tokens they begin with.
+    """Sorts the children of each node of a tree over segments by their first tokens.
 
-    A node's window is the segment behind its parent's end, or what its prompt has of it.
-    Windows come in preorder. Those below a node of few prompts are sorted soon after the last
-    of them came, and forgotten. Of the others only the first tokens are kept; where those are
-    equal, the next ones are read once more.
+    A node's window is the segment after its parent's end, as far as its prompt goes. Windows are
+    read in preorder. Those below a node of few prompts are sorted and dropped soon after the last
+    of them. Of the others only the first tokens are kept; if those are equal, the next ones are
+    read again.
 
     Args:
         tree: a tree over segments, depths in tokens.
@@ -55,7 +55,7 @@ class Refinement:
         self._prompts = prompts
         self._lengths = prompts.lengths
         self._segment_tokens = segment_tokens
-        self._begins = np.zeros(tree.num_nodes + 1, dtype=np.int64)  # of each node's children
+        self._begins = np.zeros(tree.num_nodes + 1, dtype=np.int64)  # offsets of nodes' children
         np.cumsum(
             np.bincount(tree.parent[ROOT + 1 :], minlength=tree.num_nodes), out=self._begins[1:]
         )
@@ -66,14 +66,14 @@ class Refinement:
         self._open: list[_Windows] = []
 
     def read(self, prompts: TokenTable, first_rank: int) -> None:
-        """Take the windows of the nodes that begin at some ranks out of their prompts.
+        """Read the windows of the nodes that begin at the given ranks.
 
-        To be called for all ranks, in order.
+        Call it for all ranks, in order.
 
         Args:
-            prompts: the prompts at consecutive ranks, each to one segment behind what it
-                shares with its neighbours, or to its end.
-            first_rank: the rank of the first of them; nodes read before are left alone.
+            prompts: the prompts at consecutive ranks, each to one segment after its LCPs with
+                its neighbours, or to its end.
+            first_rank: the rank of the first of them; nodes read before are skipped.
         """
         tree, end_rank = self._tree, first_rank + len(prompts)
         first = ROOT + 1 + self._num_read
@@ -93,7 +93,7 @@ class Refinement:
             self._flush(end_rank)
 
     def finish(self) -> RankedPrompts:
-        """The prompts in lexicographic order, and what neighbours share, in tokens."""
+        """The prompts in lexicographic order, with exact LCPs."""
         tree = self._tree
         self._flush(tree.num_prompts)
         self._sort_large()
@@ -126,7 +126,7 @@ class Refinement:
         return TokenTable.unchecked(rows, offsets)
 
     def _flush(self, end_rank: int) -> None:
-        """Sorts below the nodes that end at `end_rank` or before."""
+        """Sorts the children of nodes that end at `end_rank` or before."""
         if not self._open:
             return
         windows, self._open = _joined(self._open), []
@@ -138,7 +138,7 @@ class Refinement:
         self._place(windows.nodes[is_complete][order.row_idxs], order.num_shared - 1)
 
     def _sort_large(self) -> None:
-        """Sorts below large nodes, by more and more tokens where the first ones are equal."""
+        """Sorts the children of large nodes, by more and more tokens while they are equal."""
         if not self._large:
             return
         windows, self._large = _joined(self._large), []
@@ -161,7 +161,7 @@ class Refinement:
     def _read_windows(
         self, nodes: NDArray[np.int64], families: NDArray[np.int64], part: slice
     ) -> TokenTable:
-        """See `_cut`; the prompts are read for it, some at a time."""
+        """As `_cut`, but reads the prompts, some at a time."""
         idxs = self._tree.prompt_idxs[self._tree.leaf_begin[nodes]]
         wanted = self._tree.depth[self._tree.parent[nodes]] + part.stop
         pieces = []
@@ -173,15 +173,15 @@ class Refinement:
         return _joined(pieces).rows
 
     def _place(self, nodes: NDArray[np.int64], num_shared: NDArray[np.int64]) -> None:
-        """Notes the order of some parents' children, and what each shares with the one before.
+        """Stores the order of some parents' children, and the LCP of each with the one before.
 
         Args:
             nodes: all children of some parents, parents ascending, children in order.
-            num_shared: what each one's window shares with the one before.
+            num_shared: LCP of each one's window with the one before.
         """
         parents = self._tree.parent[nodes]
         starts = np.flatnonzero(np.concatenate([[True], parents[1:] != parents[:-1]]))
-        starts = starts[: len(nodes)]  # none if there are no nodes
+        starts = starts[: len(nodes)]  # empty without nodes
         numbers = np.arange(len(nodes)) - np.repeat(starts, np.diff(np.append(starts, len(nodes))))
         places = self._begins[parents] + numbers
         self._children[places] = nodes
@@ -216,12 +216,12 @@ def _walk(
     leaf_begin: NDArray[np.int64],
     num_prompts: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Leaves depth first: their ranks, and what each shares with the leaf before.
+    """Leaves depth first: their ranks, and the LCP of each with the leaf before.
 
     Args:
         children: the children of node 0, sorted, of node 1, ...
-        begins: [num_nodes + 1] where the children of each node begin.
-        shared: what each child shares with the one before it in its node.
+        begins: [num_nodes + 1] offsets of each node's children.
+        shared: LCP of each child with the one before it in its node.
     """
     ranks = np.empty(num_prompts, dtype=np.int64)
     num_shared = np.zeros(num_prompts, dtype=np.int64)

@@ -1,9 +1,9 @@
-"""Rows of tokens, or of other symbols, sorted in memory, with what neighbours share.
+"""Sorts rows of tokens or other symbols in memory, and finds the LCPs of neighbours.
 
-Rows that may still be equal are neighbours in one array of row indexes. They are read together
-as far as they agree; a stable sort by the next symbol then puts those that go on agreeing side by
-side. A row is read about once, and only as far as it is shared, so the work is linear in the
-number of shared symbols, plus one small sort wherever rows part. There is no recursion.
+Rows that may still be equal are neighbours in one array of row indexes. They are read together as
+far as they agree; a stable sort by the next symbol then brings those together that still agree. A
+row is read about once, and only as far as it is shared, so the work is linear in the number of
+shared symbols, plus one small sort wherever rows diverge. There is no recursion.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SortedRows:
 
     Attributes:
         row_idxs: [num_rows] int64, the row at each rank.
-        num_shared: [num_rows] int64, symbols that each shares with the one before.
+        num_shared: [num_rows] int64, LCP of each with the one before.
     """
 
     row_idxs: NDArray[np.int64]
@@ -35,7 +35,7 @@ class SortedRows:
 
 
 def sort_rows(rows: TokenTable) -> SortedRows:
-    """Sorts rows; takes up to 60 bytes per row beside them."""
+    """Sorts rows; takes up to 60 more bytes per row."""
     return SortedRows(*_sort_rows(rows.token_ids, rows.offsets))
 
 
@@ -43,7 +43,7 @@ def sort_rows(rows: TokenTable) -> SortedRows:
 def _sort_rows(
     symbols: NDArray[np.int32], offsets: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The row at each rank, and what each shares with the one before.
+    """The row at each rank, and its LCP with the one before.
 
     Keeps a stack of (begin, end, depth): ranks of rows that share more than `depth` symbols.
     """
@@ -80,8 +80,8 @@ def _common_depth(
 ) -> int:
     """Symbols that all rows of `idxs` share, given that they share `known_depth`.
 
-    Looks ahead by windows that double, so that a pair of rows with much in common costs
-    little where a third one has to leave them soon.
+    Looks ahead by windows that double, so that a pair of rows with a long LCP costs little if a
+    third one diverges early.
     """
     first = offsets[idxs[0]]
     common, window_end = known_depth, known_depth
@@ -144,7 +144,7 @@ def _read_keys(
 def _push_equal(
     stack: NDArray[np.int64], num_stacked: int, keys: NDArray[np.uint32], begin: int, depth: int
 ) -> int:
-    """Pushes each range of two and more equal keys, but for rows that end here."""
+    """Pushes each range of at least two equal keys, except rows that end here."""
     start = 0
     while start < len(keys):
         stop = start + 1

@@ -1,13 +1,13 @@
-"""The prefix search over prompts that needn't be in memory.
+"""Searches the common prefixes of prompts that may be on disk.
 
     add      prompts -> rows of segment hashes, in bounded memory           (`hash_rows`)
     finish   rows -> order and common segments of neighbours
              every pair of neighbours compared, token by token
              the segment in which they part looked at, for the rest         (`refine`)
 
-What stays in memory is some numbers per prompt. The result doesn't depend on how coarse the rows
-are: it is the lexicographic order, and what neighbours share, from which one pass with a stack
-makes the tree (`lcp_tree`), over tokens or over blocks.
+Memory holds only some numbers per prompt. The result doesn't depend on how coarse the rows are: it
+is the lexicographic order with LCPs, from which one pass with a stack builds the tree (`lcp_tree`),
+over tokens or over blocks.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from batchllm_operator.planner.prefixes.segment_hashes import (
 from batchllm_operator.planner.prompt_store import Prompts, chunks, read_ahead
 from batchllm_operator.planner.token_table import TokenTable
 
-_MAX_SEEDS: Final = 100  # with 62 bits, a second one is needed in one of many thousand plans
+_MAX_SEEDS: Final = 100  # with 62 bits, one of many thousand plans needs a second one
 
 Advance = Callable[[int], None]
-"""Called with the number of prompts done since the last call, for a progress display."""
+"""Called with the number of prompts done since the last call."""
 Phase = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 class PrefixSearch:
-    """Finds the common prefixes of prompts that are given batch by batch.
+    """Finds the common prefixes of prompts, which are added batch by batch.
 
     Args:
-        max_row_bytes: what the rows of hashes may take until `finish`; None for no bound. It and
+        max_row_bytes: upper bound of the rows of hashes until `finish`; None for no bound. It and
             the other arguments change the work, not the result.
         segment_tokens: see `SegmentHasher`.
         hash_bits: see `SegmentHasher`.
@@ -67,22 +67,22 @@ class PrefixSearch:
         self._start(seed=0)
 
     def add(self, tokens: TokenTable) -> None:
-        """Take in the next prompts."""
+        """Add the next prompts."""
         for part in chunks(tokens.lengths):
             begin, end = tokens.offsets[part.start], tokens.offsets[part.stop]
             offsets = tokens.offsets[part.start : part.stop + 1] - begin
             self._rows.add(TokenTable.unchecked(tokens.token_ids[begin:end], offsets))
 
     def finish(self, prompts: Prompts, phase: Phase | None = None) -> RankedPrompts:
-        """The prompts in lexicographic order, and what neighbours share.
+        """The prompts in lexicographic order, with their LCPs.
 
         Args:
-            prompts: all that were added, in the same order.
+            prompts: all added prompts, in the same order.
             phase: called with the name of each phase ("sort", "compare") and its number of
-                prompts; gives a context whose value takes the prompts done.
+                prompts; returns a context whose value is an `Advance`.
 
         Raises:
-            PlanError: no hash tells the segments apart; never with the default `hash_bits`.
+            PlanError: no seed avoids collisions; never with the default `hash_bits`.
             OSError: the prompts can't be read.
         """
         phase = phase if phase is not None else _silent
@@ -108,16 +108,16 @@ class PrefixSearch:
 def _refined(
     prompts: Prompts, segments: RankedPrompts, segment_tokens: int, advance: Advance
 ) -> RankedPrompts | None:
-    """Compares neighbours by their tokens, and orders them where segments can't tell.
+    """Compares neighbours by their tokens, and sorts within segments.
 
     Returns:
-        None if prompts share less than their hashes say.
+        None after a collision: prompts share less than their hashes say.
     """
     ranked = segments.prompt_idxs
     lengths = prompts.lengths[ranked]
     refinement = Refinement(segments.tree(prompts.lengths), prompts, segment_tokens)
     shared = np.where(segments.is_repeat, lengths, segments.num_shared_tokens)
-    # As far as a prompt is looked at: what it shares with its neighbours, and one segment more.
+    # Tokens read of each prompt: its LCPs with its neighbours, and one more segment.
     wanted = np.maximum(shared, np.append(shared[1:], 0)) + segment_tokens
     parts = list(chunks(np.minimum(wanted, lengths)))
     looks = [slice(max(part.start - 1, 0), part.stop) for part in parts]  # with the one before
@@ -153,7 +153,7 @@ def build_block_tree(
 
 
 def ignore(_: int) -> None:
-    """An `Advance` that shows nothing."""
+    """An `Advance` without a display."""
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def _silent(_: str, __: int) -> Iterator[Advance]:
 def _agree(
     token_ids: NDArray[np.int32], offsets: NDArray[np.int64], shared: NDArray[np.int64]
 ) -> bool:
-    """Whether each prompt, but the first, really shares `shared` tokens with the one before."""
+    """Whether each prompt after the first really shares `shared` tokens with the one before."""
     for position in range(1, len(shared)):
         before = token_ids[offsets[position - 1] : offsets[position]]
         prompt = token_ids[offsets[position] : offsets[position + 1]]

@@ -1,9 +1,9 @@
-"""Prompts as rows of hashes, one for each segment of tokens: short enough to stay in memory.
+"""Prompts as rows of hashes, one per segment of tokens: short enough for memory.
 
 A segment is `SEGMENT_TOKENS` consecutive tokens of a prompt, counted from its beginning. Its
 hash is chained: it depends on the segment's tokens and on all before them, as a block's hash
-does in vLLM's prefix cache. What remains after the last full segment gets a hash too, which
-also depends on how much remains, so that prompts with equal rows are equal prompts.
+does in vLLM's prefix cache. The rest after the last full segment gets a hash too, which also
+depends on its length, so that prompts with equal rows are equal prompts.
 
 Within a segment the tokens are hashed by a sum of products with random odd numbers (multilinear
 hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014), which leaves the
@@ -22,10 +22,10 @@ from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.token_table import TokenTable
 
 SEGMENT_TOKENS = 128
-"""Longer ones make rows shorter, and leave more to compare where prompts part."""
+"""Longer segments make shorter rows, but more tokens to compare where prompts diverge."""
 HASH_BITS = 62
 HASH_SYMBOLS = 2
-"""int32 for each segment."""
+"""int32 per segment."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, odd
 
 
@@ -35,7 +35,7 @@ class SegmentHasher:
     Args:
         seed: another seed gives other hashes.
         segment_tokens: tokens per segment, at least 1.
-        hash_bits: 1 to 62; fewer make collisions more likely, which tests are after.
+        hash_bits: 1 to 62; fewer make collisions more likely, for tests.
 
     Raises:
         PlanError: an argument is out of its range.
@@ -56,7 +56,7 @@ class SegmentHasher:
         self._multipliers = multipliers | np.uint64(1)
 
     def rows(self, tokens: TokenTable) -> TokenTable:
-        """The row of each prompt: [2 * segments], the last one being what remains, if anything."""
+        """The row of each prompt: [2 * segments], including a partial last one."""
         offsets = np.zeros(len(tokens) + 1, dtype=np.int64)
         np.cumsum(-(-tokens.lengths // self.segment_tokens) * HASH_SYMBOLS, out=offsets[1:])
         symbols = np.empty(offsets[-1], dtype=np.int32)
@@ -74,7 +74,7 @@ class SegmentHasher:
         """Hash of each whole prompt, and of the prompt without its last segment.
 
         Returns:
-            int64 [num_prompts, 2], from 0 to 2**62 - 1; -1 where that is nothing.
+            int64 [num_prompts, 2], from 0 to 2**62 - 1; -1 if empty.
         """
         rows = self.rows(tokens)
         hashes = np.full((len(tokens), 2), -1, dtype=np.int64)

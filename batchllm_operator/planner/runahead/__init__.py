@@ -1,10 +1,10 @@
-"""KV-Runahead: one prefix, computed by a chain of replicas.
+"""Predicts KV-Runahead: a chain of replicas computes one prefix.
 
     ModelShape, GPU -> ReplicaCost, Link -> Chain -> search_split -> SplitTable
-    groups -> choose_placement: which of them to compute so
+    groups -> choose_placement -> the groups to compute by a chain
 
 After Cho et al., *KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache
-Generation* (ICML 2024). A *split* is a tuple of tokens, one chunk for each replica, that sum to the
+Generation* (ICML 2024). A *split* is a tuple of tokens, one chunk per replica, that sum to the
 prefix; each but the last is a multiple of the block size.
 """
 

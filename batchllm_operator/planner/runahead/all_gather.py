@@ -1,14 +1,14 @@
 """Tensor and sequence parallelism with an all-gather (TSP): the paper's baseline.
 
-Each of p processes has an even chunk. In each layer it projects its tokens, all exchange their keys
-and values, and each attends with its own queries (Cho et al., Sec. 4.1, Fig. 4):
+Each of p processes has an equal chunk. In each layer it projects its tokens, all exchange their
+keys and values, and each attends with its own queries (Cho et al., Sec. 4.1, Fig. 4):
 
     layer_s = qkv_s + gather_s + attention_s + other_s, no less than launching it takes
     gather_s = (p - 1) / p * C * bytes / bandwidth
     TTFT     = L * layer_s + step overhead + head
 
 All wait for each other in each layer, so the slowest one counts: with dense products under a mask
-that is any, over C / p * C pairs; with a causal kernel it is the last.
+all are equal, with C / p * C pairs; with a causal kernel it is the last.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class AllGather:
     """
 
     bytes_per_s: float
-    """That each process receives at, on average over the operation."""
+    """Mean rate at which each process receives."""
     overhead_s: float = 0.0
-    """Of each operation, on the host: beside that of launching the layer."""
+    """Of each operation on the host, in addition to launching the layer."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
@@ -49,7 +49,7 @@ def all_gather_ttft(
         PlanError: there are fewer tokens than processes.
     """
     if not 1 <= num_replicas <= num_tokens:
-        raise PlanError(f"all-gather: {num_tokens} tokens don't go to {num_replicas} processes")
+        raise PlanError(f"all-gather: {num_tokens} tokens are too few for {num_replicas} processes")
     if num_replicas == 1:
         return cost.chunk_seconds(num_tokens)
     chunk = -(-num_tokens // num_replicas)

@@ -1,4 +1,4 @@
-"""A prefix computed by a chain of replicas: when each of them is done.
+"""Predicts when each replica of a chain has computed its part of a prefix.
 
 Replica i of p computes chunk i of a split. In each layer it needs the KV of all tokens before its
 chunk, gets it from replica i - 1, and sends it on together with its own (Cho et al., Sec. 4.1 and
@@ -12,12 +12,12 @@ chunk, gets it from replica i - 1, and sends it on together with its own (Cho et
     done_i(l)    = ready_i(l) + r_i
     TTFT         = done_{p-1}(L - 1) + head
 
-where s_i are the tokens before chunk i. Where receives aren't posted ahead (`Link.prefetches`),
-begin_i(l) isn't before start_i(l): the transfer is hidden by the QKV projections alone.
+where s_i are the tokens before chunk i. If receives aren't posted ahead (`Link.prefetches`),
+begin_i(l) isn't before start_i(l): only the QKV projections hide the transfer.
 
-Then each replica lacks what comes after its chunk. It is passed back the same way, from the last
+Each replica then lacks the KV after its chunk. That is passed back the same way, from the last
 replica to the first, in the other direction of each hop, layer by layer while the chain still runs:
-the last one's when its own keys and values and those before them are there, as they are sent.
+the last replica sends a layer once it has all of that layer's keys and values.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ Split = tuple[int, ...]
 """Tokens of each replica's chunk, in the order of the chain: above 0, their sum is the prefix, and
 each but the last is a multiple of the block size."""
 Goal = Literal["first_token", "whole_prefix"]
-"""What a split is to reach soon: TTFT at the last replica, as in the paper, or that all replicas
-have the whole prefix. For the first alone, earlier replicas may end later than the last one."""
+"""The time that a split minimizes: until TTFT at the last replica, as in the paper, or until all
+replicas have the whole prefix. With the first, earlier replicas may end after the last one."""
 
-# Places in the constants of `Chain`, and rows of what a layer takes of each chunk.
+# Places in the constants of `Chain`, and rows of each chunk's times per layer.
 _STEP, _HEAD, _PREFETCHES, _MASKED = 5, 6, 10, 11
 _FIRST, _REST, _COPIES, _HOP, _BACK_HOP, _NUM_TIMES = range(6)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A hop between two replicas, the same in both directions at a time.
+    """A hop between two replicas, with the same rate in both directions at once.
 
     Raises:
         PlanError: a value isn't finite or is out of its range.
     """
 
     bytes_per_s: float
-    """That a transfer reaches, not what the data sheet says."""
+    """Rate that a transfer reaches, not that of the data sheet."""
     latency_s: float = 0.0
-    """Of a message: one layer's KV is one."""
+    """Latency of a message, which has one layer's KV."""
     prefetches: bool = True
-    """Whether receives are posted ahead for all layers, or each when its layer starts."""
+    """Whether receives are posted ahead for all layers, instead of each when its layer starts."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
@@ -77,12 +77,12 @@ class ChainTimes:
     chunk_s: tuple[float, ...]
     """Until each replica has computed its chunk."""
     whole_s: tuple[float, ...]
-    """Until each has the KV of the whole prefix, and has computed its chunk."""
+    """Until each replica has computed its chunk and has the KV of the whole prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Replicas that are all alike, one hop after the other, and what they are asked to do.
+    """A row of equal replicas and links.
 
     Raises:
         PlanError: a size is below 1, or a step holds less than a block.
@@ -93,7 +93,7 @@ class Chain:
     block_size: int = 16
     """Tokens of a KV block."""
     max_step_tokens: int | None = None
-    """Tokens that an engine step may have; a chunk has to fit into one."""
+    """Most tokens of an engine step; a chunk must fit into one."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -106,7 +106,7 @@ class Chain:
 
     @property
     def max_chunk_blocks(self) -> int | None:
-        """Whole blocks of the longest chunk; None: no limit."""
+        """Whole blocks of the longest chunk; None without a limit."""
         return None if self.max_step_tokens is None else self.max_step_tokens // self.block_size
 
     def check_length(self, num_tokens: int, num_replicas: int) -> None:
@@ -133,7 +133,7 @@ class Chain:
             )
 
     def check_split(self, split: Sequence[int], num_tokens: int) -> None:
-        """Refuse what isn't a split of a prefix.
+        """Refuse an invalid split of a prefix.
 
         Raises:
             PlanError: as `check_length`; or a chunk is empty, isn't whole blocks though others
@@ -155,9 +155,9 @@ class Chain:
             )
 
     def seconds(self, splits: NDArray[np.int64], until: Goal) -> NDArray[np.float64]:
-        """How long each of some splits takes: [num_splits, num_replicas] -> [num_splits].
+        """Seconds that each split takes: [num_splits, num_replicas] -> [num_splits].
 
-        Rows aren't checked, but for chunks that are empty or too long: those take forever (inf).
+        Empty or too long chunks take forever (inf); nothing else is checked.
         """
         found = _run(splits, *self._constants(), until == "whole_prefix")
         if until == "first_token":
@@ -231,7 +231,7 @@ def _run(
 def _time_chunks(
     split: NDArray[np.int64], constants: NDArray[np.float64], times: NDArray[np.float64]
 ) -> None:
-    """What one layer takes of each chunk: writes [_NUM_TIMES, num_replicas] seconds."""
+    """Seconds of one layer for each chunk: writes [_NUM_TIMES, num_replicas]."""
     qkv_s, other_s, pair_s, weights_s, least_s = constants[:5]
     copy_s, byte_s, latency_s = constants[7:10]
     masked = constants[_MASKED] > 0

@@ -1,14 +1,14 @@
-"""How long groups take on some replicas, placed whole, recomputed everywhere or by a chain.
+"""Predicts makespans of groups that are placed whole, recomputed everywhere or chained.
 
-A group is *whole* if one replica computes its prefix and has all its members, and *spread* if the
-members are on all replicas: then each of them computes the prefix, or a chain of all of them does.
-The makespan is that of the chains, one after the other while all replicas take part, and then that
-of the slowest replica, whose time is, as in `planner.cost.roofline`,
+A group is *whole* if one replica computes its prefix and has all its members, and *spread* if its
+members are on all replicas: then each of them computes the prefix, or a chain of all does. The
+makespan is the time of the chains, one after the other on all replicas, plus that of the slowest
+replica, which is, as in `planner.cost.roofline`,
 
     prefill_s + max(decode tokens * s per token, steps * weights_s) + KV reads + steps * overhead
 
-with as many steps as its longest output, or as its places for requests make necessary, if that is
-more. Whole groups go to the replica with the least load so far, those that take longest first.
+where steps is its longest output, or decode tokens / places for requests if that is more. Whole
+groups go to the replica with the least load so far, longest first.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
 from batchllm_operator.planner.runahead.split_table import SplitTable
 
 _MOST_SPREAD: Final = 64
-"""Of more groups, so many with the longest prefixes may be spread; the others stay whole."""
+"""Most groups that may be spread, those with the longest prefixes; the others stay whole."""
 _MOST_APART: Final = 128
-"""Of more groups, so many with the most work are placed one by one, the others in lumps."""
+"""Most groups that are placed one by one, those with the most work; the others form lumps."""
 _LUMPS_PER_REPLICA: Final = 8
 _MOST_SEARCHED: Final = 8
-"""Of more lengths of prefixes, so many are searched a split for: a search may take 0.3 s."""
+"""Most prefix lengths for which splits are searched: a search may take 0.3 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """A group, as far as its placement depends on it; members are taken to be alike.
+    """The numbers of a group that its placement depends on; members are assumed to be equal.
 
     Raises:
         PlanError: a count is below its least.
@@ -42,7 +42,7 @@ class GroupLoad:
     prefix_tokens: int
     num_members: int
     distinct_tokens: int
-    """Of each member besides the prefix; 0 at least."""
+    """Of each member after the prefix; at least 0."""
     output_tokens: int
     """Of each member."""
 
@@ -63,14 +63,14 @@ class PlacementSettings:
 
     num_replicas: int
     margin: float = 0.05
-    """By what share the makespan must be shorter than the best without runahead."""
+    """Least share by which a chain must shorten the best makespan without one."""
     slack: float = 0.02
-    """By what share the makespan may be longer than the shortest if that takes fewer chains:
-    several in a row take longer than predicted, and what the last ones save may be noise."""
+    """Share by which the makespan may exceed the shortest to use fewer chains:
+    several in a row take longer than predicted, and the last ones' savings may be noise."""
     min_prefix_tokens: int = 0
     """Shorter prefixes are never computed by a chain."""
     max_num_seqs: int = 1024
-    """Requests that run at a time on a replica."""
+    """Most requests that run at a time on a replica."""
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.max_num_seqs < 1 or self.min_prefix_tokens < 0:
@@ -84,12 +84,12 @@ class PlacementSettings:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaLoad:
-    """Work of a replica; what its decoding takes depends on all of it."""
+    """Work of a replica; its decode time depends on all of it."""
 
     prefill_s: float = 0.0
     decode_tokens: int = 0
     read_tokens: float = 0.0
-    """KV that decoding reads, summed over its tokens."""
+    """Tokens whose KV decoding reads, summed over decoded tokens."""
     longest_output: int = 0
 
     def __add__(self, other: _ReplicaLoad) -> _ReplicaLoad:
@@ -101,7 +101,7 @@ class _ReplicaLoad:
         )
 
     def seconds(self, cost: ReplicaCost, max_num_seqs: int) -> float:
-        """Until all is done."""
+        """Seconds until all is done."""
         steps = max(float(self.longest_output), self.decode_tokens / max_num_seqs)
         layer_s = self.decode_tokens * (cost.qkv_s_per_token + cost.other_s_per_token)
         matrices_s = max(layer_s, steps * cost.weights_s)
@@ -115,14 +115,14 @@ class _ReplicaLoad:
 
 
 class Makespans:
-    """Of some groups on replicas that are all alike; what all placements have in common is kept.
+    """Makespans of groups on equal replicas; caches what all placements have in common.
 
     Args:
-        groups: that share the replicas.
+        groups: all groups on the replicas.
 
     Attributes:
-        candidates: groups that may be spread, ascending: 64 of them at most.
-        splits: of those that can be computed by a chain, by group.
+        candidates: groups that may be spread, ascending, at most 64.
+        splits: by group, of those that a chain can compute.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Makespans:
         self._whole = self._longest_first(whole)
 
     def makespan(self, spread: Iterable[int], *, chained: bool = True) -> float:
-        """Seconds if some candidates are spread over all replicas and all others are whole."""
+        """Seconds if these candidates are spread over all replicas and all others are whole."""
         idxs = set(spread)
         loads = self._loads_of_spread(idxs, chained)
         seconds = [self._seconds(load) for load in loads]
@@ -163,27 +163,29 @@ class Makespans:
         return max(seconds) + (sum(self._chain_s[idx] for idx in idxs) if chained else 0.0)
 
     def makespan_of_all_spread(self, *, chained: bool) -> float:
-        """Seconds if all groups are spread; if `chained`, all have to have a split."""
+        """Seconds if all groups are spread; if `chained`, all must have a split."""
         everyone = range(len(self._prefixes))
         chains_s = sum(self._chain_s[idx] for idx in everyone) if chained else 0.0
         return chains_s + max(map(self._seconds, self._loads_of_spread(everyone, chained)))
 
     def _loads_of_spread(self, idxs: Iterable[int], chained: bool) -> list[_ReplicaLoad]:
-        """What each replica has of the groups that are spread."""
+        """Each replica's load from spread groups."""
         loads = [_ReplicaLoad()] * self._settings.num_replicas
         for turn, idx in enumerate(sorted(idxs)):
             for at in range(len(loads)):
-                share = (at - turn) % len(loads)  # odd members go to another replica each time
+                share = (at - turn) % len(
+                    loads
+                )  # odd members go to other replicas each time
                 loads[at] = loads[at] + self._members_on[idx][share]
                 if not chained and self._num_on[idx][share]:
                     loads[at] = loads[at] + self._prefixes[idx]
         return loads
 
     def _longest_first(self, whole: Sequence[_ReplicaLoad]) -> list[tuple[int, _ReplicaLoad]]:
-        """Whole groups in the order in which they are placed; short ones, of many, in lumps.
+        """Whole groups in the order of placement; the short ones of many form lumps.
 
-        A lump has the index -1. Lumps keep the time for a placement short, however many groups
-        there are; so many even out, whatever replica each of them is on.
+        A lump has the index -1. Lumps bound the time of a placement; short groups even out on any
+        replica.
         """
         lone_s = [self._seconds(load) for load in whole]
         order = sorted(range(len(whole)), key=lambda idx: (-lone_s[idx], idx))
@@ -196,7 +198,7 @@ class Makespans:
         return sorted(found, key=lambda each: -self._seconds(each[1]))
 
     def _find_splits(self, groups: Sequence[GroupLoad], chain: Chain) -> None:
-        """Search the splits of candidates, and how long it takes until all replicas have all."""
+        """Search the candidates' splits, and the time until all replicas have the prefix."""
         p, least = self._settings.num_replicas, self._settings.min_prefix_tokens
         possible = [
             idx
@@ -211,7 +213,7 @@ class Makespans:
             self._chain_s[idx] = max(chain.times(split).whole_s)
 
     def _members(self, group: GroupLoad, num_members: int) -> _ReplicaLoad:
-        """Work of some members of a group, beside their prefix."""
+        """Work of some members of a group, without their prefix."""
         if num_members == 0:
             return _ReplicaLoad()
         context = group.prefix_tokens + group.distinct_tokens + (group.output_tokens + 1) / 2
@@ -223,7 +225,7 @@ class Makespans:
         )
 
     def _member_s(self, group: GroupLoad) -> float:
-        """Seconds to prefill a member's own tokens, as part of steps that are full."""
+        """Seconds to prefill a member's own tokens, in full steps."""
         cost, own = self._cost, group.distinct_tokens
         matrices_s = own * (cost.qkv_s_per_token + cost.other_s_per_token)
         attention_s = cost.pairs(own, group.prefix_tokens) * cost.s_per_pair
@@ -234,7 +236,7 @@ class Makespans:
 
 
 def _prefix_s(chain: Chain, num_tokens: int) -> float:
-    """Seconds to prefill a prefix on one replica: what fills no step shares one with others."""
+    """Seconds to prefill a prefix on one replica; a partial step is shared with other groups."""
     cost, most = chain.cost, chain.max_step_tokens
     if most is None or num_tokens >= most:
         return cost.prefill_seconds(num_tokens, max_step_tokens=most)
@@ -245,7 +247,7 @@ def _prefix_s(chain: Chain, num_tokens: int) -> float:
 
 
 def _can_be_split(chain: Chain, num_tokens: int, num_replicas: int) -> bool:
-    """Whether a prefix is neither too short for the replicas nor too long for a step of each."""
+    """Whether a prefix is neither too short for all replicas nor too long for a step of each."""
     try:
         chain.check_length(num_tokens, num_replicas)
     except PlanError:
@@ -254,7 +256,7 @@ def _can_be_split(chain: Chain, num_tokens: int, num_replicas: int) -> bool:
 
 
 def _searched_splits(chain: Chain, lengths: Sequence[int], num_replicas: int) -> dict[int, Split]:
-    """Splits by length, [num_lengths] ascending; where there are many, interpolated."""
+    """Splits by length, ascending; of many lengths, some are interpolated."""
     some = lengths
     if len(lengths) > _MOST_SEARCHED:
         last = len(lengths) - 1

@@ -1,4 +1,4 @@
-"""Which groups are computed by a chain of all replicas: the prediction behind the choice.
+"""Chooses the groups that a chain of all replicas computes, by predicted makespans.
 
 A group can be placed in three ways on p replicas (`makespans`):
 
@@ -6,8 +6,8 @@ A group can be placed in three ways on p replicas (`makespans`):
     recompute    every replica computes the prefix, and the members are spread over all
     runahead     a chain of all replicas computes the prefix, and the members are spread
 
-A chain saves at most T_prefix * (1 - 1/p) for its group, and every replica has to work on it. So
-it pays where replicas would idle: fewer groups than replicas, the uneven rest, a giant group.
+A chain saves at most T_prefix * (1 - 1/p) for its group, and occupies every replica. So it pays
+where replicas would idle: fewer groups than replicas, an uneven rest, a giant group.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from batchllm_operator.planner.runahead.makespans import GroupLoad, Makespans, P
 
 PlacementName = Literal["whole_group", "recompute", "runahead"]
 _MOST_EXACT: Final = 10
-"""Up to so many groups, every subset is looked at."""
+"""Most groups for which every subset is tried."""
 _MOST_SWAPPED: Final = 16
-"""Of up to so many that may be spread, sets are also changed by one for another."""
+"""Most candidates for which sets also swap one group for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What was chosen, and what was predicted of the ways to choose from."""
+    """The choice, and the predictions of all policies."""
 
     policy: PlacementName
     """`runahead` if any group is marked; else `recompute` if a prefix is computed by all replicas;
@@ -38,40 +38,39 @@ class Placement:
     runahead_idxs: tuple[int, ...]
     """Groups to compute by a chain, ascending; the others are placed whole."""
     splits: tuple[Split, ...]
-    """Of each group of `runahead_idxs`."""
+    """The split of each group of `runahead_idxs`."""
     makespan_s: float
-    """As chosen."""
+    """Makespan of the choice."""
     gain: float
     """Share of the best makespan without runahead that the choice saves; 0 if none is marked."""
     whole_group_s: float
     """Makespan with each group on one replica."""
     recompute_s: float
-    """With each prefix computed by all replicas."""
+    """Makespan with each prefix computed by all replicas."""
     runahead_s: float | None
-    """With all groups computed by chains; None: not all of them can be, or they are too many."""
+    """Makespan with all prefixes computed by chains; None if that is impossible or too many."""
     without_s: float
-    """The best without chains: some groups whole, the others' prefixes computed everywhere."""
+    """The best makespan without chains: some groups whole, the others recomputed everywhere."""
     recompute_idxs: tuple[int, ...]
-    """Those others, ascending: what to do where no group is marked, or no chain is to be had."""
+    """Those others, ascending: used if no group is marked, or there is no chain."""
 
 
 def choose_placement(
     groups: Sequence[GroupLoad], chain: Chain, settings: PlacementSettings
 ) -> Placement:
-    """Which groups to mark for runahead, and what that is predicted to gain.
+    """Choose the groups to mark for runahead.
 
-    Looked at are all sets of groups to chain while the others are whole; of more than ten groups,
-    those with the longest prefixes or the fewest members first, and what adding or dropping one
-    improves. Groups of the best set that hardly shorten the makespan are left out again. What is
-    left is compared with the best that does without chains: the same search with `recompute` in
-    their place, so that it is at most as long as either policy for all. Where that is the choice,
-    `recompute_idxs` says which groups it takes.
+    Tries all sets of groups to chain, with the others whole; of more than ten groups, the sets with
+    the longest prefixes or the fewest members first, improved by adding or dropping one at a time.
+    Groups that hardly shorten the makespan are dropped from the best set. The rest is compared with
+    the best without chains: the same search with `recompute` in their place, so that it is never
+    longer than either policy for all groups. `recompute_idxs` are the groups of that choice.
 
     Args:
-        groups: that share the replicas; none of them elsewhere.
+        groups: all groups on the replicas.
 
     Returns:
-        The choice. No group is marked with one replica, or where no split is possible.
+        The choice. No group is marked with one replica, or if no split is possible.
 
     Raises:
         PlanError: there are no groups.
@@ -115,7 +114,7 @@ def _best_set(
     candidates: Sequence[int],
     makespan: Callable[[Iterable[int]], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """The set of candidates to spread with the least makespan, and among equals the smallest."""
+    """The set of candidates to spread with the shortest makespan; of equal ones, the smallest."""
     if len(candidates) <= _MOST_EXACT:
         sets = (
             each for size in range(len(candidates) + 1) for each in combinations(candidates, size)
@@ -140,7 +139,7 @@ def _best_set(
 def _without_idle(
     best_s: float, marked: tuple[int, ...], makespans: Makespans, slack: float
 ) -> tuple[float, tuple[int, ...]]:
-    """A set and its makespan, with as few groups as `slack` over the best makespan allows."""
+    """A set with as few groups as `slack` over the best makespan allows, and its makespan."""
     longest_s = best_s * (1 + slack)
     while marked:
         fewer = [tuple(idx for idx in marked if idx != out) for out in marked]
@@ -152,7 +151,7 @@ def _without_idle(
 
 
 def _neighbours(chosen: Sequence[int], candidates: Sequence[int]) -> Iterator[list[int]]:
-    """Sets with one group more, one less, or, of few candidates, one for another."""
+    """Sets with one group more, one less, or, with few candidates, one swapped."""
     outside = [idx for idx in candidates if idx not in chosen]
     for idx in outside:
         yield [*chosen, idx]

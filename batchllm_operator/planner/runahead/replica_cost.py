@@ -1,15 +1,15 @@
-"""What one layer of a prefill takes on one replica: the constants of the chain's model.
+"""Predicts the time of one layer of a prefill on one replica.
 
-Prefilling a chunk of c tokens after s others takes a replica, in each of its layers,
+Prefilling a chunk of c tokens after s others takes, in each layer,
 
     matrices_s  = max(c * (qkv_s_per_token + other_s_per_token), weights_s)
     attention_s = pairs * s_per_pair
     copies_s    = copied tokens * kv_copy_s_per_token
 
-and no less than `overhead_s`, the host's time to launch a layer. *Pairs* are a token and one that
-it attends to. A kernel that knows of causality computes c * s + c * (c + 1) / 2 of them. Dense
-products under a mask compute c * (s + c): the rectangles of the KV-Runahead paper (Cho et al.,
-*KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache Generation*, Fig. 2 and 5).
+but at least `overhead_s`, the host's time to launch a layer. A *pair* is a token and one that it
+attends to. A causal kernel computes c * s + c * (c + 1) / 2 of them. Dense products under a mask
+compute c * (s + c): the rectangles of the KV-Runahead paper (Cho et al., *KV-Runahead: Scalable
+Causal LLM Inference by Parallel Key-Value Cache Generation*, Fig. 2 and 5).
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ _MAY_NOT_BE_ZERO = ("num_layers", "qkv_s_per_token", "other_s_per_token", "kv_by
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCost:
-    """Seconds and bytes on one replica; of one layer, where nothing else is said.
+    """Seconds and bytes on one replica, of one layer unless noted.
 
     Raises:
-        PlanError: a value isn't finite, is below 0, or is 0 where there has to be something.
+        PlanError: a value isn't finite, is below 0, or is 0 where it must be positive.
     """
 
     num_layers: int
     qkv_s_per_token: float
-    """To project a token to its query, key and value: what a replica can do before it has the KV
-    of the tokens before its own."""
+    """To project a token to its query, key and value, which doesn't need the KV of earlier
+    tokens."""
     other_s_per_token: float
-    """A token's other matrices: the attention's output and the MLP."""
+    """For a token's other matrices: the attention's output and the MLP."""
     s_per_pair: float
-    """Attention, all heads."""
+    """For attention, over all heads."""
     kv_bytes_per_token: float
     weights_s: float = 0.0
-    """To read the layer's weights: its matrices take no less, however few tokens there are."""
+    """To read the layer's weights: the least time of its matrices."""
     read_s_per_token: float = 0.0
     """To read the KV of one token, in decoding."""
     kv_copy_s_per_token: float = 0.0
-    """To copy the KV of one token into place, or out of it, around a transfer."""
+    """To copy the KV of one token into or out of its block, around a transfer."""
     overhead_s: float = 0.0
-    """A layer takes no less: the host launches its kernels."""
+    """The least time of a layer: the host launches its kernels."""
     step_overhead_s: float = 0.0
-    """Of a whole engine step."""
+    """For a whole engine step."""
     sampled_token_s: float = 0.0
-    """Of the head, for one sampled token of a whole step."""
+    """For the head, per sampled token of a whole step."""
     computes_masked_pairs: bool = False
-    """Whether attention computes the pairs that causality masks, too."""
+    """Whether attention also computes masked pairs."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -86,9 +86,9 @@ class ReplicaCost:
         Args:
             layer_overhead_s: see `overhead_s`.
             computes_masked_pairs: see the attribute.
-            score_bytes: memory traffic for each pair and head, of attention that keeps its scores
-                in memory between products, mask and softmax; 0 for fused kernels.
-            copies_kv: whether KV is copied out of its blocks and into them, to be sent as one.
+            score_bytes: memory traffic per pair and head, for attention that keeps its scores in
+                memory between products, mask and softmax; 0 for fused kernels.
+            copies_kv: whether KV is copied between its blocks and one message.
         """
         qkv = model.hidden_size * model.head_size * (model.num_heads + 2 * model.num_kv_heads)
         pair_flop = model.flop_per_pair / model.num_layers
@@ -114,7 +114,7 @@ class ReplicaCost:
         return num_tokens * (num_before + own)
 
     def chunk_seconds(self, num_tokens: int, num_before: int = 0) -> float:
-        """Seconds of a step that prefills `num_tokens` after `num_before` that it has the KV of."""
+        """Seconds of a step that prefills `num_tokens` after `num_before` cached ones."""
         matrices_s = max(
             num_tokens * (self.qkv_s_per_token + self.other_s_per_token), self.weights_s
         )
@@ -137,11 +137,11 @@ class ReplicaCost:
         )
 
     def calibrated(self, steps: Sequence[tuple[int, int, float]]) -> ReplicaCost:
-        """The same with rates that fit measured prefill steps best.
+        """The same with rates fitted to measured prefill steps.
 
-        Fitted are seconds of a step, of a token and of a pair, by least squares on relative
-        errors, none of them below 0. QKV keeps its share of a token's matrices, and what was
-        assumed of weights and layers' overheads goes into the step's.
+        Fits seconds per step, token and pair, none below 0, by least squares on relative errors.
+        QKV keeps its share of a token's matrices; the weights and the layers' overheads become part
+        of the step's.
 
         Args:
             steps: (tokens of the chunk, tokens before it, seconds) of each.
@@ -173,7 +173,7 @@ class ReplicaCost:
 
 
 def _fit_not_below_zero(relative: np.ndarray) -> tuple[float, float, float]:
-    """Coefficients x >= 0, [3], with `relative` @ x nearest to 1: the best of all supports."""
+    """Coefficients x >= 0, [3], with `relative` @ x nearest to 1, by trying all supports."""
     best, found = math.inf, np.zeros(3)
     for size in (1, 2, 3):
         for support in combinations(range(3), size):

@@ -1,8 +1,8 @@
-"""Which chunks a chain's prefix is cut into: even ones, or the best of a search.
+"""Splits a chain's prefix into chunks: equal ones, or the best of a search.
 
 The first chunks should be short, so that later replicas don't wait for them, and so should the
-last ones, whose tokens attend to the most (Cho et al., Sec. 4.2). Where hops are slow the balance
-tips the other way, and there may be several local optima.
+last ones, whose tokens attend to the most (Cho et al., Sec. 4.2). With slow hops the balance
+changes, and there may be several local optima.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.runahead.chain import Chain, Goal, Split
 
 _COARSE_SPLITS: Final = 4096
-"""Splits that the first, coarse grid may have."""
+"""Most splits of the first, coarse grid."""
 _NUM_KEPT: Final = 16
-"""Best splits of the coarse grid that are searched further, each by itself."""
+"""Best splits of the coarse grid that are refined, each by itself."""
 _MOST_MOVED_TOGETHER: Final = 8
-"""Of up to so many replicas, any chunks may grow and shrink together in a move."""
+"""Most replicas for which any chunks may grow and shrink together in a move."""
 _BISECTIONS: Final = 30
 
 
 def even_split(num_tokens: int, num_replicas: int, block_size: int = 16) -> Split:
-    """Chunks of equal length, to the block (KVR-E).
+    """Chunks of equal numbers of blocks (KVR-E).
 
     Raises:
         PlanError: the prefix has fewer blocks than there are replicas.
@@ -46,7 +46,7 @@ def even_split(num_tokens: int, num_replicas: int, block_size: int = 16) -> Spli
 
 
 def split_at(ends: list[int], num_tokens: int, block_size: int) -> Split:
-    """The split whose chunks but the last end after so many blocks each, ascending."""
+    """The split whose chunks, except the last, end after `ends` blocks, ascending."""
     bounds = [0, *(end * block_size for end in ends), num_tokens]
     return tuple(int(end) - int(start) for start, end in pairwise(bounds))
 
@@ -54,18 +54,18 @@ def split_at(ends: list[int], num_tokens: int, block_size: int) -> Split:
 def search_split(
     chain: Chain, num_tokens: int, num_replicas: int, until: Goal = "first_token"
 ) -> Split:
-    """Chunks with the least predicted time that a hierarchical grid search finds (KVR-S).
+    """Chunks with the shortest predicted time, by a hierarchical grid search (KVR-S).
 
     As in the paper (Sec. 4.2, Fig. 6), a grid of boundaries is searched, then a finer one around
-    the best, down to single blocks. What is more: the first grid covers all splits, several of its
-    best are followed, since slow hops make local optima, and so are even chunks and those that take
-    equally long; a grid is moved on as long as its best lies elsewhere. Costs some 10^3 to 10^6
-    evaluations of the model, whatever the length.
+    the best, down to single blocks. In addition, the first grid covers all splits; several of its
+    best are refined, because slow hops make local optima, and so are equal chunks and chunks of
+    equal time; and a grid moves as long as its best is at another place. Takes some 10^3 to 10^6
+    evaluations of the model, for any length.
 
     Args:
-        num_tokens: of the prefix.
-        num_replicas: p; all of them get a chunk.
-        until: what is to be reached soon.
+        num_tokens: tokens of the prefix.
+        num_replicas: p; each gets a chunk.
+        until: the time to minimize.
 
     Raises:
         PlanError: as `Chain.check_length`.
@@ -91,20 +91,20 @@ def search_split(
 
 
 class _Grid:
-    """Splits of one prefix by the blocks after which their chunks end."""
+    """Splits of one prefix, as the blocks after which their chunks end."""
 
     def __init__(self, chain: Chain, num_tokens: int, num_replicas: int, until: Goal) -> None:
         self._chain, self._num_tokens, self._until = chain, num_tokens, until
         self._moves = _moves(num_replicas)
 
     def seconds(self, ends: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of each row of ends, [num, p - 1], in blocks; inf where it is no split."""
+        """Seconds of each row of ends, [num, p - 1], in blocks; inf if it isn't a split."""
         bounds = np.zeros((len(ends), ends.shape[1] + 2), dtype=np.int64)
         bounds[:, 1:-1], bounds[:, -1] = ends * self._chain.block_size, self._num_tokens
         return self._chain.seconds(np.diff(bounds, axis=1), self._until)
 
     def refine(self, ends: NDArray[np.int64], stride: int) -> tuple[float, list[int]]:
-        """The best that is reached from `ends` with ever smaller strides, and its seconds."""
+        """The best seconds from `ends` with decreasing strides, and its ends."""
         has_improved = False
         best, start = float(self.seconds(ends[np.newaxis])[0]), stride
         while stride:
@@ -122,7 +122,7 @@ class _Grid:
 
 
 def _balanced_ends(chain: Chain, num_blocks: int, num_replicas: int) -> list[int]:
-    """Where chunks end, in blocks, that take equally long to compute, transfers aside."""
+    """Ends, in blocks, of chunks that take equally long to compute, without transfers."""
     most = chain.max_chunk_blocks or num_blocks
     size = chain.block_size
 
@@ -130,11 +130,11 @@ def _balanced_ends(chain: Chain, num_blocks: int, num_replicas: int) -> list[int
         return chain.cost.chunk_seconds(num * size, before * size)
 
     def ends_within(seconds: float) -> list[int]:
-        """Ends of the longest chunks that take no longer, one after the other."""
+        """Ends of the longest chunks that each take at most `seconds`."""
         ends = [0]
         for left in range(num_replicas - 1, 0, -1):
             before = ends[-1]
-            least = max(1, num_blocks - before - left * most)  # else too much is left for the rest
+            least = max(1, num_blocks - before - left * most)  # so that the rest fits
             longest = min(most, num_blocks - before - left)
             chunks = range(least, longest + 1)
             taken = partial(block_seconds, before)
@@ -154,7 +154,7 @@ def _balanced_ends(chain: Chain, num_blocks: int, num_replicas: int) -> list[int
 
 
 def _coarse_stride(num_blocks: int, num_replicas: int) -> int:
-    """The least power of two with no more than `_COARSE_SPLITS` splits on its grid."""
+    """The smallest power of two with at most `_COARSE_SPLITS` splits on its grid."""
     stride = 1
     while math.comb((num_blocks - 1) // stride, num_replicas - 1) > _COARSE_SPLITS:
         stride *= 2
@@ -165,9 +165,8 @@ def _coarse_stride(num_blocks: int, num_replicas: int) -> int:
 def _moves(num_replicas: int) -> NDArray[np.int64]:
     """Moves of the ends, [num_moves, p - 1]: some chunks shrink and others grow by as much.
 
-    Several replicas are slowest at a time wherever a search gets stuck, so chunks move together:
-    of up to 8, any set against any other; of more, one against one, or the first ones against the
-    others.
+    Where a search gets stuck, several replicas are the slowest, so chunks move together: of up to
+    8, any set against any other; of more, one against one, or the first ones against the others.
     """
     everyone = range(num_replicas)
     signs: Iterable[tuple[int, ...]] = product((-1, 0, 1), repeat=num_replicas)
@@ -188,5 +187,5 @@ def _moves(num_replicas: int) -> NDArray[np.int64]:
             change[few] *= share + (np.arange(len(few)) < rest)
             moves.append(np.cumsum(change)[:-1])
     found = np.array(moves)
-    found.flags.writeable = False  # it is kept for the next search
+    found.flags.writeable = False  # it is cached
     return found

@@ -1,9 +1,9 @@
-"""Searched splits for lengths to be met, and what follows for those between (KVR-P).
+"""Searched splits for some prefix lengths, and interpolated ones between them (KVR-P).
 
-A search takes milliseconds to seconds, by the model; measured on the target hardware it takes hours
-(Cho et al., App. D). So splits are searched once for some lengths, and boundaries in between are
-interpolated linearly, as shares of the prefix (Sec. 4.2). Below the least length and above the
-greatest, the shares are theirs.
+A search takes milliseconds to seconds with the model, and hours by measurements on the target
+hardware (Cho et al., App. D). So splits are searched once for some lengths, and boundaries between
+them are interpolated linearly, as shares of the prefix (Sec. 4.2). Shorter and longer prefixes have
+the shares of the shortest and the longest one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class SplitTable:
     num_replicas: int
     block_size: int
     max_step_tokens: int | None
-    """Tokens that a chunk may have; None: any number."""
+    """Most tokens of a chunk; None without a limit."""
     splits: tuple[Split, ...]
-    """Chunks of each prefix, in ascending order of their sums; one at least."""
+    """Chunks of each prefix, in ascending order of their sums; at least one."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Prefix lengths that were searched, in tokens."""
+        """Searched prefix lengths, in tokens."""
         return tuple(sum(split) for split in self.splits)
 
     @classmethod
@@ -41,13 +41,13 @@ class SplitTable:
         num_replicas: int,
         until: Goal = "first_token",
     ) -> SplitTable:
-        """Search a split for each of some prefix lengths.
+        """Search a split for each length.
 
         Args:
-            chain: what a split is searched for.
-            lengths: in tokens, in any order.
+            chain: predicts the times.
+            lengths: prefix lengths in tokens, in any order.
             num_replicas: p.
-            until: what a split is to reach soon.
+            until: the time to minimize.
 
         Raises:
             PlanError: there are no lengths, or `search_split` refuses one.
@@ -60,9 +60,9 @@ class SplitTable:
         return cls(num_replicas, chain.block_size, chain.max_step_tokens, splits)
 
     def split(self, num_tokens: int) -> Split:
-        """The split of a prefix: the one searched for its length, or interpolated.
+        """The split of a prefix: searched for its length, or interpolated.
 
-        Whole blocks, each replica at least one of them and at most a step, whatever the table says.
+        Each replica gets whole blocks, at least one and at most a step's.
 
         Raises:
             PlanError: the prefix has fewer blocks than there are replicas, or doesn't fit into a
@@ -87,7 +87,7 @@ class SplitTable:
         return split_at(found, num_tokens, self.block_size)
 
     def _shares(self, num_tokens: int) -> list[float]:
-        """Where each chunk but the last ends, as a share of the prefix."""
+        """The end of each chunk except the last, as a share of the prefix."""
         lengths = self.lengths
         after = bisect.bisect_left(lengths, num_tokens)
         if after == 0 or after == len(lengths):
