@@ -1,4 +1,4 @@
-"""What a model's folder or name on the hub stands for: its version, and its own tokenizer."""
+"""A model's folder or hub name: its version and its tokenizer."""
 
 from batchllm_operator.model.folder import folder_digest
 from batchllm_operator.model.stored_tokenizer import StoredTokenizer, read_stored

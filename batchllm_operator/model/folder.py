@@ -1,4 +1,4 @@
-"""Which model lies in a folder: a digest that is quick for weights of any size."""
+"""Identifies the model in a folder by a digest that is fast for weights of any size."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _WHOLE_FILE_BYTES: Final = 16 << 20
 _END_BYTES: Final = 1 << 20
 _SAMPLE_BYTES: Final = 1 << 12
 _NUM_SAMPLES: Final = 256
-"""Of a large file that isn't safetensors."""
+"""Samples of a large file that isn't safetensors."""
 
 
 def folder_digest(folder: Path) -> str:
     """A digest of a model's folder: names, sizes, and content.
 
-    Of a file above 16 MiB (weights) the first and the last MiB are read, and the beginning, middle
-    and end of each tensor: a training may change some tensors only, which may lie anywhere.
+    Of a file above 16 MiB (weights) it reads the first and the last MiB, and the beginning, middle
+    and end of each tensor: training may change only some tensors, anywhere in the file.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder)
         if any(part.startswith(".") for part in name.parts):
-            continue  # what downloaders and version control leave
+            continue  # files of downloaders and version control
         size = path.stat().st_size
         digest.update(f"{name.as_posix()}\0{size}\0".encode())
         with path.open("rb") as file:
@@ -39,7 +39,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def _samples(file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
-    """Where to read in a large file, and how many bytes."""
+    """(offset, bytes) of the samples of a large file."""
     tensors = _tensors(file, size) or [
         (size * number // _NUM_SAMPLES, size * (number + 1) // _NUM_SAMPLES)
         for number in range(_NUM_SAMPLES)
@@ -52,7 +52,7 @@ def _samples(file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
 
 
 def _tensors(file: IO[bytes], size: int) -> list[tuple[int, int]]:
-    """Where the tensors of a safetensors file begin and end; none if it is no such file.
+    """(begin, end) of the tensors of a safetensors file; empty for other files.
 
     Its first 8 bytes are the length of the JSON header, which gives offsets from its own end.
     """

@@ -1,9 +1,9 @@
-"""A model's tokenizer without transformers, where its files leave no doubt what that makes of them.
+"""Reads a model's tokenizer without transformers, if its files make the result certain.
 
-transformers 5 chooses a class by `model_type` and `tokenizer_class`. Some classes take
-`tokenizer.json` as it is; that of Qwen2 and 3 takes its vocabulary, and the rest from its own code.
-Then it adds the special tokens of all files again. Here a file is taken only if none of that
-changes it; tests compare the result with what transformers loads.
+transformers 5 chooses a class by `model_type` and `tokenizer_class`. Some classes use
+`tokenizer.json` unchanged; that of Qwen2 and 3 uses its vocabulary, and the rest from its own code.
+Then it adds the special tokens of all files again. A file is used here only if none of that changes
+it; tests compare the result with that of transformers.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ _KNOWN_KEYS: Final = frozenset(
     ]
 )
 _LEGACY_FILES: Final = ("special_tokens_map.json", "added_tokens.json")
-"""Read where `added_tokens_decoder` doesn't say it all."""
+"""Read if `added_tokens_decoder` is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTokenizer:
-    """What transformers would load, without it."""
+    """The tokenizer that transformers would load."""
 
     backend: Backend
-    """Set not to cut or pad."""
+    """Doesn't cut or pad."""
     special_tokens: dict[str, str]
-    """The text of each named one, such as `eos_token`."""
+    """Texts by name, such as `eos_token`."""
     position_limit: int
-    """How long a prompt may be."""
+    """Most tokens of a prompt with its output."""
 
     @property
     def commit(self) -> None:
-        """The hub's, which a folder has none of."""
+        """None: a folder has no hub commit."""
 
     @property
     def fingerprint(self) -> str:
@@ -81,11 +81,11 @@ class StoredTokenizer:
 
 
 def fingerprint(backend: str | None, *more: str) -> str:
-    """A digest of a backend's JSON, and of whatever else a tokenizer's ids depend on."""
+    """A digest of a backend's JSON, and of all else that a tokenizer's ids depend on."""
     parts = list(more)
     if backend is not None:
         content = json.loads(backend)
-        # Set again by each call that encodes; prompts are never cut or padded here.
+        # Each call that encodes sets these; prompts are never cut or padded here.
         content.pop("truncation", None)
         content.pop("padding", None)
         parts.insert(0, json.dumps(content, sort_keys=True))
@@ -93,7 +93,7 @@ def fingerprint(backend: str | None, *more: str) -> str:
 
 
 def read_stored(folder: Path) -> StoredTokenizer | None:
-    """The tokenizer in a model's folder; None if it takes transformers to say, or to refuse it."""
+    """The tokenizer in a model's folder; None if transformers must load or refuse it."""
     try:
         names = ("config.json", "tokenizer_config.json", "tokenizer.json")
         texts = [(folder / name).read_text(encoding="utf-8") for name in names]
@@ -118,7 +118,7 @@ def read_stored(folder: Path) -> StoredTokenizer | None:
         if not _adds_nothing(config, named, stored):
             return None
         backend = Backend.from_str(texts[-1])
-    # Damaged files: transformers says what is wrong with them. tokenizers raises plain exceptions.
+    # Damaged files: transformers describes the fault. `tokenizers` raises plain exceptions.
     except Exception:  # noqa: BLE001
         return None
     if backend.post_processor is None or (
@@ -131,7 +131,7 @@ def read_stored(folder: Path) -> StoredTokenizer | None:
 
 
 def _adds_nothing(config: dict[str, Any], named: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """Whether all tokens that transformers adds to those of `tokenizer.json` are there already."""
+    """Whether `tokenizer.json` has all tokens that transformers would add."""
     added = {token["id"]: token for token in stored["added_tokens"]}
     listed = config.get("added_tokens_decoder")
     if listed is not None and {int(idx): token for idx, token in listed.items()} != {
@@ -175,7 +175,7 @@ def _is_qwens(backend: Backend, stored: dict[str, Any]) -> bool:
         and not any(model.get(name) for name in _QWEN_UNSET)
         and all(
             (own := getattr(backend, name)) is not None
-            and own.__getstate__() == part.__getstate__()  # its description, as bytes
+            and own.__getstate__() == part.__getstate__()  # as bytes
             for name, part in parts.items()
         )
         and new_ids == list(range(len(model["vocab"]), len(model["vocab"]) + len(new_ids)))

@@ -1,4 +1,4 @@
-"""A model's tokenizer as transformers loads it: any, with its chat template, by its own call."""
+"""Any model's tokenizer, loaded and called by transformers, with its chat template."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from batchllm_operator.spec import ModelSpec
 
 
 class TransformersTokenizer:
-    """The tokenizer of a model, and what its configuration says.
+    """The tokenizer of a model, with numbers of its configuration.
 
     Args:
         model: a folder or a name on the hub.
         chat: whether prompts go through its chat template.
 
     Attributes:
-        backend: a copy of what its call hands its texts to, set not to cut or pad; None if the
-            call does things of its own.
-        fingerprint: see `StoredTokenizer`; of the chat template, too, if there is one to use.
-        position_limit: whatever the configuration says of how long a prompt may be.
-        commit: the hub's, None for a folder.
+        backend: a copy of what its call passes its texts to, set not to cut or pad; None if the
+            call does more than that.
+        fingerprint: see `StoredTokenizer`; includes the chat template if it is used.
+        position_limit: the configuration's limit of prompt and output, unchecked.
+        commit: the hub's commit; None for a folder.
 
     Raises:
-        ModelError: they can't be loaded, or there is no chat template.
+        ModelError: the tokenizer can't be loaded, or has no chat template.
     """
 
     def __init__(self, model: ModelSpec, *, chat: bool) -> None:
@@ -55,8 +55,8 @@ class TransformersTokenizer:
         return found
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text; a chat template writes its special tokens itself."""
-        # verbose=False: who calls this checks the lengths.
+        """Token ids of each text; a chat template adds its special tokens itself."""
+        # verbose=False: the caller checks the lengths.
         encoded = self._tokenizer(
             list(texts),
             add_special_tokens=not self._chat,
@@ -71,15 +71,15 @@ class TransformersTokenizer:
         return str(self._tokenizer.decode(list(token_ids)))
 
     def render_chats(self, texts: Sequence[str], system: str | None, ds: str) -> list[str]:
-        """Each text as a user's message behind the system's, as the chat template writes it.
+        """Each text as a user's message after the system's, rendered by the chat template.
 
         Args:
-            texts: of users.
-            system: what the system says, if anything.
+            texts: the users' messages.
+            system: the system's message, if any.
             ds: the date, for templates that ask for it, so that a plan can be repeated.
 
         Raises:
-            ModelError: the chat template refuses one, or asks for a date and `ds` isn't one.
+            ModelError: the chat template refuses a text, or asks for a date and `ds` isn't one.
         """
         from jinja2 import TemplateError  # transformers renders chat templates with it
 
@@ -109,7 +109,7 @@ class TransformersTokenizer:
         return chats
 
     def _fingerprint(self, chat_template: str) -> str:
-        """Of the backend if there is one, else of what transformers says of its own kind."""
+        """The fingerprint by the backend, or by class and vocabulary without one."""
         special = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str)
         if self._tokenizer.is_fast:
             return fingerprint(self._tokenizer.backend_tokenizer.to_str(), special, chat_template)
@@ -134,8 +134,8 @@ def _load(model: ModelSpec) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, **origin)
         return tokenizer, AutoConfig.from_pretrained(model.path, **origin)
-    # A damaged folder, an unknown name, a missing package: each library on the way has its
-    # own kind of error, and all mean that the spec's model can't be used.
+    # A damaged folder, an unknown name, a missing package: each library has its own errors, and
+    # all mean that the spec's model can't be used.
     except Exception as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         is_folder = Path(model.path).is_absolute()

@@ -1,4 +1,4 @@
-"""Token ids of prompts: by fastokens if it agrees with the tokenizer, else by `tokenizers`."""
+"""Encodes prompts: with fastokens if it agrees with the tokenizer, else with `tokenizers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchllm_operator.planner import TokenTable
 
 _FIRST_SAMPLE: Final = 64
 _LATER_SAMPLE: Final = 512
-"""One prompt in so many is encoded by the reference too: of the first batch, and of later ones."""
+"""One in so many prompts is checked with the reference, in the first batch and in later ones."""
 _PROBES: Final = (
     "",
     "  Two spaces, don't  we'LL\tTAB \r\n\r\n \n  x = 12345.67; // 8,9 \u2028\u00a0\u3000 ",
@@ -25,31 +25,31 @@ _PROBES: Final = (
     "\U0001f642\U0001f469\u200d\U0001f4bb\ufe0f \0\x01\x7f\x85\ufeff\ufffd\U0010ffff",
     " <0x41> \u2581_ \u2581\u2581a_b __init__ #!/bin/sh {{x}}<|y|> http://a.b/c?d=e&f=%20",
 )
-"""Text on which tokenizers and copies of them part: compared before the first prompt."""
+"""Texts on which tokenizers and their copies differ, compared before the first prompt."""
 _DISPUTED: Final = "\u180e"
-"""White space to the expressions of `tokenizers` but not to those of fastokens, whose Unicode is
-newer: all other characters were compared one by one. Such prompts aren't given to fastokens."""
+"""White space in the expressions of `tokenizers` but not in those of fastokens, whose Unicode is
+newer. All other characters were compared and agree. `tokenizers` encodes prompts with it."""
 _log = logging.getLogger(__name__)
 
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
 class TokenIdsDifferError(Exception):
-    """A sample's token ids aren't the tokenizer's own, and prompts were handed out before.
+    """A sample's token ids are wrong, after earlier prompts were returned.
 
-    Those may be wrong too, so all have to be encoded again, which `tokenizers` then does.
+    Those may be wrong too, so all must be encoded again, now with `tokenizers`.
     """
 
 
 class PromptEncoder:
-    """Encodes as `reference` does, but faster where `backend` allows for it.
+    """Encodes as `reference` does, but faster where `backend` allows it.
 
     Args:
         reference: token ids of each text, by the tokenizer's own call.
-        backend: what that call hands its texts to, set not to cut or pad; None if the call does
-            things of its own, and is therefore used for all prompts.
-        name: what to call the tokenizer in the log.
-        add_special_tokens: whether the tokenizer puts its own around each prompt.
+        backend: what that call passes its texts to, set not to cut or pad; None if the call does
+            more than that, and must be used for all prompts.
+        name: the tokenizer's name in the log.
+        add_special_tokens: whether the tokenizer adds its own to each prompt.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PromptEncoder:
 
     @property
     def library(self) -> str:
-        """What makes token ids: `fastokens`, `tokenizers` or `transformers`."""
+        """The library in use: `fastokens`, `tokenizers` or `transformers`."""
         if self._fast is not None:
             return "fastokens"
         return "transformers" if self._backend is None else "tokenizers"
@@ -80,7 +80,7 @@ class PromptEncoder:
 
         Raises:
             TokenIdsDifferError: at most once; later calls don't use fastokens.
-            ModelError: `tokenizers` gives up on a text, as on megabytes of spaces.
+            ModelError: `tokenizers` fails at a text, such as megabytes of spaces.
         """
         if self._fast is None or not texts or any(_DISPUTED in text for text in texts):
             return self._encode_plainly(texts)
@@ -89,7 +89,7 @@ class PromptEncoder:
             with ThreadPoolExecutor(1) as thread:  # the reference works on one core
                 expected = thread.submit(self._encode_sample, sample, texts)
                 encoded = self._encode_fast(texts)
-        except (ValueError, RuntimeError) as error:  # a limit of its expressions, for example
+        except (ValueError, RuntimeError) as error:  # such as a limit of its expressions
             self._give_up(f"it can't encode a prompt: {error}")
         else:
             if _agree(encoded, sample, _result(expected)):
@@ -101,7 +101,7 @@ class PromptEncoder:
         return self._encode_plainly(texts)
 
     def _make_fast(self, backend: Tokenizer) -> Any:
-        """The same tokenizer in fastokens; None, with a line in the log, if it can't be had."""
+        """The same tokenizer in fastokens; None, with a note in the log, if it is unavailable."""
         try:
             import fastokens  # has no wheel for some platforms
 
@@ -119,7 +119,7 @@ class PromptEncoder:
         )
 
     def _next_sample(self, num_texts: int) -> range:
-        """Which of the next texts to check. The first text of all is one."""
+        """Indexes of the next texts to check. The very first text is one."""
         step = _LATER_SAMPLE if self._num_encoded else _FIRST_SAMPLE
         sample = range(self._num_until_sample, num_texts, step)
         following = sample[-1] + _LATER_SAMPLE if sample else self._num_until_sample
@@ -145,7 +145,7 @@ class PromptEncoder:
         if self._backend is None or not texts:
             return TokenTable.from_lists(self._reference(texts) if texts else [])
         try:
-            # What the tokenizer's own call comes to, but without offsets.
+            # Like the tokenizer's own call, but without offsets.
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=self._add_special_tokens
             )
@@ -161,7 +161,7 @@ class PromptEncoder:
 
 
 def _result(expected: Future[Sequence[Sequence[int]]]) -> Sequence[Sequence[int]] | None:
-    """None if the tokenizer's own call gives up on a text: then there is nothing to compare."""
+    """None if the tokenizer's own call fails at a text: then there is nothing to compare."""
     try:
         return expected.result()
     except BaseException as error:
@@ -171,8 +171,8 @@ def _result(expected: Future[Sequence[Sequence[int]]]) -> Sequence[Sequence[int]
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether Rust code gave up, such as a search in megabytes of spaces that takes too long."""
-    return type(error).__name__ == "PanicException"  # each library has its own, to be had nowhere
+    """Whether Rust code panicked, as in a too long search through megabytes of spaces."""
+    return type(error).__name__ == "PanicException"  # each library has its own, not importable
 
 
 def _agree(encoded: TokenTable, sample: range, expected: Sequence[Sequence[int]] | None) -> bool:
@@ -184,14 +184,14 @@ def _agree(encoded: TokenTable, sample: range, expected: Sequence[Sequence[int]]
 
 
 def _with_added_tokens(backend: Tokenizer) -> list[str]:
-    """Texts with all added tokens, and with each two that overlap and are looked for apart.
+    """Texts with all added tokens, and with each pair that overlaps and is searched separately.
 
-    `tokenizers` takes those that aren't normalized out of a text before it looks for the others.
+    `tokenizers` removes tokens that aren't normalized from a text before it searches the others.
     """
     tokens = list(backend.get_added_tokens_decoder().values())
     contents = [token.content for token in tokens]
     texts = {separator.join(["", *contents, ""]) for separator in ("", "  ", "a", "\n")}
-    starts: dict[tuple[str, bool], list[str]] = {}  # what begins so, and is normalized or not
+    starts: dict[tuple[str, bool], list[str]] = {}  # by beginning and whether normalized
     for token in tokens:
         for end in range(1, len(token.content)):
             start = (token.content[:end], token.normalized)

@@ -1,4 +1,4 @@
-"""Rows to prompt texts. A template places data and does nothing else."""
+"""Renders rows into prompt texts. A template only places data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMPTY_PROMPT: Final = "empty_prompt"
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompts:
-    """Texts of a batch of rows: a row has either a text or an error.
+    """Texts of a batch of rows: each row has either a text or an error.
 
     Attributes:
         texts: large strings [num_rows], null for a row with an error.
@@ -30,7 +30,7 @@ class RenderedPrompts:
     errors: dict[int, str]
 
     def present(self) -> list[str]:
-        """The texts that there are, in order."""
+        """All texts that aren't null, in order."""
         return list(self.texts.drop_null().to_numpy(zero_copy_only=False))
 
 
@@ -38,7 +38,7 @@ class PromptRenderer:
     """Renders the template of a spec over batches of rows."""
 
     def __init__(self, prompt: PromptSpec) -> None:
-        # The system text goes before the template here only if no chat template will place it.
+        # A chat template places the system text itself.
         head = "" if prompt.chat_template else (prompt.system or "")
         self._head_bytes = len(head.encode())
         self._columns = prompt.columns
@@ -50,8 +50,8 @@ class PromptRenderer:
     def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
         """Render each row of `batch`, which must hold all columns of the template.
 
-        Each column is of a type that `has_text`. A row with a null or a value without a text in
-        one of them, or for which the template gives no text, gets an error in place of a text.
+        Each column has a type that `has_text`. A row gets an error in place of a text if one of
+        its values is null or has no text, or if the whole text is empty.
         """
         values = {name: text_column(batch.column(name)) for name in self._columns}
         rendered = self._join(values, batch.num_rows)
@@ -68,7 +68,7 @@ class PromptRenderer:
         return RenderedPrompts(rendered, errors)
 
     def _join(self, values: dict[str, TextColumn], num_rows: int) -> pa.LargeStringArray:
-        """All pieces of each row as one text, null where one of them is null."""
+        """All pieces of each row as one text, null if one of them is null."""
         pieces: list[pa.Scalar | pa.Array] = []
         for literal, name in self._pieces:
             if literal:
@@ -83,7 +83,7 @@ class PromptRenderer:
 
 
 def _fault(values: dict[str, TextColumn], row: int) -> str:
-    """What is wrong with the first column that has no text in this row."""
+    """The fault of the first column without a text in this row."""
     for name, column in values.items():
         if (fault := column.faults.get(row)) is not None:
             return f"{fault.code}: column {name!r} {fault.reason}"

@@ -1,4 +1,4 @@
-"""Prompt texts to token ids, exactly as the engine's own tokenizer gives them."""
+"""Turns prompt texts into token ids, exactly as the engine's own tokenizer does."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Tokenizer(Protocol):
         """Token ids of each text, chat template and special tokens included.
 
         Raises:
-            TokenIdsDifferError: earlier calls may have given wrong ids: ask for all again.
-            ModelError: the chat template refuses a text, or the tokenizer gives up on one.
+            TokenIdsDifferError: earlier calls may have returned wrong ids; encode all again.
+            ModelError: the chat template refuses a text, or the tokenizer fails at one.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some tokens, for people: bytes that are no characters are replaced."""
+        """The text of some tokens, for people: invalid bytes are replaced."""
 
 
 class ModelTokenizer:
     """The model's own tokenizer: read from its folder, or loaded by transformers.
 
-    transformers takes a second and hundreds of megabytes to import, so it is only asked where a
-    chat template needs it, or where `read_stored` isn't sure what it would make of the files.
+    transformers takes a second and hundreds of megabytes to import, so it is used only if a chat
+    template needs it, or if `read_stored` can't tell what it would make of the files.
 
     Raises:
         ModelError: the folder or hub name can't be loaded, or lacks a chat template
@@ -75,13 +75,13 @@ class ModelTokenizer:
         own = loaded or stored
         assert own is not None
         self._decode = own.decode
-        # Now, because encoding changes what a tokenizer says of itself.
+        # Before encoding, which changes the tokenizer's own JSON.
         self.fingerprint = own.fingerprint
         _check_token_ids(own.vocabulary(), model.path)
         limit = spec.engine.max_model_len or _position_limit(own.position_limit, model.path)
         self.max_model_len = limit
         self.model_version = f"commit:{own.commit}" if own.commit else folder_digest(folder)
-        # Made now, so that what it takes counts as resident before any row is read.
+        # Here, so that its memory counts as resident before any row is read.
         self._encoder = PromptEncoder(
             own.encode, own.backend, f"model {model.path}", add_special_tokens=not chat
         )
@@ -101,7 +101,7 @@ class ModelTokenizer:
 
 
 class Utf8Tokenizer:
-    """One token per UTF-8 byte: for the `fake` engine where there is no model."""
+    """One token per UTF-8 byte: for the `fake` engine without a model."""
 
     fingerprint = "utf-8"
     model_version = "none"
@@ -139,12 +139,12 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name that is too long
+    except OSError:  # the name is too long
         return False
 
 
 def length_fault(num_prompt_tokens: int, max_model_len: int) -> str | None:
-    """The row error of a prompt without tokens, or without room for one of output."""
+    """The row error of a prompt without tokens, or without room for one output token."""
     if num_prompt_tokens == 0:
         return f"{EMPTY_PROMPT}: the tokenizer makes no tokens of this row's text"
     if num_prompt_tokens < max_model_len:

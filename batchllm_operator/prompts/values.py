@@ -1,7 +1,7 @@
-"""The text that a value of a column has in a prompt: one for each value, on any machine.
+"""Renders a column's values as text: the same text for the same value on any machine.
 
-Nothing here asks for a locale, a time zone or a setting of Arrow's, and values that are equal in
-two formats of a table (32 or 64 bits, dictionaries, milliseconds or nanoseconds) have equal texts.
+It depends on no locale, time zone or setting of Arrow. Values that are equal in two formats of a
+table (32 or 64 bits, dictionaries, milliseconds or nanoseconds) have equal texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INT64: Final = np.iinfo(np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a value has no text: a code, and what is said of the column after its name."""
+    """Why a value has no text: a code, and the message after the column's name."""
 
     code: str
     reason: str
@@ -53,7 +53,7 @@ def has_text(kind: pa.DataType) -> bool:
 
 
 def text_column(column: pa.Array) -> TextColumn:
-    """The text of each value of a column for whose type `has_text`."""
+    """The text of each value of a column whose type `has_text`."""
     if _is_list(column.type):
         return _lists(column)
     make = _scalar_texts(column.type)
@@ -75,7 +75,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _scalar_texts(kind: pa.DataType) -> Callable[[pa.Array], TextColumn] | None:
-    """What makes the texts of a column of scalars, once decoded; None for other types."""
+    """The function that renders a column of scalars, once decoded; None for other types."""
     if isinstance(kind, pa.BaseExtensionType):  # JSON is text with a name
         return _strings if _is_string(kind.storage_type) else None
     if types.is_dictionary(kind):
@@ -101,7 +101,7 @@ def _strings(column: pa.Array) -> TextColumn:
     column = column.cast(pa.large_string())
     faults = {}
     try:
-        column.validate(full=True)  # readers of Parquet don't look at text
+        column.validate(full=True)  # readers of Parquet don't validate text
     except pa.ArrowInvalid:
         for row, scalar in enumerate(column):
             try:
@@ -112,14 +112,14 @@ def _strings(column: pa.Array) -> TextColumn:
 
 
 def _floats(column: pa.Array) -> TextColumn:
-    """The fewest digits that tell a number from its neighbours of the same type."""
+    """The fewest digits that identify a number of its type."""
     texts: list[str | None] = [None] * len(column)
     faults = {}
     rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)).tolist()
     numbers = column.drop_null().to_numpy(zero_copy_only=False)
     for row, number in zip(rows, numbers, strict=True):
         if math.isfinite(number):
-            # numpy knows the fewest digits of each width. They are those of a double, too.
+            # numpy finds the fewest digits of each width; as a double they are the same.
             texts[row] = repr(float(str(number)))
         else:
             faults[row] = Fault(NOT_FINITE, f"is {number}, which isn't a number to place")
@@ -139,7 +139,7 @@ def _dates(column: pa.Array) -> TextColumn:
 
 
 def _timestamps(column: pa.Array) -> TextColumn:
-    """In UTC if the column has a time zone, else as they are."""
+    """In UTC if the column has a time zone, else unchanged."""
     unit = column.type.unit
     in_day = _TICKS[unit] * _DAY_S
     known, faults = _in_range(column, _FIRST_DAY * in_day, _END_DAY * in_day)
@@ -156,12 +156,12 @@ def _times(column: pa.Array) -> TextColumn:
 
 
 def _trimmed(text: pa.Array) -> pa.Array:
-    """Without zeros at the end of a second's fraction, nor a point that nothing follows."""
+    """Without trailing zeros in a second's fraction, and without a trailing point."""
     return pc.replace_substring_regex(text, r"(\.\d*[1-9])0+$|\.0+$", r"\1")
 
 
 def _in_range(column: pa.Array, first: int, end: int) -> tuple[pa.Array, dict[int, Fault]]:
-    """The integers that are stored, null where they aren't in [first, end), with a fault there."""
+    """The stored integers, null with a fault if outside [first, end)."""
     stored = column.view(pa.int64() if column.type.bit_width == 64 else pa.int32())
     low, high = (pa.scalar(min(max(v, _INT64.min), _INT64.max)) for v in (first, end - 1))
     is_out = pc.or_(pc.less(stored, low), pc.greater(stored, high)).fill_null(False)
@@ -172,7 +172,7 @@ def _in_range(column: pa.Array, first: int, end: int) -> tuple[pa.Array, dict[in
 
 
 def _lists(column: pa.Array) -> TextColumn:
-    """JSON, with numbers and booleans bare and all else as strings."""
+    """JSON, with bare numbers and booleans, and all else as strings."""
     elements = text_column(column.flatten())
     is_bare = _is_bare(column.type.value_type)
     texts = [

@@ -1,1 +1,1 @@
-"""The real schedulers without a model: how a job would run on a GPU that isn't there."""
+"""Simulates a job on a GPU with the real schedulers and without a model."""

@@ -1,4 +1,4 @@
-"""What is simulated: an engine with a model on a GPU, and the policy that it runs under."""
+"""The simulated engine, with a model on a GPU, and its scheduling policies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from batchllm_operator.planner import GPU, EngineLimits, ModelShape, kv_capacity
 BLOCK_SIZE: Final = 16
 """Tokens of a KV block: vLLM's default on GPUs."""
 ARRIVALS_PER_S: Final = 100.0
-"""Requests, where they arrive by time."""
+"""Requests, for policies with arrivals by time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """An engine on one GPU, or on several that divide its work."""
+    """An engine on one GPU, or on several that share its work."""
 
     model: ModelShape
     gpu: GPU
     num_blocks: int
-    """Of the KV cache."""
+    """Blocks of the KV cache."""
     block_size: int = BLOCK_SIZE
     max_num_batched_tokens: int = 8192
     num_gpus: int = 1
     max_num_seqs: int | None = None
-    """Requests that may run at a time; None: as many as the policy says."""
+    """Requests that may run at a time; None for the policy's number."""
 
     @classmethod
     def of(
@@ -38,12 +38,12 @@ class Machine:
         *,
         num_blocks: int | None = None,
     ) -> Machine:
-        """With as many blocks as the GPU has room for, and the policy's own number of requests.
+        """A machine with as many blocks as fit the GPU, and the policy's own number of requests.
 
         Args:
-            limits: of the engine, but for `max_num_seqs`.
+            limits: of the engine, except `max_num_seqs`.
             block_size: tokens per block.
-            num_blocks: how many there are, whatever there is room for.
+            num_blocks: replaces the number that fits.
 
         Raises:
             PlanError: the model leaves no room for KV.
@@ -63,19 +63,19 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How requests are ordered, admitted and put into steps."""
+    """A way to order, admit and schedule requests."""
 
     name: str
     about: str
     scheduler: Literal["stock", "batchllm"] = "stock"
     order: Literal["plan", "shuffled"] = "plan"
     arrival: Literal["at_once", "by_batch", "by_time"] = "at_once"
-    """by_batch: the next batch comes when the last request of the one before has ended. by_time:
-    the same, but a batch holds what has come since the last one began."""
+    """by_batch: the next batch arrives when the last request of the previous one has ended.
+    by_time: the same, but a batch has the requests that arrived since the last one began."""
     chunked_prefill: bool = True
     prefix_caching: bool = True
     shared_attention: bool = False
-    """Whether a prefix's KV is read once in a step for all that decode with it."""
+    """Whether a step reads a prefix's KV once for all requests that decode with it."""
     max_num_seqs: int = 1024
 
 
@@ -122,4 +122,4 @@ POLICIES: Final[Mapping[str, Policy]] = {
         ),
     )
 }
-"""All that can be simulated, oldest first."""
+"""All policies, oldest first."""

@@ -1,4 +1,4 @@
-"""What a simulated run gives: a row for each step, and sums over them."""
+"""The result of a simulated run: a row per step, and sums over them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Timeline:
 
     num_decode_tokens: NDArray[np.int64]
     num_distinct_tokens: NDArray[np.int64]
-    """Prompt tokens behind their group's prefix."""
+    """Prompt tokens after their group's prefix."""
     num_prefix_tokens: NDArray[np.int64]
     """Prompt tokens of a group's prefix."""
     num_recomputed_tokens: NDArray[np.int64]
-    """Of all these, tokens that the same request had computed before it was preempted."""
+    """Those of all these that the same request had computed before it was preempted."""
     num_running: NDArray[np.int64]
     """Requests with tokens in the step."""
     num_waiting: NDArray[np.int64]
-    """Requests that have come and hold nothing, after the step was put together."""
+    """Requests that have arrived and hold no blocks, after the step was scheduled."""
     num_used_blocks: NDArray[np.int64]
     num_preempted: NDArray[np.int64]
     scheduling_s: NDArray[np.float64]
-    """Measured on this machine: time of its CPU, so that others who use it don't count."""
+    """CPU time on this machine, so that other processes don't count."""
     idle_s: NDArray[np.float64]
-    """Before the step, while no request was there."""
+    """Time before the step without any request."""
     step_s: NDArray[np.float64]
     """Predicted for the GPU."""
 
@@ -43,11 +43,11 @@ class Timeline:
 
     @property
     def start_s(self) -> NDArray[np.float64]:
-        """When each step begins: predicted seconds since the run began."""
+        """Start of each step, in predicted seconds since the run began."""
         return np.cumsum(self.idle_s + self.step_s) - self.step_s
 
     def to_table(self) -> pa.Table:
-        """A column per attribute, and `step` before them."""
+        """A column `step`, then one per attribute."""
         columns = {"step": np.arange(len(self.step_s))}
         columns |= {field.name: getattr(self, field.name) for field in fields(self)}
         return pa.table(columns)
@@ -73,14 +73,14 @@ class Run:
 
     @property
     def saving_ratio(self) -> float:
-        """Of prefill tokens; what is computed again after a preemption counts against it."""
+        """The saving ratio; tokens that are computed again after a preemption reduce it."""
         line = self.timeline
         processed = int(line.num_distinct_tokens.sum() + line.num_prefix_tokens.sum())
         return saving_ratio(processed, self.num_prompt_tokens)
 
     @property
     def preemptions(self) -> int:
-        """Times that a request lost its blocks."""
+        """How often a request lost its blocks."""
         return int(self.timeline.num_preempted.sum())
 
     @property
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def mean_tokens_per_step(self) -> float:
-        """Tokens of the average step."""
+        """Mean tokens per step."""
         return float(self.timeline.num_tokens.mean())
 
     @property
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def sched_ms_per_step(self) -> float:
-        """Measured on this machine, not on the GPU's."""
+        """Scheduling time per step, measured on this machine."""
         return float(self.timeline.scheduling_s.mean() * 1e3)
 
     def row(self) -> dict[str, str | int | float]:

@@ -1,8 +1,8 @@
-"""The chain's model against the KV-Runahead paper's own figures (`runahead_paper.toml`).
+"""Compares the chain's model with the KV-Runahead paper's figures (`runahead_paper.toml`).
 
-For each setting of the paper's Tables 1 to 3, TTFT is predicted of tensor and sequence parallelism
-with an all-gather (TSP), of the chain with even chunks (KVR-E) and of that with searched ones
-(KVR-S). One set of constants is used for all of them.
+For each setting of the paper's Tables 1 to 3, it predicts TTFT of tensor and sequence parallelism
+with an all-gather (TSP), of the chain with equal chunks (KVR-E) and with searched ones (KVR-S), all
+with one set of constants.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from batchllm_operator.planner.runahead import (
 )
 
 BLOCK_SIZE: Final = 128
-"""Tokens that chunks are multiples of. The paper's least stride isn't given; the searched chunk in
+"""Chunks are multiples of this. The paper doesn't give its least stride; the searched chunk in
 its Fig. 6 (a) is a multiple of 512."""
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -55,21 +55,21 @@ class Calibration(_Frozen):
 
 
 class PaperRow(_Frozen):
-    """What the paper says of a context length; nothing, where it is only predicted."""
+    """The paper's figures for a context length, if any."""
 
     context: _Count
     tsp: _Positive | None = None
     """TTFT, in seconds."""
     kvr_s: _Positive | None = None
-    """TTFT with searched chunks; with one GPU, that of the model alone."""
+    """TTFT with searched chunks; with one GPU, without a chain."""
     speedup: _Positive | None = None
-    """TTFT of TSP over that of KVR-S, where the paper's text gives it and not both times."""
+    """TTFT of TSP over that of KVR-S, if the paper's text gives it instead of both times."""
     even_speedup: _Positive | None = None
     """TTFT of TSP over that of KVR-E."""
 
     @property
     def has_figures(self) -> bool:
-        """Whether there is anything to compare with."""
+        """Whether the paper has any figure."""
         return any((self.tsp, self.kvr_s, self.speedup, self.even_speedup))
 
 
@@ -81,12 +81,12 @@ class PaperSetting(_Frozen):
     num_gpus: _Count
     network_bytes_per_s: _Positive | None = None
     fitted: bool
-    """Whether the calibration has seen these rows."""
+    """Whether the calibration was fitted to these rows."""
     rows: tuple[PaperRow, ...]
 
 
 class PaperSplit(_Frozen):
-    """Chunks that the paper gives."""
+    """A split that the paper gives."""
 
     source: str
     model: str
@@ -94,7 +94,7 @@ class PaperSplit(_Frozen):
     network_bytes_per_s: _Positive
     context: _Count
     between: tuple[_Count, ...] = ()
-    """Lengths that the paper interpolates between; none: it has searched this one."""
+    """Lengths between which the paper interpolates; empty if it has searched this one."""
     shares: tuple[_Positive, ...]
 
 
@@ -121,7 +121,7 @@ class Paper(_Frozen):
 
 @cache
 def read_paper() -> Paper:
-    """The paper's figures, and the constants for them."""
+    """The paper's figures and our constants."""
     text = (files("batchllm_operator.simulate") / "runahead_paper.toml").read_text("utf-8")
     return Paper.model_validate(tomllib.loads(text))
 
@@ -137,7 +137,7 @@ class PredictedRow:
     fitted: bool
     context: int
     tsp_s: float
-    """With one GPU this and the next two are the model's alone."""
+    """With one GPU this and the next two are without a chain."""
     kvr_e_s: float
     kvr_s_s: float
     split: tuple[int, ...]
@@ -145,7 +145,7 @@ class PredictedRow:
     paper_tsp_s: float | None
     paper_kvr_s_s: float | None
     paper_speedup: float | None
-    """Of KVR-S over TSP; from the two times, if the paper has both."""
+    """Of KVR-S over TSP, from the two times if the paper has both."""
     paper_even_speedup: float | None
 
     @property
@@ -160,22 +160,22 @@ class PredictedRow:
 
     @property
     def speedup_error(self) -> float | None:
-        """By what share the predicted speed-up is above the paper's; None: it has none."""
+        """Relative error of the speed-up; None if the paper has none."""
         return self.speedup / self.paper_speedup - 1 if self.paper_speedup else None
 
     def log_errors(self) -> dict[Quantity, float]:
-        """Logarithms of predicted over printed figures, of all that the paper prints."""
+        """Logarithms of predicted over printed values, of all that the paper prints."""
         pairs: dict[Quantity, tuple[float, float | None]] = {
             "tsp": (self.tsp_s, self.paper_tsp_s),
             "kvr_s": (self.kvr_s_s, self.paper_kvr_s_s),
             "even_speedup": (self.even_speedup, self.paper_even_speedup),
         }
-        if self.paper_tsp_s is None:  # else the speed-up is no figure of its own
+        if self.paper_tsp_s is None:  # else the speed-up follows from the times
             pairs["speedup"] = (self.speedup, self.paper_speedup)
         return {name: math.log(mine / its) for name, (mine, its) in pairs.items() if its}
 
     def figures(self) -> dict[str, Any]:
-        """All of it as JSON, rounded."""
+        """All fields as JSON, rounded."""
         found = asdict(self) | {"speedup": self.speedup, "speedup_error": self.speedup_error}
         return {
             name: round(value, 4) if isinstance(value, float) and value < 1e6 else value
@@ -185,7 +185,7 @@ class PredictedRow:
 
 @dataclass(frozen=True, slots=True)
 class PredictedSplit:
-    """Chunks as the paper gives them and as they are predicted, in shares of the context."""
+    """Chunks of the paper and of our search, as shares of the context."""
 
     source: str
     num_gpus: int
@@ -197,11 +197,11 @@ class PredictedSplit:
 
 
 class PaperMachine:
-    """The paper's GPUs and networks, with some constants.
+    """The paper's GPUs and networks with our constants.
 
     Args:
         paper: figures and models.
-        calibration: other constants than the paper's file has.
+        calibration: replaces the constants in the file.
     """
 
     def __init__(self, paper: Paper, calibration: Calibration | None = None) -> None:
@@ -209,11 +209,11 @@ class PaperMachine:
         self._gpu = replace(
             find_gpu(paper.gpu),
             achievable_compute=self._constants.achievable_compute,
-            step_overhead_s=0.0,  # all of it is in the layers'
+            step_overhead_s=0.0,  # included in the layers'
         )
 
     def cost(self, model: str) -> ReplicaCost:
-        """Of one GPU with one of the paper's models."""
+        """Cost of one GPU with one of the paper's models."""
         return ReplicaCost.of(
             ModelShape(model, **self._paper.models[model]),
             self._gpu,
@@ -223,12 +223,12 @@ class PaperMachine:
         )
 
     def chain(self, model: str, network_bytes_per_s: float) -> Chain:
-        """GPUs in a chain; a receive is hidden by its layer's QKV projections (Sec. 4.3)."""
+        """GPUs in a chain; a layer's QKV projections hide its receive (Sec. 4.3)."""
         link = Link(network_bytes_per_s * self._constants.link_share, prefetches=False)
         return Chain(self.cost(model), link, BLOCK_SIZE)
 
     def predict(self, setting: PaperSetting, rows: Sequence[PaperRow]) -> Iterator[PredictedRow]:
-        """Some rows of a setting, one after the other."""
+        """Predict some rows of a setting."""
         cost, network = self.cost(setting.model), setting.network_bytes_per_s
         for row in rows:
             split: tuple[int, ...] = (row.context,)
@@ -261,7 +261,7 @@ class PaperMachine:
             )
 
     def predict_split(self, given: PaperSplit) -> PredictedSplit:
-        """The chunks of a split that the paper gives: searched, or interpolated as there."""
+        """Predict a split of the paper: searched, or interpolated as there."""
         chain = self.chain(given.model, given.network_bytes_per_s)
         best = search_split(chain, given.context, given.num_gpus)
         split = best
@@ -286,7 +286,7 @@ class PaperMachine:
 def predict_rows(
     calibration: Calibration | None = None, *, only_fitted: bool = False
 ) -> list[PredictedRow]:
-    """All rows of the paper's settings, or those whose figures the calibration is fitted to."""
+    """All rows of the paper's settings, or only those that the calibration was fitted to."""
     paper = read_paper()
     machine = PaperMachine(paper, calibration)
     found: list[PredictedRow] = []
@@ -298,10 +298,10 @@ def predict_rows(
 
 
 def log_errors(rows: Sequence[PredictedRow]) -> list[float]:
-    """Of all figures that the paper prints of some rows, one after the other."""
+    """The errors of all printed figures of some rows."""
     return [error for row in rows for error in row.log_errors().values()]
 
 
 def root_mean_square(errors: Sequence[float]) -> float:
-    """Of some errors; 0 of none."""
+    """Root mean square; 0 of none."""
     return math.sqrt(sum(each**2 for each in errors) / len(errors)) if errors else 0.0

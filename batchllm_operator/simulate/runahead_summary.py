@@ -1,4 +1,4 @@
-"""What `batchllm simulate --runahead` prints and returns."""
+"""The output of `batchllm simulate --runahead`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HEADINGS: Final = (
     "off by",
 )
 _NUM_TEXTS: Final = 2
-"""Columns that are aligned to the left."""
+"""Columns aligned to the left."""
 _LABELS: Final[dict[Quantity, str]] = {
     "tsp": "TTFT of TSP",
     "kvr_s": "TTFT of KVR-S, or of one GPU",
@@ -44,7 +44,7 @@ _SPEEDUP_GPUS: Final = (4, 8)
 
 
 def speedup_errors(rows: Sequence[PredictedRow]) -> list[float]:
-    """By what share the speed-ups over TSP are off: Llama 7B, 4 and 8 GPUs, 2k to 16k, 300 GB/s."""
+    """Relative errors of speed-ups over TSP: Llama 7B, 4 and 8 GPUs, 2k to 16k, 300 GB/s."""
     return [
         row.speedup_error
         for row in rows
@@ -59,7 +59,7 @@ def speedup_errors(rows: Sequence[PredictedRow]) -> list[float]:
 def format_rows(
     paper: Paper, rows: Sequence[PredictedRow], splits: Sequence[PredictedSplit]
 ) -> str:
-    """A table of all rows, then splits, constants and what is left of errors."""
+    """A table of all rows, then splits, constants and errors."""
     lines = [
         "Predicted TTFT in seconds, beside that of the KV-Runahead paper (Cho et al., 2024) on"
         f" {paper.gpu}; rows with * took no part in the fit",
@@ -123,7 +123,7 @@ def result(
 
 
 def _unseen(rows: Sequence[PredictedRow]) -> dict[str, list[PredictedRow]]:
-    """Rows that took no part in the fit, by what sets them apart from those that did."""
+    """Rows outside of the fit, by their difference from the fitted ones."""
     fitted = [row for row in rows if row.fitted]
     models, num_gpus = {row.model for row in fitted}, {row.num_gpus for row in fitted}
     found: dict[str, list[PredictedRow]] = {}

@@ -58,7 +58,7 @@ def format_runs(workload: Workload, machine: Machine, runs: Sequence[Run]) -> st
 
 
 def text_table(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
-    """Lines of a table of equally wide columns; the first `num_texts` are aligned to the left."""
+    """Lines of a table with aligned columns; the first `num_texts` are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

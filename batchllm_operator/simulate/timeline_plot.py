@@ -1,4 +1,4 @@
-"""The token-batch timeline as a picture: what each step computes (paper, Fig. 2 and 6)."""
+"""Plots the token-batch timeline: what each step computes (paper, Fig. 2 and 6)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchllm_operator.simulate.run import Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
+# Okabe and Ito's colours, for colour-blind readers.
 _KINDS: Final = (
     ("num_decode_tokens", "decode", "#0072B2"),
     ("num_distinct_tokens", "prefill, distinct", "#E69F00"),
@@ -26,24 +26,24 @@ _KINDS: Final = (
 _LIMIT_COLOUR: Final = "#D55E00"
 _BLOCKS_COLOUR: Final = "#555555"
 _MOST_POINTS: Final = 2000
-"""More than a panel has pixels; of longer runs, neighbouring steps are averaged."""
+"""More than a panel's pixels; in longer runs, neighbouring steps are averaged."""
 _INCHES: Final = (11.0, 2.6)
 """Width, and height of a panel."""
 
 
 def plot_timelines(runs: Sequence[Run], machine: Machine) -> bytes:
-    """A PNG with a panel for each run: tokens of each step by kind, and below it KV blocks in use.
+    """A PNG with a panel per run: tokens of each step by kind, and below it KV blocks in use.
 
     Args:
-        runs: of one workload; at least one.
-        machine: that they ran on.
+        runs: at least one, of one workload.
+        machine: the machine of all runs.
     """
     with _quiet_matplotlib():
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(_INCHES[0], _INCHES[1] * len(runs) + 0.8), layout="constrained")
-        FigureCanvasAgg(figure)  # without pyplot, which keeps figures and asks for a display
+        FigureCanvasAgg(figure)  # without pyplot, which keeps figures and needs a display
         axes = figure.subplots(
             2 * len(runs), 1, sharex=True, squeeze=False, height_ratios=[3, 1.2] * len(runs)
         )[:, 0]
@@ -107,7 +107,7 @@ def _means(values: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.f
 
 @contextmanager
 def _quiet_matplotlib() -> Iterator[None]:
-    """It remarks on a home that can't be written, where it makes do with a temporary folder."""
+    """Silence its warning that it uses a temporary folder because the home isn't writable."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, or ours, made without an engine around it."""
+"""Creates vLLM's scheduler, or ours, without an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-# Read by vLLM when it is imported, and before: it remarks on a device that isn't used here.
+# vLLM reads these when it is imported, and warns of a device that isn't used here.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 if os.environ["VLLM_LOGGING_LEVEL"].upper() == "ERROR":
@@ -25,7 +25,7 @@ from batchllm_operator.simulate.machine import Machine, Policy
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler
 
-_CONFIG: Final = {  # of a model that is never loaded; the scheduler only asks for its kind
+_CONFIG: Final = {  # of a model that is never loaded; the scheduler only needs its type
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -49,15 +49,15 @@ def make_scheduler(
     """The scheduler that vLLM would make for this policy, with the machine's KV cache.
 
     Args:
-        policy: which one, and how it is configured.
-        machine: its KV cache and the tokens of a step.
+        policy: chooses and configures the scheduler.
+        machine: gives its KV cache and the tokens of a step.
         max_model_len: most tokens of a request.
         settings: of our scheduler.
-        async_scheduling: whether a step is put together before the one before it has ended.
+        async_scheduling: whether a step is scheduled before the previous one has ended.
     """
     config = _config(policy, machine, max_model_len)
     config.additional_config = settings.to_additional_config()
-    # A platform may choose others.
+    # A platform may change it.
     config.scheduler_config.async_scheduling = async_scheduling
     config.cache_config.block_size = machine.block_size
     config.cache_config.num_gpu_blocks = machine.num_blocks

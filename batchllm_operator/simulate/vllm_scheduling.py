@@ -1,7 +1,7 @@
-"""vLLM's scheduler and KV cache manager, or ours on top of them, driven without a model.
+"""Drives vLLM's scheduler and KV cache manager, or ours on top of them, without a model.
 
-The scheduler is the real one, so steps, blocks and preemptions are exact. Tokens are made up,
-output lengths are given, and a step's time on the GPU comes from `planner.cost.step_time`.
+The scheduler is real, so steps, blocks and preemptions are exact. Tokens are made up, output
+lengths are given, and `planner.cost.step_time` predicts the time of steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-# First, because it says how vLLM is imported.
+# First, because it sets vLLM's environment.
 from batchllm_operator.simulate.vllm_config import make_scheduler  # isort: split
 
 from vllm.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
 
 _ANY_TOKEN, _STOP_TOKEN = 5, 6
-_NO_LIMIT: Final = 1 << 20  # of output tokens, where a stop token ends them
+_NO_LIMIT: Final = 1 << 20  # output tokens, if a stop token ends them
 
 
 def simulate(
@@ -48,17 +48,17 @@ def simulate(
     """Run a workload to its end.
 
     Args:
-        workload: what arrives; what its order is under this policy, the policy says.
-        policy: how it is scheduled.
-        machine: what is simulated.
+        workload: the requests; the policy decides their order.
+        policy: how they are scheduled.
+        machine: the simulated engine.
         settings: of our scheduler.
-        arrivals_per_s: for policies with batches by time.
-        seed: of the order of rows that come as they are.
-        observe: called with what each step does, from which its time is predicted.
+        arrivals_per_s: for policies with arrivals by time.
+        seed: for shuffled orders.
+        observe: called with each step's work, from which its time is predicted.
 
     Raises:
         PlanError: a request doesn't fit into the KV cache.
-        EngineError: the scheduler doesn't bring the requests to their ends.
+        EngineError: the scheduler doesn't finish the requests.
     """
     return _Simulation(workload, policy, machine, settings, arrivals_per_s, seed, observe).run()
 
@@ -80,7 +80,7 @@ class _Simulation:
         self._lengths = workload.tokens.lengths
         self._check_fit()
         size = machine.block_size
-        self._shared = workload.num_prefix_tokens // size * size  # what attention can share
+        self._shared = workload.num_prefix_tokens // size * size  # tokens that attention can share
         self._sizes = workload.group_sizes
         self._order = np.arange(len(workload))
         if policy.order == "shuffled":
@@ -92,7 +92,7 @@ class _Simulation:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(size, sha256)
         self._generated = np.zeros(len(workload), dtype=np.int64)
-        self._computed = np.zeros(len(workload), dtype=np.int64)  # tokens, of those that run
+        self._computed = np.zeros(len(workload), dtype=np.int64)  # tokens of running requests
         self._highest = np.zeros(len(workload), dtype=np.int64)  # tokens ever computed
         self._is_running = np.zeros(len(workload), dtype=np.bool_)
         self._columns: dict[str, list[float]] = {field.name: [] for field in fields(Timeline)}
@@ -142,7 +142,7 @@ class _Simulation:
         return int(longest.max(initial=1)) + 1
 
     def _arrive(self) -> None:
-        """Hand over the requests whose time has come."""
+        """Add the requests that have arrived by now to the scheduler."""
         if self._num_arrived == len(self._workload):
             return
         end = len(self._workload)
@@ -159,13 +159,13 @@ class _Simulation:
         self._num_arrived = end
 
     def _num_there(self) -> int:
-        """Requests that have come by now, whether the engine has them or not."""
+        """Requests that have arrived by now, even if the scheduler hasn't got them yet."""
         if self._policy.arrival != "by_time":
             return len(self._workload)
         return min(int(self._clock_s * self._arrivals_per_s), len(self._workload))
 
     def _batch_end(self) -> int:
-        """As many as memory holds at their longest."""
+        """The end of the next batch: as many requests as memory holds at their longest."""
         idxs = self._order[self._num_arrived :]
         tokens = self._lengths[idxs] + self._workload.output_tokens[idxs]
         blocks = np.cumsum(-(-tokens // self._machine.block_size))
@@ -183,7 +183,7 @@ class _Simulation:
         )
         params = SamplingParams(
             max_tokens=workload.max_output_tokens
-            # A right estimate is the limit, too, as in jobs that always reach theirs.
+            # A correct estimate is also the limit, as in jobs that always reach theirs.
             or (output if output == estimated else _NO_LIMIT),
             stop_token_ids=[_STOP_TOKEN],
             extra_args=hints.to_extra_args(),
@@ -243,7 +243,7 @@ class _Simulation:
         return int(has_ended.sum())
 
     def _note(self, **values: float) -> None:
-        """Add a row to the timeline: of the step, and of what it leaves waiting and in use."""
+        """Add a row to the timeline, with the requests still waiting and the blocks in use."""
         num_outside = max(self._num_there() - self._num_arrived, 0)
         pool = self._scheduler.kv_cache_manager.block_pool
         values["num_waiting"] = len(self._scheduler.waiting) + num_outside
@@ -253,7 +253,7 @@ class _Simulation:
             self._columns[name].append(value)
 
     def _note_preempted(self, idxs: NDArray[np.int64]) -> int:
-        """Requests that ran, don't in this step, and have lost their blocks."""
+        """Count requests that ran, aren't in this step, and have lost their blocks."""
         left_out = self._is_running.copy()
         left_out[idxs] = False
         lost = [

@@ -1,4 +1,4 @@
-"""Requests to simulate: a shard of a plan, or made up."""
+"""Requests to simulate: a shard of a plan, or made-up ones."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from batchllm_operator.planner import TokenTable, build_block_tree, saving_ratio
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Requests in the order of their plan: all of one group side by side.
+    """Requests in the order of their plan, with groups side by side.
 
     Attributes:
         tokens: the prompts.
         group_ids: [n] int64; requests with the same id share a prefix.
-        num_prefix_tokens: [n] int64, what each shares with its group.
+        num_prefix_tokens: [n] int64, tokens that each shares with its group.
         output_tokens: [n] int64, tokens that each generates.
         estimated_tokens: [n] int64, the scheduler's estimate of that.
-        max_output_tokens: the limit that the scheduler knows of; None: the estimates, where they
-            are right.
+        max_output_tokens: the limit given to the scheduler; None for the estimates, where they are
+            correct.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Workload:
         return np.asarray(counts[inverse], dtype=np.int64)
 
     def optimal_saving_ratio(self, block_size: int) -> float:
-        """If each block that several prompts begin with were computed once, on all levels."""
+        """The saving ratio if each shared block were computed once, on all levels."""
         tree = build_block_tree(self.tokens, block_size)
         return saving_ratio(tree.num_distinct_prefix_tokens, self.tokens.num_tokens)
 
@@ -54,7 +54,7 @@ class Workload:
         return replace(self, estimated_tokens=estimated_tokens)
 
     def with_estimate_error(self, share: float, seed: int = 0) -> Workload:
-        """The same with estimates that are off by up to a share of the output, at random."""
+        """The same with random errors of the estimates, up to a share of the output."""
         factors = np.random.default_rng(seed).uniform(1 - share, 1 + share, len(self))
         estimates = np.maximum(np.rint(self.output_tokens * factors), 1)
         return self.with_estimates(estimates.astype(np.int64))
@@ -62,7 +62,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A made-up workload: documents under questions, all under one instruction.
+    """A made-up workload: an instruction, then documents with several questions each.
 
     Raises:
         SpecError: a number is out of its range.
@@ -73,12 +73,12 @@ class Shape:
     share_degree: float
     """Requests per document, on average."""
     prefix_tokens: int
-    """Of a document; 0 for none."""
+    """Tokens of a document; 0 for none."""
     distinct_tokens: int
     output_tokens: int
     instruction_tokens: int = 0
     spread: float = 0.15
-    """Lengths of documents and questions vary evenly by this share, up and down."""
+    """Lengths of documents and questions vary uniformly by this share, up and down."""
 
     def __post_init__(self) -> None:
         least = {"num_requests": 1, "share_degree": 1, "output_tokens": 1}

@@ -7,8 +7,8 @@ replica, which is, as in `planner.cost.roofline`,
 
     prefill_s + max(decode tokens * s per token, steps * weights_s) + KV reads + steps * overhead
 
-where steps is its longest output, or decode tokens / places for requests if that is more. Whole
-groups go to the replica with the least load so far, longest first.
+where steps is its longest output, or decode tokens / `max_num_seqs` if that is more. Whole groups
+go to the replica with the least load so far, longest first.
 """
 
 from __future__ import annotations
@@ -173,9 +173,7 @@ class Makespans:
         loads = [_ReplicaLoad()] * self._settings.num_replicas
         for turn, idx in enumerate(sorted(idxs)):
             for at in range(len(loads)):
-                share = (at - turn) % len(
-                    loads
-                )  # odd members go to other replicas each time
+                share = (at - turn) % len(loads)  # odd members go to other replicas each time
                 loads[at] = loads[at] + self._members_on[idx][share]
                 if not chained and self._num_on[idx][share]:
                     loads[at] = loads[at] + self._prefixes[idx]
