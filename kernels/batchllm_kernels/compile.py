@@ -1,11 +1,10 @@
-"""Compile every shipped kernel ahead of time, for chips that needn't be there.
+"""Compile every shipped kernel ahead of time, without its chip.
 
     python -m batchllm_kernels.compile [--arch sm90 ...] [--jobs N] [--json FILE]
 
-For the kernels that lay out a step or merge, and for each entry of the architectures' settings:
-registers, bytes spilled, shared memory, and how many programs fit a multiprocessor at once. Exits
-with 1 if a kernel spills more than `MAX_SPILL_BYTES`, or doesn't fit the chip as often as its
-settings say.
+Reports registers, spilled bytes, shared memory and programs per multiprocessor of the kernels that
+lay out a step or merge, and of each entry in the architectures' settings. Exits with 1 if a kernel
+spills more than `MAX_SPILL_BYTES`, or if fewer programs fit than its settings say.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ from batchllm_kernels.prefix_attention.schedule import PIECE_ALIGN
 from batchllm_kernels.prefix_attention.triton_kernel import merge_kernel, prefix_attention_kernel
 
 MAX_SPILL_BYTES: Final = 64
-"""Bytes of registers that a thread may spill to memory: 16 of up to 255. Assemblers spill a few
-around the loops, never many in them, and which few changes from one version to the next."""
+"""Bytes of registers that a thread may spill to memory: 16 of up to 255 registers. Assemblers spill
+a few around loops, which differ between their versions."""
 SCHEDULE_KERNELS: Final = ("find_depths", "find_leaders", "measure_groups", "lay_out")
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What a multiprocessor (compute unit) has, from the vendors' architecture manuals."""
+    """Resources of a multiprocessor (compute unit), from the vendors' architecture manuals."""
 
     target: GPUTarget
     shared_bytes: int
-    """Shared memory (LDS) in all."""
+    """Total shared memory (LDS)."""
     shared_bytes_per_program: int
     registers: int
     """32-bit registers of all lanes."""
@@ -71,7 +70,7 @@ CHIPS: Final[Mapping[str, Chip]] = {
     "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 * 1024, 64 * 1024, 131072, 2048),
 }
 _RESERVED_SHARED_BYTES = 1024
-"""What CUDA keeps of each program's shared memory."""
+"""CUDA's part of each program's shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +92,32 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a compiled kernel takes of its chip."""
+    """Resources of a compiled kernel."""
 
     registers: int
     """Of a thread (lane)."""
     spill_bytes: int
-    """Of a thread, written or read, whichever is more."""
+    """Of a thread: the larger of bytes written and read."""
     shared_bytes: int
     programs: int
-    """That fit a multiprocessor at once."""
+    """Programs that fit a multiprocessor at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the compiler made of a kernel."""
+    """The result of compiling a kernel."""
 
     arch: str
     kernel: str
     usage: Usage
     wanted_programs: int
-    """On a multiprocessor, by the settings."""
+    """Programs on a multiprocessor, by the settings."""
     fault: str | None
     """Why this must not ship."""
 
 
 def shipped_variants(arch: str) -> Iterator[Variant]:
-    """Each entry of an architecture's settings: plain, and with window and soft cap at once."""
+    """Each entry of an architecture's settings, plain and with both window and soft cap."""
     config = load_config(arch)
     for (head_dim, kv_bits), launch in config.launch.items():
         kv_dtype = torch.bfloat16 if kv_bits == 16 else fp8_dtype(arch)
@@ -129,15 +128,15 @@ def shipped_variants(arch: str) -> Iterator[Variant]:
 
 
 def fp8_dtype(arch: str) -> torch.dtype:
-    """The format of FP8 caches: MI300's has another bias, and vLLM stores keys in that."""
+    """The format of FP8 caches: that of MI300, which vLLM uses there, has another bias."""
     return torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
 
 
 def compile_variant(variant: Variant, chip: Chip | None = None) -> Report:
-    """Compile the attention kernel for a chip that needn't be there.
+    """Compile the attention kernel, without its chip.
 
     Args:
-        chip: what to compile for; None: the variant's architecture, which settings ship for.
+        chip: the target; None for the variant's architecture, which must have settings.
 
     Raises:
         triton.CompilationError: the kernel can't be compiled.
@@ -188,7 +187,7 @@ def compile_schedule_kernel(arch: str, name: str) -> Report:
 
 
 def compile_merge_kernel(arch: str, head_dim: int) -> Report:
-    """Compile the kernel that merges where the attention kernel doesn't.
+    """Compile the kernel that merges if the attention kernel doesn't.
 
     Raises:
         triton.CompilationError: the kernel can't be compiled.
@@ -206,7 +205,7 @@ def compile_merge_kernel(arch: str, head_dim: int) -> Report:
 
 def _compile(chip: Chip, source: ASTSource, options: dict[str, Any], threads: int) -> Usage:
     said = io.StringIO()
-    # A cached kernel would come without the assembler's word on it.
+    # A cached kernel has no assembler output.
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
@@ -273,7 +272,7 @@ def _ast_source(
 
 
 def _ptxas_usage(log: str) -> tuple[int, int]:
-    """(registers, bytes spilled) from what the assembler said."""
+    """(registers, bytes spilled) from the assembler's output."""
     spills = [int(count) for count in re.findall(r"(\d+) bytes spill", log)]
     return int(re.findall(r"Used (\d+) registers", log)[0]), max(spills)
 
@@ -317,7 +316,7 @@ def _line(report: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print a table, and say whether everything may ship."""
+    """Compile and print a table; returns 1 if a kernel must not ship."""
     parser = argparse.ArgumentParser(prog="python -m batchllm_kernels.compile")
     parser.add_argument("--arch", action="append", choices=sorted(ARCHITECTURES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")

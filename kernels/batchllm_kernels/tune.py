@@ -1,12 +1,12 @@
-"""Choose an architecture's settings, and write the JSON that ships.
+"""Tune an architecture's settings, and write the JSON that ships.
 
     python -m batchllm_kernels.tune --compile-only [--arch sm90 ...]     # anywhere
     python -m batchllm_kernels.tune [--dry-run] [--json RAW]             # on a GPU
 
-With `--compile-only`, candidates are compiled ahead of time for chips that needn't be there, and a
-table says what each of them needs. On a GPU the same candidates are checked against attention in
-float32, then timed; a candidate replaces the present settings if it is faster over all workloads
-and no slower for requests that share nothing. Exits with 2 if there is no GPU to time on.
+With `--compile-only`, candidates are compiled ahead of time, without their chips, and a table shows
+their resources. On a GPU the same candidates are checked against attention in float32, then timed;
+a candidate replaces the current settings if it is faster over all workloads and no slower for
+requests that share nothing. Exits with 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from batchllm_kernels.tuning.workloads import launch_workloads, shape_for, split
 
 STEPS: Final = ("launch", "split", "gate")
 _MODEL_HEAD_DIM: Final = 128
-"""Split rule and gate are one for all head sizes; they are timed with this one, in 16 bits."""
+"""Split rule and gate are the same for all head sizes, timed with this one and 16-bit KV."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile or tune, as the options say; 2 if that can't be done here."""
+    """Compile or tune, by the options; returns 2 if that is impossible here."""
     options = _parser().parse_args(arguments)
     if knobs.runtime.interpret:
         print("tune: unset TRITON_INTERPRET, kernels must be compiled", file=sys.stderr)
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _keys(options: argparse.Namespace, config: ArchConfig) -> list[tuple[int, int]]:
-    """Which of the entries are asked for."""
+    """The entries that the options ask for."""
     return [
         (head_dim, kv_bits)
         for head_dim, kv_bits in config.launch
@@ -182,13 +182,13 @@ def _bench(arch: str, head_dim: int, kv_bits: int, step: str, device: torch.devi
 
 
 def chip_of(device: torch.device) -> Chip:
-    """What candidates for this GPU must fit in: the known chip, or what the driver says."""
+    """The chip that candidates must fit: a known one, or by the driver's numbers."""
     arch = detect_arch(device)
     if arch in CHIPS:
         return CHIPS[arch]
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some
     if torch.version.hip:
-        # As of the AMD chips with settings: registers of four SIMDs, a local data share of 64 KiB.
+        # As the AMD chips with settings: registers of four SIMDs, 64 KiB of LDS.
         return replace(CHIPS["gfx942"], target=GPUTarget("hip", arch, properties.warp_size))
     return Chip(
         GPUTarget("cuda", properties.major * 10 + properties.minor, 32),
@@ -200,7 +200,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def _package_file(arch: str, start_from: str) -> Path:
-    """Where an architecture's settings lie in this package, or would."""
+    """Path of an architecture's settings in this package, existing or not."""
     if arch not in ARCHITECTURES:
         print(f"tune: add {arch} to ARCHITECTURES in prefix_attention/config.py", file=sys.stderr)
     return Path(str(config_file(start_from))).with_name(f"{arch}.json")

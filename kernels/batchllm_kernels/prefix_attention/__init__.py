@@ -1,4 +1,4 @@
-"""Attention over a shared prefix and a distinct part, computed apart and merged (paper, Eq. 1)."""
+"""Attention over shared prefix and distinct part separately, merged (paper, Eq. 1)."""
 
 from batchllm_kernels.prefix_attention.api import StepPlan, StepPlanner, prefix_attention
 from batchllm_kernels.prefix_attention.batch import (

@@ -4,8 +4,8 @@
     plan = planner.plan(batch)                                            # once a step
     prefix_attention(q, k_cache, v_cache, plan, scale=scale, out=out)     # in every layer
 
-An implementation that was asked for never falls back to another one: what it doesn't take, it
-refuses with the constraint's name.
+An implementation never falls back to another one: it refuses what it doesn't support, and names the
+constraint.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 Impl = Literal["reference", "triton"]
 KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
-"""Of an FP8 cache. Otherwise keys and values have the queries' dtype."""
+"""Dtypes of an FP8 cache. Other caches have the queries' dtype."""
 Q_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Who reads what in one step, for every layer of one shape.
+    """The work of one step, for every layer of one shape.
 
-    A plan for the Triton kernel lies in its planner's buffers: the planner's next `plan` replaces
+    A plan for the Triton kernel is in its planner's buffers: the planner's next `plan` replaces
     it.
     """
 
@@ -50,21 +50,21 @@ class StepPlan:
     prefixes: Sequence[SharedPrefix] | None
     """The groups, for the reference; the kernel's are on the device."""
     schedule: Schedule | None
-    """The kernel's tiles, on the device; None: the reference."""
+    """The kernel's tiles, on the device; None for the reference."""
 
 
 class StepPlanner:
-    """Plans steps of one shape; owns the buffers that the Triton kernel reads its work from.
+    """Plans steps of one shape; owns the Triton kernel's work buffers.
 
     Args:
         shape: heads and blocks.
-        limits: the largest batch that will come.
+        limits: upper bounds of all batches.
         impl: "triton" (a GPU, or Triton's interpreter) or "reference" (plain torch, anywhere).
         device: where the batches' tensors are.
-        config: settings to use; None: those that ship for the device's architecture.
+        config: settings to use; None for those shipped for the device's architecture.
 
     Raises:
-        UnsupportedError: the kernel doesn't take the shape, or no settings fit the device.
+        UnsupportedError: the kernel doesn't support the shape, or the device has no settings.
     """
 
     def __init__(
@@ -90,17 +90,16 @@ class StepPlanner:
 
     @property
     def gate(self) -> Gate:
-        """When a group's prefix is read apart."""
+        """Decides when a group's prefix is read separately."""
         return self.config.gate
 
     def plan(self, batch: PagedBatch) -> StepPlan:
         """Group a step's requests and lay out its work.
 
-        With "triton" a few kernels on the device, without waiting for any of them; with
-        "reference" on the host.
+        "triton" launches a few kernels and doesn't wait for them; "reference" runs on the host.
 
         Raises:
-            UnsupportedError: more requests than the limits say.
+            UnsupportedError: the batch exceeds the limit of requests.
         """
         if batch.num_requests > self.limits.max_num_requests:
             raise UnsupportedError(
@@ -120,10 +119,10 @@ class StepPlanner:
         *,
         variants: Iterable[tuple[int | None, float | None]] = ((None, None),),
     ) -> None:
-        """Compile now what steps will launch, so that none of them waits for a compiler.
+        """Compile the kernels now, so that no step waits for a compiler.
 
-        Runs an empty step over each variant, and so leaves every tensor as it was. Compiled kernels
-        are kept in Triton's cache (`TRITON_CACHE_DIR`), which can be shipped in an image.
+        Runs an empty step of each variant, which changes no tensor. Compiled kernels are kept in
+        Triton's cache (`TRITON_CACHE_DIR`), which can be shipped in an image.
 
         Args:
             q: at least one token, with the strides and the dtype that queries will have.
@@ -132,7 +131,7 @@ class StepPlanner:
             variants: (window, soft_cap) of the layers.
 
         Raises:
-            UnsupportedError: a tensor can't be taken.
+            UnsupportedError: a tensor isn't supported.
         """
         ints = torch.zeros(2, dtype=torch.int32, device=q.device)
         plan = self.plan(PagedBatch(ints, ints[:1], ints[:1, None]))
@@ -162,10 +161,10 @@ def prefix_attention(
     v_scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of one layer, every shared prefix read once (paper, section 4.4).
+    """Causal attention of one layer that reads every shared prefix once (paper, Sec. 4.4).
 
     Args:
-        q: [num_tokens, num_q_heads, head_dim], float16, bfloat16 or float32. Tokens behind the
+        q: [num_tokens, num_q_heads, head_dim], float16, bfloat16 or float32. Tokens after the
             batch's last one are padding.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], of q's dtype or FP8. Any strides
             whose last is 1.
@@ -174,16 +173,16 @@ def prefix_attention(
         scale: factor on the scores, usually head_dim ** -0.5.
         window: a query at position p sees the keys (p - window, p]; None: all of [0, p].
         soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
-        k_scale: what the keys in the cache are to be multiplied by.
-        v_scale: what the values in the cache are to be multiplied by.
-        out: written to, contiguous in its last dimension; None: a new tensor like `q`. Rows of
-            padding are left as they are in a given tensor.
+        k_scale: factor on the keys in the cache.
+        v_scale: factor on the values in the cache.
+        out: written, contiguous in its last dimension; None: a new tensor like `q`. Padding rows
+            of a given tensor don't change.
 
     Returns:
         `out`.
 
     Raises:
-        UnsupportedError: a tensor or a setting that can't be taken; the message names it.
+        UnsupportedError: a tensor or a setting isn't supported; the message names it.
     """
     _check_tensors(q, k_cache, v_cache, plan, out)
     if not scale > 0 or (window is not None and window < 1) or (soft_cap and soft_cap < 0):

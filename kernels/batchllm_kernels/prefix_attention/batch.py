@@ -1,4 +1,4 @@
-"""What one launch works on: a ragged batch of requests over a paged KV cache."""
+"""The input of one launch: a ragged batch of requests over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 128
 
 
 class UnsupportedError(ValueError):
-    """A tensor, a shape or a setting that the kernel doesn't take; the message names which."""
+    """A tensor, a shape or a setting isn't supported; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is the same for all layers that share a step's plan.
+    """Heads and blocks, the same for all layers that share a step's plan.
 
     Raises:
         UnsupportedError: the query heads can't share the KV heads evenly.
@@ -44,10 +44,10 @@ class AttentionShape:
         return self.num_q_heads // self.num_kv_heads
 
     def check_for_kernel(self) -> None:
-        """Refuse what the Triton kernel doesn't take; the reference takes any shape.
+        """Refuse shapes that the Triton kernel doesn't support; the reference takes any shape.
 
         Raises:
-            UnsupportedError: the head size, the block size or the width of the cache.
+            UnsupportedError: for the head size, the block size or the width of the cache.
         """
         if self.kv_bits not in (8, 16):
             raise UnsupportedError(f"kv_bits is {self.kv_bits}, it must be 8 or 16")
@@ -63,7 +63,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The largest batch that will ever come: buffers and grids are sized for it once."""
+    """Upper bounds of all batches: buffers and grids are sized for them once."""
 
     max_num_requests: int
     max_num_tokens: int
@@ -88,7 +88,7 @@ class PagedBatch:
     seq_lens: Tensor
     """[num_requests]: tokens of context, this step's included."""
     block_table: Tensor
-    """[num_requests, max_num_blocks]; entries beyond a request's tokens may be anything."""
+    """[num_requests, max_num_blocks]; entries beyond a request's tokens are ignored."""
 
     def __post_init__(self) -> None:
         tensors = {

@@ -20,29 +20,29 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
     "gfx90a": "amd",
     "gfx942": "amd",
 }
-"""Vendor by GPU architecture: those that settings ship for."""
+"""Vendor by GPU architecture, for all that have settings."""
 CPU: Final = "cpu"
-"""Settings for the reference and Triton's interpreter: whatever can be shared is."""
+"""Settings for the reference and Triton's interpreter: they share whenever possible."""
 KV_BITS: Final = (8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a tile walks over keys: `block_m` rows (query token x head of a KV head) at a time."""
+    """Shape of a tile's steps over keys; `block_m` counts rows (query token x query head)."""
 
     block_m: int
     block_n: int
-    """Keys of a step."""
+    """Keys per step."""
     num_stages: int
-    """Steps whose keys and values are loaded ahead."""
+    """Stages of the software pipeline that prefetches keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """How the kernel is built and launched for one head size and one width of KV elements."""
+    """Launch settings for one head size and one width of KV elements."""
 
     narrow: Tiling
-    """For a few rows: the own parts of decoding requests. Bound by memory."""
+    """For few rows: distinct parts of decoding requests. Bound by memory."""
     wide: Tiling
     """For many rows: shared prefixes and prefill. Matrix-matrix."""
     num_warps: int
@@ -54,17 +54,17 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """When a long context is cut in pieces that run beside each other (split-K)."""
+    """When a long context is cut into parallel pieces (split-K)."""
 
     min_tokens: int
-    """A piece is at least this long."""
+    """Least length of a piece."""
     pieces_per_program: int
-    """Pieces are cut so that each persistent program gets about this many."""
+    """Approximate pieces per persistent program."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArchConfig:
-    """Everything that was chosen for one architecture.
+    """All settings of one architecture.
 
     Raises:
         UnsupportedError: `launch_config` for a head size that has no settings.
@@ -74,11 +74,11 @@ class ArchConfig:
     gate: Gate
     split: SplitRule
     merge_in_launch: bool
-    """Whether the last tile of a unit merges it; else a second launch does."""
+    """Whether a unit's last tile merges it, instead of a second launch."""
     launch: Mapping[tuple[int, int], LaunchConfig]
     """By (head_dim, bits of a KV element)."""
     tuned_on: str | None
-    """Device and library versions of the timings behind it; None: chosen without a GPU."""
+    """Device and library versions of its timings; None if chosen without a GPU."""
 
     def launch_config(self, head_dim: int, kv_bits: int) -> LaunchConfig:
         """Settings for a head size; KV wider than 16 bits (tests) uses those of 16."""
@@ -92,7 +92,7 @@ class ArchConfig:
 
 
 def config_file(arch: str) -> Traversable:
-    """Where an architecture's settings lie.
+    """Path of an architecture's settings.
 
     Raises:
         UnsupportedError: no settings ship for it.
@@ -106,7 +106,7 @@ def config_file(arch: str) -> Traversable:
 
 
 def detect_arch(device: torch.device) -> str:
-    """Architecture of a device, as settings are named: "sm90", "gfx942", "cpu"."""
+    """Architecture of a device, as in the names of settings: "sm90", "gfx942", "cpu"."""
     if device.type == CPU:
         return CPU
     properties = torch.cuda.get_device_properties(device)

@@ -1,6 +1,6 @@
-"""Which requests of a batch share which prefix, and whether sharing pays.
+"""Finds the requests of a batch that share a prefix, if sharing pays.
 
-In plain Python: what `schedule_kernels.py` finds on the device, and what the reference uses.
+In plain Python, for the reference; `schedule_kernels.py` does the same on the device.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 from batchllm_kernels.prefix_attention.batch import PagedBatch, SharedPrefix
 
 MAX_GATED_DEGREE = 64
-"""Degrees above are treated as this one."""
+"""Larger degrees count as this one."""
 NEVER = 2**30
 """A prefix length that no group reaches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """When a group's prefix is worth reading once for all, measured by architecture.
+    """Decides when reading a group's prefix once pays, by measurements of the architecture.
 
-    Reading it apart costs a second tile and a merge; below some length a cache does as well.
+    Reading it separately costs a second tile and a merge; for short prefixes a cache is as good.
 
     Raises:
         ValueError: a degree below 2, a length below 1, or no room for a member.
     """
 
     min_prefix_tokens: Mapping[int, int]
-    """Least prefix by degree: the entry of the largest degree that isn't above the group's."""
+    """Least prefix by degree: the entry of the largest degree up to the group's counts."""
     max_member_tokens: int
     """Most query tokens of a member: longer chunks fill tiles on their own."""
 
@@ -54,23 +54,22 @@ class Gate:
 def find_shared_prefixes(
     batch: PagedBatch, block_size: int, gate: Gate, tile_tokens: int | None = None
 ) -> list[SharedPrefix]:
-    """Groups of requests by equal block-table rows: single-level, no request in two of them.
+    """Groups of requests by equal block-table rows: single-level, each request in at most one.
 
-    Each request asks for the depth at which most block reads are saved, for a depth of p blocks
-    that c requests have in common p * (1 - 1/c), among the depths that the gate lets pass; those
-    that ask for the same block at the same depth are a group. Members have as many query tokens as
-    each other. Only whole blocks of context from before this step count, so every query sees all of
-    its group's prefix.
+    Each request asks for the depth, open by the gate, that saves most block reads: p * (1 - 1/c)
+    for p blocks that c requests have in common. Requests that ask for the same block at the same
+    depth are a group. All members have the same number of query tokens. Only whole blocks of
+    context from before this step count, so every query sees all of its group's prefix.
 
     Args:
-        batch: read on the host, so a batch on a GPU is waited for.
+        batch: read on the host, which waits for a batch on a GPU.
         block_size: tokens in a block of the KV cache.
         gate: groups that it closes are left out.
-        tile_tokens: query tokens that the kernel stacks in a tile: a prefix is read once for so
-            many, and a degree above is none to the gate. None: all of them.
+        tile_tokens: query tokens that the kernel stacks in a tile: a prefix is read once for that
+            many, and the gate doesn't count larger degrees. None without a limit.
 
     Returns:
-        The groups by their first member.
+        The groups, sorted by their first member.
     """
     table = batch.block_table.cpu().numpy()
     query_lens = np.diff(batch.query_start_loc.cpu().numpy())
@@ -108,7 +107,7 @@ def find_shared_prefixes(
 def _common_blocks(
     table: NDArray[np.int32], num_blocks: NDArray[np.int64], request: int
 ) -> NDArray[np.int64]:
-    """Leading blocks that each request has in common with one of them."""
+    """Leading blocks that each request has in common with `request`."""
     depth = int(num_blocks[request])
     equal = table[:, :depth] == table[request, :depth]
     common = np.where(equal.all(axis=1), depth, equal.argmin(axis=1)) if depth else 0

@@ -1,4 +1,4 @@
-"""Launching the attention kernel on tensors that `api.py` has checked."""
+"""Launches the attention kernel on tensors that `api.py` has checked."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FP8_BITS = {
     torch.float8_e4m3fnuz: (kernel.E4M3FNUZ_BITS, 2.0**7),
     torch.float8_e5m2: (kernel.E5M2_BITS, 1.0),
 }
-"""How FP8 is read from its bits, and the power of two by which that comes out too small."""
+"""How FP8 is read from its bits, and the power of two by which the result is too small."""
 _FP8_NATIVE = {
     "sm90": {torch.float8_e4m3fn, torch.float8_e5m2},
     "gfx942": {torch.float8_e4m3fnuz},
 }
-"""Formats that an architecture converts by itself."""
+"""Formats that an architecture converts in hardware."""
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -47,13 +47,13 @@ class KVFormat:
     code: int
     """`KV_FORMAT` of the kernel."""
     factor: float
-    """What is to be multiplied into the keys' and values' scales."""
+    """Factor for the keys' and values' scales."""
     as_bits: bool
     """Whether the cache is passed as uint8."""
 
 
 def kv_format(dtype: torch.dtype, arch: str) -> KVFormat:
-    """How a cache of this dtype is read on an architecture."""
+    """The format of a cache of this dtype on an architecture."""
     if dtype not in _FP8_BITS or dtype in _FP8_NATIVE.get(arch, ()):
         return KVFormat(kernel.PLAIN, 1.0, as_bits=False)
     code, factor = _FP8_BITS[dtype]
@@ -98,7 +98,7 @@ def kernel_constants(
 
 
 def merge_constants(constants: dict[str, object]) -> dict[str, object]:
-    """Those of the attention kernel's compile-time arguments that `merge_kernel` has too."""
+    """The attention kernel's compile-time arguments that `merge_kernel` also has."""
     names = kernel.merge_kernel.arg_names
     return {name: value for name, value in constants.items() if name in names}
 
@@ -116,7 +116,7 @@ def launch_attention(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Attend in one layer: one launch, or two where the first can't merge.
+    """Attend in one layer, by one launch, or two if the first can't merge.
 
     Writes `out` and the schedule's partials.
     """

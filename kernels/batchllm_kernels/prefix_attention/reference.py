@@ -1,15 +1,14 @@
-"""What prefix-shared attention computes, in plain torch: the oracle for every kernel.
+"""Prefix-shared attention in plain torch: the oracle for every kernel.
 
-Attention over a long context is exact when it is computed over pieces of the context and the
-pieces are merged by online softmax (paper, Eq. 1). So the queries of all requests that share a
-prefix can read the prefix's keys and values once, together:
+Attention computed over pieces of a context and merged by online softmax (paper, Eq. 1) is exact. So
+the queries of all requests that share a prefix can read its keys and values together, once:
 
     prefix = partial_attention(q, k_prefix, v_prefix, scale=scale)
     distinct = partial_attention(q, k_distinct, v_distinct, scale=scale, last_key=last_key)
     out, lse = merge_partials([prefix, distinct])
 
-A piece is summed up by its output and the log-sum-exp (LSE) of its scores. Both are float32
-whatever the inputs are, and every LSE is a natural logarithm.
+The result of a piece is its output and the log-sum-exp (LSE) of its scores. Both are float32 for
+all inputs, and every LSE is a natural logarithm.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def prefix_shared_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Causal attention of a step, with every shared prefix read once (paper, section 4.4).
+    """Causal attention of a step that reads every shared prefix once (paper, Sec. 4.4).
 
     Args:
         q: [num_tokens, num_q_heads, head_dim].
@@ -46,7 +45,7 @@ def prefix_shared_attention(
             keys divided by `k_scale`.
         v_cache: the shape of `k_cache`; holds values divided by `v_scale`.
         batch: the step's requests.
-        prefixes: the groups; no request may be in two. With none, this is plain paged attention.
+        prefixes: the groups; no request may be in two. Without any, this is plain paged attention.
         scale: factor on the scores.
         window: a query at position p sees the keys (p - window, p]; None: all of [0, p].
         soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
@@ -54,7 +53,7 @@ def prefix_shared_attention(
         v_scale: factor on the values.
 
     Returns:
-        [num_tokens, num_q_heads, head_dim] of float32; 0 for tokens that belong to no request.
+        [num_tokens, num_q_heads, head_dim] of float32; 0 for tokens of no request.
     """
     starts = batch.query_start_loc.tolist()
     seq_lens = batch.seq_lens.tolist()
@@ -63,7 +62,7 @@ def prefix_shared_attention(
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
 
     def attend(tokens: Tensor, positions: Tensor, request: int, start: int, end: int) -> None:
-        """Merge into `out` what the tokens see of [start, end) of a request's context."""
+        """Merge the tokens' attention to [start, end) of a request's context into `out`."""
         lowest = start if window is None else max(start, int(positions.min()) - window + 1)
         if lowest >= end:
             return
@@ -81,7 +80,7 @@ def prefix_shared_attention(
         out[tokens], lse[tokens] = merge_partials([(out[tokens], lse[tokens]), piece])
 
     def tokens_of(request: int) -> tuple[Tensor, Tensor]:
-        """Its query tokens and their positions in its context."""
+        """A request's query tokens and their positions in its context."""
         tokens = torch.arange(starts[request], starts[request + 1], device=q.device)
         return tokens, tokens + (seq_lens[request] - starts[request + 1])
 
@@ -116,7 +115,7 @@ def partial_attention(
             query head h reads key head h // (num_q_heads // num_kv_heads).
         v: the shape of `k`.
         scale: factor on the scores, usually head_dim ** -0.5.
-        last_key: [num_tokens], the last key that each query sees, which may lie behind the piece.
+        last_key: [num_tokens], the last key that each query sees, maybe after the piece.
             None: every query sees every key, as in a shared prefix.
         window: queries see the `window` keys up to `last_key`, which must be given.
         soft_cap: scores are soft_cap * tanh(score / soft_cap).
@@ -150,13 +149,12 @@ def partial_attention(
 
 
 def merge_partials(partials: Sequence[Partial]) -> Partial:
-    """Attention over the union of disjoint pieces, from the pieces' results (online softmax).
+    """Attention over the union of disjoint pieces, from their results (online softmax).
 
     The order of the pieces doesn't matter, and the result can be merged again.
 
     Args:
-        partials: at least one (out, lse), all of the same shapes, as `partial_attention` gives
-            them.
+        partials: at least one (out, lse) of `partial_attention`, all of the same shapes.
 
     Returns:
         (out, lse) of the union; 0 and -inf where every piece was empty.
@@ -169,7 +167,7 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """`lse` with 0 for -inf: empty pieces then weigh exp(-inf) = 0, where -inf - -inf is NaN."""
+    """`lse` with 0 for -inf: empty pieces then weigh exp(-inf) = 0; -inf - -inf would be NaN."""
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 

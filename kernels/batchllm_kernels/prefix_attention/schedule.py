@@ -1,4 +1,4 @@
-"""A step's work, laid out on the device in buffers that live as long as their `Scheduler`."""
+"""Lays out a step's work on the device, in buffers of a `Scheduler`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE
 from batchllm_kernels.prefix_attention.tiles import HEADER_FIELDS, MEMBER_FIELDS, TILE_FIELDS
 
 PIECE_ALIGN = 128
-"""Pieces of a context are cut at multiples of this many tokens."""
+"""Pieces of a context end at multiples of this many tokens."""
 MIN_MOST_PIECES = 8
-"""A context may be cut in so many pieces on any device, else in one for each program."""
+"""Most pieces of a context, if the device has fewer programs; else one per program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the attention kernel reads; `tiles.py` says what the records mean.
+    """The attention kernel's work; `tiles.py` describes the records.
 
-    Lies in its scheduler's buffers: the next `Scheduler.build` writes over it. All addresses
-    stay the same, so a captured graph can be replayed after a new build.
+    It is in its scheduler's buffers: the next `Scheduler.build` overwrites it. Addresses don't
+    change, so a captured graph can be replayed after a new build.
     """
 
     shape: AttentionShape
@@ -47,12 +47,12 @@ class Schedule:
     partial_lse: Tensor
     """[max_slots, num_q_heads] float32, to the base 2."""
     max_programs: int
-    """Persistent programs that have work at the most."""
+    """Most persistent programs with work."""
 
 
 @dataclass(frozen=True)
 class Partials:
-    """Scratch memory of a launch: written and read in it, of no use after it."""
+    """Scratch memory, used within one launch."""
 
     out: Tensor
     """[max_slots, num_q_heads, head_dim] float32."""
@@ -64,10 +64,10 @@ _partials: WeakValueDictionary[tuple[torch.device, int, int], Partials] = WeakVa
 
 
 def partials_for(num_slots: int, shape: AttentionShape, device: torch.device) -> Partials:
-    """Scratch memory, the same for all schedulers of a head count and size on a device.
+    """Scratch memory shared by all schedulers with equal heads on a device.
 
-    Their launches follow each other on one stream, so no two of them are at work at once. Those
-    that have it already keep it when a later one needs more.
+    Their launches follow each other on one stream, so no two use it at once. Earlier schedulers
+    keep theirs when a later one needs more.
     """
     key = (device, shape.num_q_heads, shape.head_dim)
     found = _partials.get(key)
@@ -80,11 +80,11 @@ def partials_for(num_slots: int, shape: AttentionShape, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much the worst batch within the limits needs.
+    """Upper bounds for any batch within the limits.
 
-    With W the rows' keys to walk over (each row tile's context, prefixes once) and pieces of at
-    least W / target_pieces tokens, cutting adds at most target_pieces tiles; a part that was cut
-    has less than twice its length in pieces.
+    Let W be the keys of all row tiles, prefixes once. With pieces of at least W / target_pieces
+    tokens, cutting adds at most target_pieces tiles, and the pieces of a cut part cover less than
+    twice its length.
     """
 
     tiles: int
@@ -95,7 +95,7 @@ class Capacity:
     def of(
         cls, limits: BatchLimits, wide_tokens: int, member_tokens: int, target_pieces: int
     ) -> Capacity:
-        """From the query tokens of a wide tile and of a group's member at the most."""
+        """From the most query tokens of a wide tile and of a group's member."""
         requests = limits.max_num_requests
         row_tiles = requests + limits.max_num_tokens // wide_tokens
         stacked = requests * member_tokens
@@ -120,9 +120,9 @@ class Scheduler:
 
     Args:
         shape: heads and blocks.
-        limits: the largest batch that will come.
+        limits: upper bounds of all batches.
         config: the architecture's settings.
-        device: where everything lies; memory for it is taken here.
+        device: for all buffers, which are allocated here.
     """
 
     def __init__(
@@ -157,9 +157,9 @@ class Scheduler:
         self._partials = partials_for(self.capacity.slots, shape, device)
 
     def build(self, batch: PagedBatch) -> Schedule:
-        """Lay out a step: four small launches, none waited for.
+        """Lay out a step by four small launches, without waiting for them.
 
-        Mutates the buffers of the schedule built before.
+        Overwrites the previous schedule.
         """
         num_requests = batch.num_requests
         requests = self._padded_requests

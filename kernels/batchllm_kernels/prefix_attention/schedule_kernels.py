@@ -1,8 +1,8 @@
 """Triton kernels that lay out a step's work on the device, without a host sync.
 
-Four launches of one program per request. Each program reads what it needs of all the requests, a
-few vectors, so nothing has to be scanned across programs. Numbers that change from step to step are
-not specialised on, so each kernel is compiled once:
+Four launches of one program per request. Each program reads a few vectors over all requests, so no
+scan across programs is needed. Numbers that change between steps aren't specialised on, so each
+kernel is compiled once:
 
     find_depths      how many leading blocks a request would like to share
     find_leaders     the first request that asks for the same blocks
@@ -61,7 +61,7 @@ def _query_lens(query_start_loc, requests, num_requests):
 
 @triton.jit
 def _gated_degree(degree, query_len, WIDE_TOKENS: tl.constexpr, MAX_DEGREE: tl.constexpr):
-    """What the gate is asked with: a prefix is read once for the members that fit in a tile."""
+    """Degree for the gate: a prefix is read once for the members that fit in a tile."""
     per_unit = WIDE_TOKENS // tl.maximum(query_len, 1)
     return tl.minimum(tl.minimum(degree, per_unit), MAX_DEGREE)
 
@@ -84,10 +84,10 @@ def find_depths(
 ):
     """`depths[r]`: leading blocks whose sharing saves r the most reads, 0 for none.
 
-    Only with requests of as many query tokens: they are stacked evenly. Blocks in common with each
-    other request by binary search: in a prefix cache, tables that have a block in common have all
-    blocks before it in common. (`find_leaders` checks that.) Then, of the depths that the gate lets
-    pass, the depth p, held by c requests, at which p * (1 - 1/c) is largest.
+    Only requests with the same number of query tokens share, so that they stack evenly. Binary
+    search finds the common blocks with each other request: in a prefix cache, tables with a common
+    block have all earlier blocks in common (`find_leaders` checks that). The result is the depth p,
+    open by the gate and held by c requests, at which p * (1 - 1/c) is largest.
     """
     request = tl.program_id(0)
     others = tl.arange(0, REQUESTS)
@@ -104,7 +104,7 @@ def find_depths(
     else:
         low = tl.zeros([REQUESTS], tl.int32)
         high = tl.minimum(num_blocks, own_blocks)
-        high = tl.where(others == request, 0, high)  # itself comes last, with nothing in common
+        high = tl.where(others == request, 0, high)  # not with itself
         own_row = block_table + request.to(tl.int64) * table_stride
         rows = block_table + others.to(tl.int64) * table_stride
         for _ in range(num_probes):
@@ -138,8 +138,8 @@ def find_leaders(
 ):
     """`leaders[r]`: the first request that asks for the same blocks as r; r itself if none does.
 
-    A request whose table doesn't begin exactly like its leader's stays on its own: tables of
-    sliding windows hold a placeholder for blocks that were let go.
+    A request whose table doesn't begin exactly like its leader's stays alone: tables of sliding
+    windows have placeholders for freed blocks.
     """
     request = tl.program_id(0)
     others = tl.arange(0, REQUESTS)
@@ -182,7 +182,7 @@ def measure_groups(
     BLOCK_SIZE: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """Size of each request's group and its place there; groups that the gate closes fall apart.
+    """Size of each request's group and its rank there; groups that the gate closes are dissolved.
 
     `min_prefix_tokens` is the gate's table by degree, up to MAX_DEGREE.
     """
@@ -250,7 +250,7 @@ def lay_out(
     WIDE_TOKENS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """Write the tiles of each request: its own part's, and its unit's prefix if it heads one."""
+    """Write each request's tiles: those of its own part, and of its unit's prefix if it leads."""
     request = tl.program_id(0)
     others = tl.arange(0, REQUESTS)
     exists = others < num_requests
@@ -270,8 +270,8 @@ def lay_out(
     is_head = is_shared & (rank % per_unit == 0)
     head_prefixes = tl.where(is_head, prefixes, 0)
 
-    # Pieces of about equal length, as many as fill the device: few requests are split, many not.
-    # One program merges all pieces of a unit, so there aren't more of them than programs.
+    # Pieces of about equal length fill the device: few requests are split, many aren't. One program
+    # merges all pieces of a unit, so there are at most as many as programs.
     work = tl.sum(row_tiles.to(tl.int64) * own_lens) + tl.sum(head_prefixes)
     longest = tl.max(tl.where(query_lens > 0, tl.maximum(own_lens, prefixes), 0))
     piece = tl.maximum((work + target_pieces - 1) // target_pieces, min_piece_tokens)
@@ -372,7 +372,7 @@ def lay_out(
         piece_idx = idx % my_own_pieces
         offset = row_tile * my_tile_tokens
         num_tokens = tl.minimum(my_tile_tokens, my_query_len - offset)
-        # The last query of the tile sees keys up to its own; pieces behind it are empty.
+        # The tile's last query sees keys up to its own; later pieces are empty.
         visible_end = my_end - my_query_len + offset + num_tokens
         kv_start = my_prefix + piece_idx * piece
         slot = tl.where(partial, own_slot + piece_idx * my_query_len + offset, -1)

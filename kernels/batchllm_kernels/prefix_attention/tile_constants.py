@@ -1,4 +1,4 @@
-"""The numbers of `tiles.py` under the same names, as Triton's kernels want them."""
+"""The numbers of `tiles.py` as Triton's constants, under the same names."""
 
 import triton.language as tl
 

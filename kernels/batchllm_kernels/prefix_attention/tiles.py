@@ -1,13 +1,13 @@
-"""The arrays that describe a step's work to the kernel: int32 records, written on the device.
+"""A step's work for the kernel: arrays of int32 records, written on the device.
 
-A *tile* is a run of keys of one block-table row, seen by some rows (query token x query head of
-one KV head). Every tile is run once for each KV head. Query tokens are named by *members*: the
-requests in the order of their groups.
+A *tile* is a range of keys of one block-table row, for some rows (query token x query head of one
+KV head). It runs once for each KV head. *Members* are the requests in the order of their groups;
+they identify query tokens.
 
-A *unit* is what is merged at once: the members whose queries are stacked in one prefix tile, or,
-without a prefix, the query tokens of a row tile. Each tile of a unit counts up the unit's counter;
-the one that comes last merges all of the unit's partials. Where that can't be relied on, a second
-launch merges each unit once, at its first tile.
+A *unit* is merged at once: the members whose queries are stacked in one prefix tile, or, without a
+prefix, the query tokens of a row tile. Each tile of a unit increments the unit's counter, and the
+last one merges all of the unit's partials. Where memory isn't ordered well enough for that, a
+second launch merges each unit once, at its first tile.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ TILE_ROWS_FIRST: Final = 4
 """The first of the tile's members."""
 TILE_ROWS_MEMBERS: Final = 5
 TILE_ROWS_LEN: Final = 6
-"""Query tokens stacked for each member: all members of a group have as many."""
+"""Query tokens stacked for each member, the same number for all members of a group."""
 TILE_ROW_OFFSET: Final = 7
 """Query tokens of the member before the tile's first."""
 TILE_SLOT: Final = 8
-"""Where the tile's first token's partials go, the others' follow. -1: to the output, finished."""
+"""Slot of the first token's partials; the others' follow. -1: the tile writes the output."""
 TILE_COUNTER: Final = 9
 TILE_NUM_PARTIALS: Final = 10
 """Tiles of the unit, for each KV head."""
 TILE_UNIT_FIRST: Final = 11
 TILE_UNIT_MEMBERS: Final = 12
 TILE_UNIT_LEN: Final = 13
-"""As for the tile's rows, of the unit."""
+"""As for the tile's rows, but of the unit."""
 TILE_PREFIX_SLOT: Final = 14
 """The unit's first slot of prefix partials: UNIT_MEMBERS * UNIT_LEN slots for each piece."""
 TILE_PREFIX_PIECES: Final = 15
@@ -62,6 +62,6 @@ HEADER_TILES: Final = 0
 HEADER_PREFIX_TILES: Final = 1
 HEADER_SLOTS: Final = 2
 HEADER_COUNTERS: Final = 3
-"""Counters in use behind those of grouped units."""
+"""Counters in use after those of grouped units."""
 HEADER_PIECE: Final = 4
 """Tokens of a piece."""

@@ -1,13 +1,13 @@
-"""The fused kernel: prefix tiles and own tiles of a step in one launch, merged where they end.
+"""The fused kernel: prefix tiles and own tiles of a step in one launch, with their merge.
 
-Paper, section 4.4: the partial attention over shared prefixes (matrix-matrix) and over each
-request's own part run in different programs of one kernel, with tilings of their own. The program
-that finishes a unit's last tile merges the unit's partials by online softmax (Eq. 1); where a chip
-doesn't order memory well enough for that, `merge_kernel` follows. `tiles.py` describes what it
-reads; `schedule_kernels.py` writes that.
+Paper, Sec. 4.4: the partial attention over shared prefixes (matrix-matrix) and over each request's
+own part run in different programs of one kernel, with their own tilings. The program that finishes
+a unit's last tile merges the unit's partials by online softmax (Eq. 1); if a chip doesn't order
+memory well enough for that, `merge_kernel` follows. `tiles.py` describes the work, which
+`schedule_kernels.py` writes.
 
-Logarithms in here are to the base 2: scores are multiplied by log2(e) once, and `exp2` is what the
-hardware has.
+Logarithms here are to the base 2: scores are multiplied by log2(e) once, and the hardware has
+`exp2`.
 """
 
 import triton
@@ -44,10 +44,10 @@ from batchllm_kernels.prefix_attention.tile_constants import (
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FAR = tl.constexpr(2**30)
-"""Position of rows that hold no query: they see every key, and nothing reads what they get."""
+"""Position of rows without a query: they see every key, and their results aren't used."""
 
 PLAIN, E4M3FN_BITS, E4M3FNUZ_BITS, E5M2_BITS = range(4)
-"""How the elements of a KV cache are read; FP8 that the chip can't convert comes as uint8."""
+"""Formats of KV cache elements; FP8 that the chip can't convert is passed as uint8."""
 _PLAIN = tl.constexpr(PLAIN)
 _E4M3FN_BITS = tl.constexpr(E4M3FN_BITS)
 _E4M3FNUZ_BITS = tl.constexpr(E4M3FNUZ_BITS)
@@ -58,9 +58,9 @@ _E5M2_BITS = tl.constexpr(E5M2_BITS)
 def _decode(raw, KV_FORMAT: tl.constexpr, DOT_DTYPE: tl.constexpr):
     """Elements of the cache as operands of a matrix product.
 
-    FP8 given as bits is read as a float16 with the same sign, exponent and mantissa bits. Their
-    exponents' biases differ, so e4m3 comes out smaller by a power of two, which the host puts
-    into `k_scale` and `v_scale`.
+    FP8 bits are read as a float16 with the same sign, exponent and mantissa bits. The exponents'
+    biases differ, so e4m3 becomes smaller by a power of two, which the host multiplies into
+    `k_scale` and `v_scale`.
     """
     if KV_FORMAT == _E4M3FN_BITS or KV_FORMAT == _E4M3FNUZ_BITS:
         bits = raw.to(tl.uint16)
@@ -99,9 +99,9 @@ def _online_softmax_update(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Take in the keys [start, end), BLOCK_N at a time.
+    """Add the keys [start, end), BLOCK_N at a time.
 
-    IS_MASKED: some of the keys can't be seen by some of the rows, or the last step isn't whole.
+    IS_MASKED: some rows don't see some of the keys, or the last step is partial.
     """
     dims = tl.arange(0, DIMS)
     for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
@@ -137,7 +137,7 @@ def _online_softmax_update(
                 sees &= keys[None, :] > positions[:, None] - WINDOW
             scores = tl.where(sees, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # Where a row has seen nothing yet, -inf - -inf would be NaN.
+        # For a row that has seen no key yet, -inf - -inf would be NaN.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(row_max - base)
@@ -185,9 +185,9 @@ def _attend_tile(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile for one KV head: to the output if it is all there is, else to its slots.
+    """One tile for one KV head: writes the output if it is the unit's only one, else its slots.
 
-    SPLIT_MASKED: run the steps that every row sees whole in a loop without masks.
+    SPLIT_MASKED: run steps that all rows see entirely in a loop without masks.
     """
     kv_start = tl.load(tile + TILE_KV_START)
     kv_end = tl.load(tile + TILE_KV_END)
@@ -259,7 +259,7 @@ def _merge_partial(
     output, row_max, row_sum, slot, head, mask, partial_out, partial_lse,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Add each row's partial in `slot` to what was merged so far."""
+    """Merge each row's partial in `slot` into the result so far."""
     dims = tl.arange(0, DIMS)
     at = slot.to(tl.int64) * HEADS + head
     # Not from the L1 cache: another multiprocessor wrote it.
@@ -380,10 +380,10 @@ def prefix_attention_kernel(
     MERGE_M: tl.constexpr,
     MERGE_HERE: tl.constexpr,
 ):
-    """A persistent program: every num_programs-th (tile, KV head) of the step.
+    """A persistent program: runs every num_programs-th (tile, KV head) of the step.
 
-    `scale` is the factor on scores times the keys' scale; it holds log2(e) too, unless the scores
-    are capped first. MERGE_HERE: merge in this launch. Counters are zero before and after.
+    `scale` is the factor on scores times the keys' scale, and times log2(e) unless the scores are
+    capped first. MERGE_HERE: merge in this launch. Counters are zero before and after.
     """
     num_items = tl.load(header + HEADER_TILES) * KV_HEADS
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
@@ -410,8 +410,8 @@ def prefix_attention_kernel(
                 BLOCK_SIZE, HEAD_DIM, DIMS, NARROW_M, NARROW_N, NARROW_STAGES,
             )  # fmt: skip
         if MERGE_HERE and tl.load(tile + TILE_SLOT) >= 0:
-            # All of the program's partials are written before it counts, and everybody's are read
-            # after the count was seen: release and acquire, at the scope of the device.
+            # A program writes all of its partials before it counts, and the last one reads all
+            # partials after it sees the count: release and acquire, at the scope of the device.
             tl.debug_barrier()
             counter = counters + tl.load(tile + TILE_COUNTER) * KV_HEADS + kv_head
             num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1

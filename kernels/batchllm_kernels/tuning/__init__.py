@@ -1,1 +1,1 @@
-"""Choosing an architecture's settings: what may be tried, how it is timed, what is kept."""
+"""Tunes an architecture's settings: candidates, timings, selection."""

@@ -1,4 +1,4 @@
-"""Checking and timing settings on the device."""
+"""Checks and times settings on the device."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from batchllm_kernels.tuning.workloads import (
 )
 
 Timer = Callable[[Callable[[], object], int], float]
-"""(what to run, repetitions) -> median milliseconds."""
+"""(function, repetitions) -> median milliseconds."""
 
 
 class Bench(Protocol):
-    """Where settings are tried."""
+    """Checks and times settings."""
 
     def error(self, config: ArchConfig) -> float:
-        """Relative error against attention in float32; NaN where something is badly wrong."""
+        """Relative error against attention in float32; NaN if the output has NaN."""
 
     def time(self, config: ArchConfig, workload: Workload, repetitions: int) -> float:
         """Median milliseconds of attention in one layer."""
@@ -46,17 +46,17 @@ class _Layer:
 
 
 class DeviceBench:
-    """Runs the kernel on a device, on workloads that were named before.
+    """Runs the kernel on a device, on given workloads.
 
-    One cache, large enough for the largest workload, holds random data; it is made once.
+    One cache of random data serves all workloads.
 
     Args:
         shape: heads, head size and blocks.
         device: a GPU; the CPU with Triton's interpreter, in tests.
         timer: times a function.
-        kv_dtype: of the cache.
-        seed: of everything random.
-        check: what `error` runs.
+        kv_dtype: dtype of the cache.
+        seed: for all random data.
+        check: the workload of `error`.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class DeviceBench:
         self._batches: dict[Workload, PagedBatch] = {}
 
     def error(self, config: ArchConfig) -> float:
-        """‖out - reference‖ / ‖reference‖ in bfloat16, on data that is new at each call.
+        """‖out - reference‖ / ‖reference‖ in bfloat16, on new data at each call.
 
-        What no request wrote is NaN in the cache, and the output is NaN before.
+        Unwritten places of the cache are NaN, and so is the output before the call.
         """
         num_blocks = self._check.num_blocks + 5
         batch = lay_out(self._check, num_blocks, self._table_blocks, self._rng)
@@ -102,7 +102,7 @@ class DeviceBench:
         return float((out.float() - want).norm() / want.norm())
 
     def time(self, config: ArchConfig, workload: Workload, repetitions: int) -> float:
-        """Median milliseconds of one layer's attention, as the timer finds it."""
+        """Median milliseconds of one layer's attention, by the timer."""
         if self._layer is None:
             self._layer = self._random_layer(self._num_blocks, 1)
         if workload not in self._batches:
@@ -154,16 +154,16 @@ class DeviceBench:
 
 
 class GraphTimer:
-    """Times replays of a captured graph with events, the L2 cache flushed before each."""
+    """Times replays of a captured graph by events, and flushes the L2 cache before each."""
 
     def __init__(self, device: torch.device) -> None:
         # Twice the largest cache of any chip with settings.
         self._flush = torch.ones(512 * 2**20 // 4, dtype=torch.int32, device=device)
 
     def __call__(self, run: Callable[[], object], repetitions: int) -> float:
-        """Median milliseconds of `run`, which is captured once.
+        """Median milliseconds of `run`, captured once.
 
-        Kernels are compiled by a call before the capture.
+        A call before the capture compiles its kernels.
         """
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""Launch settings worth trying for one head size, and what the compiler alone says of them."""
+"""Candidates of launch settings for one head size, ranked by the compiler's reports."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from batchllm_kernels.compile import (
 from batchllm_kernels.prefix_attention.config import LaunchConfig, Tiling
 
 _STEP_BYTES: Final = (4096, 16384)
-"""Keys of a narrow step, of one head: less is all overhead, more doesn't fit the registers."""
+"""Bytes of a narrow step's keys of one head: fewer are overhead, more don't fit the registers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is combined: `wide` comes with its warps, and with the compiler's options for them."""
+    """Settings to combine; `wide` includes warps and compiler options."""
 
     narrow: tuple[Tiling, ...]
     wide: tuple[tuple[Tiling, int, Mapping[str, int]], ...]
@@ -39,22 +39,22 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings that compile, with the compiler's word on them."""
+    """Settings that compile, with the compiler's report."""
 
     launch: LaunchConfig
     head_dim: int
     kv_bits: int
     report: Report
-    """Of the variant that is hardest on the chip."""
+    """Report of the most demanding variant."""
 
     @property
     def label(self) -> str:
-        """Names it in tables and files."""
+        """Name in tables and files."""
         return launch_label(self.launch)
 
     @property
     def kv_bytes_in_flight(self) -> int:
-        """Keys and values that a multiprocessor has asked for while it computes on others."""
+        """Bytes of keys and values that a multiprocessor prefetches while it computes."""
         step = 2 * self.launch.narrow.block_n * self.head_dim * self.kv_bits // 8
         ahead = steps_ahead(self.launch.narrow.num_stages, is_amd=self.report.arch.startswith("gf"))
         return self.launch.programs_per_processor * ahead * step
@@ -67,7 +67,7 @@ class Candidate:
 
 
 def launch_label(launch: LaunchConfig) -> str:
-    """Settings in one short line, the same for the same settings."""
+    """Settings in one short line."""
     narrow, wide = (
         f"{tiling.block_m}x{tiling.block_n}/{tiling.num_stages}"
         for tiling in (launch.narrow, launch.wide)
@@ -77,7 +77,7 @@ def launch_label(launch: LaunchConfig) -> str:
 
 
 def steps_ahead(num_stages: int, *, is_amd: bool) -> int:
-    """Steps whose keys and values are on their way while one is computed on.
+    """Steps whose keys and values are prefetched while one is computed.
 
     They are addressed through the block table, and Triton's pipeliner splits the stages between
     the two loads. Seen in the shared memory of compiled kernels (Triton 3.9): on NVIDIA a step is
@@ -89,12 +89,12 @@ def steps_ahead(num_stages: int, *, is_amd: bool) -> int:
 
 
 def grid_for(vendor: str, head_dim: int, kv_bits: int) -> Grid:
-    """What is tried on a vendor's chips. To try more, add to the tuples in here.
+    """The grid for a vendor's chips. To try more, add to the tuples here.
 
     Args:
         vendor: "nvidia" or "amd".
         head_dim: elements of a head.
-        kv_bits: of an element of the cache.
+        kv_bits: bits of an element of the cache.
     """
     row_bytes = 1 << (head_dim * kv_bits // 8 - 1).bit_length()
     least, most = _STEP_BYTES
@@ -102,7 +102,7 @@ def grid_for(vendor: str, head_dim: int, kv_bits: int) -> Grid:
     options: dict[int, tuple[Mapping[str, int], ...]]
     if vendor == "nvidia":
         stages, wide_stages = [3, 5, 7], [4]
-        # As many registers as let 3 or 4 programs run at once; with 8 warps, 2 would spill.
+        # Register limits for 3 or 4 programs at once; with 8 warps, 2 would spill.
         options = {4: ({}, {"maxnreg": 168}, {"maxnreg": 128}), 8: ({},)}
     else:
         stages, wide_stages = [2, 4], [2]
@@ -126,7 +126,7 @@ def grid_for(vendor: str, head_dim: int, kv_bits: int) -> Grid:
 class Compiler:
     """Compiles settings for one chip, head size and width of KV elements; needs no GPU.
 
-    `jobs` processes at once; 1: in this process.
+    Uses `jobs` processes; 1 means this process.
     """
 
     arch: str
@@ -134,14 +134,14 @@ class Compiler:
     kv_bits: int
     jobs: int = 1
     chip: Chip | None = None
-    """None: the one of `compile.CHIPS` that `arch` names."""
+    """None for that of `arch` in `compile.CHIPS`."""
 
     def reports(self, launches: Sequence[LaunchConfig], *, with_extras: bool) -> list[Report]:
-        """The worse of each one's plain kernel and, if asked, the one with window and soft cap."""
+        """The worse report of each plain kernel and, if asked, that with window and soft cap."""
         kv_dtype = torch.bfloat16 if self.kv_bits == 16 else fp8_dtype(self.arch)
         variants = []
         for launch in launches:
-            # As the settings that ship have it: by the last tile on NVIDIA, on AMD afterwards.
+            # As in the shipped settings: by the last tile on NVIDIA, by a second launch on AMD.
             merge = not self.arch.startswith("gf")
             plain = Variant(self.arch, self.head_dim, kv_dtype, launch, merge_in_launch=merge)
             variants.append(plain)
@@ -160,10 +160,10 @@ class Compiler:
             return list(pool.map(report_of, variants, chips))
 
     def shortlist(self, grid: Grid, count: int) -> Iterator[Candidate]:
-        """Up to `count` settings that compile without a fault, from each wide tiling some.
+        """Up to `count` settings that compile without a fault, some with each wide tiling.
 
-        First every wide tiling alone, so that those that spill aren't tried with every narrow one;
-        then the rest with their narrow tilings, most bytes in flight first.
+        Tries every wide tiling alone first, so that those that spill aren't tried with every narrow
+        one, then the rest with their narrow tilings, most bytes in flight first.
         """
         smallest = Tiling(16, 16, 1)
         alone = [LaunchConfig(smallest, wide, warps, 1, extra) for wide, warps, extra in grid.wide]
@@ -190,7 +190,7 @@ class Compiler:
 
 
 def worse(plain: Report, extras: Report) -> Report:
-    """Of two variants of the same settings: what either of them needs at the most."""
+    """The maximum of both reports for the same settings."""
     one, other = plain.usage, extras.usage
     usage = Usage(
         max(one.registers, other.registers),
@@ -202,7 +202,7 @@ def worse(plain: Report, extras: Report) -> Report:
 
 
 def report_of(variant: Variant, chip: Chip) -> Report:
-    """The compiler's report; a kernel that it refuses is one with a fault."""
+    """The compiler's report; a refused kernel has a fault."""
     try:
         return compile_variant(variant, chip)
     except (TritonError, RuntimeError) as error:  # LLVM's passes fail with RuntimeError

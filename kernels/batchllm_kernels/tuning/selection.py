@@ -1,6 +1,6 @@
-"""What is kept, from timings alone: pure functions on plain data.
+"""Selects settings by their timings: pure functions on plain data.
 
-Timings are milliseconds by name of a workload; settings are known by their labels.
+Timings are milliseconds by name of a workload; labels identify settings.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Final
 Timings = Mapping[str, float]
 
 MOST_LOSS_ALONE: Final = 1.02
-"""Settings may slow requests that share nothing by this factor at the most."""
+"""Largest factor by which settings may slow down requests that share nothing."""
 LEAST_GAIN_SHARED: Final = 0.03
-"""Part of the time that sharing a prefix must save before the gate opens for it."""
+"""Least part of the time that sharing a prefix must save to open the gate."""
 
 
 def relative_time(timings: Timings, baseline: Timings) -> float:
-    """Geometric mean, over the workloads, of time as a multiple of the baseline's.
+    """Geometric mean over the workloads of time / baseline time.
 
     Raises:
-        ValueError: the workloads aren't the same, or there are none.
+        ValueError: the workloads differ, or there are none.
     """
     if not timings or timings.keys() != baseline.keys():
         raise ValueError(f"timings of {sorted(timings)}, the baseline of {sorted(baseline)}")
@@ -29,7 +29,7 @@ def relative_time(timings: Timings, baseline: Timings) -> float:
 
 
 def faster_half(times: Mapping[str, float], always: Collection[str]) -> list[str]:
-    """The faster half by relative time, fastest first, rounded up; `always` stays whatever it is.
+    """The faster half by relative time, fastest first, rounded up, and `always`.
 
     `always` doesn't count toward the half.
     """
@@ -41,14 +41,14 @@ def faster_half(times: Mapping[str, float], always: Collection[str]) -> list[str
 def choose(
     measured: Mapping[str, Timings], current: str, alone: Collection[str], least_gain: float = 0.01
 ) -> str:
-    """The label with the least relative time to the current settings, or the current one.
+    """The label with the shortest time relative to the current settings, or the current one.
 
     Args:
-        measured: timings by label; the current settings' must be there.
-        current: the label of what is used now.
-        alone: names of workloads that share nothing: there nothing may be more than
-            `MOST_LOSS_ALONE` times as slow as now, by geometric mean.
-        least_gain: part of the time that a change must save.
+        measured: timings by label, including the current settings.
+        current: the label of the current settings.
+        alone: names of workloads that share nothing; their time may grow by at most the factor
+            `MOST_LOSS_ALONE`, by geometric mean.
+        least_gain: least part of the time that a change must save.
     """
     baseline = measured[current]
 
@@ -65,14 +65,13 @@ def choose(
 
 
 def gate_table(timings: Mapping[tuple[int, int], tuple[float, float]]) -> dict[int, int]:
-    """Least prefix in tokens by degree, as `Gate.min_prefix_tokens` has it.
+    """Least prefix in tokens by degree, for `Gate.min_prefix_tokens`.
 
     A degree gets the least prefix from which on sharing saves `LEAST_GAIN_SHARED` of the time at
-    every length that was timed, and no more than a smaller degree gets. Degrees that say nothing
-    new are left out.
+    every timed length, but at most that of a smaller degree. Degrees without a change are left out.
 
     Args:
-        timings: by (degree, prefix tokens): milliseconds with the gate open, and with it closed.
+        timings: by (degree, prefix tokens): milliseconds with the gate open and closed.
     """
     table: dict[int, int] = {}
     least: int | None = None

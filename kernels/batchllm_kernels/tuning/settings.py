@@ -1,4 +1,4 @@
-"""Settings as the JSON that ships, and where they were timed."""
+"""Writes settings as the JSON that ships, and describes the device of their timings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from batchllm_kernels.prefix_attention.config import ArchConfig, parse_config
 
 
 def to_json(config: ArchConfig) -> str:
-    """The text of a settings file; `parse_config` reads the same settings from it.
+    """The text of a settings file, the inverse of `parse_config`.
 
     Raises:
-        ValueError: settings that `parse_config` refuses.
+        ValueError: `parse_config` refuses the settings.
     """
     given: Mapping[str, Any] = {
         "arch": config.arch,
@@ -45,7 +45,7 @@ def to_json(config: ArchConfig) -> str:
 
 
 def describe_device(device: torch.device, what: str) -> str:
-    """For `tuned_on`: device, driver, library versions and date of timings, and what they chose."""
+    """For `tuned_on`: device, driver, library versions and date, and the tuned settings."""
     name = torch.cuda.get_device_properties(device).name
     return (
         f"{name}, driver {_driver_version()}, torch {torch.__version__}, "

@@ -1,4 +1,4 @@
-"""The order in which settings are tried: tilings by successive halving, split rule, gate."""
+"""Tunes tilings by successive halving, then the split rule, then the gate."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ SPLITS: Final = tuple(
 
 
 class TuningError(RuntimeError):
-    """The settings in use can't be the measure of others."""
+    """The current settings fail or compute wrong results."""
 
 
 @dataclass
 class Progress:
-    """Says on stderr how far a search is and how long the rest will take."""
+    """Reports the progress and the remaining time of a search on stderr."""
 
     stream: TextIO = field(default_factory=lambda: sys.stderr)
     clock: Callable[[], float] = time.monotonic
 
     def over(self, what: str, items: Sequence[Any]) -> Iterable[Any]:
-        """The items, with a line on each."""
+        """Iterate over the items, with a line for each."""
         begin = self.clock()
         for done, item in enumerate(items):
             left = (self.clock() - begin) / max(done, 1) * (len(items) - done)
@@ -54,7 +54,7 @@ class Progress:
             yield item
 
     def say(self, line: str) -> None:
-        """One line."""
+        """Write one line."""
         print(line, file=self.stream)
 
 
@@ -62,7 +62,7 @@ class Progress:
 class Tuner:
     """Improves an architecture's settings step by step; `config` is the best so far.
 
-    Every timing that a choice rests on is kept in `raw`.
+    `raw` keeps every timing behind a choice.
     """
 
     config: ArchConfig
@@ -82,10 +82,10 @@ class Tuner:
     ) -> LaunchConfig:
         """Replace the settings of one head size by the fastest candidate, if one is faster.
 
-        After `budget_s` seconds nothing new is timed, and what is known decides.
+        After `budget_s` seconds nothing more is timed, and the timings so far decide.
 
         Raises:
-            TuningError: the settings in use fail, or compute something else than the reference.
+            TuningError: the current settings fail or compute wrong results.
         """
         key = head_dim, kv_bits
         name = f"{self.config.arch} {head_dim}/{kv_bits}"
@@ -109,7 +109,7 @@ class Tuner:
                 elif label == current:
                     raise TuningError(f"{name}: the settings in use ({current}) don't work")
             if len(measured_now) == 1 and measured:
-                break  # only the current settings: the round before says more
+                break  # only the current settings: the previous round says more
             measured = measured_now
             self.raw.setdefault(name, []).append(
                 {"repetitions": repetitions, "milliseconds": measured}
@@ -118,7 +118,7 @@ class Tuner:
                 label: relative_time(timings, measured[current])
                 for label, timings in measured.items()
             }
-            # The current settings come first: all others are measured by them.
+            # The current settings come first: they are the baseline.
             alive = [current, *(one for one in faster_half(times, [current]) if one != current)]
             if self.progress.clock() > deadline or len(alive) == 1:
                 break
@@ -160,7 +160,7 @@ class Tuner:
         prefixes: Sequence[int] = GATE_PREFIXES,
         repetitions: int = 15,
     ) -> Gate:
-        """Replace the gate's lengths by those from which on sharing is faster."""
+        """Replace the gate's lengths by the least ones at which sharing is faster."""
         member_tokens = self.config.gate.max_member_tokens
         opened = replace(self.config, gate=Gate({2: 1}, member_tokens))
         closed = replace(self.config, gate=Gate({}, member_tokens))
@@ -192,7 +192,7 @@ class Tuner:
         *,
         check: bool,
     ) -> dict[str, float] | None:
-        """Milliseconds by workload; None for settings that don't run or compute it wrong."""
+        """Milliseconds by workload; None for settings that fail or compute wrong results."""
         try:
             if check and not (error := bench.error(config)) < MAX_ERROR:
                 self.progress.say(f"{label}: left out, its relative error is {error}")
@@ -204,7 +204,7 @@ class Tuner:
 
 
 def gate_workloads() -> list[Workload]:
-    """All that `Tuner.tune_gate` times."""
+    """All workloads of `Tuner.tune_gate`."""
     return [gate_workload(degree, tokens) for degree in GATE_DEGREES for tokens in GATE_PREFIXES]
 
 

@@ -1,4 +1,4 @@
-"""Batches that settings are timed and checked on, over one paged KV cache of random data."""
+"""Batches to time and check settings, over one paged KV cache of random data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from batchllm_kernels.prefix_attention.batch import AttentionShape, PagedBatch
 
 BLOCK_SIZE: Final = 16
 TABLE_ALIGN: Final = 16
-"""Block tables have rows of a multiple of this: Triton builds kernels of their own for others."""
+"""Rows of block tables are multiples of this: Triton specialises kernels for others."""
 _HEADS: Final = {64: (32, 8), 96: (32, 32), 128: (32, 8), 256: (16, 8)}
-"""Query heads and KV heads by head size, of Llama 3.2 1B, Phi-3 mini, Llama 3 8B, Gemma 2 9B."""
+"""(query heads, KV heads) by head size: Llama 3.2 1B, Phi-3 mini, Llama 3 8B, Gemma 2 9B."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests with one prefix. All lengths in tokens."""
+    """Requests with one prefix. Lengths are in tokens."""
 
     num_requests: int
     num_prefix_tokens: int
@@ -43,7 +43,7 @@ class Workload:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the cache that it takes."""
+        """Blocks of the cache."""
         return sum(
             group.num_prefix_tokens // BLOCK_SIZE + group.num_requests * _own_blocks(group)
             for group in self.groups
@@ -51,12 +51,12 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """Of all groups."""
+        """Requests of all groups."""
         return sum(group.num_requests for group in self.groups)
 
     @property
     def num_query_tokens(self) -> int:
-        """Of all requests."""
+        """Query tokens of all requests."""
         return sum(group.num_requests * group.num_query_tokens for group in self.groups)
 
 
@@ -73,7 +73,7 @@ def decoding(num_requests: int, degree: int, num_prefix_tokens: int, own: int = 
 
 
 def launch_workloads() -> list[Workload]:
-    """What tilings are chosen by: decode of 256 and 32, and decode beside prefill."""
+    """Workloads for tilings: decode of 256 and 32, and decode beside prefill."""
     batches = []
     for num_requests in (256, 32):
         batches.append(decoding(num_requests, 1, 0))
@@ -88,7 +88,7 @@ def launch_workloads() -> list[Workload]:
 
 
 def split_workloads() -> list[Workload]:
-    """What the split rule is chosen by: few or uneven contexts, and enough of equal ones."""
+    """Workloads for the split rule: few or uneven contexts, and enough equal ones."""
     uneven = (Group(1, 0, 16384), *(Group(1, 0, 512),) * 31)
     return [
         decoding(2, 1, 0, own=16384),
@@ -102,12 +102,12 @@ def split_workloads() -> list[Workload]:
 
 
 def gate_workload(degree: int, num_prefix_tokens: int) -> Workload:
-    """What the gate is chosen by: 128 decoding requests in groups of `degree`."""
+    """A workload for the gate: 128 decoding requests in groups of `degree`."""
     return decoding(128, degree, num_prefix_tokens)
 
 
 def check_workload() -> Workload:
-    """Small, with everything in it: prefixes, chunks, awkward lengths, a split context."""
+    """A small workload with all cases: prefixes, chunks, awkward lengths, a split context."""
     groups = (
         Group(20, 512, 37), Group(4, 2048, 0), Group(3, 64, 15, 3), Group(2, 16, 1),
         Group(1, 0, 0), Group(1, 0, 63), Group(1, 0, 3000), Group(1, 0, 0, 111),
@@ -122,10 +122,10 @@ def lay_out(
     """The workload's requests in random order, their blocks scattered over `num_blocks`.
 
     Args:
-        workload: whose prefixes are in whole blocks.
-        num_blocks: of the cache.
-        table_blocks: length of a block table's row; what a request doesn't use points nowhere.
-        rng: on the CPU, as is the batch.
+        workload: its prefixes must be whole blocks.
+        num_blocks: blocks of the cache.
+        table_blocks: length of a block table's row; unused entries are invalid.
+        rng: on the CPU, like the batch.
     """
     free = iter(torch.randperm(num_blocks, generator=rng).tolist())
     rows: list[tuple[list[int], int, int]] = []
@@ -146,7 +146,7 @@ def lay_out(
 
 
 def table_blocks_for(workloads: Sequence[Workload]) -> int:
-    """Blocks of the longest context, up to a multiple of `TABLE_ALIGN`."""
+    """Blocks of the longest context, rounded up to a multiple of `TABLE_ALIGN`."""
     longest = max(
         group.num_prefix_tokens // BLOCK_SIZE + _own_blocks(group)
         for workload in workloads
@@ -156,7 +156,7 @@ def table_blocks_for(workloads: Sequence[Workload]) -> int:
 
 
 def unwritten(batch: PagedBatch, num_blocks: int) -> Tensor:
-    """[num_blocks, BLOCK_SIZE] bool: places of the cache that no request's context lies in."""
+    """[num_blocks, BLOCK_SIZE] bool: places of the cache outside of all contexts."""
     empty = torch.ones(num_blocks, BLOCK_SIZE, dtype=torch.bool)
     for row, length in zip(batch.block_table, batch.seq_lens.tolist(), strict=True):
         where = torch.arange(length)
