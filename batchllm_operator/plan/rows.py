@@ -41,8 +41,7 @@ class Rows:
     search: PrefixSearch
     """Has the same prompts."""
     reuse: Reuse | None = None
-    """Has the prompts of all rows, and takes out those that reuse an output; None without
-    reuse."""
+    """Has the prompts of all rows, and takes out those that reuse an output; None without reuse."""
     num_rows: int = 0
     prompted: list[npt.NDArray[np.int64]] = field(default_factory=list)
     """Row indexes of the prompts, batch by batch."""

@@ -94,10 +94,9 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
 
     Raises:
         SpecError: input and output are the same table or one lies in the other; or an output folder
-            can't be made, as a file is in its way; or the spec
-            names a column that the table lacks, or one that can't be placed in a prompt, or an
-            argument that the engine lacks; or no output can have `min_tokens`; or the memory budget
-            is too small.
+            can't be made, as a file is in its way; or the spec names a column that the table lacks,
+            or one that can't be placed in a prompt, or an argument that the engine lacks; or no
+            output can have `min_tokens`; or the memory budget is too small.
         TableError: the table or a column of it isn't there, the output partition holds
             what another job or program wrote, or the output table doesn't take the job's columns.
         KeyColumnError: keys aren't unique or are null; names up to ten.

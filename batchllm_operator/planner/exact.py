@@ -18,12 +18,11 @@ non-decreasing: a line is, a sum of such functions is, and so is their maximum w
 Hence each node has a threshold: cutting it pays for all d up to the threshold, and for none
 above. From the root down, thresholds give the cuts.
 
-A convex function is stored as its value and slope at 0 and the points where its slope rises.
-Values and points are whole numbers, so nothing is rounded: the maximum with a constant
-replaces all points that it covers by a flat start, with two new points at its end. Points are
-added and removed at both ends only, in a pair of mergeable heaps, and each is removed once. The
-time is O(n log n) for n nodes of any depth; memory holds the points, and the sums of the nodes
-on one path.
+A convex function is stored as its value and slope at 0 and the points where its slope rises. Values
+and points are whole numbers, so nothing is rounded: the maximum with a constant replaces all points
+that it covers by a flat start, with two new points at its end. Points are added and removed at both
+ends only, in a pair of mergeable heaps, and each is removed once. The time is O(n log n) for n
+nodes of any depth; memory holds the points, and the sums of the nodes on one path.
 """
 
 from __future__ import annotations

@@ -29,9 +29,8 @@ def order_groups(
     writes 1 for it: with equal estimates this is the order of Eq. 4 exactly. A group
     without any token to prefill has R = infinity.
 
-    Groups of equal R keep their given order. From `maximize_reuse` that is
-    the lexicographic rank of their first member, so the result doesn't depend on the order
-    of the prompts.
+    Groups of equal R keep their given order. From `maximize_reuse` that is the lexicographic rank
+    of their first member, so the result doesn't depend on the order of the prompts.
 
     Args:
         groups: groups over prompts [0, num_prompts).

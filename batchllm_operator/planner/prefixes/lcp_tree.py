@@ -23,8 +23,7 @@ class RankedPrompts:
 
     Attributes:
         prompt_idxs: [num_prompts] int64, the prompt at each rank.
-        num_shared_tokens: [num_prompts] int64, LCP of each with the one before; 0 for
-            the first.
+        num_shared_tokens: [num_prompts] int64, LCP of each with the one before; 0 for the first.
         is_repeat: [num_prompts] bool, whether it equals the one before. Equal prompts are in
             the order of their indexes.
     """

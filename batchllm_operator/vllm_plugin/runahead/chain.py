@@ -59,8 +59,7 @@ class Chain:
             differs is reported.
 
     Attributes:
-        link_bytes_per_s: rate of the slowest hop, measured while opening; the same on
-            all replicas.
+        link_bytes_per_s: rate of the slowest hop, measured while opening; the same on all replicas.
 
     Raises:
         RunaheadMismatchError: a replica differs; the message names what, and both values.

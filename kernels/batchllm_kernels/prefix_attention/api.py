@@ -41,8 +41,7 @@ Q_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class StepPlan:
     """The work of one step, for every layer of one shape.
 
-    A plan for the Triton kernel is in its planner's buffers: the planner's next `plan` replaces
-    it.
+    A plan for the Triton kernel is in its planner's buffers: the planner's next `plan` replaces it.
     """
 
     batch: PagedBatch

@@ -74,10 +74,9 @@ class BatchLimits:
 class PagedBatch:
     """One step's requests. All tensors are int32, on one device.
 
-    Request r has the query tokens [query_start_loc[r], query_start_loc[r + 1]), which are the
-    last of its seq_lens[r] tokens. Token n of its context lies in block
-    block_table[r, n // block_size], at n % block_size. Requests without query tokens are padding
-    and are left out.
+    Request r has the query tokens [query_start_loc[r], query_start_loc[r + 1]), which are the last
+    of its seq_lens[r] tokens. Token n of its context lies in block block_table[r, n // block_size],
+    at n % block_size. Requests without query tokens are padding and are left out.
 
     Raises:
         UnsupportedError: the tensors don't fit together.
