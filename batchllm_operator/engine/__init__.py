@@ -82,10 +82,7 @@ def _start_replicas(spec: JobSpec, job: EngineJob) -> Engine:
         if job.chain is not None:
             try:
                 return ReplicaEngines(spec, job)
-            except (
-                EngineError,
-                SpecError,
-            ) as error:  # other faults show again
+            except (EngineError, SpecError) as error:  # other faults show again
                 _log.warning(
                     "replicas start again without a chain (planner.runahead: off"
                     " saves the first start): %s",

@@ -63,10 +63,7 @@ def start_attention(spec: JobSpec, engine: Any) -> str:
         chosen = engine.vllm_config.attention_config.backend
         name = f", {chosen.name} (engine.extra_args)" if chosen is not None else ""
         return f"attention: vLLM's own{name} (engine.attention: stock, the default)"
-    from batchllm_operator.vllm_plugin.attention.report import (
-        report_attention,
-        warm_up_attention,
-    )
+    from batchllm_operator.vllm_plugin.attention.report import report_attention, warm_up_attention
 
     reports = engine.collective_rpc(report_attention)
     others = [each for report in reports for each in report.others]

@@ -13,12 +13,7 @@ import numpy.typing as npt
 
 from batchllm_operator.artifacts.manifest import CostEstimate, ShardInfo
 from batchllm_operator.artifacts.shard_files import shard_file, write_shard
-from batchllm_operator.plan.estimate import (
-    Target,
-    estimate_cost,
-    group_costs,
-    work_costs,
-)
+from batchllm_operator.plan.estimate import Target, estimate_cost, group_costs, work_costs
 from batchllm_operator.plan.group_lengths import hash_prefixes
 from batchllm_operator.plan.neighbours import side_by_side
 from batchllm_operator.plan.output_lengths import Learned, estimate_output_tokens

@@ -162,9 +162,7 @@ def estimate_cost(
 
 
 def group_costs(
-    groups: PrefixGroups,
-    members: npt.NDArray[np.float64],
-    prefixes: npt.NDArray[np.float64],
+    groups: PrefixGroups, members: npt.NDArray[np.float64], prefixes: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """Cost of each group, members and prefix, from the costs of `work_costs`: [num_groups]."""
     if len(groups) == 0:

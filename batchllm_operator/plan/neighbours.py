@@ -14,12 +14,7 @@ doesn't depend on timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import (
-    CancelledError,
-    Future,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from threading import Lock
 from types import TracebackType

@@ -207,9 +207,7 @@ class _Loads:
 
 
 def _loads(
-    groups: PrefixGroups,
-    lengths: npt.NDArray[np.int64],
-    output_tokens: npt.NDArray[np.int64],
+    groups: PrefixGroups, lengths: npt.NDArray[np.int64], output_tokens: npt.NDArray[np.int64]
 ) -> _Loads:
     starts, sizes = groups.offsets[:-1], groups.sizes
     prompts = np.add.reduceat(lengths[groups.member_idxs], starts)

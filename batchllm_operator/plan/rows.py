@@ -20,12 +20,7 @@ from batchllm_operator.plan.input_checks import describe_rows
 from batchllm_operator.plan.neighbours import OneBehind, one_ahead
 from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import (
-    PromptRenderer,
-    RenderedPrompts,
-    Tokenizer,
-    length_fault,
-)
+from batchllm_operator.prompts import PromptRenderer, RenderedPrompts, Tokenizer, length_fault
 from batchllm_operator.spec import JobSpec
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
@@ -154,10 +149,7 @@ class _Tokenized:
 
 
 def _tokenize(
-    rendered: RenderedPrompts,
-    estimates: list[int] | None,
-    tokenizer: Tokenizer,
-    rows: Rows,
+    rendered: RenderedPrompts, estimates: list[int] | None, tokenizer: Tokenizer, rows: Rows
 ) -> _Tokenized:
     """Token ids of the next rows, except those that reuse an output, which `rows.reuse` keeps."""
     is_prompt = rendered.texts.is_valid().to_numpy(zero_copy_only=False)

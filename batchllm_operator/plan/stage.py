@@ -273,11 +273,7 @@ def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
     """Sort the prompts, and merge equal ones into one request."""
     ranked = rows.search.finish(rows.prompts, _shown)
     return make_requests(
-        rows.prompts,
-        ranked,
-        rows.row_idxs(),
-        rows.output_tokens(),
-        merge=spec.sampling.is_greedy,
+        rows.prompts, ranked, rows.row_idxs(), rows.output_tokens(), merge=spec.sampling.is_greedy
     )
 
 

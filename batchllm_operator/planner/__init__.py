@@ -40,11 +40,7 @@ from batchllm_operator.planner.groups import prefix_sharing_groups, saving_ratio
 from batchllm_operator.planner.order import order_groups, order_groups_by_subtree
 from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts, build_prefix_tree
 from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
-from batchllm_operator.planner.prefixes.search import (
-    Advance,
-    PrefixSearch,
-    build_block_tree,
-)
+from batchllm_operator.planner.prefixes.search import Advance, PrefixSearch, build_block_tree
 from batchllm_operator.planner.prefixes.segment_hashes import SegmentHasher
 from batchllm_operator.planner.prompt_store import PromptStore
 from batchllm_operator.planner.requests import Requests, make_requests

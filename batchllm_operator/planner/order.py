@@ -17,9 +17,7 @@ MIN_SHARED_TOKENS = 64
 
 
 def order_groups(
-    groups: PrefixGroups,
-    lengths: NDArray[np.int64],
-    output_tokens: NDArray[np.integer[Any]],
+    groups: PrefixGroups, lengths: NDArray[np.int64], output_tokens: NDArray[np.integer[Any]]
 ) -> NDArray[np.int64]:
     """Puts groups with much decoding per prefill first, as Eq. 3 and 4 do.
 

@@ -110,9 +110,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
         Policy("stock_shuffled", "vLLM as it is, rows as they come", order="shuffled"),
         Policy("stock_sorted", "vLLM as it is, prompts in the order of the plan"),
         Policy(
-            "batchllm_stock_attention",
-            "our scheduler, with vLLM's attention",
-            scheduler="batchllm",
+            "batchllm_stock_attention", "our scheduler, with vLLM's attention", scheduler="batchllm"
         ),
         Policy(
             "batchllm",

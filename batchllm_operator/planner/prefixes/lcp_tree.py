@@ -54,8 +54,7 @@ class RankedPrompts:
             lengths: [num_prompts] int64, tokens by prompt index.
         """
         return PrefixTree(
-            self.prompt_idxs,
-            *_build_nodes(self.num_shared_tokens, lengths[self.prompt_idxs]),
+            self.prompt_idxs, *_build_nodes(self.num_shared_tokens, lengths[self.prompt_idxs])
         )
 
     def in_blocks(self, block_size: int) -> RankedPrompts:

@@ -10,11 +10,7 @@ prefix; each but the last is a multiple of the block size.
 
 from batchllm_operator.planner.runahead.all_gather import AllGather, all_gather_ttft
 from batchllm_operator.planner.runahead.chain import Chain, ChainTimes, Goal, Link, Split
-from batchllm_operator.planner.runahead.makespans import (
-    GroupLoad,
-    Makespans,
-    PlacementSettings,
-)
+from batchllm_operator.planner.runahead.makespans import GroupLoad, Makespans, PlacementSettings
 from batchllm_operator.planner.runahead.policy import Placement, choose_placement
 from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
 from batchllm_operator.planner.runahead.search import even_split, search_split

@@ -78,8 +78,7 @@ def search_split(
     grid = _Grid(chain, num_tokens, num_replicas, until)
     stride = _coarse_stride(num_blocks, num_replicas)
     coarse = np.array(
-        [*combinations(range(stride, num_blocks, stride), num_replicas - 1), *even],
-        dtype=np.int64,
+        [*combinations(range(stride, num_blocks, stride), num_replicas - 1), *even], dtype=np.int64
     )
     seconds = grid.seconds(coarse)
     kept = coarse[np.argsort(seconds, kind="stable")[:_NUM_KEPT]]

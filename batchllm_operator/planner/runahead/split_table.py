@@ -35,11 +35,7 @@ class SplitTable:
 
     @classmethod
     def search(
-        cls,
-        chain: Chain,
-        lengths: Iterable[int],
-        num_replicas: int,
-        until: Goal = "first_token",
+        cls, chain: Chain, lengths: Iterable[int], num_replicas: int, until: Goal = "first_token"
     ) -> SplitTable:
         """Search a split for each length.
 

@@ -71,9 +71,7 @@ def open_chain(engine: Any) -> Chain:
         (weights,) = engine.collective_rpc(weights_digest)
         assert working.blocks is not None
         working.chain = Chain(
-            connector.settings,
-            working.blocks,
-            fingerprint(engine.vllm_config, working, weights),
+            connector.settings, working.blocks, fingerprint(engine.vllm_config, working, weights)
         )
     return working.chain
 
@@ -88,11 +86,7 @@ def chain_limits(engine: Any) -> ChainLimits:
 
 
 def run_prefill_phase(
-    engine: Any,
-    groups: Sequence[RunaheadGroup],
-    *,
-    max_in_flight: int = 2,
-    recompute: bool = True,
+    engine: Any, groups: Sequence[RunaheadGroup], *, max_in_flight: int = 2, recompute: bool = True
 ) -> list[RunaheadOutcome]:
     """Prefill this replica's chunk of each group, and receive the rest from the others.
 

@@ -57,13 +57,7 @@ class PlannedRequests:
     """
 
     def __init__(
-        self,
-        kv_cache_manager: Any,
-        block_size: int,
-        *,
-        shares: bool,
-        delay: int,
-        has_drafts: bool,
+        self, kv_cache_manager: Any, block_size: int, *, shares: bool, delay: int, has_drafts: bool
     ) -> None:
         self._block_size, self._shares = block_size, shares
         self._delay, self._has_drafts = delay, has_drafts

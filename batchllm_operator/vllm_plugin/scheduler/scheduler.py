@@ -310,11 +310,7 @@ class BatchLLMScheduler(AsyncScheduler):
             return self._most_tokens, self._most_tokens  # all remaining requests fit
         if not self.running:
             self._pace.fill_share = fill_share(
-                request,
-                num_requests,
-                self._num_blocks,
-                self._most_tokens,
-                self._settings.step_cost,
+                request, num_requests, self._num_blocks, self._most_tokens, self._settings.step_cost
             )
         now = self._pace.next_step(request, is_prefilling=bool(self._prefilling))
         later = max(self._pace.rate(request), self._pace.least(request))

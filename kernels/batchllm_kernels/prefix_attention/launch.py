@@ -28,10 +28,7 @@ _FP8_BITS = {
     torch.float8_e5m2: (kernel.E5M2_BITS, 1.0),
 }
 """How FP8 is read from its bits, and the power of two by which the result is too small."""
-_FP8_NATIVE = {
-    "sm90": {torch.float8_e4m3fn, torch.float8_e5m2},
-    "gfx942": {torch.float8_e4m3fnuz},
-}
+_FP8_NATIVE = {"sm90": {torch.float8_e4m3fn, torch.float8_e5m2}, "gfx942": {torch.float8_e4m3fnuz}}
 """Formats that an architecture converts in hardware."""
 
 

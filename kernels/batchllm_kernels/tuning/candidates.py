@@ -12,15 +12,7 @@ from typing import Final
 import torch
 from triton.errors import TritonError
 
-from batchllm_kernels.compile import (
-    CHIPS,
-    Chip,
-    Report,
-    Usage,
-    Variant,
-    compile_variant,
-    fp8_dtype,
-)
+from batchllm_kernels.compile import CHIPS, Chip, Report, Usage, Variant, compile_variant, fp8_dtype
 from batchllm_kernels.prefix_attention.config import LaunchConfig, Tiling
 
 _STEP_BYTES: Final = (4096, 16384)
