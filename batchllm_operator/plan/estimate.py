@@ -124,23 +124,22 @@ def estimate_cost(
     """
     if target is None:
         return None
-    gpu, model, limits = target.gpu, target.model, target.limits
+    machine = (target.model, target.gpu, target.limits)
     num_shards = int(shard_of_group.max(initial=-1)) + 1
-    num_engines = num_shards * num_replicas
     lengths, num_rows = requests.lengths, requests.num_rows
     members, prefixes = group_work(groups, lengths, output_tokens)
     total = members.total() + prefixes.total()
-    everything = prompt_work(lengths, output_tokens).total(num_rows)
+    unshared = prompt_work(lengths, output_tokens).total(num_rows)
     try:
-        planned = predict(total, model, gpu, limits, num_engines=num_engines)
-        alone = predict(everything, model, gpu, limits, num_engines=num_engines)
+        planned = predict(total, *machine, num_engines=num_shards * num_replicas)
+        alone = predict(unshared, *machine, num_engines=num_shards * num_replicas)
     except PlanError as error:
         _log.info("GPU time isn't predicted: %s", error)
         return None
     num_logical = int((lengths * num_rows).sum())
     estimate = CostEstimate(
-        gpu=gpu,
-        model=model,
+        gpu=target.gpu,
+        model=target.model,
         num_saved_tokens=num_logical - num_processed_tokens(groups, lengths),
         num_output_tokens=total.num_decode_tokens,
         prefill_s=rounded(planned.prefill_s),
@@ -154,7 +153,7 @@ def estimate_cost(
         assumptions=_assumptions(target, total),
     )
     # Rates add up to the whole except for the ramp, one per engine.
-    rate = rates(total, model, gpu, limits)
+    rate = rates(total, *machine)
     ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
     costs = group_costs(groups, members.nanoseconds(rate), prefixes.nanoseconds(rate)) / 1e9
     parts = np.bincount(shard_of_group, weights=costs, minlength=num_shards) + ramp_s

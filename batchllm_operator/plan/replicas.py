@@ -128,28 +128,22 @@ class ReplicaPlanner:
         self._say_what_is_too_long(max(group.prefix_tokens for group in named))
         rest = np.setdiff1d(np.arange(len(groups)), apart)
         placement = choose_placement([*named, *loads.lumps(rest)], self.chain, settings)
-        chained = placement.runahead_idxs if self.is_measured else ()
-        spread = [
-            SpreadGroup(group_id=int(group_ids[apart[idx]]), split=split)
-            for idx, split in zip(chained, placement.splits, strict=False)
-        ]
+        splits: dict[int, tuple[int, ...]] = {}
+        if self.is_measured:
+            splits = dict(zip(placement.runahead_idxs, placement.splits, strict=True))
         makespan_s = placement.makespan_s
-        if not chained:
+        if not splits:
             recomputed, makespan_s = self._recomputed(placement)
-            spread += [
-                SpreadGroup(group_id=int(group_ids[apart[idx]]))
-                for idx in recomputed
-                if idx < len(apart) and named[idx].num_members > 1
-            ]
-        is_spread = {group.group_id for group in spread}
+            idxs = (idx for idx in recomputed if idx < len(apart) and named[idx].num_members > 1)
+            splits = dict.fromkeys(idxs, ())
+        spread = {int(group_ids[apart[idx]]): split for idx, split in splits.items()}
         large = apart[costs[apart] > settings.margin * even_share]
         longest_first = group_ids[large[np.argsort(-costs[large], kind="stable")]].tolist()
+        whole = [each for each in longest_first if each not in spread]
         return ReplicaPlacement(
             num_replicas=settings.num_replicas,
-            spread=tuple(spread),
-            whole_first=tuple(each for each in longest_first if each not in is_spread)[
-                :_MOST_FIRST
-            ],
+            spread=tuple(SpreadGroup(group_id=each, split=spread[each]) for each in spread),
+            whole_first=tuple(whole[:_MOST_FIRST]),
             makespan_s=rounded(makespan_s),
             without_chains_s=rounded(placement.without_s),
             measure=self.wants_profile and bool(placement.runahead_idxs),

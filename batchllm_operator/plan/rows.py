@@ -70,31 +70,22 @@ def read_rows(
     rows: Rows,
     path: Path,
 ) -> None:
-    """Read the rows into token ids; write their keys, carried columns and faults to `path`.
-
-    Args:
-        rows: empty; filled here.
-        path: a file to create.
+    """Read a table into the empty `rows`; write keys, carried columns and faults to a new file.
 
     Raises:
         TableError, StorageError: see `LakeTable.scan`; or a key or carried column isn't UTF-8.
         ModelError: the chat template refuses a prompt.
         OSError: the disk is full.
     """
-    schema = pa.schema(
-        [
-            *(snapshot.schema.field(name) for name in spec.kept_columns),
-            pa.field(ERROR_COLUMN, pa.string()),
-        ]
-    )
+    kept = [snapshot.schema.field(name) for name in spec.kept_columns]
+    schema = pa.schema([*kept, pa.field(ERROR_COLUMN, pa.string())])
     renderer = PromptRenderer(spec.prompt)
     where = describe_rows(spec, table, snapshot)
     num_at_once = _FIRST_ROWS
-    scanned = table.scan(snapshot, spec.input_columns, spec.input.filter)
     with (
         pq.ParquetWriter(path, schema, compression="zstd") as writer,
         Progress("read and tokenize", snapshot.num_rows) as progress,
-        one_ahead(scanned) as batches,
+        one_ahead(table.scan(snapshot, spec.input_columns, spec.input.filter)) as batches,
         OneBehind() as keeper,
     ):
         for batch in batches:
@@ -112,9 +103,8 @@ def read_rows(
                 rows.num_rows += piece.num_rows
                 start += piece.num_rows
                 keeper.run(_keep, rows, found)
-            columns = [batch.column(name) for name in spec.kept_columns]
-            faults = [errors.get(row) for row in range(batch.num_rows)]
-            columns.append(pa.array(faults, pa.string()))
+            faults = pa.array(map(errors.get, range(batch.num_rows)), pa.string())
+            columns = [*map(batch.column, spec.kept_columns), faults]
             keeper.run(writer.write_table, pa.Table.from_arrays(columns, schema=schema))
             progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter may skip rows

@@ -78,10 +78,8 @@ def split_large_groups(
 
     A group within the limit stays whole; others are cut into the fewest parts of adjacent members
     within it. A single member may exceed the limit; it becomes a group of one, without a prefix,
-    at the unchanged cost of member and prefix.
-
-    Linear in the number of prompts, and independent of their order as long as sums of costs are
-    exact (whole numbers below 2**53 are).
+    at the unchanged cost of member and prefix. The time is linear in the number of prompts, and the
+    result is independent of their order as long as sums of costs are exact.
 
     Args:
         groups: groups over prompts [0, num_prompts).
@@ -94,8 +92,7 @@ def split_large_groups(
         Groups with the members in unchanged order, the parts of a group adjacent.
 
     Raises:
-        PlanError: there is no shard, a cost is negative or not finite, or the costs don't fit
-            the groups.
+        PlanError: no shard, a cost that is negative or not finite, or costs don't fit the groups.
     """
     _check_shards(prefix_costs, num_shards)
     costs = _costs_in_group_order(groups, member_costs)
@@ -109,7 +106,6 @@ def split_large_groups(
     large = np.flatnonzero((group_costs > fair_share) & (groups.sizes > 1))
     if len(large) == 0:
         return groups
-
     begins_part = np.zeros(groups.num_prompts, dtype=np.bool_)
     begins_part[groups.offsets[:-1]] = True
 

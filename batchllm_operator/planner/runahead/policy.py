@@ -58,16 +58,13 @@ class Placement:
 def choose_placement(
     groups: Sequence[GroupLoad], chain: Chain, settings: PlacementSettings
 ) -> Placement:
-    """Choose the groups to mark for runahead.
+    """Choose which of all groups on the replicas to mark for runahead.
 
     Tries all sets of groups to chain, with the others whole; of more than ten groups, the sets with
     the longest prefixes or the fewest members first, improved by adding or dropping one at a time.
     Groups that hardly shorten the makespan are dropped from the best set. The rest is compared with
     the best without chains: the same search with `recompute` in their place, so that it is never
     longer than either policy for all groups. `recompute_idxs` are the groups of that choice.
-
-    Args:
-        groups: all groups on the replicas.
 
     Returns:
         The choice. No group is marked with one replica, or if no split is possible.
@@ -87,9 +84,8 @@ def choose_placement(
     chainable = [idx for idx in makespans.candidates if idx in makespans.splits]
     best_s, marked = _best_set(groups, chainable, makespans.makespan)
     best_s, marked = _without_idle(best_s, marked, makespans, settings.slack)
-    runahead_s = None
-    if len(chainable) == len(groups):
-        runahead_s = makespans.makespan_of_all_spread(chained=True)
+    all_chained = len(chainable) == len(groups)
+    runahead_s = makespans.makespan_of_all_spread(chained=True) if all_chained else None
     if not marked or best_s > without_s * (1 - settings.margin):
         policy: PlacementName = "recompute" if recomputed else "whole_group"
         marked, best_s, gain = (), without_s, 0.0

@@ -146,7 +146,7 @@ class Chain:
         self._senders[way].put(send)
 
     def load(self, way: Way, load: Load) -> None:
-        """Receive the next message into `load`, or fail it if the chain has failed."""
+        """Receive the next group's KV into `load`, or fail it if the chain has failed."""
         self._receivers[way].put(load)
 
     def fail(self, reason: str) -> None:

@@ -139,7 +139,7 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         "a replica must be one worker (tensor, pipeline and context parallel sizes of 1)": (
             parallel.world_size != 1
         ),
-        "speculative decoding has KV of its own, which isn't handed on": (
+        "speculative decoding has KV of its own, which isn't passed on": (
             vllm_config.speculative_config is not None
         ),
         "scales of FP8 KV that are found while running (calculate_kv_scales) differ by replica": (

@@ -159,7 +159,7 @@ class Sender:
         """Returning drops the group, which closes the connection."""
         try:
             self._send_all(group, peer)
-        # Whatever a transport raises, the chain is of no more use, and says why.
+        # Transports have no common error; each ends the chain.
         except Exception as error:  # noqa: BLE001
             self._chain.fail(f"sending KV failed: {one_line(error)}")
         finally:
@@ -233,7 +233,7 @@ class Receiver:
                 with self._lock:
                     if load in self._unfinished:
                         self._unfinished.remove(load)
-        # Whatever a transport raises, the chain is of no more use, and says why.
+        # Transports have no common error; each ends the chain.
         except Exception as error:  # noqa: BLE001
             self._chain.fail(f"receiving KV failed: {one_line(error)}")
         finally:

@@ -141,8 +141,8 @@ class RunaheadGroup:
             if chunk > limits.max_step_tokens:
                 raise SpecError(
                     f"{where}: chunk {rank} of {chunk} tokens is larger than a step of"
-                    f" {limits.max_step_tokens}; over several steps a replica would hold up all"
-                    " behind it. Raise max_num_batched_tokens, or split over more replicas"
+                    f" {limits.max_step_tokens}; over several steps a replica would delay all"
+                    " later ones. Raise max_num_batched_tokens, or split over more replicas"
                 )
         if num_tokens + 1 > limits.max_model_len:
             raise SpecError(

@@ -16,7 +16,6 @@ requests carry `RequestHints`. A request without them is a group of its own.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.pacing import Pace, fill_share
 from batchllm_operator.vllm_plugin.scheduler.planned_requests import PlannedRequests
 from batchllm_operator.vllm_plugin.scheduler.preemption import Preemption
-from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow
+from batchllm_operator.vllm_plugin.scheduler.step_row import StepRow, StepState
 from batchllm_operator.vllm_plugin.scheduler.waiting_queue import GatedQueue
 
 if TYPE_CHECKING:
@@ -37,31 +36,6 @@ if TYPE_CHECKING:
 
 _RECOUNT_STEPS = 64
 _RESERVED_PART = 1000  # one block in so many, for a prefill that takes a step longer than planned
-
-
-@dataclass(slots=True)
-class _StepState:
-    """The prefill, admissions and preemptions of one step."""
-
-    prefill_limit: int
-    """Prompt tokens that the step may compute."""
-    later_prefill_limit: int
-    """Prompt tokens that each later step may compute."""
-    num_prefill_ahead: int = 0
-    """Tokens that running requests, and those admitted so far, have yet to prefill."""
-    admitted: list[Request] = field(default_factory=list)
-    num_preempted: int = 0
-    num_distinct_tokens: int = 0
-    """Prompt tokens computed after their group's prefix."""
-    num_prefix_tokens: int = 0
-    """Prompt tokens computed of prefixes."""
-    num_cached_tokens: int = 0
-    """Tokens of admitted requests that were in the cache."""
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens that the step computes."""
-        return self.num_distinct_tokens + self.num_prefix_tokens
 
 
 class BatchLLMScheduler(AsyncScheduler):
@@ -120,7 +94,7 @@ class BatchLLMScheduler(AsyncScheduler):
         self._pace = Pace(self._num_blocks)
         self._prefilling: dict[str, Request] = {}
         self._taken_out: Request | None = None  # left the queue last; vLLM may put it back
-        self._now = _StepState(self._most_tokens, self._most_tokens)
+        self._now = StepState(self._most_tokens, self._most_tokens)
         self._num_unplanned = 0  # blocks in use that aren't in the projection
         self._is_scheduling = False
         self._did_nothing = False
@@ -254,7 +228,7 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def _begin_step(self) -> None:
         self._step += 1
-        self._now = _StepState(self._most_tokens, self._most_tokens, self._now.num_prefill_ahead)
+        self._now = StepState(self._most_tokens, self._most_tokens, self._now.num_prefill_ahead)
         self._requests.projection.advance(self._step)
         self._requests.extend_overdue(self.requests, self._prefilling)
         if self._step % _RECOUNT_STEPS == 0:
@@ -321,24 +295,21 @@ class BatchLLMScheduler(AsyncScheduler):
     def _end_step(self, output: SchedulerOutput) -> None:
         self._count_admitted()
         now = self._now
-        for request in now.admitted:
-            num_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
-            now.num_cached_tokens += request.num_computed_tokens - num_tokens
+        scheduled = output.num_scheduled_tokens
+        now.num_cached_tokens = sum(
+            request.num_computed_tokens - scheduled.get(request.request_id, 0)
+            for request in now.admitted
+        )
         now.num_prefill_ahead = 0
         for request in (*self._prefilling.values(), *now.admitted):
-            self._count_prefill(request, output)
+            num_tokens = scheduled.get(request.request_id, 0)
+            prefix = self._requests.num_prefix_tokens(request)
+            now.count_prefill(request.num_computed_tokens - num_tokens, num_tokens, prefix)
             self._follow_prefill(request)
         self._pace.used(now.num_prefill_tokens)
         self._requests.groups.unpin_taken_over()
         num_used = self._num_used_blocks() // self._num_kv_groups
         self._num_unplanned = max(0, num_used - self._requests.projection.num_blocks())
-
-    def _count_prefill(self, request: Request, output: SchedulerOutput) -> None:
-        num_tokens = output.num_scheduled_tokens.get(request.request_id, 0)
-        end, prefix = request.num_computed_tokens, self._requests.num_prefix_tokens(request)
-        num_prefix = max(0, min(end, prefix) - (end - num_tokens))
-        self._now.num_prefix_tokens += num_prefix
-        self._now.num_distinct_tokens += num_tokens - num_prefix
 
     def _follow_prefill(self, request: Request) -> None:
         self._prefilling.pop(request.request_id, None)

@@ -1,12 +1,46 @@
-"""Numbers of a scheduler step; `trace.py`, which needs pyarrow, writes them."""
+"""The state and the numbers of a scheduler step; `trace.py`, which needs pyarrow, writes these."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class StepState:
+    """The prefill, admissions and preemptions of one step."""
+
+    prefill_limit: int
+    """Prompt tokens that the step may compute."""
+    later_prefill_limit: int
+    """Prompt tokens that each later step may compute."""
+    num_prefill_ahead: int = 0
+    """Tokens that running requests, and those admitted so far, have yet to prefill."""
+    admitted: list[Request] = field(default_factory=list)
+    num_preempted: int = 0
+    num_distinct_tokens: int = 0
+    """Prompt tokens computed after their group's prefix."""
+    num_prefix_tokens: int = 0
+    """Prompt tokens computed of prefixes."""
+    num_cached_tokens: int = 0
+    """Tokens of admitted requests that were in the cache."""
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens that the step computes."""
+        return self.num_distinct_tokens + self.num_prefix_tokens
+
+    def count_prefill(self, begin: int, num_tokens: int, num_prefix_tokens: int) -> None:
+        """Count `num_tokens` of a prompt, from token `begin`, by what they share."""
+        num_prefix = max(0, min(begin + num_tokens, num_prefix_tokens) - begin)
+        self.num_prefix_tokens += num_prefix
+        self.num_distinct_tokens += num_tokens - num_prefix
 
 
 @dataclass(frozen=True, slots=True)
