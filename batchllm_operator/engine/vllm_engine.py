@@ -28,8 +28,8 @@ from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
-# Read by vLLM when it is imported. The first is what this module is about; the others keep a
-# batch job from phoning home. A user's own setting wins.
+# vLLM reads these when it is imported. The first keeps the engine in this process, the others keep
+# a batch job from phoning home. A user's own setting wins.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",

@@ -125,7 +125,7 @@ class ReplicaPlanner:
         apart = np.sort(np.argsort(-costs, kind="stable")[:_MOST_APART])
         loads = _loads(groups, lengths, output_tokens)
         named = [loads.group(at) for at in apart.tolist()]
-        self._say_what_is_too_long(max(group.prefix_tokens for group in named))
+        self._warn_of_long_prefix(max(group.prefix_tokens for group in named))
         rest = np.setdiff1d(np.arange(len(groups)), apart)
         placement = choose_placement([*named, *loads.lumps(rest)], self.chain, settings)
         splits: dict[int, tuple[int, ...]] = {}
@@ -149,7 +149,7 @@ class ReplicaPlanner:
             measure=self.wants_profile and bool(placement.runahead_idxs),
         )
 
-    def _say_what_is_too_long(self, longest: int) -> None:
+    def _warn_of_long_prefix(self, longest: int) -> None:
         """Warn that a shard's longest prefix doesn't fit into the replicas' steps."""
         chain, p = self.chain, self.settings.num_replicas
         most = (chain.max_chunk_blocks or 0) * p * chain.block_size

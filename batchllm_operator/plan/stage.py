@@ -93,12 +93,12 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     in the same folder, so planning again is harmless.
 
     Raises:
-        SpecError: input and output are the same table or one lies in the other; or an output folder
-            can't be made, as a file is in its way; or the spec names a column that the table lacks,
-            or one that can't be placed in a prompt, or an argument that the engine lacks; or no
-            output can have `min_tokens`; or the memory budget is too small.
-        TableError: the table or a column of it isn't there, the output partition holds
-            what another job or program wrote, or the output table doesn't take the job's columns.
+        SpecError: input and output overlap; a file is in the place of an output folder; the spec
+            names a column that the table lacks or that can't be placed in a prompt, or an argument
+            that the engine lacks; no output can have `min_tokens`; or the memory budget is too
+            small.
+        TableError: the table or a column is missing, the output partition holds rows of another job
+            or program, or the output table doesn't accept the job's columns.
         KeyColumnError: keys aren't unique or are null; names up to ten.
         ModelError: the tokenizer can't be loaded, or refuses a prompt.
         StorageError: the input changed while it was read, or the disk is full.

@@ -136,7 +136,7 @@ class ReplicaEngines:
             self._measure(job.subject, job.keep_profile)
 
     def _measure(self, subject: Mapping[str, str], keep: Callable[[ChainProfile], None]) -> None:
-        _log.info("measuring how fast replicas compute and hand on prefixes")
+        _log.info("measuring how fast replicas compute and pass on prefixes")
         found = self._ask_all("measure", _REPETITIONS, "measured")
         steps = tuple(  # a chain is as fast as its slowest replica
             (tokens, before, max(answer[at][2] for answer in found))

@@ -147,8 +147,8 @@ class ReplicaCost:
             steps: (tokens of the chunk, tokens before it, seconds) of each.
 
         Raises:
-            PlanError: fewer than three steps of different sizes, or none that says what a token
-                takes.
+            PlanError: fewer than three steps of different sizes, or times that don't grow with
+                tokens.
         """
         if len({(chunk, before) for chunk, before, _ in steps}) < 3:
             raise PlanError("cost of a replica: a fit takes three measured steps of different size")

@@ -47,7 +47,7 @@ from batchllm_operator.vllm_plugin.attention.taken import (
 
 @dataclass
 class PrefixAttentionMetadata(AttentionMetadata):
-    """What the layers of a KV cache group share in a step. vLLM makes subclasses of it."""
+    """A step's data for the layers of a KV cache group. vLLM subclasses it."""
 
     plan: StepPlan
     num_actual_tokens: int

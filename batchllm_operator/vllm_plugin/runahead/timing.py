@@ -17,7 +17,7 @@ def time_prefill(
 ) -> list[tuple[int, int, float]]:
     """Time prefill steps of made-up prompts on this replica.
 
-    The engine has to be idle, and is left idle with an empty prefix cache.
+    The engine must be idle, and is left idle with an empty prefix cache.
 
     Args:
         engine: vLLM's `LLMEngine`.

@@ -25,7 +25,7 @@ _SPEED_STEPS: Final = 8  # weight of the first guess of speed, in steps of one t
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    """What is planned for one request."""
+    """The plan of one request."""
 
     group: Group
     num_prefix_tokens: int
