@@ -41,8 +41,6 @@ _RESERVED_PART = 1000  # one block in so many, for a prefill that takes a step l
 class BatchLLMScheduler(AsyncScheduler):
     """vLLM's scheduler with planned admission, prefix lifetimes and paced prefill.
 
-    A trace that can't be written costs a warning, not the run.
-
     Raises:
         SpecError: `additional_config["batchllm"]` isn't `SchedulerSettings`, or the policy isn't
             first come, first served.
@@ -135,8 +133,7 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._requests.groups.unpin_all()  # vLLM refuses while blocks are held
-        done: bool = super().reset_prefix_cache(*args, **kwargs)
-        return done
+        return bool(super().reset_prefix_cache(*args, **kwargs))
 
     def shutdown(self) -> None:
         self._close_trace()
