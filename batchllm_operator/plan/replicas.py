@@ -218,5 +218,5 @@ def _measured(spec: JobSpec, cost: ReplicaCost) -> tuple[ReplicaCost, float | No
     try:
         return cost.calibrated(profile.steps), profile.link_bytes_per_s
     except PlanError as error:  # perhaps from a noisy machine
-        _log.warning("a run's measurements of its replicas are ignored: %s", error)
+        _log.warning("the measured profile of replicas doesn't count: %s", error)
         return cost, None
