@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-# vLLM reads these when it is imported, and warns of a device that isn't used here.
+# Before the import, in which vLLM reads these and warns of a device that isn't used here.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 if os.environ["VLLM_LOGGING_LEVEL"].upper() == "ERROR":
