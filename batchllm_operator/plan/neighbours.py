@@ -95,7 +95,7 @@ def side_by_side(
     """Run `call(0, advance)`, `call(1, advance)`, ..., two at a time; returns their results.
 
     Calls report progress by `advance`, which is never called concurrently. If one fails, or this is
-    interrupted, the others end at their next `advance`.
+    interrupted, the others end at their next `advance`, or before they begin.
 
     Raises:
         Exception: that of the first failed call.
