@@ -260,8 +260,13 @@ def test_after_a_fault_every_replica_computes_what_it_lacks(
         assert outcomes[rank][2]["failure"]
         assert outcomes[rank][2]["num_received_tokens"] == 0
         check_members(replica, groups, expected)
-    # What was whole before the fault stays.
-    assert outcomes[2][0]["num_received_tokens"] == 576
+    # What was whole before the fault stays. The first replica's fault may come so soon that the
+    # last one has no group whole yet.
+    first = outcomes[2][0]
+    if faulty == 0 and first["failure"]:
+        assert first["num_received_tokens"] == 0
+    else:
+        assert first["num_received_tokens"] == 576
 
 
 def test_after_a_fault_groups_that_begin_alike_share_no_lost_blocks(replicas: Replicas) -> None:
