@@ -41,7 +41,7 @@ _LAST_CALL_S, _SHORTEST_LAST_CALL_S = 4.0, 1.0
 _STATE_S: Final = 1.0
 """Part of it for asking Airflow, which may not answer, for the task's state."""
 _REFUSED: Final = (400, 403, 404, 422)
-"""The API's answers to a pod or namespace that is wrong for good."""
+"""HTTP statuses of a request that would be refused again: the pod or its namespace is wrong."""
 
 
 class BatchLLMPodTask(BatchLLMPodOperator):

@@ -67,7 +67,7 @@ class EngineSpec(Section):
     """Engines that a run starts, each with `tensor_parallel_size` GPUs of its own. They share the
     shard: a group is on one of them, unless the plan spreads it over all (`planner.runahead`)."""
     scheduler: Literal["batchllm", "stock"] = "batchllm"
-    """Who decides what runs in an engine step: our group scheduler, or vLLM's own, to compare."""
+    """The scheduler of engine steps: our group scheduler, or vLLM's own, to compare."""
     attention: Literal["batchllm", "stock"] = "stock"
     """Who computes attention: our backend, which reads a prefix that running requests share once
     a step, or vLLM's own. Ours runs on CUDA, ROCm and, slowly, CPU; a model that it doesn't take
@@ -117,7 +117,7 @@ class OutputEstimate(Section):
     learned: Literal[True] | None = None
     """The mean of outputs to prompts of about that length, in the latest partition before the
     planned one (by name) that this job has published; `sampling.max_tokens` if there is none.
-    What was learned is part of the plan: publish that partition anew, and planning again
+    What was learned is part of the plan: if that partition is published again, planning again
     gives another plan."""
 
     @model_validator(mode="after")

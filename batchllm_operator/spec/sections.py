@@ -191,8 +191,8 @@ class PromptSpec(Section):
     and `false`, dates and times as in ISO 8601 (in UTC if they have a time zone), lists of these as
     JSON. A null, NaN or infinity fails its row; a column of anything else is refused.
     Values mean nothing here, but text that spells a special token of the model (`<|im_start|>`)
-    becomes that token, as in vLLM itself. Rows of people whom you don't trust can end a chat's
-    turn and begin another that way: take such text out of them before."""
+    becomes that token, as in vLLM itself. Untrusted rows can end a chat's turn and begin another
+    that way: remove such text from them first."""
     chat_template: bool = False
     """Wrap the prompt in the model's chat template, as one user message."""
 

@@ -30,8 +30,15 @@ from batchllm_operator.lake.iceberg.schema import iceberg_schema
 from batchllm_operator.spec import Masker, TableAddress
 
 _FAULTS_OF_THE_TABLE = (
-    *(FileNotFoundError, ValueError, TypeError, OverflowError, NotImplementedError),
-    *(pa.ArrowException, ResolveError, ValidationException, IcebergValidationError),
+    FileNotFoundError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    NotImplementedError,  # pyiceberg's, of what it doesn't support
+    pa.ArrowException,
+    ResolveError,
+    ValidationException,
+    IcebergValidationError,
 )
 
 
@@ -123,6 +130,7 @@ class CatalogTable:
         """Turn errors into `StorageError`, except `but` and those of a missing table."""
         try:
             yield
+        # Any error: each catalog (SQL, REST, Glue, Hive) has its own, without a common base.
         except Exception as error:
             if isinstance(error, (NoSuchIcebergTableError, NoSuchTableError, *but)):
                 raise

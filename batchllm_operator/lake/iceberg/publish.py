@@ -106,7 +106,7 @@ class Publisher:
         try:
             overwrite.commit()
             return None
-        except Exception as error:  # noqa: BLE001 - each catalog has its own; judged below
+        except Exception as error:  # noqa: BLE001 - each catalog has its own; the table says what happened
             failure = error
         with self._looking():
             now = self._catalog_table.load_again()

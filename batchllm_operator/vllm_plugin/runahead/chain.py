@@ -1,8 +1,8 @@
 """A chain of replicas that pass KV to their neighbours, and how they connect.
 
 Each direction between two neighbours is a link (`links`) with its own process group, so links
-neither wait for each other nor share a fault. A chain fails as a whole, for good: a replica with
-a fault closes its links, its neighbours notice, and nothing more is sent.
+neither wait for each other nor share a fault. A fault ends the whole chain, which never restarts: a
+replica with a fault closes its links, its neighbours notice, and nothing more is sent.
 
 A link carries messages in the order of the groups. A replica receives a group's KV once it has
 blocks for it, independently down the chain and up. All replicas have the same order of groups, so
