@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import yaml
 from kubernetes import config as kube_config
 from support.kubernetes.certificates import make_identity
+from support.kubernetes.https_server import stop_accepting
 from support.kubernetes.loop_thread import LoopThread
 
 _REQUEST = re.compile(rb"^([A-Z]+) (\S+) HTTP/1\.1\r\n")
@@ -104,6 +105,7 @@ class FlakyProxy:
 
     async def _close(self) -> None:
         if self._server is not None:
+            await stop_accepting(self._server)
             self._server.close()
             self._server = None
         for task in list(self._connections):

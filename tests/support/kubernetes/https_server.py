@@ -31,22 +31,22 @@ class HttpsServer:
 
     async def close(self) -> None:
         """Stop listening, and end all connections."""
-        await self._stop_accepting()
+        await stop_accepting(self._server)
         self._server.close()
         await self._runner.cleanup()
         await asyncio.sleep(4 * _FAREWELL_S)
 
-    async def _stop_accepting(self) -> None:
-        """Let those that are accepted come in, so that they can be shown out.
 
-        A server of asyncio that is closed between the two leaves the connection open for ever,
-        and belonging to nobody.
-        """
-        loop = asyncio.get_running_loop()
-        for each in self._server.sockets:
-            loop.remove_reader(each.fileno())
-        if arriving := {each for each in asyncio.all_tasks() if _accepts(each)}:
-            await asyncio.wait(arriving, timeout=_HANDSHAKES_S)
+async def stop_accepting(server: asyncio.Server) -> None:
+    """Wait for the connections that are accepted to arrive, so that they can be closed.
+
+    A server of asyncio that is closed before that forgets them, and they stay open for ever.
+    """
+    loop = asyncio.get_running_loop()
+    for each in server.sockets:
+        loop.remove_reader(each.fileno())
+    if arriving := {each for each in asyncio.all_tasks() if _accepts(each)}:
+        await asyncio.wait(arriving, timeout=_HANDSHAKES_S)
 
 
 def _accepts(task: asyncio.Task[object]) -> bool:

@@ -253,7 +253,7 @@ def test_a_try_that_goes_on_after_the_next_has_begun_makes_no_second_pod(
     create = AttemptPods._create
 
     def late(self: AttemptPods, pod: Any) -> Any:
-        if self._attempt.try_number == 1:
+        if self.attempt.try_number == 1:
             has_looked.set()
             assert goes_on.wait(180)
         return create(self, pod)
