@@ -184,6 +184,15 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             raise AirflowException(KILLED)
         if end.is_unseen:
             return self._conclude_unseen(context, end)
+        found = self._verify_ended(context, end)
+        if isinstance(found, str):
+            return self._without_results(context, end, found, num_disruptions)
+        if end.kind is not EndKind.EXITED or end.exit_code != 0:
+            self.log.warning("%s; but its results are whole", end.explanation())
+        return found
+
+    def _verify_ended(self, context: Context, end: PodEnd) -> dict[str, Any] | str:
+        """The results of a pod that has ended, or what they lack; removes the pod in any case."""
         self._pod = (
             None
             if end.may_stay
@@ -196,10 +205,16 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             raise type(error)(f"{end.explanation()}. In the lake: {error}") from error
         finally:
             self._remove_pod(context, end, is_success=not isinstance(found, str))
-        if not isinstance(found, str):
-            if end.kind is not EndKind.EXITED or end.exit_code != 0:
-                self.log.warning("%s; but its results are whole", end.explanation())
-            return found
+        return found
+
+    def _without_results(
+        self, context: Context, end: PodEnd, missing: str, num_disruptions: int
+    ) -> dict[str, Any] | None:
+        """Return None if another pod is to continue, or the results of the attempt that took over.
+
+        Raises:
+            AirflowException: neither; what the results lack is `missing`.
+        """
         if self._is_killed:
             raise AirflowException(KILLED)
         if end.is_disruption and num_disruptions < self.max_disruptions:
@@ -211,12 +226,10 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             )
             self._count(PODS_REPLACED, context)
             return None
-        message = f"{end.explanation()}. In the lake: {found}"
+        message = f"{end.explanation()}. In the lake: {missing}"
         if end.exit_code == ExitCode.FENCED:
             return self._await_successor(context, message, num_disruptions)
-        if end.is_final:
-            raise AirflowFailException(message)
-        raise AirflowException(message)
+        raise (AirflowFailException if end.is_final else AirflowException)(message)
 
     def _conclude_unseen(self, context: Context, end: PodEnd) -> dict[str, Any]:
         """Return the results if they are complete anyway; else leave the pod to the next try."""
