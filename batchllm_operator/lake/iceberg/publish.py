@@ -33,7 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Publishes one partition, and repeats refused commits.
+    """Publishes one partition, and repeats failed commits.
+
+    Any failure is repeated, some seconds long: only `CommitFailedException` means the same in all
+    catalogs. A lost connection, a locked database, a throttled call and a denied one are errors of
+    SQLAlchemy, botocore, Thrift or requests, or a status code of a REST catalog, whose server or
+    proxy may be at fault for a moment. To repeat is safe, as each commit begins with a look at the
+    table, and what never succeeds ends with the last error.
 
     Data files are written once, unless the schema changes meanwhile. They are removed when no
     snapshot can refer to them, so not while a commit's outcome is unknown.
