@@ -25,7 +25,7 @@ from batchllm_operator.operators.credentials import Credentials
 from batchllm_operator.operators.pod_operator import BatchLLMPodOperator
 from batchllm_operator.operators.pods.api_errors import message_of
 from batchllm_operator.operators.pods.attempt import (
-    AttemptPods,
+    OwnerPods,
     QuotaExceededError,
     SupersededError,
 )
@@ -52,7 +52,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._watch: PodWatch | None = None
-        self._pods_asked: AttemptPods | None = None
+        self._pods_asked: OwnerPods | None = None
         self._pod: PodName | None = None
         self._killed_at: float | None = None
         self._supervisor_pid: int | None = None
@@ -118,7 +118,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         )
         return pod
 
-    def _put_secret(self, pods: AttemptPods, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
+    def _put_secret(self, pods: OwnerPods, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
         """Give the pod its credentials, or remove it, because it would wait for them forever."""
         try:
             pods.put_secret(pod, variables)
@@ -163,11 +163,11 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     def _pods(
         self, attempt: Attempt, namespace: str, patience_s: float, *, is_cleaning_up: bool = False
-    ) -> AttemptPods:
+    ) -> OwnerPods:
         """The owner's pods; calls stop once the task is killed, unless `is_cleaning_up`."""
         # A killed task reuses its client, because a new one asks Airflow for the connection.
         known = iter([self.client] if self._is_killed and "client" in vars(self) else ())
-        return AttemptPods(
+        return OwnerPods(
             lambda: next(known, None) or self._connect(),
             namespace,
             attempt,

@@ -42,7 +42,7 @@ class SupersededError(Exception):
 
 
 @dataclass
-class AttemptPods:
+class OwnerPods:
     """Manages the pods of one owner."""
 
     connect: Callable[[], CoreV1Api]

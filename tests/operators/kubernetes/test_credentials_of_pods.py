@@ -17,7 +17,7 @@ from support.pod_shards import Shards, in_triggerer
 from support.task_runs import TaskInstance
 
 from batchllm_operator.operators import BatchLLMGenerateOperator
-from batchllm_operator.operators.pods.attempt import Attempt, AttemptPods
+from batchllm_operator.operators.pods.attempt import Attempt, OwnerPods
 
 KEY_ID, KEY = "AKIACANARY0KEYID", "canary/secret+key"
 TOKEN = "canary-catalog-token"
@@ -132,7 +132,7 @@ def test_a_secret_is_renewed_by_requests_that_are_each_made_once(
         config_file=str(cluster.kubeconfig),
         kubernetes_conn_id=None,
     )
-    pods = AttemptPods(
+    pods = OwnerPods(
         task._connect,
         cluster.namespace,
         Attempt("a", "b", 1, "1"),

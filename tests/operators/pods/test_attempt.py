@@ -18,7 +18,7 @@ from kubernetes.client.exceptions import ApiException
 from support.task_runs import TaskInstance
 from urllib3.exceptions import ReadTimeoutError
 
-from batchllm_operator.operators.pods.attempt import AttemptPods, SupersededError
+from batchllm_operator.operators.pods.attempt import OwnerPods, SupersededError
 from batchllm_operator.operators.pods.calls import StoppedError
 from batchllm_operator.operators.pods.owner import LABEL, Attempt
 
@@ -27,9 +27,9 @@ EARLIER, LATER = Attempt("a", "b", 1, "01"), Attempt("a", "b", 2, "02")
 
 def pods_with(
     api: Any, attempt: Attempt = EARLIER, limit_s: float = 3.0, *, has_secrets: bool = False
-) -> AttemptPods:
+) -> OwnerPods:
     give_up = time.monotonic() + limit_s
-    return AttemptPods(
+    return OwnerPods(
         api,
         "n",
         attempt,
@@ -254,9 +254,9 @@ def test_a_pod_that_has_the_name_of_another_by_now_is_left_alone() -> None:
     assert api.deletions == ["1"]
 
 
-def killed_pods(api: Any, attempt: Attempt) -> AttemptPods:
+def killed_pods(api: Any, attempt: Attempt) -> OwnerPods:
     """As they are for the last calls of a task that is killed."""
-    return AttemptPods(
+    return OwnerPods(
         api,
         "n",
         attempt,

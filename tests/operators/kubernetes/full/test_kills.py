@@ -18,7 +18,7 @@ from support.task_runs import TaskInstance, TaskRun
 
 from batchllm_operator.artifacts.attempts import claim_attempt
 from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.operators.pods.attempt import LABEL, AttemptPods
+from batchllm_operator.operators.pods.attempt import LABEL, OwnerPods
 from batchllm_operator.run.stage import run_shard
 
 
@@ -250,15 +250,15 @@ def test_a_try_that_goes_on_after_the_next_has_begun_makes_no_second_pod(
     """Its machine stood still between its look for a pod and its asking for one."""
     shards.plan(delay_s=0.1)
     has_looked, goes_on = threading.Event(), threading.Event()
-    create = AttemptPods._create
+    create = OwnerPods._create
 
-    def late(self: AttemptPods, pod: Any) -> Any:
+    def late(self: OwnerPods, pod: Any) -> Any:
         if self.attempt.try_number == 1:
             has_looked.set()
             assert goes_on.wait(180)
         return create(self, pod)
 
-    monkeypatch.setattr(AttemptPods, "_create", late)
+    monkeypatch.setattr(OwnerPods, "_create", late)
     earlier = shards.start()
     assert has_looked.wait(180)
     later = shards.start(TaskInstance(try_number=2))
