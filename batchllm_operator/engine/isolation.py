@@ -36,7 +36,7 @@ class IsolatingEngine:
                 yield from self._stream(requests)
                 return
             except EngineDiedError as error:
-                self._bury(error)
+                self._discard(error)
                 suspects = error.in_flight
                 if not suspects:
                     raise EngineError(f"the engine died without a request: {error}") from error
@@ -56,7 +56,7 @@ class IsolatingEngine:
             try:
                 yield from self._stream(requests)
             except EngineDiedError as error:
-                self._bury(error)
+                self._discard(error)
                 if len(batch) == 1:
                     self._count_culprit(error)
                     yield EngineOutput.failed(batch[0], str(error))
@@ -64,7 +64,7 @@ class IsolatingEngine:
                     batches += _halves([*error.in_flight, *requests])  # unanswered or not taken
 
     def _stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-        for output in self._revived().stream(requests):
+        for output in self._running().stream(requests):
             self._num_culprits = 0  # the machine works
             yield output
 
@@ -76,13 +76,13 @@ class IsolatingEngine:
                 f" {error}"
             ) from error
 
-    def _revived(self) -> Engine:
+    def _running(self) -> Engine:
         if self._engine is None:
             _log.warning("starting the engine again")
             self._engine = self._start()
         return self._engine
 
-    def _bury(self, error: EngineDiedError) -> None:
+    def _discard(self, error: EngineDiedError) -> None:
         _log.warning("the engine died with %d requests in flight: %s", len(error.in_flight), error)
         self.close()
 

@@ -292,7 +292,7 @@ def test_replicas_that_dont_end_share_the_time_that_they_are_given(
     class Stuck:
         now, hung_up = 0.0, 0
 
-        def hang_up(self) -> None:
+        def disconnect(self) -> None:
             Stuck.hung_up += 1
 
         def close(self, patience_s: float) -> None:

@@ -80,7 +80,7 @@ class ReplicaEngines:
                     if held is None and not exhausted:
                         held = next(requests, None)
                         exhausted = held is None
-                    if held is None or not self._hand_out(held):
+                    if held is None or not self._dispatch(held):
                         break
                     held = None
                 if self._num_in_flight == 0:
@@ -88,7 +88,7 @@ class ReplicaEngines:
                 self._receive(outputs)
             except ReplicaGoneError as error:
                 yield from outputs  # of other replicas
-                self._die(error, held)
+                self._fail(error, held)
             yield from outputs
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class ReplicaEngines:
         limits = [each.started.limits for each in self._replicas]
         return min((each for each in limits if each), key=lambda each: each.num_blocks)
 
-    def _hand_out(self, request: EngineRequest) -> bool:
+    def _dispatch(self, request: EngineRequest) -> bool:
         """Give a request to a replica; False if it must wait for other answers."""
         if request.group_id in self._to_chain:
             if self._num_in_flight:  # other work of one replica would delay all
@@ -212,7 +212,7 @@ class ReplicaEngines:
                 self._placer.answered(replica.rank, output.request_idx)
                 outputs.append(self._charged(request, output))
 
-    def _die(self, error: ReplicaGoneError, held: EngineRequest | None) -> NoReturn:
+    def _fail(self, error: ReplicaGoneError, held: EngineRequest | None) -> NoReturn:
         """End all replicas. Suspects are the lost replica's requests first, then all others."""
         gone_first = sorted(self._replicas, key=lambda each: each.rank != error.rank)
         in_flight = [packed.unpack() for each in gone_first for packed in each.in_flight.values()]

@@ -102,7 +102,7 @@ class Replica:
         try:
             self._channel.send(kind, content)
         except OSError as error:
-            raise ReplicaGoneError(self.rank, self._last_words()) from error
+            raise ReplicaGoneError(self.rank, self._read_reason()) from error
 
     def receive(self) -> tuple[str, Any]:
         """Wait for a message.
@@ -113,14 +113,14 @@ class Replica:
         try:
             kind, content = self._channel.receive()
         except (EOFError, OSError) as error:
-            raise ReplicaGoneError(self.rank, self._end()) from error
+            raise ReplicaGoneError(self.rank, self._exit_reason()) from error
         if kind == "died":
             raise ReplicaGoneError(self.rank, f"failed: {content}")
         return kind, content
 
     def close(self, patience_s: float) -> None:
         """Ask it to end, and kill it after `patience_s`."""
-        self.hang_up()
+        self.disconnect()
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -128,11 +128,11 @@ class Replica:
             self._process.kill()
             self._process.wait()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the socket, which asks it to end."""
         self._channel.close()
 
-    def _last_words(self) -> str:
+    def _read_reason(self) -> str:
         """Why it has gone; skips its other messages."""
         try:
             while True:
@@ -140,9 +140,9 @@ class Replica:
                 if kind == "died":
                     return f"failed: {content}"
         except (EOFError, OSError):
-            return self._end()
+            return self._exit_reason()
 
-    def _end(self) -> str:
+    def _exit_reason(self) -> str:
         """How the process ended; kills it if it only closed its socket."""
         try:
             status = self._process.wait(5)
@@ -156,7 +156,7 @@ class Replica:
 def close_replicas(replicas: Sequence[Replica], patience_s: float = _END_S) -> None:
     """Ask all to end, and kill those still running after `patience_s`."""
     for replica in replicas:
-        replica.hang_up()
+        replica.disconnect()
     until = time.monotonic() + patience_s
     for replica in replicas:
         replica.close(max(until - time.monotonic(), 0.0))

@@ -48,7 +48,7 @@ class _ClosedError(Exception):
     """The run has closed the socket."""
 
 
-class _Line(Channel):
+class _RunChannel(Channel):
     """The channel to the run, which may have closed it."""
 
     def send(self, kind: str, content: Any) -> None:
@@ -63,13 +63,13 @@ class _Line(Channel):
             raise _ClosedError from error
 
 
-class _Mail:
+class _Inbox:
     """The run's messages, read by a thread at once, so that the run never waits to send."""
 
     def __init__(self, channel: Channel) -> None:
         self._messages: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._channel = channel
-        threading.Thread(target=self._read, daemon=True, name="mail").start()
+        threading.Thread(target=self._read, daemon=True, name="inbox").start()
 
     def take(self) -> tuple[str, Any]:
         """Wait for the next message.
@@ -97,15 +97,15 @@ class _Mail:
             self._messages.put(None)
 
 
-class _AskedProfiles:
+class _RunProfiles:
     """The run's store of profiles: the run has the lake and its credentials."""
 
-    def __init__(self, channel: Channel, mail: _Mail) -> None:
-        self._channel, self._mail = channel, mail
+    def __init__(self, channel: Channel, inbox: _Inbox) -> None:
+        self._channel, self._inbox = channel, inbox
 
     def find(self, subject: Mapping[str, str]) -> DeviceProfile | None:
         self._channel.send("find_profile", dict(subject))
-        _, found = self._mail.take()
+        _, found = self._inbox.take()
         return DeviceProfile.model_validate(found) if found is not None else None
 
     def keep(self, profile: DeviceProfile) -> None:
@@ -116,8 +116,8 @@ class _Replica:
     """The engine and its requests."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._mail = channel, _Mail(channel)
-        _, start = self._mail.take()
+        self._channel, self._inbox = channel, _Inbox(channel)
+        _, start = self._inbox.take()
         logging.basicConfig(
             level=logging.WARNING,
             format=f"%(levelname)s: replica {start['rank']}: %(message)s",
@@ -133,10 +133,10 @@ class _Replica:
         except ImportError as error:
             raise EngineError(f"vLLM can't be imported ({error})") from error
 
-        job = replace(job_from_json(start["job"]), profiles=_AskedProfiles(channel, self._mail))
+        job = replace(job_from_json(start["job"]), profiles=_RunProfiles(channel, self._inbox))
         spec = JobSpec.model_validate(start["spec"])
         self._engine: VLLMEngine = VLLMEngine(spec, job, self._settings)
-        self._channel.send("started", asdict(self._introduce()))
+        self._channel.send("started", asdict(self._started()))
 
     def work(self) -> None:
         """Serve until the run closes the socket."""
@@ -146,7 +146,7 @@ class _Replica:
             "measure": self._measure,
         }
         while True:
-            for kind, content in self._mail.take_all(wait=self._engine.num_in_flight == 0):
+            for kind, content in self._inbox.take_all(wait=self._engine.num_in_flight == 0):
                 calls[kind](content)
             if self._engine.num_in_flight and (outputs := self._engine.step()):
                 self._channel.send("outputs", [flat(output) for output in outputs])
@@ -154,7 +154,7 @@ class _Replica:
     def close(self) -> None:
         self._engine.close()
 
-    def _introduce(self) -> Started:
+    def _started(self) -> Started:
         device, most = self._engine.device_name, self._engine.max_in_flight
         if self._settings is None:
             return Started(most, None, None, device)
@@ -211,12 +211,12 @@ def main(argv: Sequence[str]) -> int:
     if not sys.warnoptions:  # as in the run itself
         warnings.simplefilter("ignore")
     try:
-        return _serve(_Line(socket.socket(fileno=descriptor)))
+        return _serve(_RunChannel(socket.socket(fileno=descriptor)))
     except _ClosedError:
         return 0
 
 
-def _serve(channel: _Line) -> int:
+def _serve(channel: _RunChannel) -> int:
     try:
         replica = _Replica(channel)
     except BatchLLMError as error:
