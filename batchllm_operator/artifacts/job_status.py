@@ -114,7 +114,7 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         committed = find_committed(plan)
     except TableError as error:
         committed = None
-        notes.append(f"whether it is committed can't be told: {error}")
+        notes.append(f"whether it is committed isn't known: {error}")
     found = _read_shards(plan, with_reports=committed is None)
     shards = []
     for shard_idx in range(len(manifest.shards)):

@@ -160,9 +160,9 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
     try:
         is_published, is_committed = _state(spec, folder, files)
     except PlanError as error:
-        return Kept(folder, f"it can't be told what it is: {error}")
+        return Kept(folder, f"what it is isn't known: {error}")
     except TableError as error:
-        return Kept(folder, f"it can't be told whether it is published: {error}")
+        return Kept(folder, f"whether it is published isn't known: {error}")
     if not is_published:
         if SUPERSEDED_FILE in files or COMMITTED_FILE in files:
             what = "another plan has taken its place"

@@ -67,7 +67,7 @@ def is_published(
     there, expected = (each.run_id if each else "nothing" for each in (found, replaces))
     raise ConflictError(
         f"output {uri}: partition {wanted.partition!r} holds {there} where {expected} was expected:"
-        f" somebody else has published it meanwhile; {wanted.run_id} wasn't published"
+        f" another writer has published it meanwhile; {wanted.run_id} wasn't published"
     )
 
 

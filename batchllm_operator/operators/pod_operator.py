@@ -139,7 +139,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         if memory is not None and kwargs.get("container_resources") is not None:
             raise ValueError("give memory or container_resources, not both")
         for name in _OURS.intersection(kwargs):
-            raise ValueError(f"{name} isn't yours to give: {_OURS_REASON}")
+            raise ValueError(f"{name} can't be set: {_OURS_REASON}")
         if isinstance(secret_names, str):
             raise ValueError("secret_names must be a list of names")
         if runner not in (None, "local", "kubernetes"):

@@ -104,7 +104,7 @@ class LakeReader:
             raise PageError(
                 404,
                 "The plan of this run isn't in the lake any more: `batchllm gc` removes plans that"
-                " nobody needs, or somebody has removed it.",
+                " are no longer needed, or it was removed by hand.",
             ) from None
         manifest = PlanManifest.from_bytes(data, source=self._uri.uri)
         where = (manifest.spec.name, manifest.ds, manifest.plan_id)

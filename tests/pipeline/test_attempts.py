@@ -111,7 +111,7 @@ def test_a_claim_that_cannot_be_read_is_a_claim(tmp_path: Path, rubbish: bytes) 
     assert claim_attempt(folder).number == 8
 
 
-def test_what_is_no_claim_fences_nobody(tmp_path: Path) -> None:
+def test_what_is_no_claim_fences_no_attempt(tmp_path: Path) -> None:
     """A process may be killed after it has made the folder, before it has made the claim."""
     folder = Folder.open(str(tmp_path))
     first = claim_attempt(folder)

@@ -1,4 +1,4 @@
-"""Random batches over a paged KV cache, with NaN wherever nobody may read."""
+"""Random batches over a paged KV cache, with NaN wherever no request may read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator is told of a test cluster; needs no Airflow."""
+"""An operator's arguments for a test cluster; needs no Airflow."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class PodRun:
         self.airflow.cluster.agent.thaw(pod)
 
     def is_ending(self, shard: int, name: str) -> bool:
-        """Whether a pod was told to stop, or has gone already."""
+        """Whether a pod is being stopped, or has gone already."""
         pods = [pod for pod in self.pods(shard) if pod.metadata.name == name]
         return all(pod.metadata.deletion_timestamp is not None for pod in pods)
 

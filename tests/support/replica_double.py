@@ -3,7 +3,7 @@
     python -m support.replica_double DESCRIPTOR PARENT
 
 REPLICA_DOUBLE is JSON: what each replica does otherwise than answering everything, by rank, and
-`log`, a folder in which each writes what it was told, a line of JSON for each message.
+`log`, a folder in which each writes what it received, a line of JSON for each message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIMITS = ChainLimits(block_size=16, num_blocks=100, max_step_tokens=256, max_mod
 
 
 def output(rank: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Of one request: its text says who has answered, and of how large a group it was told."""
+    """Of one request: its text says who has answered, and how large a group it was sent."""
     tokens = request["prompt_token_ids"]
     return {
         "request_idx": request["request_idx"],

@@ -112,7 +112,7 @@ class TaskRun:
     def _run(self) -> None:
         try:
             self.result = self._attempt()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised where the run is awaited
             self.error = error
 
     def _attempt(self) -> Any:

@@ -60,7 +60,7 @@ def test_only_the_api_can_say_that_a_pod_is_gone() -> None:
     assert end is not None and end.kind is EndKind.GONE
 
 
-def test_it_looks_less_often_while_nobody_answers() -> None:
+def test_it_looks_less_often_while_the_api_is_silent() -> None:
     watch = watch_with(raises(OSError()), [], api_s=900)
     assert watch._pause_s() == 0.05
     pauses = []

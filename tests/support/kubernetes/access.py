@@ -23,7 +23,7 @@ class AccessRules:
         """Whether a request's header is an administrator's.
 
         Raises:
-            ApiError: 401, it is nobody's.
+            ApiError: 401, no user has it.
         """
         scheme, _, token = authorization.partition(" ")
         if scheme != "Bearer" or token not in (self.admin_token, self.user_token):

@@ -195,7 +195,7 @@ class AgentCore:
         component: str,
         field: str = "",
     ) -> None:
-        """Create an Event about a pod; that it can't be is nobody's concern."""
+        """Create an Event about a pod, if it can be created."""
         metadata, now = pod["metadata"], now_text()
         name = f"{metadata['name'][:200]}.{uuid.uuid4().hex[:16]}"
         about = {

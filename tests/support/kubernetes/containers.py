@@ -196,5 +196,5 @@ def _belongs(pid: int, session: int, marker: bytes) -> bool:
         if state in "ZX":
             return False
         return int(found) == session or marker in (folder / "environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is somebody else's
+    except OSError:  # it has ended, or is another user's
         return False

@@ -108,7 +108,7 @@ class Controllers:
         return found is not None and found["metadata"]["uid"] == owner["uid"]
 
     async def _update_quotas(self) -> None:
-        """Count anew for a quota that is new, and whenever a pod has ended: as the real one does.
+        """Count again for a quota that is new, and whenever a pod has ended: as the real one does.
 
         In between the API server counts by itself, also for pods that it then doesn't make.
         """

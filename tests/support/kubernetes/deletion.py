@@ -1,4 +1,4 @@
-"""What a delete does to an object: gone at once, or marked for whoever has to finish it."""
+"""What a delete does to an object: gone at once, or marked for the one that has to finish it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def delete(store: Store, resource: Resource, body: Object, options: Object) -> O
 
 
 def _grace_period(resource: Resource, body: Object, asked: int | None) -> int:
-    """Seconds that a pod gets; nobody finishes other objects, nor a pod that runs nowhere."""
+    """Seconds that a pod gets; 0 for other objects, and for a pod that runs nowhere."""
     if resource.kind != "Pod":
         return 0
     spec, phase = body["spec"], body["status"].get("phase")

@@ -32,7 +32,7 @@ async def evict(core: AgentCore, name: str) -> None:
 
 
 async def preempt(core: AgentCore, name: str) -> None:
-    await _until(lambda: _is_known(core, name))  # whoever made it may be ahead of the watch
+    await _until(lambda: _is_known(core, name))  # its creator may be ahead of the watch
     pod = core.find(name)
     message = "default-scheduler: preempting to accommodate a higher priority pod"
     with contextlib.suppress(PodNotHereError):  # it has no node yet

@@ -1,4 +1,4 @@
-"""The pull of a container's image: waited for as long as it takes, told of as a kubelet does."""
+"""The pull of a container's image: waited for as long as it takes, reported as a kubelet does."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FindLog = Callable[[str, str, str], ContainerLog | tuple[int, str]]
 class KubeletServer:
     """Serves `GET /containerLogs/{namespace}/{pod}/{container}`.
 
-    Whoever asks is answered: real kubelets want a client certificate, or a token.
+    Any client is answered: real kubelets want a client certificate, or a token.
     """
 
     def __init__(self, find_log: FindLog) -> None:

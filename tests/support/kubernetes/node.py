@@ -50,7 +50,7 @@ class Node:
         await self._server.start(context)
 
     async def close(self) -> None:
-        """End everything that runs here; nobody is told."""
+        """End everything that runs here, unreported."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -26,7 +26,7 @@ class NodeAgent:
     """Schedules and runs the pods of `namespace` from construction until `close`.
 
     All methods are for the test's thread. Those that inject a fault return when the API knows of
-    it, or would if it were told. After `close` no process, thread or folder of it is left.
+    it, or would if it were reported. After `close` no process, thread or folder of it is left.
 
     Raises:
         RequestFailedError: The API server refuses the node.
@@ -152,7 +152,7 @@ class NodeAgent:
         self._thread.run(faults.oom_kill(self._core, pod, container))
 
     def vanish_after_finish(self, pod: str = "*") -> None:
-        """Force-delete a pod (`*`: the next one) once it has exited 0, before anybody is told."""
+        """Force-delete a pod (`*`: the next one) once it has exited 0, before that is reported."""
         self._core.vanishing.add(pod)
 
     def lose_node(self, node: str = "") -> None:

@@ -50,7 +50,7 @@ class Host(Protocol):
         """Create an Event."""
 
     def takes_before_saying(self, pod: Object) -> bool:
-        """Whether a pod that has exited 0 is to vanish before anybody is told."""
+        """Whether a pod that has exited 0 is to vanish before that is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class End:
     reason: str = ""
     message: str = ""
     removes: bool = False  # the pod's object goes when the containers have ended
-    silent: bool = False  # nobody is told
+    silent: bool = False  # its end isn't reported
     forgets: bool = False  # the node has nothing to do with the pod any more
 
 
@@ -120,7 +120,7 @@ class PodWorker:
         self._volumes.remove()
 
     async def _live(self) -> None:
-        """Everything that happens while nobody ends the pod."""
+        """Everything that happens until the pod is ended."""
         await self._report()
         await self._mount()
         await asyncio.sleep(self._host.start_delay())

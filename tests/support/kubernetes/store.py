@@ -1,7 +1,7 @@
 """The API's objects in memory, with the history that watches read.
 
 Everything runs in the API server's event loop, so that nothing needs a lock. A stored object is
-never changed in place: whoever changes one stores another.
+never changed in place: a change stores another.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def test_a_lost_node(shards: Shards) -> None:
 
 
 @in_worker
-def test_a_lost_node_whose_pods_nobody_collects(
+def test_a_lost_node_whose_pods_are_not_collected(
     shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that doesn't come back, and no controller that forces its pods away."""
@@ -212,7 +212,7 @@ def test_a_quota_that_stays_full(shards: Shards) -> None:
 
 
 @in_triggerer
-def test_a_deadline_ends_what_nobody_ends(shards: Shards) -> None:
+def test_a_deadline_ends_a_pod_that_does_not_end(shards: Shards) -> None:
     shards.plan(delay_s=1.0)
     error = shards.start(active_deadline_seconds=1).failure()
     assert "ran longer than active_deadline_seconds" in str(error)

@@ -35,7 +35,7 @@ def test_a_shard_that_another_run_has_taken_over_is_left_to_it(shards: Shards) -
 
 
 @in_triggerer
-def test_a_pod_whose_shard_somebody_else_took_over(shards: Shards) -> None:
+def test_a_pod_whose_shard_another_attempt_took_over(shards: Shards) -> None:
     """And gives no sign any more: by hand, or by a task of another Airflow."""
     shards.plan(delay_s=0.1)
     run = shards.start()
