@@ -124,23 +124,36 @@ def estimate_cost(
     """
     if target is None:
         return None
-    machine = (target.model, target.gpu, target.limits)
     num_shards = int(shard_of_group.max(initial=-1)) + 1
     lengths, num_rows = requests.lengths, requests.num_rows
     members, prefixes = group_work(groups, lengths, output_tokens)
     total = members.total() + prefixes.total()
     unshared = prompt_work(lengths, output_tokens).total(num_rows)
+    num_saved = int((lengths * num_rows).sum()) - num_processed_tokens(groups, lengths)
     try:
-        planned = predict(total, *machine, num_engines=num_shards * num_replicas)
-        alone = predict(unshared, *machine, num_engines=num_shards * num_replicas)
+        estimate = _estimate(target, total, unshared, num_saved, num_shards * num_replicas)
     except PlanError as error:
         _log.info("GPU time isn't predicted: %s", error)
         return None
-    num_logical = int((lengths * num_rows).sum())
-    estimate = CostEstimate(
+    # Rates add up to the whole except for the ramp, one per engine.
+    rate = rates(total, target.model, target.gpu, target.limits)
+    ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
+    costs = group_costs(groups, members.nanoseconds(rate), prefixes.nanoseconds(rate)) / 1e9
+    parts = np.bincount(shard_of_group, weights=costs, minlength=num_shards) + ramp_s
+    return estimate, parts / (parts.sum() or 1.0) * estimate.gpu_s
+
+
+def _estimate(
+    target: Target, total: Work, unshared: Work, num_saved_tokens: int, num_engines: int
+) -> CostEstimate:
+    """Raises: PlanError: the model doesn't fit."""
+    machine = (target.model, target.gpu, target.limits)
+    planned = predict(total, *machine, num_engines=num_engines)
+    alone = predict(unshared, *machine, num_engines=num_engines)
+    return CostEstimate(
         gpu=target.gpu,
         model=target.model,
-        num_saved_tokens=num_logical - num_processed_tokens(groups, lengths),
+        num_saved_tokens=num_saved_tokens,
         num_output_tokens=total.num_decode_tokens,
         prefill_s=rounded(planned.prefill_s),
         decode_s=rounded(planned.decode_s),
@@ -152,12 +165,6 @@ def estimate_cost(
         unshared_cost_usd=rounded(alone.cost_usd),
         assumptions=_assumptions(target, total),
     )
-    # Rates add up to the whole except for the ramp, one per engine.
-    rate = rates(total, *machine)
-    ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
-    costs = group_costs(groups, members.nanoseconds(rate), prefixes.nanoseconds(rate)) / 1e9
-    parts = np.bincount(shard_of_group, weights=costs, minlength=num_shards) + ramp_s
-    return estimate, parts / (parts.sum() or 1.0) * estimate.gpu_s
 
 
 def group_costs(
