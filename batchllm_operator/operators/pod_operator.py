@@ -99,7 +99,9 @@ class BatchLLMPodOperator(KubernetesPodOperator):
 
     template_fields: Sequence[str] = (
         *KubernetesPodOperator.template_fields,
-        *("env", "aws_conn_id", "connection_env"),
+        "env",
+        "aws_conn_id",
+        "connection_env",
     )
     template_fields_renderers: ClassVar[dict[str, str]] = {
         "env_vars": "py",
@@ -136,14 +138,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         do_xcom_push: bool = True,
         **kwargs: Any,
     ) -> None:
-        if memory is not None and kwargs.get("container_resources") is not None:
-            raise ValueError("give memory or container_resources, not both")
-        for name in _OURS.intersection(kwargs):
-            raise ValueError(f"{name} can't be set: {_OURS_REASON}")
-        if isinstance(secret_names, str):
-            raise ValueError("secret_names must be a list of names")
-        if runner not in (None, "local", "kubernetes"):
-            raise ValueError(f"runner is {runner!r}; it must be 'local' or 'kubernetes'")
+        _check(runner, memory, secret_names, kwargs)
         kwargs.setdefault("termination_message_policy", "FallbackToLogsOnError")
         super().__init__(
             deferrable=False,
@@ -170,8 +165,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             deadline_s=active_deadline_seconds,
             grace_s=termination_grace_period,
         )
-        self.env = env
-        self.aws_conn_id, self.connection_env = aws_conn_id, connection_env
+        self.env, self.aws_conn_id, self.connection_env = env, aws_conn_id, connection_env
         self.session_token_outlives_task = session_token_outlives_task
         self.max_disruptions = max_disruptions
         self.queue_timeout, self.start_timeout = queue_timeout, start_timeout
@@ -283,6 +277,20 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         connection.configuration.retries = 0  # else urllib3 sends up to four
         connection.rest_client = RESTClientObject(connection.configuration)
         return self.client
+
+
+def _check(
+    runner: str | None, memory: str | None, secret_names: Sequence[str], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise `ValueError` for arguments that are wrong, or contradict each other."""
+    if memory is not None and kwargs.get("container_resources") is not None:
+        raise ValueError("give memory or container_resources, not both")
+    for name in _OURS.intersection(kwargs):
+        raise ValueError(f"{name} can't be set: {_OURS_REASON}")
+    if isinstance(secret_names, str):
+        raise ValueError("secret_names must be a list of names")
+    if runner not in (None, "local", "kubernetes"):
+        raise ValueError(f"runner is {runner!r}; it must be 'local' or 'kubernetes'")
 
 
 def _variables(given: Any) -> list[k8s.V1EnvVar]:
