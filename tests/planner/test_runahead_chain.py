@@ -196,7 +196,8 @@ def test_a_replica_on_a_gpu_takes_what_the_cost_model_says() -> None:
     unfused = ReplicaCost.of(model, H100, score_bytes=30.0)
     more_s = unfused.s_per_pair - cost.s_per_pair
     assert more_s == pytest.approx(32 * 30 / H100.bytes_per_s)
-    assert ReplicaCost.of(model, H100, copies_kv=False).kv_copy_s_per_token == 0
+    copied_s = cost.kv_copy_s_per_token
+    assert copied_s == pytest.approx(2 * cost.kv_bytes_per_token / H100.bytes_per_s)  # read, write
 
 
 def test_steps_are_cut_and_small_ones_read_all_weights() -> None:
@@ -298,12 +299,10 @@ def test_a_longer_hop_is_needed_for_more_heads_of_keys_and_values() -> None:
     """The first hop of an 8B model at 400 TFLOP/s has to carry some 3.7 GB/s to be hidden."""
     gpu = dataclasses.replace(H100, achievable_compute=400 / 989)
     shape = MODEL_SHAPES["Llama-3-8B"]
-    cost = ReplicaCost.of(shape, gpu, copies_kv=False)
+    cost = ReplicaCost.of(shape, gpu)
     chunk = 4096
     layer_s = cost.chunk_seconds(chunk) - cost.step_overhead_s - cost.sampled_token_s
     needed = chunk * cost.kv_bytes_per_token * cost.num_layers / layer_s
     assert needed == pytest.approx(3.7e9, rel=0.15)
-    many = ReplicaCost.of(
-        ModelShape(**{**dataclasses.asdict(shape), "num_kv_heads": 32}), gpu, copies_kv=False
-    )
+    many = ReplicaCost.of(ModelShape(**{**dataclasses.asdict(shape), "num_kv_heads": 32}), gpu)
     assert many.kv_bytes_per_token == 4 * cost.kv_bytes_per_token

@@ -162,11 +162,10 @@ class Makespans:
                 seconds[at] = self._seconds(loads[at])
         return max(seconds) + (sum(self._chain_s[idx] for idx in idxs) if chained else 0.0)
 
-    def makespan_of_all_spread(self, *, chained: bool) -> float:
-        """Seconds if all groups are spread; if `chained`, all must have a split."""
-        everyone = range(len(self._prefixes))
-        chains_s = sum(self._chain_s[idx] for idx in everyone) if chained else 0.0
-        return chains_s + max(map(self._seconds, self._loads_of_spread(everyone, chained)))
+    def makespan_of_all_recomputed(self) -> float:
+        """Seconds if every replica computes every prefix, also of groups that aren't candidates."""
+        loads = self._loads_of_spread(range(len(self._prefixes)), chained=False)
+        return max(map(self._seconds, loads))
 
     def _loads_of_spread(self, idxs: Iterable[int], chained: bool) -> list[_ReplicaLoad]:
         """Each replica's load from spread groups."""

@@ -41,14 +41,10 @@ class Placement:
     """The split of each group of `runahead_idxs`."""
     makespan_s: float
     """Makespan of the choice."""
-    gain: float
-    """Share of the best makespan without runahead that the choice saves; 0 if none is marked."""
     whole_group_s: float
     """Makespan with each group on one replica."""
     recompute_s: float
     """Makespan with each prefix computed by all replicas."""
-    runahead_s: float | None
-    """Makespan with all prefixes computed by chains; None if that is impossible or too many."""
     without_s: float
     """The best makespan without chains: some groups whole, the others recomputed everywhere."""
     recompute_idxs: tuple[int, ...]
@@ -75,7 +71,7 @@ def choose_placement(
     if not groups:
         raise PlanError("placement: there are no groups")
     makespans = Makespans(groups, chain, settings)
-    whole_s, recompute_s = makespans.makespan(()), makespans.makespan_of_all_spread(chained=False)
+    whole_s, recompute_s = makespans.makespan(()), makespans.makespan_of_all_recomputed()
     without_s, recomputed = _best_set(
         groups, makespans.candidates, lambda idxs: makespans.makespan(idxs, chained=False)
     )
@@ -84,22 +80,17 @@ def choose_placement(
     chainable = [idx for idx in makespans.candidates if idx in makespans.splits]
     best_s, marked = _best_set(groups, chainable, makespans.makespan)
     best_s, marked = _without_idle(best_s, marked, makespans, settings.slack)
-    all_chained = len(chainable) == len(groups)
-    runahead_s = makespans.makespan_of_all_spread(chained=True) if all_chained else None
+    policy: PlacementName = "runahead"
     if not marked or best_s > without_s * (1 - settings.margin):
-        policy: PlacementName = "recompute" if recomputed else "whole_group"
-        marked, best_s, gain = (), without_s, 0.0
-    else:
-        policy, gain = "runahead", 1 - best_s / without_s
+        policy = "recompute" if recomputed else "whole_group"
+        marked, best_s = (), without_s
     return Placement(
         policy=policy,
         runahead_idxs=marked,
         splits=tuple(makespans.splits[idx] for idx in marked),
         makespan_s=best_s,
-        gain=gain,
         whole_group_s=whole_s,
         recompute_s=recompute_s,
-        runahead_s=runahead_s,
         without_s=without_s,
         recompute_idxs=recomputed,
     )

@@ -79,7 +79,6 @@ class ReplicaCost:
         layer_overhead_s: float = 0.0,
         computes_masked_pairs: bool = False,
         score_bytes: float = 0.0,
-        copies_kv: bool = True,
     ) -> ReplicaCost:
         """A replica on one GPU, by the same roofline as `planner.cost.roofline`.
 
@@ -88,7 +87,6 @@ class ReplicaCost:
             computes_masked_pairs: see the attribute.
             score_bytes: memory traffic per pair and head, for attention that keeps its scores in
                 memory between products, mask and softmax; 0 for fused kernels.
-            copies_kv: whether KV is copied between its blocks and one message.
         """
         qkv = model.hidden_size * model.head_size * (model.num_heads + 2 * model.num_kv_heads)
         pair_flop = model.flop_per_pair / model.num_layers
@@ -101,7 +99,7 @@ class ReplicaCost:
             kv_bytes_per_token=kv_bytes,
             weights_s=model.num_layer_weights * model.bytes_per_weight / gpu.bytes_per_s,
             read_s_per_token=kv_bytes / gpu.bytes_per_s,
-            kv_copy_s_per_token=2 * kv_bytes / gpu.bytes_per_s if copies_kv else 0.0,
+            kv_copy_s_per_token=2 * kv_bytes / gpu.bytes_per_s,
             overhead_s=layer_overhead_s,
             step_overhead_s=gpu.step_overhead_s,
             sampled_token_s=model.flop_per_sampled_token / gpu.flop_per_s,
@@ -125,16 +123,11 @@ class ReplicaCost:
             + self.sampled_token_s
         )
 
-    def prefill_seconds(
-        self, num_tokens: int, num_before: int = 0, *, max_step_tokens: int | None = None
-    ) -> float:
+    def prefill_seconds(self, num_tokens: int, *, max_step_tokens: int | None = None) -> float:
         """Seconds to prefill `num_tokens` alone on a replica, in steps of `max_step_tokens`."""
         step = max_step_tokens or max(num_tokens, 1)
         starts = range(0, num_tokens, step)
-        return sum(
-            self.chunk_seconds(min(step, num_tokens - start), num_before + start)
-            for start in starts
-        )
+        return sum(self.chunk_seconds(min(step, num_tokens - start), start) for start in starts)
 
     def calibrated(self, steps: Sequence[tuple[int, int, float]]) -> ReplicaCost:
         """The same with rates fitted to measured prefill steps.
