@@ -173,19 +173,9 @@ class Chain:
 
 
 def _open_store(settings: ChainSettings) -> Any:
-    timeout = timedelta(seconds=settings.connect_timeout_s)
-    url = urlsplit(settings.store)
-    if url.scheme == "file":
-        store: Any = _c10d.FileStore(url.path, settings.world_size)
-        store.set_timeout(timeout)
-        return store
-    return _c10d.TCPStore(
-        url.hostname or "",
-        url.port or 0,
-        is_master=settings.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
+    store: Any = _c10d.FileStore(urlsplit(settings.store).path, settings.world_size)
+    store.set_timeout(timedelta(seconds=settings.connect_timeout_s))
+    return store
 
 
 def _shake_hands(store: Any, settings: ChainSettings, fingerprint: Mapping[str, Any]) -> None:
@@ -198,9 +188,6 @@ def _shake_hands(store: Any, settings: ChainSettings, fingerprint: Mapping[str, 
     store.set(f"fingerprint/{settings.rank}", json.dumps(fingerprint))
     store.wait([f"fingerprint/{rank}" for rank in ranks])
     found = [json.loads(store.get(f"fingerprint/{rank}")) for rank in ranks]
-    store.set(f"seen/{settings.rank}", "1")
-    if settings.rank == 0:  # it may serve the store, so it leaves last
-        store.wait([f"seen/{rank}" for rank in ranks])
     for rank, other in enumerate(found):
         for name in {**found[0], **other}:  # in order: the first difference explains the others
             ours, theirs = found[0].get(name), other.get(name)
@@ -239,11 +226,13 @@ def _slowest_link(
 def _process_group(
     store: Any, settings: ChainSettings, device: torch.device, way: Way, hop: int
 ) -> Any:
-    """The process group of the two replicas at a hop; the lower one is rank 0."""
-    backend = settings.backend or ("nccl" if device.type == "cuda" else "gloo")
+    """The process group of the two replicas at a hop; the lower one is rank 0.
+
+    NCCL (RCCL on AMD) for KV on a GPU, gloo on a CPU.
+    """
     own_store = _c10d.PrefixStore(f"{way}/{hop}", store)
     rank, timeout = settings.rank - hop, timedelta(seconds=settings.connect_timeout_s)
-    if backend == "gloo":
+    if device.type != "cuda":
         return _c10d.ProcessGroupGloo(own_store, rank, 2, timeout)
     options = _c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout

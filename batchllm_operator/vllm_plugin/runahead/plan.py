@@ -36,10 +36,7 @@ class ChainSettings:
     world_size: int
     """Replicas in the chain, p."""
     store: str
-    """Rendezvous: "tcp://host:port", served by rank 0, or "file:///path" on a disk that all
-    share. A store serves one start of the chain."""
-    backend: Literal["gloo", "nccl"] | None = None
-    """Unset: nccl (RCCL on AMD) for KV on a GPU, gloo on a CPU."""
+    """Rendezvous: "file:///path" on a disk that all share; for one start of the chain."""
     connect_timeout_s: float = 600.0
     """Longest wait for the other replicas to connect."""
     start_timeout_s: float = 300.0
@@ -56,10 +53,8 @@ class ChainSettings:
             raise SpecError(
                 f"{_NAME}.rank: must be from 0 to {self.world_size - 1}, not {self.rank}"
             )
-        if not isinstance(self.store, str) or not self.store.startswith(("tcp://", "file:///")):
-            raise SpecError(f"{_NAME}.store: must be tcp://host:port or file:///path")
-        if self.backend not in (None, "gloo", "nccl"):
-            raise SpecError(f"{_NAME}.backend: must be gloo or nccl, not {self.backend!r}")
+        if not isinstance(self.store, str) or not self.store.startswith("file:///"):
+            raise SpecError(f"{_NAME}.store: must be file:///path")
         for name in ("connect_timeout_s", "start_timeout_s", "layer_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,13 +56,11 @@ def open_chain(tmp_path: Path) -> Iterator[Open]:
     """Opens a chain: by rank a replica, or what opening raised."""
     opened: list[Replica] = []
 
-    def open_(
-        world_size: int, *fingerprints: dict[str, Any], store: str = "", **settings: Any
-    ) -> list[Any]:
+    def open_(world_size: int, *fingerprints: dict[str, Any], **settings: Any) -> list[Any]:
         def one(rank: int) -> Any:
             fingerprint = fingerprints[rank] if rank < len(fingerprints) else {}
             given = {"connect_timeout_s": 30, "start_timeout_s": 20, **settings}
-            where = store or f"file://{tmp_path}/store"
+            where = f"file://{tmp_path}/store"
             try:
                 return Replica(ChainSettings(rank, world_size, where, **given), fingerprint)
             except RunaheadError as error:
@@ -144,17 +141,6 @@ def test_a_replica_that_does_not_come_is_an_error(tmp_path: Path) -> None:
     settings = ChainSettings(0, 2, f"file://{tmp_path}/store", connect_timeout_s=0.5)
     with pytest.raises(RunaheadError, match="replica 0 of 2 can't reach the others"):
         Replica(settings, {})
-
-
-def test_a_store_may_be_served_by_the_first_replica(open_chain: Open) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    first, second = open_chain(2, store=f"tcp://127.0.0.1:{port}")
-    extent = Extent(0, 1, 0, BLOCK)
-    load = second.load("down", extent, [3], None)
-    first.send("down", extent, [2], range(LAYERS))
-    assert wait(load) == [True] * LAYERS
 
 
 @pytest.mark.parametrize(
