@@ -21,6 +21,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.sampling_params import RequestOutputKind
 
+from batchllm_operator.vllm_plugin.runahead import phase
 from batchllm_operator.vllm_plugin.runahead.blocks import KVBlocks
 from batchllm_operator.vllm_plugin.runahead.phase import open_chain, run_prefill_phase
 from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings, RunaheadGroup
@@ -96,11 +97,11 @@ class Replica:
         open_chain(self._engine)
 
     def phase(
-        self, groups: Sequence[tuple[int, list[int], tuple[int, ...]]], **options: Any
+        self, groups: Sequence[tuple[int, list[int], tuple[int, ...]]]
     ) -> list[dict[str, Any]]:
         """Outcomes of the groups' (id, prefix, split)."""
         given = [RunaheadGroup(*group) for group in groups]
-        return [asdict(outcome) for outcome in run_prefill_phase(self._engine, given, **options)]
+        return [asdict(outcome) for outcome in run_prefill_phase(self._engine, given)]
 
     def generate(self, prompts: Sequence[list[int]], max_tokens: int = 12) -> list[dict[str, Any]]:
         """Greedy tokens, their log-probabilities, and how much of each prompt was cached."""
@@ -157,6 +158,10 @@ class Replica:
             _scatter(blocks, layer_idx, block_ids, payload.zero_())
 
         KVBlocks.scatter = scatter  # type: ignore[method-assign]
+
+    def recompute_nothing(self) -> None:
+        """From now on a phase leaves the cache as the chain has left it."""
+        phase._Phase._compute_alone = lambda *_: None  # type: ignore[method-assign]
 
     def fail_at_message(self, number: int, how: str) -> None:
         """At the so-manieth message to be sent, from 0: `die`, `stall` until `heal`, or `raise`."""

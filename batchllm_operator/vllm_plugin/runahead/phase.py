@@ -29,6 +29,8 @@ from batchllm_operator.vllm_plugin.runahead.plan import ChainLimits, Part, Runah
 from batchllm_operator.vllm_plugin.runahead.scheduling import RunaheadConnectorScheduler
 from batchllm_operator.vllm_plugin.runahead.working import RunaheadConnectorWorker
 
+_MOST_ACTIVE: Final = 2
+"""Groups in progress at a time: a replica begins the next one while others still compute."""
 _IDLE_S: Final = 5e-4
 """Pause between steps with nothing to compute: the threads that move KV need the core."""
 
@@ -38,8 +40,6 @@ class RunaheadOutcome:
     """The result of one group on this replica. Times are in seconds since the phase began."""
 
     group_id: int
-    is_cached: bool
-    """Whether all whole blocks of the prefix are in this replica's prefix cache."""
     num_computed_tokens: int
     """Computed by this replica: its chunk, one more if it received the rest, and what it had to
     compute again."""
@@ -85,9 +85,7 @@ def chain_limits(engine: Any) -> ChainLimits:
     return _connectors(engine)[0].limits
 
 
-def run_prefill_phase(
-    engine: Any, groups: Sequence[RunaheadGroup], *, max_in_flight: int = 2, recompute: bool = True
-) -> list[RunaheadOutcome]:
+def run_prefill_phase(engine: Any, groups: Sequence[RunaheadGroup]) -> list[RunaheadOutcome]:
     """Prefill this replica's chunk of each group, and receive the rest from the others.
 
     All replicas of the chain call this with the same groups in the same order. When it returns,
@@ -99,10 +97,6 @@ def run_prefill_phase(
     Args:
         engine: as for `open_chain`; it has no other requests.
         groups: together they fit into the KV cache.
-        max_in_flight: groups in progress at a time, so that a replica begins the next one while
-            others still compute.
-        recompute: whether this replica computes what others don't deliver; otherwise such a
-            group's outcome has `is_cached` False.
 
     Returns:
         An outcome for each group, in their order.
@@ -117,9 +111,9 @@ def run_prefill_phase(
     _check(engine, scheduler_half, groups)
     chain = open_chain(engine)
     chain.agree("groups", _digest(groups))
-    phase = _Phase(engine, chain, scheduler_half.scheduling, worker_half.working, recompute)
+    phase = _Phase(engine, chain, scheduler_half.scheduling, worker_half.working)
     try:
-        return phase.run(groups, max_in_flight)
+        return phase.run(groups)
     except BaseException as error:
         chain.fail(f"the phase ended by {type(error).__name__}")  # so that no replica waits for us
         phase.abandon()
@@ -143,7 +137,6 @@ class _Progress:
     def outcome(self) -> RunaheadOutcome:
         return RunaheadOutcome(
             self.group.group_id,
-            self.failure is None or self.is_alone,
             self.num_computed,
             self.num_received,
             self.failure,
@@ -161,23 +154,21 @@ class _Phase:
         chain: Chain,
         scheduling: RunaheadConnectorScheduler,
         working: RunaheadConnectorWorker,
-        recompute: bool,
     ) -> None:
         self._engine, self._chain = engine, chain
         self._scheduling, self._working = scheduling, working
-        self._recompute = recompute
         self._rank = chain.settings.rank
         self._by_request: dict[str, _Progress] = {}
         self._alone_due: deque[_Progress] = deque()
         self._start = time.monotonic()
 
-    def run(self, groups: Sequence[RunaheadGroup], max_in_flight: int) -> list[RunaheadOutcome]:
+    def run(self, groups: Sequence[RunaheadGroup]) -> list[RunaheadOutcome]:
         everything = [_Progress(group) for group in groups]
         waiting = deque(everything)
         while waiting or self._by_request or self._alone_due or self._has_ends():
-            while waiting and self._num_active() < max_in_flight:
+            while waiting and self._num_active() < _MOST_ACTIVE:
                 self._begin(waiting.popleft())
-            while self._may_begin_alone() and self._num_active() < max_in_flight:
+            while self._may_begin_alone() and self._num_active() < _MOST_ACTIVE:
                 due = self._alone_due.popleft()
                 self._add(due, "alone", self._whole_prompt(due.group))
             for output in self._engine.step():
@@ -211,8 +202,6 @@ class _Phase:
             self._add(progress, "fill", self._whole_prompt(group))
 
     def _compute_alone(self, progress: _Progress) -> None:
-        if not self._recompute:
-            return
         progress.is_alone = True
         self._alone_due.append(progress)
 
