@@ -410,7 +410,7 @@ def test_keys_of_rows_are_printed_whatever_the_column_is_called(
     report = SimpleNamespace(figures=dict)
     run_report = "batchllm_operator.commit.report"
     monkeypatch.setattr(f"{run_report}.load_report", lambda uri: report)
-    monkeypatch.setattr(f"{run_report}.refresh_page", lambda uri, report: None)
+    monkeypatch.setattr(f"{run_report}.store_page", lambda folder, report: None)
     monkeypatch.setattr("batchllm_operator.report.format_summary", lambda report: "token=x1y2z3-4")
     outcome = batchllm("report", "--plan", "plan")
     assert (outcome.code, outcome.out) == (0, "token=x1y2z3-4\n"), outcome.err

@@ -26,8 +26,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     if args.compare is not None:
         return _compare(args.compare, args.out)
-    from batchllm_operator.commit.report import load_report, refresh_page
+    from batchllm_operator.commit.report import load_report, store_page
     from batchllm_operator.commit.stage import published_plan_uri
+    from batchllm_operator.lake import Folder
     from batchllm_operator.report import format_summary
     from batchllm_operator.spec import load_spec
     from batchllm_operator.spec.masking import print_unmasked
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         plan_uri = published_plan_uri(spec, args.ds)
         tell_plan(spec, args.job, plan_uri, "published")
     report = load_report(plan_uri)
-    refresh_page(plan_uri, report)
+    store_page(Folder.open(plan_uri), report)  # an earlier release may have drawn it
     if args.out is not None:
         from batchllm_operator.report.page import render_report
 

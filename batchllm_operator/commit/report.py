@@ -113,11 +113,6 @@ def store_page(folder: Folder, report: RunReport) -> None:
         _log.warning("%s/%s isn't written: %r", folder.uri, PAGE_FILE, error)
 
 
-def refresh_page(plan_uri: str, report: RunReport) -> None:
-    """Update the stored page to this release's rendering; see `store_page`."""
-    store_page(Folder.open(plan_uri), report)
-
-
 def load_report(plan_uri: str) -> RunReport:
     """The stored report of a committed plan.
 

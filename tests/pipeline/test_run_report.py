@@ -15,7 +15,7 @@ from batchllm_operator.artifacts.run_report import PAGE_FILE, RunReport
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit import report as run_report
 from batchllm_operator.commit import row_errors
-from batchllm_operator.commit.report import load_report, refresh_page
+from batchllm_operator.commit.report import load_report, store_page
 from batchllm_operator.commit.row_errors import RowErrors
 from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine import Engine, EngineJob
@@ -181,10 +181,10 @@ def test_a_page_that_is_as_it_should_be_is_not_written_again(tmp_path: Path) -> 
     report = commit_job(tmp_path, document_rows())
     page = Path(report.plan_uri) / PAGE_FILE
     before = page.stat().st_mtime_ns
-    refresh_page(report.plan_uri, report)
+    store_page(Folder.open(report.plan_uri), report)
     assert page.stat().st_mtime_ns == before
     page.write_text("of an older release")
-    refresh_page(report.plan_uri, report)
+    store_page(Folder.open(report.plan_uri), report)
     assert page.read_text() == render_report(report)
 
 
