@@ -77,7 +77,6 @@ class PodWatch:
         deadline: when the task's `execution_timeout` is reached.
         is_abandoned: whether the pod's end is no longer awaited.
         masked: masks secrets in the pod's texts.
-        now: the clock, for tests.
     """
 
     def __init__(
@@ -90,18 +89,17 @@ class PodWatch:
         deadline: datetime | None = None,
         is_abandoned: Callable[[], bool] = lambda: False,
         masked: Callable[[str], str] = lambda text: text,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._make_hook = hook
         self._connection = AsyncExitStack()
         self._api: async_client.CoreV1Api | None = None
         self._pod, self._limits, self._log = pod, limits, log
-        self._deadline, self._is_abandoned, self._now = deadline, is_abandoned, now
+        self._deadline, self._is_abandoned = deadline, is_abandoned
         self._masked = masked
         self._reader = LogReader(
             pod.name, pod.namespace, pod.container, lambda line: log(masked(line))
         )
-        self._said, self._said_at = "", now()
+        self._said, self._said_at = "", datetime.now(UTC)
         self._answered_at = time.monotonic()
         self._num_failures = self._num_last_reads = 0
         self._deleting_since: float | None = None
@@ -138,7 +136,7 @@ class PodWatch:
 
     async def _until_end(self) -> PodEnd:
         while not self._is_stopped and not self._is_abandoned():
-            if self._deadline is not None and self._now() >= self._deadline:
+            if self._deadline is not None and datetime.now(UTC) >= self._deadline:
                 return self._end(EndKind.TIMEOUT)
             if (end := await self._look()) is not None:
                 return end
@@ -204,7 +202,8 @@ class PodWatch:
             return self._end(kind, state)
         if state.is_being_deleted:
             return self._judge_deletion(state, pod)
-        waited_s = (self._now() - (state.since or self._now())).total_seconds()
+        now = datetime.now(UTC)
+        waited_s = (now - (state.since or now)).total_seconds()
         if state.stage is Stage.QUEUED and waited_s > self._limits.queue_s:
             return self._end(EndKind.QUEUE_LIMIT, state)
         if state.is_hopeless or (state.is_stuck and waited_s > self._limits.stuck_s):
@@ -232,7 +231,7 @@ class PodWatch:
         reason = error.reason if isinstance(error, ApiException) else str(error)
         text = f"{type(error).__name__}: {reason}".rstrip(": ")
         if self._said != text:
-            self._said, self._said_at = text, self._now()
+            self._said, self._said_at = text, datetime.now(UTC)
             hint = "; may this Airflow read pods?" if status == FORBIDDEN else ""
             self._log(f"Can't see pod {self._pod.name} at the moment ({text}){hint}")
         if time.monotonic() - self._answered_at > self._limits.api_s:
@@ -242,9 +241,9 @@ class PodWatch:
 
     def _tell(self, state: PodState) -> None:
         text = str(state) + (", being deleted" if state.is_being_deleted else "")
-        if text != self._said or self._now() - self._said_at > _REPEAT:
+        if text != self._said or datetime.now(UTC) - self._said_at > _REPEAT:
             self._log(self._masked(f"Pod {self._pod.name}: {text}"))
-            self._said, self._said_at = text, self._now()
+            self._said, self._said_at = text, datetime.now(UTC)
 
     def _end(self, kind: EndKind, state: PodState | None = None, message: str = "") -> PodEnd:
         return PodEnd(
