@@ -66,7 +66,6 @@ class Policy:
     """A way to order, admit and schedule requests."""
 
     name: str
-    about: str
     scheduler: Literal["stock", "batchllm"] = "stock"
     order: Literal["plan", "shuffled"] = "plan"
     arrival: Literal["at_once", "by_batch", "by_time"] = "at_once"
@@ -82,42 +81,20 @@ class Policy:
 POLICIES: Final[Mapping[str, Policy]] = {
     policy.name: policy
     for policy in (
-        Policy(
-            "static",
-            "a batch runs until its longest output has ended, then the next one",
-            arrival="by_batch",
-            chunked_prefill=False,
-            prefix_caching=False,
-        ),
-        Policy(
-            "dynamic",
-            "as static, with batches of what has arrived meanwhile",
-            arrival="by_time",
-            chunked_prefill=False,
-            prefix_caching=False,
-        ),
-        Policy(
-            "continuous",
-            "a request joins when another has ended; prompts are prefilled whole",
-            chunked_prefill=False,
-            prefix_caching=False,
-        ),
-        Policy(
-            "chunked_prefill",
-            "continuous, and prompts are cut to fill up the steps of those that decode",
-            prefix_caching=False,
-        ),
-        Policy("stock_shuffled", "vLLM as it is, rows as they come", order="shuffled"),
-        Policy("stock_sorted", "vLLM as it is, prompts in the order of the plan"),
-        Policy(
-            "batchllm_stock_attention", "our scheduler, with vLLM's attention", scheduler="batchllm"
-        ),
-        Policy(
-            "batchllm",
-            "our scheduler, with shared-prefix attention",
-            scheduler="batchllm",
-            shared_attention=True,
-        ),
+        # A batch runs until its longest output has ended, then the next one.
+        Policy("static", arrival="by_batch", chunked_prefill=False, prefix_caching=False),
+        # As static, with batches of what has arrived meanwhile.
+        Policy("dynamic", arrival="by_time", chunked_prefill=False, prefix_caching=False),
+        # A request joins when another has ended; prompts are prefilled whole.
+        Policy("continuous", chunked_prefill=False, prefix_caching=False),
+        # Continuous, and prompts are cut to fill up the steps of those that decode.
+        Policy("chunked_prefill", prefix_caching=False),
+        # vLLM as it is: rows as they come, or prompts in the order of the plan.
+        Policy("stock_shuffled", order="shuffled"),
+        Policy("stock_sorted"),
+        # Our scheduler, with vLLM's attention or with shared-prefix attention.
+        Policy("batchllm_stock_attention", scheduler="batchllm"),
+        Policy("batchllm", scheduler="batchllm", shared_attention=True),
     )
 }
 """All policies, oldest first."""
