@@ -40,7 +40,7 @@ def verify_shard(plan_uri: str, shard_idx: int, owner: str | None = None) -> Sha
     """
     plan = StoredPlan.open(plan_uri)
     live: FencedError | None = None
-    if owner is not None:
+    if owner is not None and shard_idx < len(plan.manifest.shards):
         try:  # first: if an attempt ends after this check, the next one finds its results
             check_free(plan.run_folder(shard_idx), owner)
         except FencedError as error:

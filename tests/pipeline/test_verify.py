@@ -37,9 +37,10 @@ def test_a_finished_shard_is_what_its_report_says(plan_uri: str) -> None:
 def test_a_shard_that_a_small_partition_does_not_need_is_complete(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(1, 1))
     plan = plan_job(fake_spec(tmp_path), DS)
-    assert verify_shard(plan.folder.uri, 1).num_rows == 0
-    with pytest.raises(PlanError):
-        verify_shard(plan.folder.uri, 2)
+    for owner in (None, "a task"):
+        assert verify_shard(plan.folder.uri, 1, owner).num_rows == 0
+        with pytest.raises(PlanError):
+            verify_shard(plan.folder.uri, 2, owner)
 
 
 def test_all_parts_without_a_report_are_not_enough(plan_uri: str) -> None:
