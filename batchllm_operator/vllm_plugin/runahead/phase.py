@@ -37,7 +37,7 @@ _IDLE_S: Final = 5e-4
 
 @dataclass(frozen=True, slots=True)
 class RunaheadOutcome:
-    """The result of one group on this replica. Times are in seconds since the phase began."""
+    """The result of one group on this replica."""
 
     group_id: int
     num_computed_tokens: int
@@ -47,10 +47,6 @@ class RunaheadOutcome:
     """Tokens whose KV came from other replicas and is used."""
     failure: str | None
     """Why this replica had to compute the prefix alone; None if it didn't."""
-    chunk_s: float | None
-    """When its chunk was computed; on the last replica, the token after the prefix."""
-    cached_s: float | None
-    """When the whole prefix was in its cache; None if it isn't."""
 
 
 def open_chain(engine: Any) -> Chain:
@@ -129,19 +125,12 @@ class _Progress:
     num_computed: int = 0
     num_received: int = 0
     failure: str | None = None
-    chunk_s: float | None = None
-    cached_s: float | None = None
     is_alone: bool = False
     """Whether this replica computes alone what it lacks of the prefix."""
 
     def outcome(self) -> RunaheadOutcome:
         return RunaheadOutcome(
-            self.group.group_id,
-            self.num_computed,
-            self.num_received,
-            self.failure,
-            self.chunk_s,
-            self.cached_s,
+            self.group.group_id, self.num_computed, self.num_received, self.failure
         )
 
 
@@ -160,7 +149,6 @@ class _Phase:
         self._rank = chain.settings.rank
         self._by_request: dict[str, _Progress] = {}
         self._alone_due: deque[_Progress] = deque()
-        self._start = time.monotonic()
 
     def run(self, groups: Sequence[RunaheadGroup]) -> list[RunaheadOutcome]:
         everything = [_Progress(group) for group in groups]
@@ -239,7 +227,6 @@ class _Phase:
         progress = self._by_request.pop(output.request_id)
         part = progress.unfinished.pop(output.request_id)
         has_failed = output.outputs[0].finish_reason not in ("length", "stop")
-        now = time.monotonic() - self._start
         if part == "alone":
             if has_failed:
                 raise RunaheadError(f"runahead group {progress.group.group_id}: vLLM failed at it")
@@ -250,14 +237,9 @@ class _Phase:
             progress.num_received += self._scheduling.num_received.pop(key, 0)
             if has_failed:
                 progress.failure = self._chain.failure or "vLLM ended its request"
-            elif part == "chunk":
-                progress.chunk_s = now
-        if not progress.unfinished:
-            if progress.failure is not None and not progress.is_alone:
-                progress.num_received = 0
-                self._compute_alone(progress)
-            else:
-                progress.cached_s = now
+        if not progress.unfinished and progress.failure is not None and not progress.is_alone:
+            progress.num_received = 0
+            self._compute_alone(progress)
 
 
 def _connectors(engine: Any) -> tuple[RunaheadConnector, RunaheadConnector]:
