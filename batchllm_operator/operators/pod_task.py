@@ -29,6 +29,7 @@ from batchllm_operator.operators.pods.attempt import (
     QuotaExceededError,
     SupersededError,
 )
+from batchllm_operator.operators.pods.calls import ClusterCalls
 from batchllm_operator.operators.pods.end import EndKind, PodEnd
 from batchllm_operator.operators.pods.owner import Attempt
 from batchllm_operator.operators.pods.spec import escaped, num_gpus, with_secret
@@ -167,16 +168,19 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         """The owner's pods; calls stop once the task is killed, unless `is_cleaning_up`."""
         # A killed task reuses its client, because a new one asks Airflow for the connection.
         known = iter([self.client] if self._is_killed and "client" in vars(self) else ())
-        return OwnerPods(
+        calls = ClusterCalls(
             lambda: next(known, None) or self._connect(),
-            namespace,
-            attempt,
-            self.base_container_name,
             self.log,
-            has_secrets=self.has_secrets,
             patience_s=patience_s,
             limit_s=patience_s if is_cleaning_up else None,
             is_stopped=lambda: self._is_over and not is_cleaning_up,
+        )
+        return OwnerPods(
+            calls,
+            namespace,
+            attempt,
+            self.base_container_name,
+            has_secrets=self.has_secrets,
             poll_s=min(2.0, self.poll_interval),
         )
 

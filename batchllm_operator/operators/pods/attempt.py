@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -45,30 +44,16 @@ class SupersededError(Exception):
 class OwnerPods:
     """Manages the pods of one owner."""
 
-    connect: Callable[[], CoreV1Api]
-    """See `ClusterCalls`, also for `log`, `patience_s`, `limit_s` and `is_stopped`."""
+    calls: ClusterCalls
     namespace: str
     attempt: Attempt
     container_name: str
-    log: logging.Logger | Any
     _: KW_ONLY
     has_secrets: bool
     """Whether each pod has a Secret of its own, with the pod's name."""
-    patience_s: float
-    limit_s: float | None = None
-    is_stopped: Callable[[], bool]
     poll_s: float = 2.0
     """Pause between two reads of the pods."""
-
-    def __post_init__(self) -> None:
-        self.calls = ClusterCalls(
-            self.connect,
-            self.log,
-            patience_s=self.patience_s,
-            limit_s=self.limit_s,
-            is_stopped=self.is_stopped,
-        )
-        self._ending_since: dict[str, float] = {}
+    _ending_since: dict[str, float] = field(default_factory=dict, init=False)
 
     def take(self, make: Callable[[int], k8s.V1Pod], *, keep_dead: bool) -> tuple[k8s.V1Pod, bool]:
         """The live pod that does this work, or a new one; and whether it is new.
@@ -119,7 +104,7 @@ class OwnerPods:
             for pod in pods:
                 dead = pod not in live and pod.metadata.deletion_timestamp is None
                 if (dead and not keep_dead) or (pod in live and pod not in ours[:1]):
-                    self.log.info("Removing pod %s (%s)", pod.metadata.name, self._state(pod))
+                    self.calls.log.info("Removing pod %s (%s)", pod.metadata.name, self._state(pod))
                     self.delete(pod.metadata.name, pod.metadata.uid)
                     names.discard(pod.metadata.name)
             if len(ours) == len(live) <= 1 and not ending:
@@ -127,7 +112,7 @@ class OwnerPods:
             waits_for = ", ".join(pod.metadata.name for pod in ending)
             if waits_for and waits_for != said:
                 said = waits_for
-                self.log.info("Waiting until pod %s, which was asked to stop, has gone", said)
+                self.calls.log.info("Waiting until pod %s, which was asked to stop, has gone", said)
             self.calls.pause(self.poll_s)
 
     def _stamp(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
@@ -147,7 +132,7 @@ class OwnerPods:
                     return None
                 if error.status != FORBIDDEN:
                     raise
-                self.log.warning(
+                self.calls.log.warning(
                     "Pod %s can't be labelled as this try's (%s): an earlier try that wakes up late"
                     " might delete it. The Role needs the verb patch on pods",
                     metadata.name,
@@ -166,7 +151,7 @@ class OwnerPods:
         try:
             pods = self._list()
         except (ApiException, HTTPError) as error:  # the new pod still has to be watched
-            self.log.warning("Can't look for pods of other tries: %s", message_of(error))
+            self.calls.log.warning("Can't look for pods of other tries: %s", message_of(error))
             return
         others = [
             pod
@@ -175,11 +160,11 @@ class OwnerPods:
         ]
         for pod in others:
             if self.attempt.is_before(pod.metadata.labels or {}):
-                self.log.info("Removing pod %s", made.metadata.name)
+                self.calls.log.info("Removing pod %s", made.metadata.name)
                 self.delete(made.metadata.name, made.metadata.uid)
                 raise SupersededError(pod.metadata.name)
         for pod in others:
-            self.log.info("Removing pod %s of an earlier try", pod.metadata.name)
+            self.calls.log.info("Removing pod %s of an earlier try", pod.metadata.name)
             self.delete(pod.metadata.name, pod.metadata.uid)
 
     def _create(self, pod: k8s.V1Pod) -> k8s.V1Pod | None:
@@ -261,7 +246,7 @@ class OwnerPods:
             if uid and metadata.uid != uid:
                 return
             if self.attempt.is_before(metadata.labels or {}):
-                self.log.warning("Pod %s is left to a later try of this task", name)
+                self.calls.log.warning("Pod %s is left to a later try of this task", name)
                 return
             expected = k8s.V1Preconditions(
                 uid=metadata.uid, resource_version=metadata.resource_version
@@ -281,7 +266,7 @@ class OwnerPods:
             if keep_dead and self._state(pod).is_over:
                 self.delete_secret(pod.metadata.name)
             elif pod.metadata.deletion_timestamp is None:
-                self.log.info("Removing pod %s", pod.metadata.name)
+                self.calls.log.info("Removing pod %s", pod.metadata.name)
                 self.delete(pod.metadata.name, pod.metadata.uid)
 
     def delete_secret(self, name: str) -> None:
@@ -314,7 +299,7 @@ class OwnerPods:
         allowed_s = (metadata.deletion_grace_period_seconds or 0) + ENDING_MARGIN_S
         if time.monotonic() - since > allowed_s and not self.attempt.is_before(metadata.labels):
             self._ending_since[uid] = time.monotonic()
-            self.log.warning("Pod %s doesn't stop; removing it by force", metadata.name)
+            self.calls.log.warning("Pod %s doesn't stop; removing it by force", metadata.name)
             self.delete(metadata.name, uid, at_once=True)
         return True
 

@@ -18,6 +18,7 @@ from support.task_runs import TaskInstance
 
 from batchllm_operator.operators import BatchLLMGenerateOperator
 from batchllm_operator.operators.pods.attempt import Attempt, OwnerPods
+from batchllm_operator.operators.pods.calls import ClusterCalls
 
 KEY_ID, KEY = "AKIACANARY0KEYID", "canary/secret+key"
 TOKEN = "canary-catalog-token"
@@ -132,16 +133,14 @@ def test_a_secret_is_renewed_by_requests_that_are_each_made_once(
         config_file=str(cluster.kubeconfig),
         kubernetes_conn_id=None,
     )
-    pods = OwnerPods(
+    calls = ClusterCalls(
         task._connect,
-        cluster.namespace,
-        Attempt("a", "b", 1, "1"),
-        "base",
         logging.getLogger("pods"),
-        has_secrets=True,
         patience_s=0.0,  # nothing is tried again
         is_stopped=lambda: False,
-        poll_s=0.0,
+    )
+    pods = OwnerPods(
+        calls, cluster.namespace, Attempt("a", "b", 1, "1"), "base", has_secrets=True, poll_s=0.0
     )
     pod = cluster.run_pod("job", ["true"])
     for key in ("first", "second", "third"):

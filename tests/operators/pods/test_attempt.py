@@ -19,7 +19,7 @@ from support.task_runs import TaskInstance
 from urllib3.exceptions import ReadTimeoutError
 
 from batchllm_operator.operators.pods.attempt import OwnerPods, SupersededError
-from batchllm_operator.operators.pods.calls import StoppedError
+from batchllm_operator.operators.pods.calls import ClusterCalls, StoppedError
 from batchllm_operator.operators.pods.owner import LABEL, Attempt
 
 EARLIER, LATER = Attempt("a", "b", 1, "01"), Attempt("a", "b", 2, "02")
@@ -29,17 +29,13 @@ def pods_with(
     api: Any, attempt: Attempt = EARLIER, limit_s: float = 3.0, *, has_secrets: bool = False
 ) -> OwnerPods:
     give_up = time.monotonic() + limit_s
-    return OwnerPods(
+    calls = ClusterCalls(
         api,
-        "n",
-        attempt,
-        "base",
         logging.getLogger("x"),
-        has_secrets=has_secrets,
         patience_s=2.0,
         is_stopped=lambda: time.monotonic() > give_up,
-        poll_s=0.01,
     )
+    return OwnerPods(calls, "n", attempt, "base", has_secrets=has_secrets, poll_s=0.01)
 
 
 def maker(attempt: Attempt) -> Callable[[int], k8s.V1Pod]:
@@ -256,18 +252,10 @@ def test_a_pod_that_has_the_name_of_another_by_now_is_left_alone() -> None:
 
 def killed_pods(api: Any, attempt: Attempt) -> OwnerPods:
     """As they are for the last calls of a task that is killed."""
-    return OwnerPods(
-        api,
-        "n",
-        attempt,
-        "base",
-        logging.getLogger("x"),
-        has_secrets=False,
-        patience_s=1.0,
-        limit_s=1.0,
-        is_stopped=lambda: False,
-        poll_s=0.01,
+    calls = ClusterCalls(
+        api, logging.getLogger("x"), patience_s=1.0, limit_s=1.0, is_stopped=lambda: False
     )
+    return OwnerPods(calls, "n", attempt, "base", has_secrets=False, poll_s=0.01)
 
 
 def test_a_try_that_does_not_know_its_pod_deletes_no_later_ones() -> None:
