@@ -30,9 +30,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchllm_kernels.prefix_attention import load_config, schedule_kernels
-from batchllm_kernels.prefix_attention.batch import HEAD_DIMS
+from batchllm_kernels.prefix_attention import load_config, schedule
+from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, AttentionShape
 from batchllm_kernels.prefix_attention.config import ARCHITECTURES, LaunchConfig
+from batchllm_kernels.prefix_attention.device.attention import prefix_attention_kernel
+from batchllm_kernels.prefix_attention.device.merging import merge_kernel
 from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE
 from batchllm_kernels.prefix_attention.launch import (
     kernel_constants,
@@ -40,12 +42,12 @@ from batchllm_kernels.prefix_attention.launch import (
     merge_constants,
     triton_dtype,
 )
-from batchllm_kernels.prefix_attention.schedule import PIECE_ALIGN
-from batchllm_kernels.prefix_attention.triton_kernel import merge_kernel, prefix_attention_kernel
 
 MAX_SPILL_BYTES: Final = 64
 """Bytes of registers that a thread may spill to memory: 16 of up to 255 registers. Assemblers spill
 a few around loops, which differ between their versions."""
+Q_DTYPE: Final = torch.bfloat16
+BLOCK_SIZE: Final = 16
 SCHEDULE_KERNELS: Final = ("find_depths", "find_leaders", "measure_groups", "lay_out")
 
 
@@ -81,10 +83,6 @@ class Variant:
     head_dim: int
     kv_dtype: torch.dtype
     launch: LaunchConfig
-    q_dtype: torch.dtype = torch.bfloat16
-    heads_per_kv: int = 4
-    num_kv_heads: int = 8
-    block_size: int = 16
     window: int | None = None
     has_soft_cap: bool = False
     merge_in_launch: bool = True
@@ -166,17 +164,17 @@ def compile_schedule_kernel(arch: str, name: str) -> Report:
     """
     chip = CHIPS[arch]
     constants = {
-        "BLOCK_SIZE": 16,
+        "BLOCK_SIZE": BLOCK_SIZE,
         "REQUESTS": 1024,
         "BLOCKS": 128,
         "MAX_DEGREE": MAX_GATED_DEGREE,
-        "PIECE_ALIGN": PIECE_ALIGN,
+        "PIECE_ALIGN": schedule.PIECE_ALIGN,
         "NARROW_TOKENS": 4,
         "WIDE_TOKENS": 16,
     }
     scalars = {"table_stride", "num_requests", "max_member_tokens", "num_probes"}
     scalars |= {"min_piece_tokens", "target_pieces", "max_pieces", "first_own_counter"}
-    kernel = getattr(schedule_kernels, name)
+    kernel = getattr(schedule, name)
     types = {
         arg: "constexpr" if arg in constants else "i32" if arg in scalars else "*i32"
         for arg in kernel.arg_names
@@ -230,11 +228,8 @@ def _source(variant: Variant) -> tuple[ASTSource, dict[str, Any]]:
 def _constants(variant: Variant) -> dict[str, Any]:
     return kernel_constants(
         variant.launch,
-        head_dim=variant.head_dim,
-        heads_per_kv=variant.heads_per_kv,
-        num_kv_heads=variant.num_kv_heads,
-        block_size=variant.block_size,
-        dot_dtype=triton_dtype(variant.q_dtype),
+        AttentionShape(32, 8, variant.head_dim, BLOCK_SIZE),
+        dot_dtype=triton_dtype(Q_DTYPE),
         kv_code=kv_format(variant.kv_dtype, variant.arch).code,
         window=variant.window,
         has_soft_cap=variant.has_soft_cap,
@@ -243,7 +238,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
 
 
 def _types(variant: Variant, names: Sequence[str]) -> dict[str, str]:
-    q = "*" + triton_dtype(variant.q_dtype).name
+    q = "*" + triton_dtype(Q_DTYPE).name
     is_read_as_bits = kv_format(variant.kv_dtype, variant.arch).as_bits
     kv = "*u8" if is_read_as_bits else "*" + triton_dtype(variant.kv_dtype).name
     known = {"q": q, "out": q, "k_cache": kv, "v_cache": kv}

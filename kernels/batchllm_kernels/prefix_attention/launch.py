@@ -10,8 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchllm_kernels.prefix_attention import triton_kernel as kernel
+from batchllm_kernels.prefix_attention.batch import AttentionShape
 from batchllm_kernels.prefix_attention.config import LaunchConfig
+from batchllm_kernels.prefix_attention.device import online_softmax as formats
+from batchllm_kernels.prefix_attention.device.attention import prefix_attention_kernel
+from batchllm_kernels.prefix_attention.device.merging import merge_kernel
 from batchllm_kernels.prefix_attention.schedule import Schedule
 
 _TRITON_DTYPES = {
@@ -23,9 +26,9 @@ _TRITON_DTYPES = {
     torch.float8_e5m2: tl.float8e5,
 }
 _FP8_BITS = {
-    torch.float8_e4m3fn: (kernel.E4M3FN_BITS, 2.0**8),
-    torch.float8_e4m3fnuz: (kernel.E4M3FNUZ_BITS, 2.0**7),
-    torch.float8_e5m2: (kernel.E5M2_BITS, 1.0),
+    torch.float8_e4m3fn: (formats.E4M3FN_BITS, 2.0**8),
+    torch.float8_e4m3fnuz: (formats.E4M3FNUZ_BITS, 2.0**7),
+    torch.float8_e5m2: (formats.E5M2_BITS, 1.0),
 }
 """How FP8 is read from its bits, and the power of two by which the result is too small."""
 _FP8_NATIVE = {"sm90": {torch.float8_e4m3fn, torch.float8_e5m2}, "gfx942": {torch.float8_e4m3fnuz}}
@@ -52,18 +55,15 @@ class KVFormat:
 def kv_format(dtype: torch.dtype, arch: str) -> KVFormat:
     """The format of a cache of this dtype on an architecture."""
     if dtype not in _FP8_BITS or dtype in _FP8_NATIVE.get(arch, ()):
-        return KVFormat(kernel.PLAIN, 1.0, as_bits=False)
+        return KVFormat(formats.PLAIN, 1.0, as_bits=False)
     code, factor = _FP8_BITS[dtype]
     return KVFormat(code, factor, as_bits=True)
 
 
 def kernel_constants(
     launch: LaunchConfig,
+    shape: AttentionShape,
     *,
-    head_dim: int,
-    heads_per_kv: int,
-    num_kv_heads: int,
-    block_size: int,
     dot_dtype: tl.dtype,
     kv_code: int,
     window: int | None,
@@ -71,17 +71,17 @@ def kernel_constants(
     merge_here: bool,
 ) -> dict[str, object]:
     """The kernel's compile-time arguments."""
-    dims = triton.next_power_of_2(head_dim)
-    smallest_block_m = triton.next_power_of_2(heads_per_kv)
+    dims = triton.next_power_of_2(shape.head_dim)
+    smallest_block_m = triton.next_power_of_2(shape.heads_per_kv)
     return {
         "WINDOW": window or 0,
         "HAS_SOFT_CAP": has_soft_cap,
         "KV_FORMAT": kv_code,
         "DOT_DTYPE": dot_dtype,
-        "HEADS_PER_KV": heads_per_kv,
-        "KV_HEADS": num_kv_heads,
-        "BLOCK_SIZE": block_size,
-        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": shape.block_size,
+        "HEADS_PER_KV": shape.heads_per_kv,
+        "KV_HEADS": shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim,
         "DIMS": dims,
         "NARROW_M": max(launch.narrow.block_m, smallest_block_m),
         "NARROW_N": launch.narrow.block_n,
@@ -96,7 +96,7 @@ def kernel_constants(
 
 def merge_constants(constants: dict[str, object]) -> dict[str, object]:
     """The attention kernel's compile-time arguments that `merge_kernel` also has."""
-    names = kernel.merge_kernel.arg_names
+    names = merge_kernel.arg_names
     return {name: value for name, value in constants.items() if name in names}
 
 
@@ -117,67 +117,38 @@ def launch_attention(
 
     Writes `out` and the schedule's partials.
     """
-    shape, launch = schedule.shape, schedule.launch
-    interpreted = q.device.type == "cpu"
     reading = kv_format(k_cache.dtype, schedule.arch)
     if reading.as_bits:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    dot_dtype = triton_dtype(q.dtype)
-    if interpreted and dot_dtype is tl.bfloat16:
-        dot_dtype = tl.float32  # the interpreter multiplies bfloat16 as integers
     scale *= k_scale * reading.factor
     if soft_cap is None:
         scale *= math.log2(math.e)
+    launch, programs = schedule.launch, (schedule.max_programs,)
     constants = kernel_constants(
         launch,
-        head_dim=shape.head_dim,
-        heads_per_kv=shape.heads_per_kv,
-        num_kv_heads=shape.num_kv_heads,
-        block_size=shape.block_size,
-        dot_dtype=dot_dtype,
+        schedule.shape,
+        dot_dtype=_dot_dtype(q),
         kv_code=reading.code,
         window=window,
         has_soft_cap=soft_cap is not None,
         merge_here=schedule.merge_in_launch,
     )
-    kernel.prefix_attention_kernel[(schedule.max_programs,)](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        schedule.block_table,
-        schedule.header,
-        schedule.tiles,
-        schedule.members,
-        schedule.counters,
-        schedule.partial_out,
-        schedule.partial_lse,
-        scale,
-        soft_cap or 1.0,
-        v_scale * reading.factor,
-        q.stride(0),
-        q.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        out.stride(0),
-        out.stride(1),
-        schedule.block_table.stride(0),
-        **constants,
-        num_warps=launch.num_warps,
-        num_stages=1,
-        **launch.options,
-    )
+    prefix_attention_kernel[programs](
+        q, k_cache, v_cache, out, schedule.block_table, schedule.header, schedule.tiles,
+        schedule.members, schedule.counters, schedule.partial_out, schedule.partial_lse,
+        scale, soft_cap or 1.0, v_scale * reading.factor,
+        *q.stride()[:2], *k_cache.stride()[:3], *out.stride()[:2], schedule.block_table.stride(0),
+        **constants, num_warps=launch.num_warps, num_stages=1, **launch.options,
+    )  # fmt: skip
     if not schedule.merge_in_launch:
-        kernel.merge_kernel[(schedule.max_programs,)](
-            out,
-            schedule.header,
-            schedule.tiles,
-            schedule.members,
-            schedule.partial_out,
-            schedule.partial_lse,
-            out.stride(0),
-            out.stride(1),
-            **merge_constants(constants),
-            num_warps=launch.num_warps,
-        )
+        merge_kernel[programs](
+            out, schedule.header, schedule.tiles, schedule.members,
+            schedule.partial_out, schedule.partial_lse, *out.stride()[:2],
+            **merge_constants(constants), num_warps=launch.num_warps,
+        )  # fmt: skip
+
+
+def _dot_dtype(q: Tensor) -> tl.dtype:
+    # Triton's interpreter multiplies bfloat16 as integers.
+    interpreted_bf16 = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return tl.float32 if interpreted_bf16 else triton_dtype(q.dtype)

@@ -9,9 +9,14 @@ import torch
 import triton
 from torch import Tensor
 
-from batchllm_kernels.prefix_attention import schedule_kernels as kernels
 from batchllm_kernels.prefix_attention.batch import AttentionShape, BatchLimits, PagedBatch
 from batchllm_kernels.prefix_attention.config import ArchConfig, LaunchConfig
+from batchllm_kernels.prefix_attention.device.grouping import (
+    find_depths,
+    find_leaders,
+    measure_groups,
+)
+from batchllm_kernels.prefix_attention.device.layout import lay_out
 from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE
 from batchllm_kernels.prefix_attention.tiles import HEADER_FIELDS, MEMBER_FIELDS, TILE_FIELDS
 
@@ -162,72 +167,39 @@ class Scheduler:
         Overwrites the previous schedule.
         """
         num_requests = batch.num_requests
-        requests = self._padded_requests
-        table_stride = batch.block_table.stride(0)
-        grid = (num_requests,)
         if num_requests == 0:
             self._header.zero_()
             return self._schedule(batch)
-        kernels.find_depths[grid](
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table,
-            self._min_prefix,
-            self._depths,
-            table_stride,
-            num_requests,
-            self.max_member_tokens,
-            batch.block_table.shape[1].bit_length(),
-            MAX_DEGREE=MAX_GATED_DEGREE,
-            WIDE_TOKENS=self.wide_tokens,
-            BLOCK_SIZE=self._shape.block_size,
-            REQUESTS=requests,
-        )
-        kernels.find_leaders[grid](
-            batch.query_start_loc,
-            batch.block_table,
-            self._depths,
-            self._leaders,
-            table_stride,
-            num_requests,
-            REQUESTS=requests,
-            BLOCKS=128,
-        )
-        kernels.measure_groups[grid](
-            batch.query_start_loc,
-            self._depths,
-            self._leaders,
-            self._min_prefix,
-            self._final_leaders,
-            self._prefix_lens,
-            self._ranks,
-            self._degrees,
-            num_requests,
-            MAX_DEGREE=MAX_GATED_DEGREE,
-            WIDE_TOKENS=self.wide_tokens,
-            BLOCK_SIZE=self._shape.block_size,
-            REQUESTS=requests,
-        )
-        kernels.lay_out[grid](
-            batch.query_start_loc,
-            batch.seq_lens,
-            self._final_leaders,
-            self._prefix_lens,
-            self._ranks,
-            self._degrees,
-            self._header,
-            self._tiles,
-            self._members,
-            num_requests,
-            self._config.split.min_tokens,
-            self._target_pieces,
-            self._max_pieces,
+        table_stride = batch.block_table.stride(0)
+        num_probes = batch.block_table.shape[1].bit_length()
+        sizes = {
+            "MAX_DEGREE": MAX_GATED_DEGREE,
+            "WIDE_TOKENS": self.wide_tokens,
+            "BLOCK_SIZE": self._shape.block_size,
+            "REQUESTS": self._padded_requests,
+        }
+        grid = (num_requests,)
+        find_depths[grid](
+            batch.query_start_loc, batch.seq_lens, batch.block_table, self._min_prefix,
+            self._depths, table_stride, num_requests, self.max_member_tokens, num_probes, **sizes,
+        )  # fmt: skip
+        find_leaders[grid](
+            batch.query_start_loc, batch.block_table, self._depths, self._leaders,
+            table_stride, num_requests, REQUESTS=self._padded_requests, BLOCKS=128,
+        )  # fmt: skip
+        measure_groups[grid](
+            batch.query_start_loc, self._depths, self._leaders, self._min_prefix,
+            self._final_leaders, self._prefix_lens, self._ranks, self._degrees, num_requests,
+            **sizes,
+        )  # fmt: skip
+        lay_out[grid](
+            batch.query_start_loc, batch.seq_lens, self._final_leaders, self._prefix_lens,
+            self._ranks, self._degrees, self._header, self._tiles, self._members,
+            num_requests, self._config.split.min_tokens, self._target_pieces, self._max_pieces,
             self._limits.max_num_requests,
-            PIECE_ALIGN=PIECE_ALIGN,
-            NARROW_TOKENS=self._narrow_tokens,
-            WIDE_TOKENS=self.wide_tokens,
-            REQUESTS=requests,
-        )
+            PIECE_ALIGN=PIECE_ALIGN, NARROW_TOKENS=self._narrow_tokens,
+            WIDE_TOKENS=self.wide_tokens, REQUESTS=self._padded_requests,
+        )  # fmt: skip
         return self._schedule(batch)
 
     def _schedule(self, batch: PagedBatch) -> Schedule:
