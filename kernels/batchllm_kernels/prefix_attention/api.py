@@ -10,9 +10,10 @@ constraint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -174,54 +175,42 @@ def prefix_attention(
         soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
         k_scale: factor on the keys in the cache.
         v_scale: factor on the values in the cache.
-        out: written, contiguous in its last dimension; None: a new tensor like `q`. Padding rows
-            of a given tensor don't change.
-
-    Returns:
-        `out`.
+        out: written and returned, contiguous in its last dimension; None: a new tensor like `q`.
+            Padding rows of a given tensor don't change.
 
     Raises:
         UnsupportedError: a tensor or a setting isn't supported; the message names it.
     """
     _check_tensors(q, k_cache, v_cache, plan, out)
+    _check_settings(scale, window, soft_cap)
+    out = torch.zeros_like(q) if out is None else out
+    attend: Callable[..., None]
+    if plan.schedule is not None:
+        from batchllm_kernels.prefix_attention.launch import launch_attention
+
+        attend = partial(launch_attention, q, k_cache, v_cache, plan.schedule, out)
+    else:
+        attend = partial(_attend_by_reference, q, k_cache, v_cache, plan, out)
+    attend(scale=scale, window=window, soft_cap=soft_cap or None, k_scale=k_scale, v_scale=v_scale)
+    return out
+
+
+def _attend_by_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: StepPlan, out: Tensor, **settings: Any
+) -> None:
+    assert plan.prefixes is not None
+    num_tokens = int(plan.batch.query_start_loc[-1])
+    result = prefix_shared_attention(
+        q[:num_tokens], k_cache, v_cache, plan.batch, plan.prefixes, **settings
+    )
+    out[:num_tokens] = result.to(out.dtype)
+
+
+def _check_settings(scale: float, window: int | None, soft_cap: float | None) -> None:
     if not scale > 0 or (window is not None and window < 1) or (soft_cap and soft_cap < 0):
         raise UnsupportedError(
             f"scale ({scale}), window ({window}) and soft_cap ({soft_cap}) must be above 0"
         )
-    soft_cap = soft_cap or None
-    if out is None:
-        out = torch.zeros_like(q)
-    if plan.schedule is not None:
-        from batchllm_kernels.prefix_attention.launch import launch_attention
-
-        launch_attention(
-            q,
-            k_cache,
-            v_cache,
-            plan.schedule,
-            out,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-        return out
-    assert plan.prefixes is not None
-    num_tokens = int(plan.batch.query_start_loc[-1])
-    out[:num_tokens] = prefix_shared_attention(
-        q[:num_tokens],
-        k_cache,
-        v_cache,
-        plan.batch,
-        plan.prefixes,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    ).to(out.dtype)
-    return out
 
 
 def _check_tensors(

@@ -1,6 +1,6 @@
 """Finds the requests of a batch that share a prefix, if sharing pays.
 
-In plain Python, for the reference; `schedule_kernels.py` does the same on the device.
+In plain Python, for the reference; `device/grouping.py` does the same on the device.
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ def find_shared_prefixes(
         common = np.sort(np.delete(_common_blocks(table, alike, request), request))[::-1]
         others = np.arange(1, len(common) + 1)
         share = others.astype(np.float32) / (others + 1).astype(np.float32)
-        savings = np.where(
-            passes(common, others + 1, query_len), common.astype(np.float32) * share, 0
-        )
+        is_open = passes(common, others + 1, query_len)
+        savings = np.where(is_open, common.astype(np.float32) * share, 0)
         if len(common) and savings.max() > 0:
             depth = int(common[savings.argmax()])
             by_block[depth, int(table[request, depth - 1]), query_len].append(int(request))

@@ -13,7 +13,7 @@ all inputs, and every LSE is a natural logarithm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,46 +55,57 @@ def prefix_shared_attention(
     Returns:
         [num_tokens, num_q_heads, head_dim] of float32; 0 for tokens of no request.
     """
-    starts = batch.query_start_loc.tolist()
-    seq_lens = batch.seq_lens.tolist()
-    block_size = k_cache.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-
-    def attend(tokens: Tensor, positions: Tensor, request: int, start: int, end: int) -> None:
-        """Merge the tokens' attention to [start, end) of a request's context into `out`."""
+    for tokens, positions, request, start, end in _pieces(batch, prefixes):
         lowest = start if window is None else max(start, int(positions.min()) - window + 1)
         if lowest >= end:
-            return
-        where = torch.arange(lowest, end, device=q.device)
-        blocks = batch.block_table[request][where // block_size].long()
+            continue
+        blocks = batch.block_table[request]
         piece = partial_attention(
             q[tokens],
-            k_cache[blocks, where % block_size].float() * k_scale,
-            v_cache[blocks, where % block_size].float() * v_scale,
+            _tokens_of(k_cache, blocks, lowest, end) * k_scale,
+            _tokens_of(v_cache, blocks, lowest, end) * v_scale,
             scale=scale,
             last_key=positions - lowest,
             window=window,
             soft_cap=soft_cap,
         )
         out[tokens], lse[tokens] = merge_partials([(out[tokens], lse[tokens]), piece])
+    return out
 
-    def tokens_of(request: int) -> tuple[Tensor, Tensor]:
-        """A request's query tokens and their positions in its context."""
-        tokens = torch.arange(starts[request], starts[request + 1], device=q.device)
+
+def _pieces(
+    batch: PagedBatch, prefixes: Sequence[SharedPrefix]
+) -> Iterator[tuple[Tensor, Tensor, int, int, int]]:
+    """Prefixes, then own parts: (query tokens, their positions, request, start, end).
+
+    The tokens attend to [start, end) of the request's context.
+    """
+    starts = batch.query_start_loc.tolist()
+    seq_lens = batch.seq_lens.tolist()
+
+    def queries_of(request: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(starts[request], starts[request + 1], device=batch.seq_lens.device)
         return tokens, tokens + (seq_lens[request] - starts[request + 1])
 
     own_starts = [0] * batch.num_requests
     for prefix in prefixes:
-        tokens, positions = map(torch.cat, zip(*map(tokens_of, prefix.requests), strict=True))
-        attend(tokens, positions, prefix.requests[0], 0, prefix.num_tokens)
+        tokens, positions = map(torch.cat, zip(*map(queries_of, prefix.requests), strict=True))
+        yield tokens, positions, prefix.requests[0], 0, prefix.num_tokens
         for request in prefix.requests:
             own_starts[request] = prefix.num_tokens
     for request in range(batch.num_requests):
-        tokens, positions = tokens_of(request)
+        tokens, positions = queries_of(request)
         if len(tokens):
-            attend(tokens, positions, request, own_starts[request], seq_lens[request])
-    return out
+            yield tokens, positions, request, own_starts[request], seq_lens[request]
+
+
+def _tokens_of(cache: Tensor, blocks: Tensor, start: int, end: int) -> Tensor:
+    """Keys or values [start, end) of a context, in float32."""
+    where = torch.arange(start, end, device=cache.device)
+    block_size = cache.shape[1]
+    return cache[blocks[where // block_size].long(), where % block_size].float()
 
 
 def partial_attention(

@@ -96,18 +96,10 @@ class Tuner:
         alive = list(launches)
         measured: dict[str, dict[str, float]] = {}
         for repetitions in rounds:
-            measured_now: dict[str, dict[str, float]] = {}
-            first = not measured
-            for label in self.progress.over(f"{name}, {repetitions} repetitions", alive):
-                if measured_now and self.progress.clock() > deadline:
-                    self.progress.say(f"{name}: out of time, the rest isn't tried")
-                    break
-                config = self._with_launch(key, launches[label])
-                timings = self._measure(config, label, bench, workloads, repetitions, check=first)
-                if timings is not None:
-                    measured_now[label] = timings
-                elif label == current:
-                    raise TuningError(f"{name}: the settings in use ({current}) don't work")
+            configs = {label: self._with_launch(key, launches[label]) for label in alive}
+            measured_now = self._measure_until(
+                deadline, name, configs, bench, workloads, repetitions, check=not measured
+            )
             if len(measured_now) == 1 and measured:
                 break  # only the current settings: the previous round says more
             measured = measured_now
@@ -181,6 +173,35 @@ class Tuner:
 
     def _with_launch(self, key: tuple[int, int], launch: LaunchConfig) -> ArchConfig:
         return replace(self.config, launch={**self.config.launch, key: launch})
+
+    def _measure_until(
+        self,
+        deadline: float,
+        name: str,
+        configs: Mapping[str, ArchConfig],
+        bench: Bench,
+        workloads: Sequence[Workload],
+        repetitions: int,
+        *,
+        check: bool,
+    ) -> dict[str, dict[str, float]]:
+        """Milliseconds by label and workload, of the settings that work.
+
+        Raises:
+            TuningError: the first, which are in use, don't.
+        """
+        measured: dict[str, dict[str, float]] = {}
+        items = list(configs.items())
+        for label, config in self.progress.over(f"{name}, {repetitions} repetitions", items):
+            if measured and self.progress.clock() > deadline:
+                self.progress.say(f"{name}: out of time, the rest isn't tried")
+                break
+            timings = self._measure(config, label, bench, workloads, repetitions, check=check)
+            if timings is not None:
+                measured[label] = timings
+            elif not measured:
+                raise TuningError(f"{name}: the settings in use ({label}) don't work")
+        return measured
 
     def _measure(
         self,
