@@ -55,7 +55,6 @@ class DeviceBench:
         device: a GPU; the CPU with Triton's interpreter, in tests.
         timer: times a function.
         kv_dtype: dtype of the cache.
-        seed: for all random data.
         check: the workload of `error`.
     """
 
@@ -67,13 +66,12 @@ class DeviceBench:
         timer: Timer,
         *,
         kv_dtype: torch.dtype = torch.bfloat16,
-        seed: int = 0,
         check: Workload | None = None,
     ) -> None:
         self._shape, self._device, self._timer = shape, device, timer
         self._kv_dtype = kv_dtype
         self._check = check or check_workload()
-        self._rng = torch.Generator().manual_seed(seed)
+        self._rng = torch.Generator().manual_seed(0)
         self._table_blocks = table_blocks_for([*workloads, self._check])
         self._num_blocks = max((each.num_blocks for each in workloads), default=0)
         self._layer: _Layer | None = None

@@ -163,7 +163,7 @@ class Compiler:
         fits = [one for one, report in zip(alone, reports, strict=True) if report.fault is None]
         is_amd = self.arch.startswith("gf")
         narrow = sorted(
-            (each for each in grid.narrow),
+            grid.narrow,
             key=lambda each: -each.block_n * steps_ahead(each.num_stages, is_amd=is_amd),
         )
         fits.sort(key=lambda launch: -launch.wide.block_m)
@@ -171,10 +171,10 @@ class Compiler:
         waiting = [one for turn in zip_longest(*by_wide) for one in turn if one is not None]
         found = 0
         while waiting and found < count:
-            batch, waiting = waiting[: max(count - found, 1)], waiting[max(count - found, 1) :]
+            batch, waiting = waiting[: count - found], waiting[count - found :]
             for launch, report in zip(batch, self.reports(batch, with_extras=True), strict=True):
                 at_once = [n for n in grid.programs_per_processor if n <= report.usage.programs]
-                if report.fault is None and at_once and found < count:
+                if report.fault is None and at_once:
                     found += 1
                     most = replace(launch, programs_per_processor=at_once[-1])
                     wanted = replace(report, wanted_programs=at_once[-1])

@@ -11,6 +11,8 @@ from typing import Final
 
 Timings = Mapping[str, float]
 
+LEAST_GAIN: Final = 0.01
+"""Least part of the time that a change must save."""
 MOST_LOSS_ALONE: Final = 1.02
 """Largest factor by which settings may slow down requests that share nothing."""
 LEAST_GAIN_SHARED: Final = 0.03
@@ -38,9 +40,7 @@ def faster_half(times: Mapping[str, float], always: Collection[str]) -> list[str
     return sorted(kept, key=times.__getitem__)
 
 
-def choose(
-    measured: Mapping[str, Timings], current: str, alone: Collection[str], least_gain: float = 0.01
-) -> str:
+def choose(measured: Mapping[str, Timings], current: str, alone: Collection[str]) -> str:
     """The label with the shortest time relative to the current settings, or the current one.
 
     Args:
@@ -48,14 +48,13 @@ def choose(
         current: the label of the current settings.
         alone: names of workloads that share nothing; their time may grow by at most the factor
             `MOST_LOSS_ALONE`, by geometric mean.
-        least_gain: least part of the time that a change must save.
     """
     baseline = measured[current]
 
     def part(timings: Timings) -> Timings:
         return {name: time for name, time in timings.items() if name in alone}
 
-    best, least = current, 1 - least_gain
+    best, least = current, 1 - LEAST_GAIN
     for label, timings in measured.items():
         time = relative_time(timings, baseline)
         slows_alone = bool(alone) and relative_time(part(timings), part(baseline)) > MOST_LOSS_ALONE

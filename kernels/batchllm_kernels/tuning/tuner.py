@@ -26,6 +26,8 @@ MAX_ERROR: Final = 1e-2
 """Relative to float32 attention, in bfloat16."""
 ROUNDS: Final = (3, 6, 12, 25)
 """Repetitions in each round of halving."""
+REPETITIONS: Final = 15
+"""For the split rule and the gate."""
 GATE_DEGREES: Final = (2, 4, 8, 16, 32)
 GATE_PREFIXES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
 SPLITS: Final = tuple(
@@ -126,7 +128,6 @@ class Tuner:
         *,
         rules: Sequence[SplitRule] = SPLITS,
         workloads: Sequence[Workload] | None = None,
-        repetitions: int = 15,
     ) -> SplitRule:
         """Replace the split rule by the fastest one, if one is faster."""
         workloads = split_workloads() if workloads is None else workloads
@@ -136,7 +137,7 @@ class Tuner:
         for label in self.progress.over(f"{self.config.arch} split rule", list(by_label)):
             config = replace(self.config, split=by_label[label])
             measured[label] = {
-                each.name: bench.time(config, each, repetitions) for each in workloads
+                each.name: bench.time(config, each, REPETITIONS) for each in workloads
             }
         self.raw["split"] = measured
         chosen = by_label[choose(measured, current, [])]
@@ -144,23 +145,16 @@ class Tuner:
         self.progress.say(f"{self.config.arch}: {chosen}")
         return chosen
 
-    def tune_gate(
-        self,
-        bench: Bench,
-        *,
-        degrees: Sequence[int] = GATE_DEGREES,
-        prefixes: Sequence[int] = GATE_PREFIXES,
-        repetitions: int = 15,
-    ) -> Gate:
+    def tune_gate(self, bench: Bench) -> Gate:
         """Replace the gate's lengths by the least ones at which sharing is faster."""
         member_tokens = self.config.gate.max_member_tokens
         opened = replace(self.config, gate=Gate({2: 1}, member_tokens))
         closed = replace(self.config, gate=Gate({}, member_tokens))
         timings: dict[tuple[int, int], tuple[float, float]] = {}
-        cases = [(degree, tokens) for degree in degrees for tokens in prefixes]
+        cases = [(degree, tokens) for degree in GATE_DEGREES for tokens in GATE_PREFIXES]
         for case in self.progress.over(f"{self.config.arch} gate", cases):
             workload = gate_workload(*case)
-            shared, apart = (bench.time(each, workload, repetitions) for each in (opened, closed))
+            shared, apart = (bench.time(each, workload, REPETITIONS) for each in (opened, closed))
             timings[case] = shared, apart
         self.raw["gate"] = [
             {"degree": degree, "prefix": tokens, "shared_ms": shared, "apart_ms": apart}
