@@ -1,4 +1,4 @@
-"""The Triton kernel that cuts a grouped step into tiles; the fourth launch after `grouping.py`'s.
+"""The Triton kernel that cuts a step into tiles, launched after those of `grouping.py`.
 
 `schedule.py` describes the arrays, `tiles.py` their records. All lengths are in tokens.
 """
