@@ -40,7 +40,11 @@ os.environ["MPLCONFIGDIR"] = str(Path(tempfile.gettempdir(), f"batchllm-matplotl
 # the tests', would go into looking through it for garbage.
 gc.disable()
 
-FORKING_ENGINES = ("tests/e2e/", "tests/vllm_plugin/runahead/full/")
+FORKING_ENGINES = (
+    "tests/e2e/",
+    "tests/vllm_plugin/full/test_trace.py",
+    "tests/vllm_plugin/runahead/full/",
+)
 
 
 def pytest_collection_finish() -> None:
