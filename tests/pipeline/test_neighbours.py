@@ -147,6 +147,11 @@ def test_an_interruption_ends_both() -> None:
             interrupted.append(idx)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        side_by_side(call, 10, interrupt)
+    # A shell's background job ignores SIGINT, and so do the tests that it starts.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            side_by_side(call, 10, interrupt)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert all(ended.acquire(timeout=WAIT_S) for _ in range(2))
