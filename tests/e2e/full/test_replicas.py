@@ -164,7 +164,7 @@ def test_replicas_end_with_their_run_and_a_dead_one_is_replaced(giant: Demo) -> 
     wait_until(lambda: not live_processes(process.pid), "the replicas are gone", 10.0)
 
     process = giant.start(*arguments)
-    wait_until(lambda: list(runs.glob("*/part-*.json")), "the first part is written")
+    wait_until(lambda: list(runs.glob("*/part-*.json")), "the first part is written", 300.0)
     replicas = [pid for pid in live_processes(process.pid) if pid != process.pid]
     os.kill(max(replicas), signal.SIGKILL)
     code, printed = process.end()
