@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 from batchllm_operator.demo.documents import DemoDocument, demo_documents
 from batchllm_operator.errors import TableError
 
-_MOST_DOCUMENTS: Final = 60
+__all__ = ["DEMO_SCHEMA", "DemoTableInfo", "build_demo_table", "demo_documents"]
+
 DEMO_SCHEMA: Final = pa.schema(
     [
         pa.field("snippet_id", pa.string(), nullable=False),
@@ -46,12 +47,19 @@ class DemoTableInfo:
         )
 
 
-def build_demo_table(folder: Path, *, ds: str, max_queries_per_document: int = 5) -> DemoTableInfo:
+def build_demo_table(
+    folder: Path,
+    *,
+    ds: str,
+    max_documents: int = 60,
+    max_queries_per_document: int = 5,
+    max_document_chars: int = 2_500,
+) -> DemoTableInfo:
     """Write partition `ds` of the demo table: `<folder>/ds=<ds>/part-0.parquet`.
 
     Documents are descriptions of installed distributions; their queries are the headings that recur
     most across all of them ("Installation", "Usage", ...), so that rows share documents as well as
-    queries. There may be fewer than 60 documents. Rows are in a fixed order that isn't
+    queries. There may be fewer documents than `max_documents`. Rows are in a fixed order that isn't
     grouped by document. One environment always gives the same bytes; an older file is replaced in
     one step.
 
@@ -61,7 +69,7 @@ def build_demo_table(folder: Path, *, ds: str, max_queries_per_document: int = 5
     """
     if not ds or "/" in ds or ds.startswith("."):
         raise TableError(f"demo table {folder}: {ds!r} can't name a partition; use 2026-01-31")
-    chosen = _choose(demo_documents(), max_queries_per_document)
+    chosen = _choose(demo_documents(max_document_chars), max_documents, max_queries_per_document)
     if not chosen:
         raise TableError(
             f"demo table {folder}: no Python distribution installed here has a long description"
@@ -86,7 +94,7 @@ def build_demo_table(folder: Path, *, ds: str, max_queries_per_document: int = 5
 
 
 def _choose(
-    documents: Sequence[DemoDocument], max_queries: int
+    documents: Sequence[DemoDocument], max_documents: int, max_queries: int
 ) -> list[tuple[DemoDocument, tuple[str, ...]]]:
     spellings = Counter(heading for document in documents for heading in document.headings)
     recurrence = Counter(h.casefold() for document in documents for h in document.headings)
@@ -106,7 +114,7 @@ def _choose(
         num_shared = sum(1 for count, _ in ranked[:max_queries] if count < -1)
         candidates.append((-num_shared, document.package, document, queries))
     candidates.sort(key=lambda candidate: candidate[:2])
-    return [(document, queries) for _, _, document, queries in candidates[:_MOST_DOCUMENTS]]
+    return [(document, queries) for _, _, document, queries in candidates[:max_documents]]
 
 
 def _rows(chosen: Iterable[tuple[DemoDocument, tuple[str, ...]]]) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """A model's folder or hub name: its version and its tokenizer."""
 
 from batchllm_operator.model.folder import folder_digest
-from batchllm_operator.model.stored_tokenizer import read_stored
+from batchllm_operator.model.stored_tokenizer import StoredTokenizer, read_stored
 from batchllm_operator.model.transformers_tokenizer import TransformersTokenizer
 
-__all__ = ["TransformersTokenizer", "folder_digest", "read_stored"]
+__all__ = ["StoredTokenizer", "TransformersTokenizer", "folder_digest", "read_stored"]

@@ -2,9 +2,13 @@
 
 from batchllm_operator.spec.addresses import TableAddress as TableAddress
 from batchllm_operator.spec.addresses import check_folder as check_folder
+from batchllm_operator.spec.execution import EngineSpec as EngineSpec
+from batchllm_operator.spec.execution import OutputEstimate as OutputEstimate
+from batchllm_operator.spec.execution import PlannerSpec as PlannerSpec
 from batchllm_operator.spec.loading import load_spec as load_spec
 from batchllm_operator.spec.loading import parse_spec as parse_spec
 from batchllm_operator.spec.loading import parse_spec_json as parse_spec_json
+from batchllm_operator.spec.masking import MaskedStream as MaskedStream
 from batchllm_operator.spec.masking import Masker as Masker
 from batchllm_operator.spec.model import OUTPUT_COLUMNS as OUTPUT_COLUMNS
 from batchllm_operator.spec.model import ROUNDING_ENGINE_FIELDS as ROUNDING_ENGINE_FIELDS
@@ -13,7 +17,9 @@ from batchllm_operator.spec.model import JobSpec as JobSpec
 from batchllm_operator.spec.secrets import holds_credentials as holds_credentials
 from batchllm_operator.spec.sections import TARGET_FILE_BYTES as TARGET_FILE_BYTES
 from batchllm_operator.spec.sections import FilterTerm as FilterTerm
+from batchllm_operator.spec.sections import InputSpec as InputSpec
 from batchllm_operator.spec.sections import ModelSpec as ModelSpec
+from batchllm_operator.spec.sections import OutputSpec as OutputSpec
 from batchllm_operator.spec.sections import PromptSpec as PromptSpec
 from batchllm_operator.spec.sections import SamplingSpec as SamplingSpec
 from batchllm_operator.spec.sections import template_columns as template_columns

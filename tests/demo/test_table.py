@@ -71,7 +71,7 @@ def test_spellings_of_one_heading_are_one_query(
         DemoDocument("d", "text of c", ("Quick start",)),
         DemoDocument("e", "text of e", ()),
     )
-    monkeypatch.setattr(table, "demo_documents", lambda: documents)
+    monkeypatch.setattr(table, "demo_documents", lambda max_chars: documents)
     info = build_demo_table(tmp_path, ds=DS, max_queries_per_document=1)
     rows = sorted(read_rows(tmp_path), key=lambda row: row["snippet_id"])
     assert [(row["snippet_id"], row["query"]) for row in rows] == [
@@ -83,7 +83,7 @@ def test_spellings_of_one_heading_are_one_query(
 
 
 def test_no_documents_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "demo_documents", lambda: ())
+    monkeypatch.setattr(table, "demo_documents", lambda max_chars: ())
     with pytest.raises(TableError, match="nothing to make a table of"):
         build_demo_table(tmp_path / "documents", ds=DS)
     assert not (tmp_path / "documents").exists()

@@ -9,7 +9,7 @@ prefix; each but the last is a multiple of the block size.
 """
 
 from batchllm_operator.planner.runahead.all_gather import AllGather, all_gather_ttft
-from batchllm_operator.planner.runahead.chain import Chain, Goal, Link, Split
+from batchllm_operator.planner.runahead.chain import Chain, ChainTimes, Goal, Link, Split
 from batchllm_operator.planner.runahead.makespans import GroupLoad, Makespans, PlacementSettings
 from batchllm_operator.planner.runahead.policy import Placement, choose_placement
 from batchllm_operator.planner.runahead.replica_cost import ReplicaCost
@@ -19,6 +19,7 @@ from batchllm_operator.planner.runahead.split_table import SplitTable
 __all__ = [
     "AllGather",
     "Chain",
+    "ChainTimes",
     "Goal",
     "GroupLoad",
     "Link",
