@@ -146,7 +146,11 @@ def estimate_cost(
 def _estimate(
     target: Target, total: Work, unshared: Work, num_saved_tokens: int, num_engines: int
 ) -> CostEstimate:
-    """Raises: PlanError: the model doesn't fit."""
+    """The estimate of a job that does `total`, or `unshared` with each row's prompt alone.
+
+    Raises:
+        PlanError: the model doesn't fit.
+    """
     machine = (target.model, target.gpu, target.limits)
     planned = predict(total, *machine, num_engines=num_engines)
     alone = predict(unshared, *machine, num_engines=num_engines)

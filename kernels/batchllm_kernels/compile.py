@@ -228,7 +228,9 @@ def _source(variant: Variant) -> tuple[ASTSource, dict[str, Any]]:
 def _constants(variant: Variant) -> dict[str, Any]:
     return kernel_constants(
         variant.launch,
-        AttentionShape(32, 8, variant.head_dim, BLOCK_SIZE),
+        AttentionShape(
+            num_q_heads=32, num_kv_heads=8, head_dim=variant.head_dim, block_size=BLOCK_SIZE
+        ),
         dot_dtype=triton_dtype(Q_DTYPE),
         kv_code=kv_format(variant.kv_dtype, variant.arch).code,
         window=variant.window,
