@@ -10,8 +10,7 @@ ordered by subtree, over prefixes of whole KV blocks of prompts that lie on disk
 `growth` compares that with itself on `--growth-from` prompts: 1.0 is linear. `in_memory` holds
 the figures for token-exact prefixes of prompts in memory, where their token ids take no more
 than half of the budget. `choices` compares both ways of choosing prefixes on prompts of other
-shapes, `orders` what Eq. 4 and the order by subtree leave to find in a block cache, and `shards`
-how evenly a skewed set is spread over 8 workers.
+shapes, and `orders` what Eq. 4 and the order by subtree leave to find in a block cache.
 
     python -m benchmarks.planner --num-prompts 100000
     python -m benchmarks.planner --num-prompts 3000000
@@ -39,25 +38,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.planner import (
-    MODEL_SHAPES,
-    EngineLimits,
-    PrefixGroups,
     PrefixSearch,
     PromptStore,
     TokenTable,
-    assign_shards,
     build_prefix_tree,
     choose_prefixes,
-    find_gpu,
-    group_work,
-    imbalance,
     maximize_reuse,
     num_processed_tokens,
     order_groups,
     order_groups_by_subtree,
-    rates,
     saving_ratio,
-    split_large_groups,
 )
 from benchmarks.block_cache import cached_tokens
 from benchmarks.memory import peak_rss_bytes
@@ -174,45 +164,6 @@ def compare_orders(tokens: TokenTable) -> dict[str, float]:
         / tokens.num_tokens
         for num_blocks in CACHE_BLOCKS
         for name, order in orders.items()
-    }
-
-
-def skewed(generator: np.random.Generator) -> TokenTable:
-    """Zipf share degrees, and one document with nearly a third of the prompts."""
-    degrees = np.minimum(generator.zipf(1.5, 700), 100)
-    degrees = np.append(degrees, round(degrees.sum() * 0.325 / 0.675))
-    prompts = []
-    for degree in degrees:
-        document = some_tokens(generator, 300, 300)
-        questions = [some_tokens(generator, 20, 180) for _ in range(degree)]
-        prompts += [np.concatenate([document, question]) for question in questions]
-    return TokenTable.from_lists(prompts)
-
-
-def compare_shards(tokens: TokenTable, num_workers: int = 8) -> dict[str, float]:
-    """Imbalance of the predicted GPU time with groups whole, and with large ones cut."""
-    groups = choose_prefixes(build_prefix_tree(tokens)).groups
-    outputs = np.full(len(tokens), OUTPUT_TOKENS)
-    gpu, shape = find_gpu("H100"), MODEL_SHAPES["Llama-3-8B"]
-
-    def costs_of(groups: PrefixGroups) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        members, prefixes = group_work(groups, tokens.lengths, outputs)
-        rate = rates(members.total() + prefixes.total(), shape, gpu, EngineLimits())
-        return members.nanoseconds(rate), prefixes.nanoseconds(rate)
-
-    def unevenness(groups: PrefixGroups) -> float:
-        members, prefixes = costs_of(groups)
-        costs = np.add.reduceat(members[groups.member_idxs], groups.offsets[:-1]) + prefixes
-        return imbalance(costs, assign_shards(costs, num_workers), num_workers)
-
-    members, prefixes = costs_of(groups)
-    of_groups = np.add.reduceat(members[groups.member_idxs], groups.offsets[:-1]) + prefixes
-    return {
-        "num_prompts": len(tokens),
-        "num_workers": num_workers,
-        "largest_group_share": float(of_groups.max() / of_groups.sum()),
-        "imbalance_of_whole_groups": unevenness(groups),
-        "imbalance": unevenness(split_large_groups(groups, members, prefixes, num_workers)),
     }
 
 
@@ -381,7 +332,6 @@ def main() -> None:
         **python_tree,
         "growth": measure_growth(args, on_disk),
         "in_memory": time_in_memory(args, shape) if fits else None,
-        "shards": compare_shards(skewed(np.random.default_rng(args.seed))),
         "choices": {name: compare_choices(shape) for name, shape in shapes.items()},
         "orders": {name: compare_orders(shape) for name, shape in shapes.items()},
         **vars(args),

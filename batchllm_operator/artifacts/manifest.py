@@ -123,11 +123,13 @@ class PlanCounts(Frozen):
     num_logical_tokens: Count
     """Prompt tokens of all rows that can be prompted and reuse nothing (Eq. 2, N_logical)."""
     num_planned_tokens: Count
-    """Prefill tokens when each group computes its one prefix once (Eq. 2, N_processed)."""
+    """Prefill tokens of the shards' engines, if each keeps in its cache what it will need again
+    (Eq. 2, N_processed); in whole KV blocks. In plans of releases that dealt out groups, those of
+    groups that compute their one prefix once, by exact tokens."""
     num_optimal_tokens: Count
-    """Prefill tokens when every shared prefix, at every level, is computed once."""
+    """The same with one shard; by exact tokens in plans of those releases."""
     num_algorithm_1_saved_tokens: Count
-    """Tokens that the paper's Algorithm 1 saves, before groups are cut."""
+    """Tokens that the paper's Algorithm 1 saves in one shard."""
     num_exact_saved_tokens: Count
     """Tokens that the best single-level choice saves; the plan takes the better of the two."""
     num_reused_rows: Count = 0
@@ -135,12 +137,12 @@ class PlanCounts(Frozen):
 
     @property
     def planned_saving_ratio(self) -> float:
-        """Eq. 2 of the single-level plan, 0 to 1."""
+        """Eq. 2 of the shards, 0 to 1."""
         return saving_ratio(self.num_planned_tokens, self.num_logical_tokens)
 
     @property
     def optimal_saving_ratio(self) -> float:
-        """Eq. 2 of the multi-level optimum, 0 to 1."""
+        """Eq. 2 of one engine with unbounded memory, 0 to 1."""
         return saving_ratio(self.num_optimal_tokens, self.num_logical_tokens)
 
 

@@ -174,9 +174,9 @@ class RunReport(Frozen):
     cache, without recomputation after preemptions."""
     num_output_tokens: Count
     optimal_saving_ratio: _Saving
-    """Eq. 2 if every shared prefix at every level were computed once."""
+    """Eq. 2 of one engine with unbounded memory."""
     planned_saving_ratio: _Saving
-    """Eq. 2 of the single-level plan, by exact tokens."""
+    """Eq. 2 of the plan's shards; see `PlanCounts`."""
     achieved_saving_ratio: _Saving
     """Eq. 2 as measured, in whole KV blocks, over the rows that got a text."""
     engine_s: Seconds

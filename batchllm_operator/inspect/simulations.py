@@ -28,6 +28,7 @@ from batchllm_operator.errors import (
 from batchllm_operator.named_file import write_file
 from batchllm_operator.plan.estimate import engine_limits, read_shape, shape_of
 from batchllm_operator.planner import (
+    BLOCK_SIZE,
     GPU,
     MODEL_SHAPES,
     EngineLimits,
@@ -35,7 +36,7 @@ from batchllm_operator.planner import (
     TokenTable,
     find_gpu,
 )
-from batchllm_operator.simulate.machine import ARRIVALS_PER_S, BLOCK_SIZE, POLICIES, Machine
+from batchllm_operator.simulate.machine import ARRIVALS_PER_S, POLICIES, Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.timeline_plot import plot_timelines
 from batchllm_operator.simulate.workload import Shape, Workload

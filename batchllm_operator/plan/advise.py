@@ -10,11 +10,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchllm_operator.artifacts.stored_plan import check_partition
+from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import EmptyPartitionError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.plan.column_orders import column_orders, take_apart
 from batchllm_operator.plan.input_checks import check_columns, describe_empty
-from batchllm_operator.planner import TokenTable, saving_ratios
+from batchllm_operator.planner import TokenTable, optimal_saving_ratio
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import (
     PromptRenderer,
@@ -56,7 +57,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
     except TokenIdsDifferError:  # it won't happen again
         alternatives = _try_orders(spec, sample, tokenizer)
     # The sort is stable, and the given order is the first.
-    alternatives.sort(key=lambda alternative: -alternative.planned_saving_ratio)
+    alternatives.sort(key=lambda alternative: -alternative.saving_ratio)
     return Advice(num_sampled, snapshot.num_rows, tuple(alternatives))
 
 
@@ -76,10 +77,12 @@ def _try_orders(
     with Progress("try column orders", len(orders), unit="orders") as progress:
         for template, order in orders.items():
             tokens = _prompts(spec, template, sample, tokenizer)
-            planned, optimal = saving_ratios(tokens, merge=spec.sampling.is_greedy)
+            saving = optimal_saving_ratio(
+                tokens, block_size_of(spec), merge=spec.sampling.is_greedy
+            )
             columns = tuple(taken_apart.columns[idx] for idx in order)
             is_given = not alternatives
-            alternatives.append(Alternative(template, columns, planned, optimal, is_given))
+            alternatives.append(Alternative(template, columns, saving, is_given))
             progress.advance(1)
     return alternatives
 

@@ -16,13 +16,11 @@ from batchllm_operator.planner import (
     GPU,
     EngineLimits,
     ModelShape,
-    PrefixGroups,
     Requests,
     Work,
+    WorkArrays,
     find_gpu,
-    group_work,
     model_shape,
-    num_processed_tokens,
     predict,
     prompt_work,
     rates,
@@ -83,39 +81,47 @@ def find_target(spec: JobSpec) -> Target | None:
 
 def work_costs(
     target: Target | None,
-    groups: PrefixGroups,
     lengths: npt.NDArray[np.int64],
     output_tokens: npt.NDArray[np.int64],
+    cached_tokens: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Costs of each request without its group's prefix, and of each prefix.
+    """Costs of sorted requests, and of what each finds in the cache, for `cut_into_shards`.
 
     In nanoseconds of the target; without a target in tokens, prefilled and decoded.
 
+    Args:
+        lengths, output_tokens, cached_tokens: int64 [num_requests], by rank.
+
     Returns:
-        float64 [num_requests], whole numbers, and float64 [num_groups].
+        Twice float64 [num_requests], whole numbers.
     """
-    members, prefixes = group_work(groups, lengths, output_tokens)
+    work = prompt_work(lengths, output_tokens, cached_tokens)
     if target is None:
-        tokens = members.num_prefill_tokens + members.num_decode_tokens
-        return tokens.astype(np.float64), prefixes.num_prefill_tokens.astype(np.float64)
-    total = members.total() + prefixes.total()
-    rate = rates(total, target.model, target.gpu, target.balance_limits)
-    return members.nanoseconds(rate), prefixes.nanoseconds(rate)
+        tokens = work.num_prefill_tokens + work.num_decode_tokens
+        return tokens.astype(np.float64), cached_tokens.astype(np.float64)
+    rate = rates(work.total(), target.model, target.gpu, target.balance_limits)
+    costs = work.nanoseconds(rate)
+    alone = prompt_work(lengths, output_tokens).nanoseconds(rate)
+    cut_costs = alone - costs
+    # Held for a long output, a prefix could cost more than all of a prompt with a short one.
+    cut_costs[1:] = np.minimum(cut_costs[1:], alone[:-1])
+    return costs, cut_costs
 
 
 def estimate_cost(
     target: Target | None,
     requests: Requests,
     output_tokens: npt.NDArray[np.int64],
-    groups: PrefixGroups,
-    shard_of_group: npt.NDArray[np.int64],
+    work: WorkArrays,
+    bounds: npt.NDArray[np.int64],
     num_replicas: int,
 ) -> tuple[CostEstimate, npt.NDArray[np.float64]] | None:
     """GPU time and price of the plan, and of the same rows without sharing.
 
     Args:
         output_tokens: int64 [num_requests], estimates.
-        shard_of_group: int64 [num_groups]; no shard is empty.
+        work: of the requests in the order of shards, without what they find in the cache.
+        bounds: int64 [num_shards + 1], of the shards in `work`; none is empty.
         num_replicas: engines that share a shard.
 
     Returns:
@@ -124,22 +130,20 @@ def estimate_cost(
     """
     if target is None:
         return None
-    num_shards = int(shard_of_group.max(initial=-1)) + 1
     lengths, num_rows = requests.lengths, requests.num_rows
-    members, prefixes = group_work(groups, lengths, output_tokens)
-    total = members.total() + prefixes.total()
+    total = work.total()
     unshared = prompt_work(lengths, output_tokens).total(num_rows)
-    num_saved = int((lengths * num_rows).sum()) - num_processed_tokens(groups, lengths)
+    num_saved = int((lengths * num_rows).sum()) - total.num_prefill_tokens
+    num_engines = (len(bounds) - 1) * num_replicas
     try:
-        estimate = _estimate(target, total, unshared, num_saved, num_shards * num_replicas)
+        estimate = _estimate(target, total, unshared, num_saved, num_engines)
     except PlanError as error:
         _log.info("GPU time isn't predicted: %s", error)
         return None
     # Rates add up to the whole except for the ramp, one per engine.
     rate = rates(total, target.model, target.gpu, target.limits)
     ramp_s = total.max_output_tokens * num_replicas * rate.s_per_ramp_step
-    costs = group_costs(groups, members.nanoseconds(rate), prefixes.nanoseconds(rate)) / 1e9
-    parts = np.bincount(shard_of_group, weights=costs, minlength=num_shards) + ramp_s
+    parts = np.add.reduceat(work.nanoseconds(rate), bounds[:-1]) / 1e9 + ramp_s
     return estimate, parts / (parts.sum() or 1.0) * estimate.gpu_s
 
 
@@ -169,15 +173,6 @@ def _estimate(
         unshared_cost_usd=rounded(alone.cost_usd),
         assumptions=_assumptions(target, total),
     )
-
-
-def group_costs(
-    groups: PrefixGroups, members: npt.NDArray[np.float64], prefixes: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """Cost of each group, members and prefix, from the costs of `work_costs`: [num_groups]."""
-    if len(groups) == 0:
-        return prefixes
-    return np.add.reduceat(members[groups.member_idxs], groups.offsets[:-1]) + prefixes
 
 
 def _assumptions(target: Target, total: Work) -> tuple[str, ...]:

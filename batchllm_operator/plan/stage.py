@@ -59,7 +59,6 @@ from batchllm_operator.planner import (
     Requests,
     describe_sharing,
     make_requests,
-    num_processed_tokens,
 )
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
@@ -199,7 +198,7 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
         learned=by_length,
         estimate=shards.estimate,
         sharing=sharing,
-        imbalance=shards.imbalance,
+        imbalance=chosen.cut.imbalance,
         files=files,
         shards=shards.infos,
     )
@@ -245,8 +244,8 @@ def _counts(rows: Rows, requests: Requests, chosen: Arrangement) -> PlanCounts:
         num_groups=len(chosen.groups),
         num_shared_groups=int(np.count_nonzero(chosen.groups.sizes > 1)),
         num_logical_tokens=rows.prompts.num_tokens,
-        num_planned_tokens=num_processed_tokens(chosen.groups, requests.lengths),
-        num_optimal_tokens=chosen.num_optimal_tokens,
+        num_planned_tokens=int(chosen.cut.num_prefill_tokens.sum()),
+        num_optimal_tokens=chosen.cut.num_optimal_tokens,
         num_algorithm_1_saved_tokens=chosen.num_algorithm_1_saved_tokens,
         num_exact_saved_tokens=chosen.num_exact_saved_tokens,
         num_reused_rows=rows.num_reused,

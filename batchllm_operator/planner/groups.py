@@ -6,29 +6,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from batchllm_operator.planner.algorithm1 import maximize_reuse, num_processed_tokens, saving_ratio
-from batchllm_operator.planner.choice import choose_prefixes
+from batchllm_operator.planner.algorithm1 import maximize_reuse, saving_ratio
 from batchllm_operator.planner.order import order_groups
 from batchllm_operator.planner.prefixes.lcp_tree import build_prefix_tree, rank_prompts
 from batchllm_operator.planner.requests import make_requests
 from batchllm_operator.planner.token_table import TokenTable
 
 
-def saving_ratios(tokens: TokenTable, *, merge: bool) -> tuple[float, float]:
-    """Eq. 2 for the plan of these prompts, and for the multi-level optimum.
+def optimal_saving_ratio(tokens: TokenTable, block_size: int, *, merge: bool) -> float:
+    """Eq. 2 for one engine with unbounded memory.
 
     Args:
         tokens: the prompts of all rows.
+        block_size: tokens per block of its KV cache.
         merge: whether equal prompts are one request.
+
+    Raises:
+        PlanError: `block_size` is below 1.
     """
     rows = np.arange(len(tokens))
     requests, ranked = make_requests(tokens, rank_prompts(tokens), rows, merge=merge)
-    tree = ranked.tree(requests.lengths)
-    planned = num_processed_tokens(choose_prefixes(tree).groups, requests.lengths)
-    return (
-        saving_ratio(planned, tokens.num_tokens),
-        saving_ratio(tree.num_distinct_prefix_tokens, tokens.num_tokens),
-    )
+    cached = ranked.cached_tokens(requests.lengths, block_size)
+    return saving_ratio(int(requests.lengths.sum() - cached.sum()), tokens.num_tokens)
 
 
 def prefix_sharing_groups(

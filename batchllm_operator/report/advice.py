@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """An order of the template's columns, and its saving ratios on the sample."""
+    """An order of the template's columns, and its saving on the sample."""
 
     template: str
     columns: tuple[str, ...]
-    planned_saving_ratio: float
-    optimal_saving_ratio: float
+    saving_ratio: float
+    """That of one engine with unbounded memory."""
     is_given: bool
     """Whether this is the template of the spec."""
 
@@ -26,7 +26,7 @@ class Advice:
     num_rows: int
     """Rows of the partition before the filter."""
     alternatives: tuple[Alternative, ...]
-    """By planned saving, descending; the given order comes first among equals."""
+    """By saving, descending; the given order comes first among equals."""
 
 
 def format_advice(advice: Advice) -> str:
@@ -34,13 +34,12 @@ def format_advice(advice: Advice) -> str:
     lines = [
         f"saving ratios of column orders on the first {advice.num_sampled_rows:,} of"
         f" {advice.num_rows:,} rows; nothing was changed",
-        "planned  optimal  template",
+        " saving  template",
     ]
     for each in advice.alternatives:
         template = json.dumps(each.template, ensure_ascii=False)
         lines.append(
-            f"{each.planned_saving_ratio:7.1%}  {each.optimal_saving_ratio:7.1%}  {template}"
-            f"{'  (as given)' if each.is_given else ''}"
+            f"{each.saving_ratio:7.1%}  {template}{'  (as given)' if each.is_given else ''}"
         )
     if len(advice.alternatives) == 1:
         lines.append("the template has no two columns that could change places")

@@ -33,8 +33,8 @@ _KINDS: Final = (
 def saving_plot(report: RunReport) -> Plot:
     """Optimal, planned and achieved saving ratio."""
     values = {
-        "optimal, every level": report.optimal_saving,
-        "planned, one level": report.planned_saving,
+        "optimal": report.optimal_saving,
+        "planned": report.planned_saving,
         "achieved": report.achieved_saving,
     }
     shown = [ratio(value) for value in values.values()]

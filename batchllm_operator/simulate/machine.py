@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from batchllm_operator.planner import GPU, EngineLimits, ModelShape, kv_capacity_tokens
+from batchllm_operator.planner import BLOCK_SIZE, GPU, EngineLimits, ModelShape, kv_capacity_tokens
 
-BLOCK_SIZE: Final = 16
-"""Tokens of a KV block: vLLM's default on GPUs."""
 ARRIVALS_PER_S: Final = 100.0
 """Requests, for policies with arrivals by time."""
 

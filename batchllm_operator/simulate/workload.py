@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.errors import SpecError
-from batchllm_operator.planner import TokenTable, build_block_tree, saving_ratio
+from batchllm_operator.planner import TokenTable, optimal_saving_ratio
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +45,8 @@ class Workload:
         return np.asarray(counts[inverse], dtype=np.int64)
 
     def optimal_saving_ratio(self, block_size: int) -> float:
-        """The saving ratio if each shared block were computed once, on all levels."""
-        tree = build_block_tree(self.tokens, block_size)
-        return saving_ratio(tree.num_distinct_prefix_tokens, self.tokens.num_tokens)
+        """The saving ratio of one engine with unbounded memory."""
+        return optimal_saving_ratio(self.tokens, block_size, merge=False)
 
     def with_estimates(self, estimated_tokens: NDArray[np.int64]) -> Workload:
         """The same with other estimates."""

@@ -142,7 +142,7 @@ class PlannerSpec(Section):
     """How the work is cut."""
 
     num_shards: int = Field(default=1, ge=1, le=_MAX_SHARDS)
-    """GPU tasks that share the job; fewer are made where there are fewer groups."""
+    """GPU tasks that share the job; fewer are made where there are fewer requests."""
     estimated_output_tokens: OutputTokens | None = None
     """Output length to plan with: a number, `{column: NAME}` or `{learned: true}`; unset:
     `sampling.max_tokens`, which is also the most."""

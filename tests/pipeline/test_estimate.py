@@ -23,12 +23,13 @@ from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import (
     MODEL_SHAPES,
     EngineLimits,
-    PrefixGroups,
     Requests,
     TokenTable,
+    cut_into_shards,
     find_gpu,
-    group_work,
+    imbalance,
     predict,
+    prompt_work,
 )
 from batchllm_operator.report import format_plan
 from batchllm_operator.spec import JobSpec, parse_spec
@@ -175,7 +176,6 @@ def test_the_shards_of_a_plan_add_up_to_its_estimate(
 
 @given(
     sizes=st.lists(st.integers(1, 6), max_size=12),
-    num_shards=st.integers(1, 5),
     num_replicas=st.integers(1, 4),
     limits=st.sampled_from(
         [
@@ -188,29 +188,25 @@ def test_the_shards_of_a_plan_add_up_to_its_estimate(
     seed=st.integers(0, 99),
 )
 def test_the_parts_of_any_estimate_add_up_to_it(
-    sizes: list[int], num_shards: int, num_replicas: int, limits: EngineLimits, seed: int
+    sizes: list[int], num_replicas: int, limits: EngineLimits, seed: int
 ) -> None:
     generator = np.random.default_rng(seed)
     num = sum(sizes)
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    prefix = np.where(np.array(sizes) > 1, 30, 0).astype(np.int64)
-    groups = PrefixGroups(generator.permutation(num), offsets, prefix)
-    lengths = generator.integers(31, 5000, num)
+    lengths, outputs = generator.integers(31, 5000, num), generator.integers(1, 300, num)
     rows = np.concatenate([[0], np.cumsum(generator.integers(1, 4, num))]).astype(np.int64)
     requests = Requests(TokenTable.from_lists([]), np.arange(num), lengths, rows, rows)
-    num_shards = min(num_shards, len(sizes))
-    shards = generator.permutation(np.arange(len(sizes)) % max(num_shards, 1))
+    bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     found = estimate_cost(
         dataclasses.replace(TARGET, limits=limits),
         requests,
-        generator.integers(1, 300, num),
-        groups,
-        shards,
+        outputs,
+        prompt_work(lengths, outputs, generator.integers(0, 31, num)),
+        bounds,
         num_replicas,
     )
     assert found is not None
     estimate, parts = found
-    assert len(parts) == num_shards
+    assert len(parts) == len(sizes)
     assert (parts > 0).all()
     assert math.fsum(parts) == pytest.approx(estimate.gpu_s, rel=1e-12)
 
@@ -236,29 +232,30 @@ def test_shards_are_even_in_time_where_tokens_are_not(tmp_path: Path, targeted: 
 
 
 def test_a_skewed_job_is_even_in_predicted_time() -> None:
-    """One group with 30 % of the work, Zipf share degrees, 8 workers."""
-    from batchllm_operator.planner import assign_shards, imbalance, split_large_groups
-
+    """One document with 30 % of the work, Zipf share degrees, 8 workers."""
     generator = np.random.default_rng(0)
     sizes = np.minimum(generator.zipf(1.5, 2000), 300)
     sizes = np.append(sizes, round(sizes.sum() * 0.3 / 0.7))
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    prefix = np.where(sizes > 1, 1100, 0).astype(np.int64)
-    groups = PrefixGroups(generator.permutation(offsets[-1]), offsets, prefix)
-    lengths = np.empty(offsets[-1], dtype=np.int64)
-    lengths[groups.member_idxs] = np.repeat(prefix, sizes)
-    lengths += generator.integers(300, 500, len(lengths))
+    cached = np.full(sizes.sum(), 1100)
+    cached[np.cumsum(sizes) - sizes] = 0
+    lengths = 1100 + generator.integers(300, 500, len(cached))
     outputs = generator.integers(1, 200, len(lengths))
-    member, prefix_costs = work_costs(TARGET, groups, lengths, outputs)
-    parts = split_large_groups(groups, member, prefix_costs, 8)
-    member, prefix_costs = work_costs(TARGET, parts, lengths, outputs)
-    costs = np.add.reduceat(member[parts.member_idxs], parts.offsets[:-1]) + prefix_costs
-    assert imbalance(costs, assign_shards(costs, 8), 8) <= 1.05
+    costs, cut_costs = work_costs(TARGET, lengths, outputs, cached)
+    firsts = cut_into_shards(costs, cut_costs, 8)[:-1]
+    shard_costs = np.add.reduceat(costs, firsts) + cut_costs[firsts]
+    assert imbalance(shard_costs) <= 1.02
     # What the shards are balanced by is what the job is predicted to take, without the ramp.
-    members, prefixes = group_work(parts, lengths, outputs)
-    total = dataclasses.replace(members.total() + prefixes.total(), max_output_tokens=0)
-    whole = predict(total, TARGET.model, TARGET.gpu)
+    total = prompt_work(lengths, outputs, cached).total()
+    whole = predict(dataclasses.replace(total, max_output_tokens=0), TARGET.model, TARGET.gpu)
     assert costs.sum() / 1e9 == pytest.approx(whole.gpu_s, rel=1e-6)
+
+
+def test_a_cut_costs_no_more_than_the_prompt_before_it() -> None:
+    """A long output holds the prefix for long; the prompt before it has a short one."""
+    lengths, outputs = np.array([1001, 1001]), np.array([1, 30_000])
+    costs, cut_costs = work_costs(TARGET, lengths, outputs, np.array([0, 992]))
+    assert 0 < cut_costs[1] <= costs[0]
+    assert cut_costs[0] == 0
 
 
 # What a job is estimated for

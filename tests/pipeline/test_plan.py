@@ -224,7 +224,7 @@ def test_deep_sharing_is_cut_at_the_better_level(tmp_path: Path) -> None:
     counts = plan_job(fake_spec(tmp_path, planner={"num_shards": 1}), DS).manifest.counts
     assert counts.num_algorithm_1_saved_tokens < counts.num_exact_saved_tokens
     saved = counts.num_logical_tokens - counts.num_planned_tokens
-    assert saved == counts.num_exact_saved_tokens
+    assert saved > counts.num_exact_saved_tokens, "of one level"
 
 
 def test_token_ids_that_prove_wrong_are_all_made_again(

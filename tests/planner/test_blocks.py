@@ -12,14 +12,15 @@ from support.levels import examples
 
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import (
+    PrefixSearch,
     PrefixTree,
     TokenTable,
-    build_block_tree,
     build_prefix_tree,
     choose_prefixes,
     maximize_reuse,
     num_processed_tokens,
 )
+from batchllm_operator.planner.prefixes.lcp_tree import rank_prompts
 from batchllm_operator.planner.prefixes.segment_hashes import HASH_BITS
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -36,6 +37,14 @@ def layered_prompts(draw: st.DrawFn) -> list[list[int]]:
 
 
 PROMPTS = layered_prompts() | st.lists(st.lists(st.integers(0, 1), max_size=12), max_size=14)
+
+
+def build_block_tree(
+    tokens: TokenTable, block_size: int, *, hash_bits: int = HASH_BITS
+) -> PrefixTree:
+    search = PrefixSearch(hash_bits=hash_bits)
+    search.add(tokens)
+    return search.finish(tokens).in_blocks(block_size).tree(tokens.lengths)
 
 
 def blocks_of(prompt: list[int], block_size: int) -> Blocks:
@@ -132,10 +141,33 @@ def test_groups_share_whole_blocks() -> None:
     assert num_processed_tokens(choice.groups, tokens.lengths) == 48 + 3 * 4
 
 
+@settings(max_examples=examples(200))
+@given(PROMPTS, st.integers(1, 4))
+@example([[1] * 8] * 3, 4)
+@example([[], []], 4)
+def test_what_is_not_cached_is_each_block_once_and_the_rest(
+    prompts: list[list[int]], block_size: int
+) -> None:
+    """Against a set of blocks, prompt after prompt; the last token is always computed."""
+    tokens = TokenTable.from_lists(prompts)
+    ranked = rank_prompts(tokens)
+    seen: set[Blocks] = set()
+    expected = []
+    for idx in ranked.prompt_idxs.tolist():
+        blocks = blocks_of(prompts[idx], block_size)
+        found = [end for end in range(1, len(blocks) + 1) if blocks[:end] in seen]
+        most = (len(prompts[idx]) - 1) // block_size
+        expected.append(max(0, min(len(found), most)) * block_size)
+        seen |= {blocks[:end] for end in range(1, len(blocks) + 1)}
+    assert ranked.cached_tokens(tokens.lengths, block_size).tolist() == expected
+
+
 def test_bad_arguments_are_refused() -> None:
     tokens = TokenTable.from_lists([[n] for n in range(5)])
     with pytest.raises(PlanError):
         build_block_tree(tokens, 0)
+    with pytest.raises(PlanError):
+        rank_prompts(tokens).cached_tokens(tokens.lengths, 0)
     for hash_bits in (0, 63):
         with pytest.raises(PlanError):
             build_block_tree(tokens, 4, hash_bits=hash_bits)

@@ -15,10 +15,8 @@ from batchllm_operator.planner import (
     MODEL_SHAPES,
     EngineLimits,
     ModelShape,
-    PrefixGroups,
     Work,
     find_gpu,
-    group_work,
     model_shape,
     predict,
     prompt_work,
@@ -182,31 +180,22 @@ def test_steps_are_the_memory_bound(
     num: int, degree: int, shared: int, distinct: int, output: int, steps: int
 ) -> None:
     """(tokens * steps held, a shared prefix once) / capacity + one output length of ramp."""
-    groups = PrefixGroups(
-        np.arange(num, dtype=np.int64),
-        np.arange(0, num + 1, degree, dtype=np.int64),
-        np.full(num // degree, shared, dtype=np.int64),
-    )
-    members, prefixes = group_work(groups, np.full(num, shared + distinct), np.full(num, output))
+    shared_tokens = np.where(np.arange(num) % degree > 0, shared, 0)
+    work = prompt_work(np.full(num, shared + distinct), np.full(num, output), shared_tokens)
     limits = EngineLimits(kv_cache_bytes=27_000 * 16 * 131_072)
-    found = predict(members.total() + prefixes.total(), MISTRAL, H100, limits)
+    found = predict(work.total(), MISTRAL, H100, limits)
     assert found.num_steps == pytest.approx(steps, rel=0.01)
 
 
-def test_the_work_of_a_group_by_hand() -> None:
-    """Prefix of 3; members with 2 and 0 distinct tokens, which decode 2 and 1; and one alone."""
-    groups = PrefixGroups(np.array([2, 0, 1]), np.array([0, 2, 3]), np.array([3, 0]))
-    members, prefixes = group_work(groups, np.array([3, 4, 5]), np.array([1, 1, 2]))
-    assert prefixes.num_prefill_tokens.tolist() == [3, 0]
-    assert prefixes.num_pairs.tolist() == [1 + 2 + 3, 0]
-    assert prefixes.num_held_token_steps.tolist() == [3 * 2, 0]
-    assert members.num_prefill_tokens.tolist() == [0, 4, 2]
-    assert members.num_pairs.tolist() == [0, 1 + 2 + 3 + 4, 4 + 5]
-    assert members.num_decode_tokens.tolist() == [1, 1, 2]
-    assert members.num_context_tokens.tolist() == [4, 5, 6 + 7]
-    assert members.num_held_token_steps.tolist() == [1, 5, 3 + 4]
-    total = members.total() + prefixes.total()
-    assert total == Work(9, 25, 4, 22, 19, 2)
+def test_the_work_of_prompts_by_hand() -> None:
+    """Prompts of 5 and 3 tokens that share 3, with outputs of 2 and 1; and one alone."""
+    work = prompt_work(np.array([5, 3, 4]), np.array([2, 1, 1]), np.array([0, 3, 0]))
+    assert work.num_prefill_tokens.tolist() == [5, 0, 4]
+    assert work.num_pairs.tolist() == [1 + 2 + 3 + 4 + 5, 0, 1 + 2 + 3 + 4]
+    assert work.num_decode_tokens.tolist() == [2, 1, 1]
+    assert work.num_context_tokens.tolist() == [6 + 7, 4, 5]
+    assert work.num_held_token_steps.tolist() == [6 + 7, 1, 5]
+    assert work.total() == Work(9, 25, 4, 22, 19, 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=12), st.data())
@@ -221,13 +210,10 @@ def test_sharing_never_costs(prompts: list[tuple[int, int]], data: st.DataObject
     fits = np.flatnonzero(lengths >= shared)
     if len(fits) < 2:
         return
-    groups = PrefixGroups(fits, np.array([0, len(fits)]), np.array([shared]))
-    members, prefixes = group_work(groups, lengths, outputs)
-    members_alone = prompt_work(lengths[fits], outputs[fits]).total()
-    chosen = dataclasses.replace(
-        members, **{f.name: getattr(members, f.name)[fits] for f in dataclasses.fields(members)}
-    )
-    together = chosen.total() + prefixes.total()
+    given, taken = lengths[fits], outputs[fits]
+    members_alone = prompt_work(given, taken).total()
+    shares = np.where(np.arange(len(fits)) > 0, shared, 0)
+    together = prompt_work(given, taken, shares).total()
     assert together.num_pairs <= members_alone.num_pairs
     assert together.num_context_tokens == members_alone.num_context_tokens
     assert predict(together, TINY, BOX).gpu_s <= predict(members_alone, TINY, BOX).gpu_s + 1e-9

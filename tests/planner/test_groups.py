@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import TokenTable, prefix_sharing_groups, saving_ratios
+from batchllm_operator.planner import TokenTable, optimal_saving_ratio, prefix_sharing_groups
 
 
 @settings(deadline=None)
@@ -35,18 +35,19 @@ def test_equal_prompts_are_computed_once_if_their_outputs_are_equal(
 ) -> None:
     distinct = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
     num_saved = sum(map(len, prompts)) - sum(map(len, distinct))
-    merged = saving_ratios(TokenTable.from_lists(prompts), merge=True)
-    once = saving_ratios(TokenTable.from_lists(distinct), merge=False)
-    for ratio, ratio_once in zip(merged, once, strict=True):
-        assert ratio * sum(map(len, prompts)) == pytest.approx(
-            num_saved + ratio_once * sum(map(len, distinct))
-        )
+    merged = optimal_saving_ratio(TokenTable.from_lists(prompts), 1, merge=True)
+    once = optimal_saving_ratio(TokenTable.from_lists(distinct), 1, merge=False)
+    assert merged * sum(map(len, prompts)) == pytest.approx(
+        num_saved + once * sum(map(len, distinct))
+    )
 
 
 def test_prompts_whose_outputs_differ_are_computed_each() -> None:
     tokens = TokenTable.from_lists([[1, 2], [1, 2], [1, 3]])
-    assert saving_ratios(tokens, merge=False) == (pytest.approx(1 / 3), 0.5)
-    assert saving_ratios(tokens, merge=True) == (0.5, 0.5)
+    assert optimal_saving_ratio(tokens, 1, merge=False) == pytest.approx(1 / 3)
+    assert optimal_saving_ratio(tokens, 1, merge=True) == 0.5
+    assert optimal_saving_ratio(tokens, 2, merge=False) == 0
+    assert optimal_saving_ratio(TokenTable.from_lists([]), 2, merge=False) == 0
 
 
 def test_bad_tokens_are_refused() -> None:

@@ -1,213 +1,160 @@
-"""Shards: nothing lost, balanced as longest-processing-time-first promises."""
+"""Shards: equal within the tolerance, cut where it costs least; against all ways to cut."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.levels import examples
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner import (
-    PrefixGroups,
-    assign_shards,
-    imbalance,
-    split_large_groups,
-)
+from batchllm_operator.planner import PrefixGroups, cut_into_shards, imbalance, split_groups
+from batchllm_operator.planner.shards import TOLERANCE
 
-COSTS = st.lists(st.integers(0, 1000), max_size=40).map(lambda c: np.array(c, dtype=np.float64))
-
-
-def greedy(costs: np.ndarray, num_shards: int) -> list[int]:
-    loads = [0.0] * num_shards
-    assignment = [0] * len(costs)
-    for idx in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        shard = min(range(num_shards), key=lambda s: (loads[s], s))
-        assignment[idx] = shard
-        loads[shard] += costs[idx]
-    return assignment
-
-
-@settings(deadline=None)
-@given(COSTS, st.integers(1, 9))
-def test_dearest_group_goes_to_the_cheapest_shard(costs: np.ndarray, num_shards: int) -> None:
-    assignment = assign_shards(costs, num_shards)
-    assert assignment.dtype == np.int64
-    assert assignment.tolist() == greedy(costs, num_shards)
-
-
-@settings(deadline=None)
-@given(COSTS.filter(lambda c: c.sum() > 0), st.integers(1, 9))
-def test_imbalance_is_within_one_group_of_even(costs: np.ndarray, num_shards: int) -> None:
-    found = imbalance(costs, assign_shards(costs, num_shards), num_shards)
-    mean = costs.sum() / num_shards
-    assert found >= 1.0 - 1e-9
-    assert found <= (mean + costs.max()) / mean + 1e-9
-
-
-def test_imbalance_is_max_over_mean() -> None:
-    costs = np.array([6.0, 2.0, 1.0])
-    assert imbalance(costs, np.array([0, 1, 1]), 2) == pytest.approx(6 / 4.5)
-    assert imbalance(costs, np.array([0, 1, 1]), 3) == pytest.approx(6 / 3)
-
-
-def test_no_work_is_balanced() -> None:
-    assert imbalance(np.zeros(3), np.zeros(3, dtype=np.int64), 4) == 1.0
-    none = np.zeros(0)
-    assert assign_shards(none, 3).tolist() == []
-    assert imbalance(none, assign_shards(none, 3), 3) == 1.0
-
-
-def test_bad_input_is_refused() -> None:
-    one = np.ones(1)
-    with pytest.raises(PlanError):
-        assign_shards(one, 0)
-    for bad in (-1.0, np.nan, np.inf):
-        with pytest.raises(PlanError, match="group 1 "):
-            assign_shards(np.array([1.0, bad]), 2)
-    with pytest.raises(PlanError):
-        imbalance(one, np.array([2]), 2)
-    with pytest.raises(PlanError):
-        imbalance(one, np.array([0, 0]), 2)
-
-
-# Groups that are too large for one shard
-
-
-def make_groups(sizes: list[int], seed: int = 0) -> PrefixGroups:
-    """Groups of the given sizes with prompts in any order; those that share have a prefix."""
-    members = np.random.default_rng(seed).permutation(sum(sizes)).astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return PrefixGroups(members, offsets, np.where(np.diff(offsets) > 1, 5, 0).astype(np.int64))
+Prompts = tuple[np.ndarray, np.ndarray]
 
 
 @st.composite
-def costed_groups(draw: st.DrawFn) -> tuple[PrefixGroups, np.ndarray, np.ndarray]:
-    sizes = draw(st.lists(st.integers(1, 4) | st.integers(5, 20), min_size=1, max_size=6))
-    groups = make_groups(sizes, draw(st.integers(0, 99)))
-    generator = np.random.default_rng(draw(st.integers(0, 99)))
-    top = draw(st.sampled_from([1, 10, 300]))
-    member_costs = generator.integers(0, top + 1, sum(sizes)).astype(np.float64)
-    prefix_costs = generator.integers(0, draw(st.sampled_from([1, 30, 1000])), len(sizes))
-    return groups, member_costs, np.where(groups.sizes > 1, prefix_costs, 0).astype(np.float64)
+def prompts(draw: st.DrawFn, max_size: int = 10) -> Prompts:
+    """Costs of prompts after the one before, and of what they share with it."""
+    most = draw(st.sampled_from([0, 1, 9, 300]))
+    alone = draw(st.lists(st.integers(0, most) | st.integers(0, 3), min_size=1, max_size=max_size))
+    shared = [0, *(draw(st.integers(0, min(pair))) for pair in pairwise(alone))]
+    costs = np.array(alone, dtype=np.float64) - shared
+    return costs, np.array(shared, dtype=np.float64)
 
 
-def greedy_parts(costs: list[float], prefix: float, limit: float) -> list[list[float]]:
-    """The fewest runs of neighbours that cost at most `limit` each with their prefix."""
-    parts = [[costs[0]]]
-    for cost in costs[1:]:
-        if prefix + sum(parts[-1]) + cost <= limit:
-            parts[-1].append(cost)
-        else:
-            parts.append([cost])
-    return parts
+def shard_costs(case: Prompts, bounds: list[int]) -> list[float]:
+    costs, cuts = case
+    return [float(cuts[a] + costs[a:b].sum()) for a, b in pairwise(bounds)]
 
 
-def smallest_fair_limit(large: list[tuple[list[float], float]], total: float, shards: int) -> float:
-    """Parts change only at sums of neighbours; between two such sums the fair share is known."""
-    sums = {total / shards, np.inf}
-    for costs, prefix in large:
-        for begin in range(len(costs)):
-            sums |= {prefix + sum(costs[begin:end]) for end in range(begin + 1, len(costs) + 1)}
-    steps = sorted(s for s in sums if s >= total / shards)
-    for low, high in pairwise(steps):
-        added = sum((len(greedy_parts(c, prefix, low)) - 1) * prefix for c, prefix in large)
-        limit = max(low, (total + added) / shards)
-        if limit < high:
-            return limit
-    raise AssertionError("the whole groups are within the last limit")
+def costliest(case: Prompts, bounds: list[int]) -> float:
+    """Of shards with several prompts."""
+    sizes = np.diff(bounds)
+    return max([c for c, n in zip(shard_costs(case, bounds), sizes, strict=True) if n > 1] + [0.0])
 
 
-@settings(max_examples=examples(200))
-@given(costed_groups(), st.integers(1, 9))
-def test_large_groups_are_cut_into_the_fewest_fair_parts(
-    case: tuple[PrefixGroups, np.ndarray, np.ndarray], num_shards: int
-) -> None:
-    groups, member_costs, prefix_costs = case
-    listed = [
-        (member_costs[groups.members(g)].tolist(), float(prefix_costs[g]))
-        for g in range(len(groups))
-    ]
-    total = sum(sum(costs) + prefix for costs, prefix in listed)
-    is_large = [sum(costs) + prefix > total / num_shards for costs, prefix in listed]
-    large = [listed[g] for g in range(len(groups)) if is_large[g] and num_shards > 1]
-    limit = smallest_fair_limit(large, total, num_shards)
-    expected = []
-    for g, (costs, prefix) in enumerate(listed):
-        cut = greedy_parts(costs, prefix, limit) if is_large[g] and num_shards > 1 else [costs]
-        for part in cut:
-            expected.append((part, groups.num_prefix_tokens[g] if len(part) > 1 else 0))
-            assert len(cut) == 1 or len(part) == 1 or prefix + sum(part) <= limit
-
-    parts = split_large_groups(groups, member_costs, prefix_costs, num_shards)
-    assert parts.member_idxs.tolist() == groups.member_idxs.tolist()
-    assert [
-        (member_costs[parts.members(p)].tolist(), parts.num_prefix_tokens[p])
-        for p in range(len(parts))
-    ] == expected
+def sum_of_cuts(case: Prompts, bounds: list[int]) -> float:
+    return float(case[1][bounds[:-1]].sum())
 
 
-def test_a_cut_group_by_hand() -> None:
-    """16 of 24 on three shards: parts of 2 + 7 repeat 2 tokens; a fair share is 26 / 3 then."""
-    groups = make_groups([14, 8])
-    parts = split_large_groups(groups, np.ones(22), np.array([2.0, 0.0]), 3)
-    assert parts.offsets.tolist() == [0, 7, 14, 22]
-    assert parts.num_prefix_tokens.tolist() == [5, 5, 5]
+def all_ways(num_prompts: int, num_shards: int) -> list[list[int]]:
+    inner = combinations(range(1, num_prompts), num_shards - 1)
+    return [[0, *cuts, num_prompts] for cuts in inner]
 
 
-def test_a_last_member_alone_has_no_prefix() -> None:
-    parts = split_large_groups(make_groups([7]), np.ones(7), np.zeros(1), 2)
-    assert parts.sizes.tolist() == [3, 3, 1]
-    assert parts.num_prefix_tokens.tolist() == [5, 5, 0]
+@settings(max_examples=examples(500), deadline=None)
+@given(prompts(), st.integers(1, 11))
+@example((np.zeros(6), np.zeros(6)), 3)
+@example((np.ones(9), np.zeros(9)), 4)
+@example((np.array([1.0, 1, 1000, 1, 1, 1]), np.array([0.0, 1, 1, 1, 1, 1])), 3)
+def test_no_other_way_to_cut_is_better(case: Prompts, num_shards: int) -> None:
+    num_prompts = len(case[0])
+    found = cut_into_shards(*case, num_shards)
+    assert found.dtype == np.int64
+    bounds = found.tolist()
+    assert bounds[0] == 0 and bounds[-1] == num_prompts
+    assert all(begin < end for begin, end in pairwise(bounds)), "no shard is empty"
+    assert len(bounds) == min(num_shards, num_prompts) + 1
+    ways = all_ways(num_prompts, len(bounds) - 1)
+    least = min(costliest(case, way) for way in ways)
+    limit = least * (1 + TOLERANCE)
+    assert costliest(case, bounds) <= limit * (1 + 1e-9)
+    within = [way for way in ways if costliest(case, way) <= limit * (1 - 1e-9) or least == 0]
+    if least == 0:
+        within = [way for way in ways if costliest(case, way) == 0]
+    assert sum_of_cuts(case, bounds) <= min(sum_of_cuts(case, way) for way in within)
 
 
-def test_a_group_that_is_nearly_all_prefix_is_not_shredded() -> None:
-    """Ten parts of 1,001 tokens would be within 1,001; so many aren't worth what they add."""
-    parts = split_large_groups(make_groups([10]), np.ones(10), np.array([1000.0]), 8)
-    assert len(parts) <= 8
+def test_a_cut_by_hand() -> None:
+    """Three sites of four prompts; the tolerance doesn't reach to the ends of the sites."""
+    costs = np.tile([100.0, 10, 10, 10], 3)
+    cuts = np.tile([0.0, 100, 100, 100], 3)
+    assert cut_into_shards(costs, cuts, 3).tolist() == [0, 4, 8, 12]
+    assert cut_into_shards(costs, cuts, 12).tolist() == list(range(13))
+    assert cut_into_shards(costs, cuts, 99).tolist() == list(range(13))
+    assert cut_into_shards(costs, cuts, 1).tolist() == [0, 12]
 
 
-def test_nothing_to_cut() -> None:
-    groups = make_groups([3, 3, 3])
-    for num_shards in (1, 3):
-        assert split_large_groups(groups, np.ones(9), np.ones(3), num_shards) is groups
-    empty = make_groups([])
-    assert len(split_large_groups(empty, np.zeros(0), np.zeros(0), 4)) == 0
+def test_a_cheaper_cut_nearby_is_taken() -> None:
+    costs, cuts = np.ones(1000), np.ones(1000)
+    cuts[[0, 497]] = 0
+    assert cut_into_shards(costs, cuts, 2).tolist() == [0, 497, 1000]
+    cuts[497], cuts[480] = 1, 0  # more than the tolerance away
+    assert cut_into_shards(costs, cuts, 2).tolist() != [0, 480, 1000]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_skewed_job_is_even_after_cutting(seed: int) -> None:
-    """One group with 30 % of the work, Zipf share degrees, 8 workers."""
-    generator = np.random.default_rng(seed)
-    sizes = np.minimum(generator.zipf(1.5, 2000), 300)
-    others = sizes.sum()
-    sizes = np.append(sizes, round(others * 0.3 / 0.7))
-    groups = make_groups(sizes.tolist(), seed)
-    member_costs = generator.integers(300, 500, groups.num_prompts).astype(np.float64)
-    prefix_costs = np.where(groups.sizes > 1, 1100.0, 0.0)
+def test_a_giant_is_alone_and_the_others_are_even() -> None:
+    costs = np.ones(301)
+    costs[100] = 1e6
+    bounds = cut_into_shards(costs, np.zeros(301), 4)
+    assert {100, 101} <= set(bounds.tolist())
+    assert max(np.diff(bounds)) <= 101
 
-    def found(groups: PrefixGroups, prefix_costs: np.ndarray) -> float:
-        costs = np.add.reduceat(member_costs[groups.member_idxs], groups.offsets[:-1])
-        costs += prefix_costs
-        return imbalance(costs, assign_shards(costs, 8), 8)
 
-    assert found(groups, prefix_costs) > 1.5
-    parts = split_large_groups(groups, member_costs, prefix_costs, 8)
-    assert found(parts, np.where(parts.sizes > 1, 1100.0, 0.0)) <= 1.05
+@pytest.mark.parametrize("num_shards", [2, 150, 700, 1999])
+def test_many_equal_cuts(num_shards: int) -> None:
+    """At one price few shards and many are as cheap: the wanted number lies between."""
+    bounds = cut_into_shards(np.full(2000, 5.0), np.full(2000, 3.0), num_shards)
+    assert len(bounds) == num_shards + 1
+    assert np.diff(bounds).min() >= 1
+
+
+def test_no_prompts_are_no_shards() -> None:
+    assert cut_into_shards(np.zeros(0), np.zeros(0), 3).tolist() == [0]
 
 
 def test_bad_costs_are_refused() -> None:
-    groups = make_groups([2, 1])
-    good, prefix = np.ones(3), np.ones(2)
-    with pytest.raises(PlanError):
-        split_large_groups(groups, good, prefix, 0)
-    with pytest.raises(PlanError, match="prompt 1 "):
-        split_large_groups(groups, np.array([1.0, -1.0, 1.0]), prefix, 2)
-    with pytest.raises(PlanError, match="group 0 "):
-        split_large_groups(groups, good, np.array([np.nan, 0.0]), 2)
-    for costs, prefixes in ((good[:2], prefix), (good, prefix[:1])):
-        with pytest.raises(PlanError):
-            split_large_groups(groups, costs, prefixes, 2)
+    one = np.ones(3)
+    with pytest.raises(PlanError, match="at least one shard"):
+        cut_into_shards(one, one, 0)
+    with pytest.raises(PlanError, match="3 prompts, but 2"):
+        cut_into_shards(one, one[:2], 2)
+    for bad in (-1.0, np.nan, np.inf):
+        with pytest.raises(PlanError, match="rank 1 has the cost"):
+            cut_into_shards(np.array([1.0, bad, 1.0]), one, 2)
+    with pytest.raises(PlanError, match="cut at rank 2 costs more"):
+        cut_into_shards(one, np.array([0.0, 0.0, 1.5]), 2)
+
+
+def test_imbalance_is_max_over_mean() -> None:
+    assert imbalance(np.array([6.0, 2.0, 1.0])) == pytest.approx(6 / 3)
+    assert imbalance(np.zeros(3)) == 1.0
+    assert imbalance(np.zeros(0)) == 1.0
+
+
+# Groups in several shards
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.integers(1, 6), max_size=8), st.integers(1, 5), st.integers(0, 99))
+def test_each_shard_has_its_members_as_a_group(
+    sizes: list[int], num_shards: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    num = sum(sizes)
+    group_of_rank = generator.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    prompt_at_rank = generator.permutation(num)
+    shard_of_prompt = np.empty(num, dtype=np.int64)
+    shard_of_prompt[prompt_at_rank] = np.sort(generator.integers(0, num_shards, num))
+    members = prompt_at_rank[np.argsort(group_of_rank, kind="stable")]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    groups = PrefixGroups(members, offsets, np.where(np.array(sizes, dtype=np.int64) > 1, 7, 0))
+
+    parts, shards = split_groups(groups, shard_of_prompt)
+    assert parts.member_idxs.tolist() == members.tolist()
+    found = [
+        (tuple(parts.members(part).tolist()), int(shards[part]), int(parts.num_prefix_tokens[part]))
+        for part in range(len(parts))
+    ]
+    expected = [
+        (chosen, shard, 7 if len(chosen) > 1 else 0)
+        for group in range(len(groups))
+        for shard in range(num_shards)
+        if (chosen := tuple(p for p in groups.members(group) if shard_of_prompt[p] == shard))
+    ]
+    assert found == expected

@@ -15,14 +15,14 @@ from batchllm_operator.planner import (
     MODEL_SHAPES,
     EngineLimits,
     Prediction,
-    PrefixGroups,
     StepWork,
     TokenTable,
     find_gpu,
-    group_work,
     predict,
+    prompt_work,
     step_seconds,
 )
+from batchllm_operator.planner.prefixes.lcp_tree import rank_prompts
 from batchllm_operator.simulate.machine import POLICIES, Machine, Policy
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.vllm_scheduling import simulate
@@ -233,20 +233,15 @@ def test_sorted_and_planned_prompts_share_what_shuffled_ones_lose() -> None:
 
 def estimate(found: Workload, policy: Policy, num_blocks: int) -> Prediction:
     """What `plan` would print of it."""
-    _, offsets, inverse = np.unique(found.group_ids, return_index=True, return_inverse=True)
-    sizes = np.bincount(inverse)
-    groups = PrefixGroups(
-        np.arange(len(found)),
-        np.append(offsets, len(found)),
-        np.where(sizes > 1, found.num_prefix_tokens[offsets], 0),
-    )
-    members, prefixes = group_work(groups, found.tokens.lengths, found.output_tokens)
+    ranked, lengths = rank_prompts(found.tokens), found.tokens.lengths
+    idxs = ranked.prompt_idxs
+    work = prompt_work(lengths[idxs], found.output_tokens[idxs], ranked.cached_tokens(lengths, 16))
     limits = EngineLimits(
         kv_cache_bytes=int(num_blocks * 16 * MISTRAL.kv_bytes_per_token),
         max_num_seqs=policy.max_num_seqs,
         spreads_prefill=policy.scheduler == "batchllm",
     )
-    return predict(members.total() + prefixes.total(), MISTRAL, H100, limits)
+    return predict(work.total(), MISTRAL, H100, limits)
 
 
 FIFTH = 27_000 // 5  # of an H100's blocks, for a fifth of the paper's requests

@@ -18,11 +18,11 @@ A *pair* is a prefilled token and a token that it attends to. `attention_bytes` 
 decoding reads, 2 * n_bytes * n_layers * n_kvheads * d_head for each token of each context.
 The number of steady steps is the maximum of three bounds: by KV memory, the sum of (KV tokens *
 steps that they are held) / (tokens that fit); by `max_num_seqs`; and all tokens / chunk. A shared
-prefix is held once for its group. The ramp is one output length per engine, in which memory fills
-and drains. *Hidden* are weights that are read while prefill computes. vLLM's own scheduler fills
-steps with prefill and only decodes in between, which hides prefill steps * weights_s. Ours spreads
-prefill over all steps (`EngineLimits.spreads_prefill`), which hides as much as the prefill matrices
-take.
+prefix is held once, by the prompt that computes it. The ramp is one output length per engine, in
+which memory fills and drains. *Hidden* are weights that are read while prefill computes. vLLM's own
+scheduler fills steps with prefill and only decodes in between, which hides prefill steps *
+weights_s. Ours spreads prefill over all steps (`EngineLimits.spreads_prefill`), which hides as much
+as the prefill matrices take.
 
 Not counted: loading the model, communication between GPUs (they divide all work evenly), sampling,
 preemption, idle steps, and reads of KV during prefill, which compute hides. The first output token
@@ -33,16 +33,17 @@ GPU. `batchllm simulate` simulates each step, with the same constants (`step_tim
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchllm_operator.errors import PlanError
-from batchllm_operator.planner.algorithm1 import PrefixGroups
 from batchllm_operator.planner.cost.gpu import GPU
 from batchllm_operator.planner.cost.model_shape import ModelShape
 
+BLOCK_SIZE: Final = 16
+"""Tokens of a KV block: vLLM's default on GPUs."""
 _S_PER_HOUR: Final = 3600.0
 
 
@@ -248,7 +249,7 @@ def predict(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkArrays:
-    """Counts as in `Work`, with one entry per prompt or group: int64 arrays."""
+    """Counts as in `Work`, with one entry per prompt: int64 arrays."""
 
     num_prefill_tokens: NDArray[np.int64]
     num_pairs: NDArray[np.int64]
@@ -300,35 +301,6 @@ def prompt_work(
         num_context_tokens=output_tokens * lengths + grown,
         num_held_token_steps=output_tokens * distinct + grown,
     )
-
-
-def group_work(
-    groups: PrefixGroups, lengths: NDArray[np.int64], output_tokens: NDArray[np.integer[Any]]
-) -> tuple[WorkArrays, WorkArrays]:
-    """The work of all members without their prefixes, and that of all prefixes.
-
-    A prefix of P tokens is prefilled once, over P * (P + 1) / 2 pairs, and held as long as its
-    group's longest output. Each member reads it in decoding, as engines without
-    shared-prefix attention do.
-
-    Args:
-        groups: groups over prompts [0, num_prompts).
-        lengths: [num_prompts] int64, tokens per prompt.
-        output_tokens: [num_prompts] integers, estimated output tokens per prompt.
-
-    Returns:
-        Arrays [num_prompts] in the order of prompts, and arrays [num_groups].
-    """
-    outputs = output_tokens.astype(np.int64)
-    prefix_of_prompt = np.zeros(len(lengths), dtype=np.int64)
-    prefix = groups.num_prefix_tokens
-    prefix_of_prompt[groups.member_idxs] = np.repeat(prefix, groups.sizes)
-    longest = np.zeros(len(groups), dtype=np.int64)
-    if len(groups):
-        longest = np.maximum.reduceat(outputs[groups.member_idxs], groups.offsets[:-1])
-    none = np.zeros(len(groups), dtype=np.int64)
-    prefixes = WorkArrays(prefix, prefix * (prefix + 1) // 2, none, none, prefix * longest)
-    return prompt_work(lengths, outputs, prefix_of_prompt), prefixes
 
 
 def _counts(work: Work) -> tuple[int, ...]:

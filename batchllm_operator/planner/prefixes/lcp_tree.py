@@ -63,10 +63,29 @@ class RankedPrompts:
         Raises:
             PlanError: `block_size` is below 1.
         """
-        if block_size < 1:
-            raise PlanError(f"blocks hold at least 1 token, not {block_size}")
-        num_shared = self.num_shared_tokens // block_size * block_size
+        num_shared = self.num_shared_tokens // _checked(block_size) * block_size
         return RankedPrompts(self.prompt_idxs, num_shared, self.is_repeat)
+
+    def cached_tokens(self, lengths: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+        """Tokens of each prompt that an engine with enough memory finds in its KV cache.
+
+        Those that it shares with the prompt before, in whole blocks, yet never its last token,
+        which vLLM always computes. The engine has to compute the rest, in any order of the prompts.
+        If another engine takes over at some rank, it finds nothing for the prompt there.
+
+        Args:
+            lengths: [num_prompts] int64, tokens by prompt index.
+            block_size: tokens per block.
+
+        Returns:
+            [num_prompts] int64, by rank.
+
+        Raises:
+            PlanError: `block_size` is below 1.
+        """
+        shared = np.minimum(self.num_shared_tokens, lengths[self.prompt_idxs] - 1)
+        cached: NDArray[np.int64] = np.maximum(shared, 0) // _checked(block_size) * block_size
+        return cached
 
     def without_repeats(self) -> RankedPrompts:
         """The distinct prompts, with unchanged indexes."""
@@ -74,6 +93,12 @@ class RankedPrompts:
         return RankedPrompts(
             self.prompt_idxs[kept], self.num_shared_tokens[kept], self.is_repeat[kept]
         )
+
+
+def _checked(block_size: int) -> int:
+    if block_size < 1:
+        raise PlanError(f"blocks hold at least 1 token, not {block_size}")
+    return block_size
 
 
 def build_prefix_tree(tokens: TokenTable) -> PrefixTree:

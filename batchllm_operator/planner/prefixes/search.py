@@ -23,7 +23,6 @@ from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.prefixes.hash_rows import HashRows
 from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts
-from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
 from batchllm_operator.planner.prefixes.refine import Refinement
 from batchllm_operator.planner.prefixes.row_sort import num_equal
 from batchllm_operator.planner.prefixes.segment_hashes import (
@@ -128,28 +127,6 @@ def _refined(
         refinement.read(tokens, look.start)
         advance(part.stop - part.start)
     return refinement.finish()
-
-
-def build_block_tree(
-    tokens: TokenTable, block_size: int, *, hash_bits: int = HASH_BITS
-) -> PrefixTree:
-    """Finds every common prefix of prompts in memory that ends with a full block.
-
-    A block is `block_size` consecutive tokens of a prompt, counted from its beginning: the unit
-    that an engine's cache shares. Depths are in tokens: whole blocks in inner nodes, and a
-    leaf's depth is its prompt's length. Ranks are those of `build_prefix_tree`.
-
-    Args:
-        block_size: tokens per block, at least 1.
-        hash_bits: see `SegmentHasher`.
-
-    Raises:
-        PlanError: an argument is out of its range, or hashes are too short to tell the
-            prompts apart.
-    """
-    search = PrefixSearch(hash_bits=hash_bits)
-    search.add(tokens)
-    return search.finish(tokens).in_blocks(block_size).tree(tokens.lengths)
 
 
 def ignore(_: int) -> None:

@@ -1,0 +1,93 @@
+"""Cuts the sorted requests into shards, and counts what their engines have to compute."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchllm_operator.engine.gpus import block_size_of
+from batchllm_operator.plan.estimate import Target, work_costs
+from batchllm_operator.planner import (
+    BLOCK_SIZE,
+    RankedPrompts,
+    Requests,
+    WorkArrays,
+    cut_into_shards,
+    imbalance,
+    prompt_work,
+)
+from batchllm_operator.spec import JobSpec
+
+_log = logging.getLogger(__name__)
+_WORTH_A_WARNING: Final = 1.2  # imbalance
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Requests in lexicographic order, cut into shards.
+
+    Attributes:
+        request_idxs: int64 [num_requests], by rank.
+        bounds: int64 [num_shards + 1], ranks, from 0 to num_requests; no shard is empty.
+        costs: float64 [num_requests], by request, by which shards are balanced.
+        work: by rank, with what a shard's engine finds in its cache left out.
+        num_optimal_tokens: prefill tokens if there were one shard only.
+        imbalance: cost of the costliest shard / mean cost.
+    """
+
+    request_idxs: npt.NDArray[np.int64]
+    bounds: npt.NDArray[np.int64]
+    costs: npt.NDArray[np.float64]
+    work: WorkArrays
+    num_optimal_tokens: int
+    imbalance: float
+
+    @classmethod
+    def of(
+        cls,
+        spec: JobSpec,
+        requests: Requests,
+        ranked: RankedPrompts,
+        output_tokens: npt.NDArray[np.int64],
+        target: Target | None,
+    ) -> Cut:
+        """Cut shards of about equal work, where neighbours share little.
+
+        Args:
+            ranked: the requests' prompts in order.
+            output_tokens: int64 [num_requests], estimates.
+            target: shards are balanced by this GPU's time; None to balance by tokens.
+        """
+        idxs = ranked.prompt_idxs
+        lengths, outputs = requests.lengths[idxs], output_tokens[idxs]
+        # Not the spec's blocks: tuning of the engine must not change shards.
+        usual = ranked.cached_tokens(requests.lengths, BLOCK_SIZE)
+        costs, cut_costs = work_costs(target, lengths, outputs, usual)
+        bounds = cut_into_shards(costs, cut_costs, spec.planner.num_shards)
+        costs[bounds[:-1]] += cut_costs[bounds[:-1]]
+        worst = imbalance(np.add.reduceat(costs, bounds[:-1]))
+        if worst > _WORTH_A_WARNING:
+            _log.warning("the largest shard has %.2f times the average work", worst)
+        cached = ranked.cached_tokens(requests.lengths, block_size_of(spec))
+        num_optimal = int((lengths - cached).sum())
+        cached[bounds[:-1]] = 0
+        by_request = np.empty_like(costs)
+        by_request[idxs] = costs
+        work = prompt_work(lengths, outputs, cached)
+        return cls(idxs, bounds, by_request, work, num_optimal, worst)
+
+    @property
+    def shard_of_request(self) -> npt.NDArray[np.int64]:
+        """int64 [num_requests], by request."""
+        shards = np.empty(len(self.request_idxs), dtype=np.int64)
+        shards[self.request_idxs] = np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
+        return shards
+
+    @property
+    def num_prefill_tokens(self) -> npt.NDArray[np.int64]:
+        """Prefill tokens of each shard: int64 [num_shards]."""
+        return np.add.reduceat(self.work.num_prefill_tokens, self.bounds[:-1])
