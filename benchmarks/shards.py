@@ -1,0 +1,285 @@
+"""What the shards of a plan keep of its sharing: computed, balanced, and found by vLLM's cache.
+
+    python -m benchmarks.shards                           # a minute
+    python -m benchmarks.shards --makespans               # simulates shards as well: half an hour
+
+About 10,000 prompts of each shape of `shard_shapes` are cut as `plan` does it for Mistral-7B on an
+H100, with outputs of 64 tokens. A row has
+
+    extra_prefill   prompt tokens to compute in all shards over those in one, - 1
+    imbalance       predicted time of the costliest shard / mean
+    planned_saving  what the plan says
+    cached_saving   the share of prompt tokens that vLLM's own KV cache manager finds, with as many
+                    blocks as an H100 has beside the model, one prompt after the other in the
+                    order of each shard
+
+and the same, as `dealt_...`, for groups that are dealt out by longest processing time, as plans did
+before (`dealt_groups`). There are no figures if a prompt is missing or twice, or if more is found
+than planned. `--makespans` gives each site or document a mean output length of its own, from 8 to
+512 tokens, and simulates our scheduler on each of 4 shards (`batchllm_operator.simulate`):
+`makespan_s` is the time of the slowest, and `total_s` that of all. `two_kinds` is the worst case
+for ranges: one half of the prompts is long and has outputs of 8 tokens, the other is short and has
+512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchllm_operator.plan.arrange import arrange
+from batchllm_operator.plan.estimate import Target
+from batchllm_operator.planner import (
+    BLOCK_SIZE,
+    MODEL_SHAPES,
+    EngineLimits,
+    PrefixGroups,
+    RankedPrompts,
+    Requests,
+    TokenTable,
+    choose_prefixes,
+    find_gpu,
+    imbalance,
+    make_requests,
+    order_groups_by_subtree,
+    prompt_work,
+    rates,
+    saving_ratio,
+    split_groups,
+)
+from batchllm_operator.planner.prefixes.lcp_tree import rank_prompts
+from batchllm_operator.simulate.machine import POLICIES, Machine
+from batchllm_operator.simulate.workload import Workload
+from batchllm_operator.spec import JobSpec, parse_spec
+from benchmarks.dealt_groups import deal_out
+from benchmarks.provenance import provenance
+from benchmarks.shard_shapes import SHAPES, Prompts, Tokens, outputs_of, two_kinds
+
+NUM_SHARDS: Final = (1, 4, 16, 64)
+OUTPUT_TOKENS: Final = 64
+MAX_MODEL_LEN: Final = 32_768
+TARGET: Final = Target(find_gpu("H100"), MODEL_SHAPES["Mistral-7B"], EngineLimits())
+MACHINE: Final = Machine.of(TARGET.model, TARGET.gpu)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """Distinct prompts, sorted, with their output lengths."""
+
+    tokens: TokenTable
+    requests: Requests
+    ranked: RankedPrompts
+    output_tokens: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, prompts: Prompts, output_tokens: NDArray[np.int64] | None = None) -> Job:
+        order = np.random.default_rng(0).permutation(len(prompts))
+        tokens = TokenTable.from_lists([prompts[idx] for idx in order])
+        outputs = np.full(len(tokens), OUTPUT_TOKENS) if output_tokens is None else output_tokens
+        rows = np.arange(len(tokens))
+        outputs = outputs[order]
+        requests, ranked = make_requests(tokens, rank_prompts(tokens), rows, outputs, merge=False)
+        return cls(tokens, requests, ranked, outputs)
+
+    def spec(self, num_shards: int) -> JobSpec:
+        """Only what `arrange` reads of it counts."""
+        fields = {
+            "spec_version": 1,
+            "name": "shards",
+            "input": {"uri": "/no/input", "key": "key"},
+            "prompt": {"template": "{prompt}"},
+            "model": {"path": "no-model"},
+            "output": {"uri": "/no/output"},
+            "engine": {"backend": "fake", "block_size": BLOCK_SIZE},
+            "planner": {"num_shards": num_shards},
+        }
+        return parse_spec(fields, source="benchmark")
+
+
+Shards = list[PrefixGroups]
+
+
+def cut(job: Job, num_shards: int) -> Shards:
+    """As `plan` does it."""
+    spec = job.spec(num_shards)
+    return arrange(spec, job.requests, job.ranked, None, TARGET, MAX_MODEL_LEN).shard_groups()
+
+
+def deal(job: Job, num_shards: int) -> Shards:
+    """As plans did it: groups, in the order by subtree, by longest processing time."""
+    lengths, tree = job.requests.lengths, job.ranked.tree(job.requests.lengths)
+    groups = choose_prefixes(tree).groups
+    prefix = np.empty_like(lengths)
+    prefix[groups.member_idxs] = np.repeat(groups.num_prefix_tokens, groups.sizes)
+    members = prompt_work(lengths, job.output_tokens, prefix)
+    prefixes = prompt_work(groups.num_prefix_tokens, np.zeros(len(groups), dtype=np.int64))
+    rate = rates(members.total() + prefixes.total(), TARGET.model, TARGET.gpu, EngineLimits())
+    costs = (members.nanoseconds(rate), prefixes.nanoseconds(rate))
+    parts, shards = split_groups(groups, deal_out(groups, *costs, num_shards))
+    order = order_groups_by_subtree(parts, tree, job.output_tokens)
+    return [parts.take(order[shards[order] == shard]) for shard in range(num_shards)]
+
+
+def found_in_cache(job: Job, shard: PrefixGroups) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The shard's prompts by rank, and what an engine with enough memory finds of each."""
+    rank_of_prompt = np.empty(len(job.tokens), dtype=np.int64)
+    rank_of_prompt[job.ranked.prompt_idxs] = np.arange(len(job.tokens))
+    at = np.sort(rank_of_prompt[shard.member_idxs])
+    shared = np.zeros(len(at), dtype=np.int64)
+    if len(at) > 1:  # the least LCP between neighbours of the shard
+        lcps = job.ranked.num_shared_tokens[: at[-1] + 1]
+        shared[1:] = np.minimum.reduceat(lcps, at[:-1] + 1)
+    idxs = job.ranked.prompt_idxs[at]
+    ranked = RankedPrompts(idxs, shared, np.zeros(len(at), dtype=np.bool_))
+    return idxs, ranked.cached_tokens(job.requests.lengths, BLOCK_SIZE)
+
+
+def measure(job: Job, shards: Shards, cache: KVCache) -> dict[str, float]:
+    """The figures of one way to make shards."""
+    members = np.concatenate([shard.member_idxs for shard in shards])
+    if not np.array_equal(np.sort(members), np.arange(len(job.tokens))):
+        sys.exit("the shards don't hold every prompt exactly once")
+    found = [found_in_cache(job, shard) for shard in shards]
+    lengths, num_tokens = job.requests.lengths, job.tokens.num_tokens
+    works = [prompt_work(lengths[i], job.output_tokens[i], cached) for i, cached in found]
+    total = sum((work.total() for work in works[1:]), start=works[0].total())
+    rate = rates(total, TARGET.model, TARGET.gpu, EngineLimits())
+    num_planned = int(sum(cached.sum() for _, cached in found))
+    num_cached = sum(cache.find(shard.member_idxs) for shard in shards)
+    if num_cached > num_planned:
+        sys.exit(f"vLLM found {num_cached} tokens in its cache, but {num_planned} were planned")
+    return {
+        "prefill_tokens": num_tokens - num_planned,
+        "imbalance": imbalance(np.array([work.nanoseconds(rate).sum() for work in works])),
+        "planned_saving": saving_ratio(num_tokens - num_planned, num_tokens),
+        "cached_saving": saving_ratio(num_tokens - num_cached, num_tokens),
+    }
+
+
+class KVCache:
+    """vLLM's KV cache manager, which computes one prompt after the other."""
+
+    def __init__(self, tokens: TokenTable) -> None:
+        from batchllm_operator.simulate.vllm_config import make_scheduler  # isort: split
+
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+        from batchllm_operator.vllm_plugin.compat import make_request
+        from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
+
+        policy, settings = POLICIES["stock_sorted"], SchedulerSettings()
+        self._manager = make_scheduler(policy, MACHINE, MAX_MODEL_LEN, settings).kv_cache_manager
+        init_none_hash(sha256)
+        hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        params = SamplingParams(max_tokens=1)
+        self._requests = [
+            make_request(str(idx), tokens.prompt(idx).tolist(), params, hasher)
+            for idx in range(len(tokens))
+        ]
+
+    def find(self, prompt_idxs: NDArray[np.int64]) -> int:
+        """Tokens that it finds, beginning with an empty cache."""
+        if not self._manager.reset_prefix_cache():
+            sys.exit("vLLM's cache isn't idle")
+        num_found = 0
+        for idx in prompt_idxs.tolist():
+            request = self._requests[idx]
+            blocks, num_cached, *_ = self._manager.get_computed_blocks(request)
+            num_new = request.num_tokens - num_cached
+            if self._manager.allocate_slots(request, num_new, num_cached, blocks) is None:
+                sys.exit(f"prompt {idx} doesn't fit into the cache")
+            self._manager.free(request)
+            num_found += num_cached
+        return num_found
+
+
+def compare(name: str, seed: int, num_prompts: int) -> Iterator[dict[str, Any]]:
+    """The rows of a shape."""
+    job = Job.of(SHAPES[name](Tokens(seed), num_prompts))
+    cache = KVCache(job.tokens)
+    least = 0.0
+    for num_shards in NUM_SHARDS:
+        ours, dealt = (measure(job, way(job, num_shards), cache) for way in (cut, deal))
+        least = least or ours["prefill_tokens"]
+        row: dict[str, Any] = {"shape": name, "num_shards": num_shards}
+        for prefix, found in (("", ours), ("dealt_", dealt)):
+            row[f"{prefix}extra_prefill"] = round(found["prefill_tokens"] / least - 1, 5)
+            for field in ("imbalance", "planned_saving", "cached_saving"):
+                row[prefix + field] = round(found[field], 5)
+        yield row
+
+
+def simulate_shards(name: str, seed: int, num_prompts: int, num_shards: int) -> dict[str, Any]:
+    """Simulated seconds of the slowest shard, and of all, for both ways."""
+    from batchllm_operator.simulate.vllm_scheduling import simulate
+
+    shape = {**SHAPES, "two_kinds": two_kinds}[name]
+    prompts = shape(Tokens(seed), num_prompts)
+    job = Job.of(prompts, outputs_of(name, prompts, seed))
+    row: dict[str, Any] = {"shape": name, "num_shards": num_shards}
+    for prefix, way in (("", cut), ("dealt_", deal)):
+        seconds = []
+        for shard in way(job, num_shards):
+            idxs = shard.member_idxs
+            outputs = job.output_tokens[idxs]
+            workload = Workload(
+                name,
+                job.tokens.take(idxs),
+                np.repeat(np.arange(len(shard)), shard.sizes),
+                np.repeat(shard.num_prefix_tokens, shard.sizes),
+                outputs,
+                outputs,
+            )
+            seconds.append(simulate(workload, POLICIES["batchllm"], MACHINE).predicted_s)
+        row[f"{prefix}makespan_s"] = round(max(seconds), 2)
+        row[f"{prefix}total_s"] = round(sum(seconds), 2)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--num-prompts", type=int, default=10_000, help="of a shape, about")
+    parser.add_argument("--makespans", action="store_true", help="simulate 4 shards as well")
+    parser.add_argument("--makespan-prompts", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for the last line, indented")
+    args = parser.parse_args()
+    rows = []
+    for name in args.shapes:
+        for row in compare(name, args.seed, args.num_prompts):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    makespans = []
+    if args.makespans:
+        for name in (*args.shapes, "two_kinds"):
+            makespans.append(simulate_shards(name, args.seed, args.makespan_prompts, 4))
+            print(json.dumps(makespans[-1]), flush=True)
+    report = {
+        "benchmark": "shards",
+        "model": TARGET.model.name,
+        "gpu": TARGET.gpu.name,
+        "num_blocks": MACHINE.num_blocks,
+        "rows": rows,
+        "makespans": makespans,
+        "num_prompts": args.num_prompts,
+        "seed": args.seed,
+        **provenance(),
+    }
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

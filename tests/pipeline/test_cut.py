@@ -1,0 +1,173 @@
+"""Shards of a plan: ranges of the sorted prompts, and counts that engines achieve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.fake_job import DS, document_rows, fake_spec, write_table
+
+from batchllm_operator.artifacts.manifest import MANIFEST_FILE, describe_file
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
+from batchllm_operator.spec import JobSpec
+
+
+def site_rows(num_sites: int = 5, num_documents: int = 4, num_queries: int = 3) -> list[Any]:
+    """Three levels of prefixes."""
+    return [
+        {
+            "row_key": f"{site}-{document}-{query}",
+            "document": f"Site {site} has rules. " * 6 + f"This is text {document}. " * 6,
+            "query": f"question {query}",
+        }
+        for query in range(num_queries)
+        for document in range(num_documents)
+        for site in range(num_sites)
+    ]
+
+
+def plan_sites(folder: Path, num_shards: int, **changes: Any) -> StoredPlan:
+    write_table(folder / "documents", site_rows())
+    return plan_job(fake_spec(folder, planner={"num_shards": num_shards}, **changes), DS)
+
+
+def read_shards(plan: StoredPlan) -> list[list[dict[str, Any]]]:
+    return [
+        pq.read_table(plan.folder.full_path(shard.file)).to_pylist()
+        for shard in plan.manifest.shards
+    ]
+
+
+def num_computed(prompts: list[list[int]], block_size: int) -> int:
+    """By an engine that forgets nothing, prompt after prompt."""
+    seen: set[tuple[int, ...]] = set()
+    computed = 0
+    for prompt in prompts:
+        blocks = [tuple(prompt[:end]) for end in range(block_size, len(prompt) + 1, block_size)]
+        num_found = sum(block in seen for block in blocks)
+        computed += len(prompt) - min(num_found, (len(prompt) - 1) // block_size) * block_size
+        seen.update(blocks)
+    return computed
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 7])
+@pytest.mark.parametrize("block_size", [None, 5])
+def test_planned_is_what_the_shards_engines_compute(
+    tmp_path: Path, num_shards: int, block_size: int | None
+) -> None:
+    plan = plan_sites(tmp_path, num_shards, engine={"block_size": block_size})
+    shards = [[row["prompt_token_ids"] for row in rows] for rows in read_shards(plan)]
+    computed = [num_computed(prompts, block_size or 16) for prompts in shards]
+    assert [shard.num_prefill_tokens for shard in plan.manifest.shards] == computed
+    counts = plan.manifest.counts
+    assert counts.num_planned_tokens == sum(computed)
+    everything = [prompt for prompts in shards for prompt in prompts]
+    assert counts.num_optimal_tokens == num_computed(everything, block_size or 16)
+
+
+def test_a_shard_is_a_range_of_the_sorted_prompts_and_of_groups(tmp_path: Path) -> None:
+    plan = plan_sites(tmp_path, 7)
+    shards = read_shards(plan)
+    for rows, following in pairwise(shards):
+        assert max(row["prompt_token_ids"] for row in rows) < min(
+            row["prompt_token_ids"] for row in following
+        )
+    requests = [row for rows in shards for row in rows]
+    ids = [group_id for group_id, _ in groupby(requests, key=itemgetter("group_id"))]
+    assert ids == list(range(plan.manifest.counts.num_groups)), "in the order of the plan"
+    assert [row["request_idx"] for row in requests] == list(range(len(requests)))
+    assert plan.manifest.imbalance < 1.2
+
+
+def test_blocks_of_another_size_change_what_is_planned_but_no_shard(tmp_path: Path) -> None:
+    small, large = (plan_sites(tmp_path, 3, engine={"block_size": size}) for size in (4, 64))
+    assert small.folder == large.folder
+    assert small.manifest.counts.num_planned_tokens < large.manifest.counts.num_planned_tokens
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_what_is_planned_is_achieved(tmp_path: Path, num_shards: int) -> None:
+    plan = plan_sites(tmp_path, num_shards)
+    for shard_idx in range(num_shards):
+        run_shard(plan.folder.uri, shard_idx)
+    report = commit_run(plan.folder.uri)
+    assert report.achieved_saving_ratio == pytest.approx(report.planned_saving_ratio, abs=0.01)
+    assert 0.5 < report.planned_saving_ratio <= report.optimal_saving_ratio
+
+
+def test_hashes_of_prefixes_follow_the_groups(tmp_path: Path) -> None:
+    """A group in two shards is two groups, by which a later plan knows the same prefix."""
+    estimate = {"estimated_output_tokens": {"learned": True}}
+    write_table(tmp_path / "documents", document_rows(3, 30))
+    planner = {"num_shards": 5, **estimate}
+    plan = plan_job(fake_spec(tmp_path, planner=planner), DS)
+    hashes = pq.read_table(plan.folder.full_path("groups.parquet"))["prefix_hash"].to_pylist()
+    assert len(hashes) == plan.manifest.counts.num_groups > 3
+    prefixes: dict[tuple[int, ...], set[int]] = {}
+    for row in (row for rows in read_shards(plan) for row in rows):
+        cut = row["num_prefix_tokens"] // 64 * 64
+        if cut:
+            prefix = tuple(row["prompt_token_ids"][:cut])
+            prefixes.setdefault(prefix, set()).add(hashes[row["group_id"]])
+    assert len(prefixes) == 3
+    assert all(len(found) == 1 for found in prefixes.values())
+    assert len(set.union(*prefixes.values())) == 3
+
+
+# A plan of a release that dealt out groups
+
+
+def deal_out(plan: StoredPlan) -> StoredPlan:
+    """The plan with its groups dealt out by turns, as if an earlier release had made it."""
+    manifest = plan.manifest
+    rows = [row for shard in read_shards(plan) for row in shard]
+    schema = pq.read_schema(plan.folder.full_path(manifest.shards[0].file))
+    infos, files, start = [], dict(manifest.files), 0
+    for idx, shard in enumerate(manifest.shards):
+        dealt = [row for row in rows if row["group_id"] % len(manifest.shards) == idx]
+        for number, row in enumerate(dealt):
+            row["request_idx"] = start + number
+        start += len(dealt)
+        path = Path(plan.folder.full_path(shard.file))
+        pq.write_table(pa.Table.from_pylist(dealt, schema=schema), path)
+        files[shard.file] = describe_file(path)
+        infos.append(
+            shard.model_copy(
+                update={
+                    "num_groups": len({row["group_id"] for row in dealt}),
+                    "num_requests": len(dealt),
+                    "num_rows": sum(len(row["row_idxs"]) for row in dealt),
+                    "num_parts": 1,
+                }
+            )
+        )
+    old = manifest.model_copy(update={"shards": tuple(infos), "files": files})
+    plan.folder.write_bytes(MANIFEST_FILE, old.to_bytes())
+    return StoredPlan.open(plan.folder.uri)
+
+
+def outputs(spec: JobSpec) -> Iterator[dict[str, Any]]:
+    table = pq.read_table(f"{spec.output.uri}/ds={DS}/data.parquet").to_pylist()
+    for row in sorted(table, key=itemgetter("row_key")):
+        yield {name: row[name] for name in ("row_key", "generated_text", "error")}
+
+
+def test_a_plan_whose_groups_were_dealt_out_runs_as_it_was_cut(tmp_path: Path) -> None:
+    new, old = plan_sites(tmp_path / "new", 2), deal_out(plan_sites(tmp_path / "old", 2))
+    first = read_shards(old)[0]
+    assert {row["group_id"] % 2 for row in first} == {0}
+    for plan in (new, old):
+        for shard_idx in range(2):
+            report = run_shard(plan.folder.uri, shard_idx)
+            assert report.num_requests == plan.manifest.shards[shard_idx].num_requests
+        assert commit_run(plan.folder.uri).num_rows_out == 60
+    assert list(outputs(old.manifest.spec)) == list(outputs(new.manifest.spec))
