@@ -103,6 +103,18 @@ class Job:
         }
         return parse_spec(fields, source="benchmark")
 
+    def workload(self, name: str, shard: PrefixGroups) -> Workload:
+        """For the simulator, in the order of the shard."""
+        idxs = shard.member_idxs
+        return Workload(
+            name,
+            self.tokens.take(idxs),
+            np.repeat(np.arange(len(shard)), shard.sizes),
+            np.repeat(shard.num_prefix_tokens, shard.sizes),
+            self.output_tokens[idxs],
+            self.output_tokens[idxs],
+        )
+
 
 Shards = list[PrefixGroups]
 
@@ -230,16 +242,7 @@ def simulate_shards(name: str, seed: int, num_prompts: int, num_shards: int) -> 
     for prefix, way in (("", cut), ("dealt_", deal)):
         seconds = []
         for shard in way(job, num_shards):
-            idxs = shard.member_idxs
-            outputs = job.output_tokens[idxs]
-            workload = Workload(
-                name,
-                job.tokens.take(idxs),
-                np.repeat(np.arange(len(shard)), shard.sizes),
-                np.repeat(shard.num_prefix_tokens, shard.sizes),
-                outputs,
-                outputs,
-            )
+            workload = job.workload(name, shard)
             seconds.append(simulate(workload, POLICIES["batchllm"], MACHINE).predicted_s)
         row[f"{prefix}makespan_s"] = round(max(seconds), 2)
         row[f"{prefix}total_s"] = round(sum(seconds), 2)
@@ -251,7 +254,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--num-prompts", type=int, default=10_000, help="of a shape, about")
     parser.add_argument("--makespans", action="store_true", help="simulate 4 shards as well")
-    parser.add_argument("--makespan-prompts", type=int, default=4000)
+    parser.add_argument("--makespan-prompts", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the last line, indented")
     args = parser.parse_args()

@@ -21,7 +21,12 @@ def test_each_prompt_has_its_own_text_every_time() -> None:
     outputs = list(engine().stream(iter(requests([1, 2], [1, 3], [1, 2]))))
     assert [output.text for output in outputs] == [fake_text(p) for p in ([1, 2], [1, 3], [1, 2])]
     assert outputs[0].text == outputs[2].text != outputs[1].text
-    assert [output.num_cached_tokens for output in outputs] == [0, 1, 1]
+
+
+def test_blocks_in_common_with_the_prompt_before_are_cached() -> None:
+    one, two = [1] * 32, [*[1] * 31, 2]
+    outputs = engine().stream(iter(requests(one, two, two, [*two, 3], [1] * 15)))
+    assert [output.num_cached_tokens for output in outputs] == [0, 16, 16, 32, 0]
 
 
 @pytest.mark.parametrize("num_characters", [0, 5, 21, 22, 500])
