@@ -68,13 +68,15 @@ class Cut:
         usual = ranked.cached_tokens(requests.lengths, BLOCK_SIZE)
         costs, cut_costs = work_costs(target, lengths, outputs, usual)
         bounds = cut_into_shards(costs, cut_costs, spec.planner.num_shards)
-        costs[bounds[:-1]] += cut_costs[bounds[:-1]]
-        worst = imbalance(np.add.reduceat(costs, bounds[:-1]))
+        firsts = bounds[:-1]
+        costs[firsts] += cut_costs[firsts]
+        del usual, cut_costs  # a plan may have millions of requests
+        worst = imbalance(np.add.reduceat(costs, firsts))
         if worst > _WORTH_A_WARNING:
             _log.warning("the largest shard has %.2f times the average work", worst)
         cached = ranked.cached_tokens(requests.lengths, block_size_of(spec))
         num_optimal = int((lengths - cached).sum())
-        cached[bounds[:-1]] = 0
+        cached[firsts] = 0
         by_request = np.empty_like(costs)
         by_request[idxs] = costs
         work = prompt_work(lengths, outputs, cached)

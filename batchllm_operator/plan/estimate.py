@@ -101,6 +101,7 @@ def work_costs(
         return tokens.astype(np.float64), cached_tokens.astype(np.float64)
     rate = rates(work.total(), target.model, target.gpu, target.balance_limits)
     costs = work.nanoseconds(rate)
+    del work  # a plan may have millions of requests
     alone = prompt_work(lengths, output_tokens).nanoseconds(rate)
     cut_costs = alone - costs
     # Held for a long output, a prefix could cost more than all of a prompt with a short one.
