@@ -3,7 +3,7 @@
 All begin with the same 60 tokens. Lengths vary around those given.
 
     sites           200 sites (220 tokens) x 10 documents (380) x 5 questions (40)
-    few_shot        8 tasks with examples (1,000), 1,250 inputs (200) each
+    few_shot        8 tasks with examples (800), 1,250 inputs (200) each
     conversations   the turns (115) of conversations of 1 to 11, each with those before
     documents       1,000 documents (1,500) with 2 to 18 questions (40)
     two_kinds       half of the prompts are short (200) and have long outputs, half are long (2,000)
@@ -47,7 +47,7 @@ def sites(tokens: Tokens, num_prompts: int) -> Prompts:
 
 
 def few_shot(tokens: Tokens, num_prompts: int) -> Prompts:
-    examples = [tokens.behind(tokens.instruction, 900, 1100) for _ in range(8)]
+    examples = [tokens.behind(tokens.instruction, 700, 900) for _ in range(8)]
     return [tokens.behind(each, 100, 300) for each in examples for _ in range(num_prompts // 8)]
 
 

@@ -1,7 +1,7 @@
 """What the shards of a plan keep of its sharing: computed, balanced, and found by vLLM's cache.
 
-    python -m benchmarks.shards                           # a minute
-    python -m benchmarks.shards --makespans               # simulates shards as well: half an hour
+    python -m benchmarks.shards                  # a minute
+    python -m benchmarks.shards --makespans      # and simulates shards: a quarter of an hour
 
 About 10,000 prompts of each shape of `shard_shapes` are cut as `plan` does it for Mistral-7B on an
 H100, with outputs of 64 tokens. A row has
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--num-prompts", type=int, default=10_000, help="of a shape, about")
     parser.add_argument("--makespans", action="store_true", help="simulate 4 shards as well")
-    parser.add_argument("--makespan-prompts", type=int, default=2000)
+    parser.add_argument("--makespan-prompts", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the last line, indented")
     args = parser.parse_args()
