@@ -69,3 +69,13 @@ def test_on_a_cpu_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gpus.os, "sched_getaffinity", lambda pid: {7, 2, 3, 5, 9})
     assert [gpus.replica_cores(2, rank) for rank in (0, 1)] == [[2, 3], [5, 7]]
     assert gpus.replica_cores(6, 5) == [2, 3, 5, 7, 9]
+
+
+def test_blocks_are_those_of_the_spec_or_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpus.block_size_of(spec(block_size=48)) == 48
+    assert gpus.block_size_of(spec()) == 16
+    monkeypatch.setattr(gpus, "runs_on_cpu", lambda: True)
+    assert gpus.block_size_of(spec()) == 32
+    assert gpus.block_size_of(spec(backend="fake")) == 16
+    monkeypatch.setattr(gpus, "find_spec", lambda name: None)  # a plan made without vLLM
+    assert gpus.block_size_of(spec()) == 16
