@@ -44,8 +44,16 @@ class ShardProgress(Frozen):
     """Since `started_at`, by a monotonic clock, including the engine's start."""
     engine_start_s: Seconds = 0.0
     """The part of it until the engine took requests."""
+    worker: Count | None = None
+    """Number of the worker that runs the shard, from 0; None for `run --shard`."""
+    num_workers: Count | None = None
+    """Number of workers that this one was started as one of; None for `run --shard`."""
     num_gpus: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     """GPUs that the attempt holds; 0 on a CPU."""
+    gpu_held_s: Seconds | None = None
+    """The part of `elapsed_s` that counts for this attempt's GPU time: a worker begins its next
+    shard before the last one has ended, and its GPUs are counted once. None in progress of older
+    releases, where all of it counts."""
     num_rows: Count
     num_rows_done: Count
     num_rows_failed: Count = 0
@@ -71,8 +79,9 @@ class ShardProgress(Frozen):
 
     @property
     def gpu_s(self) -> float:
-        """GPU seconds that the attempt has held, from its start to its last sign."""
-        return self.elapsed_s * self.num_gpus
+        """GPU seconds that count for the attempt, up to its last sign."""
+        held_s = self.elapsed_s if self.gpu_held_s is None else self.gpu_held_s
+        return held_s * self.num_gpus
 
     def age_s(self, now: datetime) -> float:
         """Seconds since it was written, at least 0, because clocks differ."""

@@ -33,6 +33,8 @@ class ShardTally:
         entries: ledger entries of the parts that earlier attempts have finished.
         num_gpus: GPUs that the attempt holds.
         interval_s: seconds between two snapshots in the lake.
+        worker: number of the worker that runs the attempt, of `num_workers`; None for a single
+            shard.
         clock: monotonic seconds.
     """
 
@@ -45,6 +47,8 @@ class ShardTally:
         *,
         num_gpus: int,
         interval_s: float = DEFAULT_INTERVAL_S,
+        worker: int | None = None,
+        num_workers: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
@@ -52,6 +56,7 @@ class ShardTally:
         self._plan_id, self._shard_idx = plan.manifest.plan_id, shard_idx
         self._shard = plan.shard(shard_idx)
         self._attempt, self._num_gpus, self._interval_s = attempt.number, num_gpus, interval_s
+        self._worker, self._num_workers = worker, num_workers
         self._clock, self._now = clock, now
         self._host = socket.gethostname()
         entries = list(entries)
@@ -60,8 +65,18 @@ class ShardTally:
         self._window = _Window()
         self._began_at, self._started_at = clock(), now()
         self._running_at: float | None = None
+        self._held_at: float | None = None
+        self._ended_at: float | None = None
         self._state: State = "starting"
         self._error: str | None = None
+
+    def hold_gpus(self) -> None:
+        """Count GPU time for this attempt from now on, until it ends; a second call does nothing.
+
+        An attempt calls it at its start, or when the one before it in the same engine has ended.
+        """
+        if self._held_at is None:
+            self._held_at = self._clock()
 
     def begin_running(self) -> None:
         self._running_at = self._clock()
@@ -82,6 +97,7 @@ class ShardTally:
         if state != "finished":
             self._done = self._kept
         self._error = error
+        self._ended_at = self._clock()
         self._state = state
 
     def snapshot(self) -> ShardProgress:
@@ -101,7 +117,10 @@ class ShardTally:
             interval_s=self._interval_s,
             elapsed_s=elapsed_s,
             engine_start_s=elapsed_s if running_at is None else running_at - self._began_at,
+            worker=self._worker,
+            num_workers=self._num_workers,
             num_gpus=self._num_gpus,
+            gpu_held_s=self._gpu_held_s(clock),
             num_rows=self._shard.num_rows,
             num_rows_done=done.num_rows,
             num_rows_failed=done.num_failed_rows,
@@ -120,6 +139,12 @@ class ShardTally:
         tokens_per_s, _ = self._window.rates(clock, running_s)
         saved = saving_ratio(done.num_computed_tokens, done.num_logical_tokens)
         return f"{tokens_per_s:,.0f} tokens/s, {100 * saved:.0f} % saved"
+
+    def _gpu_held_s(self, clock: float) -> float:
+        held_at, ended_at = self._held_at, self._ended_at
+        if held_at is None:
+            return 0.0
+        return (clock if ended_at is None else ended_at) - held_at
 
     def _eta_s(
         self, state: State, done: Counts, running_s: float, recent_rows_per_s: float

@@ -224,6 +224,7 @@ class _ShardRun:
             num_gpus=num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus,
             interval_s=self._every_s or DEFAULT_INTERVAL_S,
         )
+        self._tally.hold_gpus()
         self._open_parts: dict[int, _OpenPart] = {}
         self._part_of: dict[int, int] = {}  # request_idx -> part_idx, for requests in the engine
 

@@ -99,7 +99,11 @@ def test_a_drained_attempt_keeps_what_its_parts_hold(lake_uri: str) -> None:
     finished = left(plan, 2)
     assert (finished.state, finished.num_rows_done) == ("finished", NUM_ROWS)
     attempts = read_attempts(plan)[0]
-    assert attempts.gpu_s == pytest.approx(stopped.elapsed_s + 2 * finished.elapsed_s)
+    first_s, second_s = stopped.gpu_held_s, finished.gpu_held_s
+    assert first_s is not None and second_s is not None
+    assert 0 < first_s <= stopped.elapsed_s
+    assert 0 < second_s <= finished.elapsed_s
+    assert attempts.gpu_s == pytest.approx(first_s + 2 * second_s)
 
 
 def test_open_parts_of_a_stopped_attempt_do_not_count(plan: StoredPlan) -> None:

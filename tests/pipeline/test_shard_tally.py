@@ -12,6 +12,7 @@ from support.staged_job import NUM_ROWS, plan_one_shard
 
 from batchllm_operator.artifacts.attempts import Attempt
 from batchllm_operator.artifacts.parts import PartEntry
+from batchllm_operator.artifacts.shard_progress import ShardProgress
 from batchllm_operator.artifacts.shard_report import ShardReport
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import EngineOutput
@@ -30,7 +31,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> StoredPlan:
 class Ticking:
     """A tally, and the clock that it goes by."""
 
-    def __init__(self, plan: StoredPlan, *entries: PartEntry, num_gpus: int = 0) -> None:
+    def __init__(self, plan: StoredPlan, *entries: PartEntry, **settings: int) -> None:
         self.clock = 1000.0
         attempt = Attempt(plan.run_folder(0), 3)
         self.tally = ShardTally(
@@ -38,7 +39,7 @@ class Ticking:
             0,
             attempt,
             entries,
-            num_gpus=num_gpus,
+            **{"num_gpus": 0, **settings},
             clock=lambda: self.clock,
             now=lambda: BEGAN_AT + timedelta(seconds=self.clock - 1000.0),
         )
@@ -117,6 +118,7 @@ def test_the_sums_are_those_of_the_report(
 
 def test_times_are_those_of_a_clock_that_never_goes_back(plan: StoredPlan) -> None:
     run = Ticking(plan, num_gpus=2)
+    run.tally.hold_gpus()
     run.after(40)
     starting = run.tally.snapshot()
     assert (starting.state, starting.elapsed_s, starting.engine_start_s) == ("starting", 40, 40)
@@ -127,6 +129,34 @@ def test_times_are_those_of_a_clock_that_never_goes_back(plan: StoredPlan) -> No
     assert (running.state, running.elapsed_s, running.engine_start_s) == ("running", 60, 40)
     assert (running.started_at, running.updated_at - BEGAN_AT) == (BEGAN_AT, timedelta(seconds=60))
     assert (running.eta_s, running.gpu_s, running.attempt) == (None, 120, 3)
+
+
+def test_gpus_that_two_shards_share_are_counted_once(plan: StoredPlan) -> None:
+    run = Ticking(plan, num_gpus=2, worker=5, num_workers=8)
+    run.tally.begin_running()
+    run.after(30)  # the shard before has requests in the engine
+    fed = run.tally.snapshot()
+    assert (fed.worker, fed.num_workers, fed.gpu_held_s, fed.gpu_s) == (5, 8, 0, 0)
+    run.tally.hold_gpus()
+    run.after(10, run.tally.hold_gpus)  # doesn't begin again
+    run.after(10, lambda: run.tally.end("finished"))
+    run.after(5)  # until its last state is written
+    ended = run.tally.snapshot()
+    assert (ended.elapsed_s, ended.gpu_held_s, ended.gpu_s) == (55, 20, 40)
+
+
+def test_an_attempt_may_end_before_the_gpus_are_its_own(plan: StoredPlan) -> None:
+    run = Ticking(plan, num_gpus=2)
+    run.after(10, lambda: run.tally.end("finished"))
+    assert run.tally.snapshot().gpu_s == 0
+
+
+def test_progress_of_older_releases_counts_from_the_start(plan: StoredPlan) -> None:
+    stored = Ticking(plan, num_gpus=2).tally.snapshot().model_dump(mode="json")
+    for name in ("worker", "num_workers", "gpu_held_s"):
+        del stored[name]
+    found = ShardProgress.model_validate({**stored, "elapsed_s": 30.0})
+    assert (found.worker, found.gpu_s) == (None, 60)
 
 
 def test_speed_is_that_of_the_last_minute(plan: StoredPlan) -> None:
