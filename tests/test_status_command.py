@@ -18,7 +18,13 @@ from support.fake_job import DS, job_fields
 from support.staged_job import Engines, plan_one_shard
 
 from batchllm_operator.artifacts import job_status
-from batchllm_operator.artifacts.status import JobStatus, ShardState, ShardStatus
+from batchllm_operator.artifacts.status import (
+    JobStatus,
+    ShardState,
+    ShardStatus,
+    WorkerState,
+    WorkerStatus,
+)
 from batchllm_operator.commands import status as status_command
 from batchllm_operator.errors import EngineError, ExitCode, Interrupted
 from batchllm_operator.report import format_status, format_totals
@@ -78,6 +84,47 @@ def test_of_many_shards_those_left_to_do_are_shown() -> None:
     more = [shard(idx, "waiting") for idx in range(60, 90)]
     lines = format_status(job(*done, *waiting, *more)).splitlines()
     assert lines[1:] == ["  not shown: 50 waiting, 40 finished"]
+
+
+def worker(number: int, state: WorkerState, *live_shards: int, **fields: Any) -> WorkerStatus:
+    known: dict[str, Any] = {
+        "host": f"pod-{number}",
+        "num_workers": 8,
+        "num_finished": 3,
+        "num_rows_done": 4000,
+        "tokens_per_s": 4321.6 if live_shards else 0.0,
+        "age_s": 2.0,
+        "gpu_s": 75.0,
+    }
+    return WorkerStatus(number, state=state, live_shards=live_shards, **(known | fields))
+
+
+def test_workers_are_shown_before_their_shards() -> None:
+    shards = (shard(0, "waiting"), replace(RUNNING, num_rows=5000, worker=7))
+    workers = (worker(2, "silent", age_s=330.0, gpu_s=0.0), worker(7, "running", 1, 12))
+    status = replace(job(*shards), workers=workers)
+    lines = format_status(status).splitlines()
+    assert "1 waiting, 1 running, 1 worker at work, 4,322 tokens/s" in lines[0]
+    assert [re.sub(r"  +", "|", line.strip()) for line in lines[1:]] == [
+        "worker|state|runs|finished|rows|tokens/s|GPU time|last sign|host",
+        "2|silent|3|4,000|no sign for 5 min 30 s|pod-2",
+        "7|running|1, 12|3|4,000|4,322|1 min 15 s|2 s ago|pod-7",
+        "shard|state|worker|rows|parts|tokens/s|saved|ETA|last sign",
+        "0|waiting|0/100 (0 %)|0/10",
+        "1|running|7|1,234/5,000 (25 %)|3/10|4,322|61 %|1 min 01 s|2 s ago",
+    ]
+    finished = replace(job(shard(0, "finished", 100, worker=7)), workers=workers)
+    assert "at work" not in format_totals(finished)
+
+
+def test_of_many_workers_those_at_work_are_shown() -> None:
+    live = [worker(number, "running", number) for number in range(2)]
+    ended = [worker(number, "idle") for number in range(2, 31)]
+    shards = [shard(idx, "running", worker=idx) for idx in range(2)]
+    status = replace(job(*shards), workers=(*live, *ended))
+    lines = format_status(status).splitlines()
+    assert len(lines) == 1 + (1 + 2 + 1) + (1 + 2)
+    assert lines[4] == "  workers not shown: 29 idle"
 
 
 def test_totals_of_a_finished_and_of_a_committed_run() -> None:
@@ -175,9 +222,32 @@ def test_the_command_prints_and_writes_its_result(batchllm: Batchllm, tmp_path: 
         False,
     )
     assert found["shards"][0]["state"] == "failed"
+    assert (found["shards"][0]["worker"], found["workers"], found["num_live_workers"]) == (
+        None,
+        [],
+        0,
+    )
     run_shard(plan.folder.uri, 0)
     done = batchllm("status", "--plan", plan.folder.uri, "--follow", "--interval", "0.01")
     assert done.code == ExitCode.OK and "30/30 (100 %) rows" in done.out
+
+
+def test_the_result_names_workers() -> None:
+    found = status_command.result_of(replace(job(RUNNING), workers=(worker(7, "running", 1),)))
+    assert found["num_live_workers"] == 1
+    assert {**found["workers"][0], "live_shards": [1]} == {
+        "worker": 7,
+        "host": "pod-7",
+        "num_workers": 8,
+        "state": "running",
+        "is_live": True,
+        "live_shards": [1],
+        "num_finished": 3,
+        "num_rows_done": 4000,
+        "tokens_per_s": 4321.6,
+        "age_s": 2.0,
+        "gpu_s": 75.0,
+    }
 
 
 def test_the_newest_plan_of_a_job_is_found(batchllm: Batchllm, tmp_path: Path) -> None:

@@ -16,7 +16,12 @@ from batchllm_operator.artifacts.committed import find_committed
 from batchllm_operator.artifacts.manifest import MANIFEST_FILE
 from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.artifacts.shard_report import REPORT_FILE, ShardReport
-from batchllm_operator.artifacts.status import JobStatus, ShardStatus, shard_status
+from batchllm_operator.artifacts.status import (
+    JobStatus,
+    ShardStatus,
+    shard_status,
+    worker_statuses,
+)
 from batchllm_operator.artifacts.stored_plan import (
     PLAN_FOLDER,
     RUNS_FOLDER,
@@ -122,6 +127,7 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         report = None if committed is None else committed.shards[shard_idx]
         shards.append(_status(plan, shard_idx, each, report, now))
         notes += each.attempts.notes
+    attempts = [one for each in found.values() for one in each.attempts.progress]
     return JobStatus(
         plan_uri=plan.folder.uri,
         plan_id=manifest.plan_id,
@@ -131,6 +137,7 @@ def read_status(plan: StoredPlan | str, *, now: datetime | None = None) -> JobSt
         read_at=now,
         shards=tuple(shards),
         notes=tuple(notes),
+        workers=worker_statuses(shards, attempts, now),
     )
 
 
@@ -152,6 +159,7 @@ def _status(
             **report.tokens,
             age_s=latest.age_s(now) if latest is not None else None,
             host=latest.host if latest is not None else "",
+            worker=latest.worker if latest is not None else None,
         )
     elif latest is not None:
         status = shard_status(latest, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
@@ -13,6 +14,11 @@ from batchllm_operator.planner import saving_ratio
 ShardState = Literal["waiting", "starting", "running", "silent", "stopped", "failed", "finished"]
 """`waiting`: no attempt has begun. `silent`: an attempt has stopped updating its progress, because
 it was killed, or its release writes none. The others are those of `ShardProgress`."""
+
+
+WorkerState = Literal["starting", "running", "silent", "stopped", "failed", "idle"]
+"""`idle`: its last shard is finished; it waits or has ended. Otherwise that of its live shards, or
+of its last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class ShardStatus:
     """GPU seconds that its attempts with progress have held."""
     host: str = ""
     """Host of the latest attempt."""
+    worker: int | None = None
+    """Number of the worker that made the latest attempt; None for `run --shard`."""
     error: str | None = None
     """The latest attempt's error, if it failed."""
 
@@ -56,6 +64,37 @@ class ShardStatus:
     def saving_ratio(self) -> float | None:
         """Eq. 2 so far, over the rows that got a text; None before there is one."""
         return _saving_ratio([self])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker, by the attempts that it made.
+
+    Workers are told apart by number and host. The number alone may be that of several processes:
+    tries of one task, or runs of the plan with other numbers of workers.
+    """
+
+    worker: int
+    host: str
+    num_workers: int | None
+    """Number of workers that it was last started as one of."""
+    state: WorkerState
+    live_shards: tuple[int, ...]
+    """Numbers of the shards that it runs, ascending. It feeds one before the last has ended."""
+    num_finished: int
+    """Shards that it has finished."""
+    num_rows_done: int
+    """Finished rows of the shards whose latest attempt it made, with those of earlier attempts."""
+    tokens_per_s: float
+    """0 unless it is live."""
+    age_s: float
+    """Seconds since its last sign."""
+    gpu_s: float
+    """GPU seconds of all its attempts."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("starting", "running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +114,12 @@ class JobStatus:
     shards: tuple[ShardStatus, ...]
     """All shards, in order."""
     notes: tuple[str, ...] = ()
+    workers: tuple[WorkerStatus, ...] = ()
+    """By number, and among equal numbers the latest sign first; none with `run --shard`."""
+
+    @property
+    def num_live_workers(self) -> int:
+        return sum(worker.is_live for worker in self.workers)
 
     @property
     def num_rows(self) -> int:
@@ -123,8 +168,9 @@ class JobStatus:
         """Seconds until the last row of all shards, 0 if all are finished.
 
         The longest of the live shards' times, and at least the time for all remaining rows at the
-        live shards' combined speed. This assumes that as many shards run until the end, as with a
-        pool in Airflow, and leaves out future engine starts. None if no live shard has an estimate.
+        live shards' combined speed. This assumes that as many shards run until the end, as with
+        workers or a pool in Airflow, and leaves out future engine starts. None if no live shard has
+        an estimate.
         """
         if self.is_finished:
             return 0.0
@@ -157,6 +203,47 @@ def shard_status(latest: ShardProgress, now: datetime) -> ShardStatus:
         state = "silent" if found.is_live else state
         return replace(found, state=state, tokens_per_s=0.0, eta_s=None)
     return replace(found, eta_s=None if latest.eta_s is None else max(0.0, latest.eta_s - age_s))
+
+
+def worker_statuses(
+    shards: Iterable[ShardStatus], attempts: Iterable[ShardProgress], now: datetime
+) -> tuple[WorkerStatus, ...]:
+    """The workers of a plan's runs at `now`; `attempts` are those at all of its `shards`."""
+    made: defaultdict[tuple[int, str], list[ShardProgress]] = defaultdict(list)
+    for each in attempts:
+        if each.worker is not None:
+            made[each.worker, each.host].append(each)
+    latest: defaultdict[tuple[int | None, str], list[ShardStatus]] = defaultdict(list)
+    for shard in shards:
+        latest[shard.worker, shard.host].append(shard)
+    workers = [_worker_status(each, latest[key], now) for key, each in made.items()]
+    return tuple(sorted(workers, key=lambda worker: (worker.worker, worker.age_s, worker.host)))
+
+
+def _worker_status(
+    made: list[ShardProgress], shards: list[ShardStatus], now: datetime
+) -> WorkerStatus:
+    last = max(made, key=lambda each: each.updated_at)
+    assert last.worker is not None
+    live = [each for each in made if each.is_live(now)]
+    state: WorkerState
+    if live:
+        state = "running" if any(each.state == "running" for each in live) else "starting"
+    else:
+        ended = shard_status(last, now).state
+        state = ended if ended in ("silent", "stopped", "failed") else "idle"
+    return WorkerStatus(
+        worker=last.worker,
+        host=last.host,
+        num_workers=last.num_workers,
+        state=state,
+        live_shards=tuple(sorted(each.shard_idx for each in live)),
+        num_finished=sum(shard.state == "finished" for shard in shards),
+        num_rows_done=sum(shard.num_rows_done for shard in shards),
+        tokens_per_s=sum(each.tokens_per_s for each in live),
+        age_s=last.age_s(now),
+        gpu_s=sum(each.gpu_s for each in made),
+    )
 
 
 def _saving_ratio(shards: Iterable[ShardStatus]) -> float | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_INTERVAL_S: Final = 5.0
 _NARROWEST: Final = 20
-_NOT_IN_RESULT: Final = ("shards", "notes", "read_at")
+_NOT_IN_RESULT: Final = ("shards", "workers", "notes", "read_at")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -66,6 +66,7 @@ def result_of(status: JobStatus) -> dict[str, Any]:
     totals = (
         *("num_rows", "num_rows_done", "num_rows_failed", "num_parts", "num_parts_done"),
         *("num_finished", "is_finished", "tokens_per_s", "saving_ratio", "eta_s", "gpu_s"),
+        "num_live_workers",
     )
     shards = [
         asdict(shard) | {"saving_ratio": shard.saving_ratio, "is_live": shard.is_live}
@@ -76,6 +77,7 @@ def result_of(status: JobStatus) -> dict[str, Any]:
         "read_at": status.read_at.isoformat(),
         **{name: getattr(status, name) for name in totals},
         "shards": shards,
+        "workers": [asdict(worker) | {"is_live": worker.is_live} for worker in status.workers],
         "notes": list(status.notes),
     }
 

@@ -1,31 +1,46 @@
-"""A job's status for a terminal: a line of totals and a table of shards."""
+"""A job's status for a terminal: a line of totals, a table of workers and one of shards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, get_args
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar, get_args
 
-from batchllm_operator.artifacts.status import JobStatus, ShardState, ShardStatus
+from batchllm_operator.artifacts.status import (
+    JobStatus,
+    ShardState,
+    ShardStatus,
+    WorkerState,
+    WorkerStatus,
+)
 from batchllm_operator.progress import duration
 
-_MOST_SHARDS: Final = 30
+_MOST_LINES: Final = 30
 _MAX_ERROR_CHARS: Final = 120
-_HEADINGS: Final = ("shard", "state", "rows", "parts", "tokens/s", "saved", "ETA", "last sign")
-_IS_LEFT: Final = (False, True, False, False, False, False, False, True)
+_Item = TypeVar("_Item", ShardStatus, WorkerStatus)
 
 
 def format_status(status: JobStatus) -> str:
-    """Totals and shards for a terminal; no trailing line break.
+    """Totals, workers and shards for a terminal; no trailing line break.
 
-    If there are more than 30 shards, finished ones are only counted; if still more than 30 are
-    left, waiting ones, too.
+    If there are more than 30 workers, only live ones are listed, and others counted. If there are
+    more than 30 shards, finished ones are only counted; if still more than 30 are left, waiting
+    ones, too.
     """
-    shown, left_out = _shown(status.shards)
     lines = [format_totals(status)]
-    if shown:
-        lines += _table(shown)
+    workers = list(status.workers)
+    if len(workers) > _MOST_LINES:
+        workers = [worker for worker in workers if worker.is_live]
+    others = [worker for worker in status.workers if worker not in workers]
+    lines += _table(workers, _WORKER_COLUMNS)
+    if others:
+        lines.append(f"  workers not shown: {_count_states(others, WorkerState)}")
+    shown, left_out = _shown(status.shards)
+    columns = _SHARD_COLUMNS
+    if all(shard.worker is None for shard in shown):
+        columns = [column for column in columns if column[0] != "worker"]
+    lines += _table(shown, columns)
     if left_out:
-        lines.append(f"  not shown: {_count_states(left_out)}")
+        lines.append(f"  not shown: {_count_states(left_out, ShardState)}")
     lines += [
         f"  shard {shard.shard_idx}: {_clip(shard.error)}"
         for shard in shown
@@ -36,10 +51,12 @@ def format_status(status: JobStatus) -> str:
 
 
 def format_totals(status: JobStatus) -> str:
+    states = _count_states(status.shards, ShardState)
     parts = [
         f"{_share(status.num_rows_done, status.num_rows)} rows",
         f"{status.num_rows_failed:,} failed" if status.num_rows_failed else "",
-        "committed" if status.is_committed else f"shards: {_count_states(status.shards)}",
+        "committed" if status.is_committed else f"shards: {states}",
+        _live_workers(status),
     ]
     if not status.is_finished:
         eta = "unknown" if status.eta_s is None else duration(status.eta_s)
@@ -53,50 +70,66 @@ def format_totals(status: JobStatus) -> str:
 def _shown(shards: Sequence[ShardStatus]) -> tuple[list[ShardStatus], list[ShardStatus]]:
     shown = list(shards)
     for state in ("finished", "waiting"):
-        if len(shown) > _MOST_SHARDS:
+        if len(shown) > _MOST_LINES:
             shown = [shard for shard in shown if shard.state != state]
     listed = {shard.shard_idx for shard in shown}
     return shown, [shard for shard in shards if shard.shard_idx not in listed]
 
 
-def _count_states(shards: Sequence[ShardStatus]) -> str:
-    counts = {
-        state: sum(shard.state == state for shard in shards) for state in get_args(ShardState)
-    }
+def _live_workers(status: JobStatus) -> str:
+    if not status.workers or status.is_finished:
+        return ""
+    count = status.num_live_workers
+    return f"{count:,} worker{'' if count == 1 else 's'} at work"
+
+
+def _count_states(items: Sequence[ShardStatus | WorkerStatus], states: object) -> str:
+    counts = {state: sum(item.state == state for item in items) for state in get_args(states)}
     return ", ".join(f"{count:,} {state}" for state, count in counts.items() if count) or "none"
 
 
-def _table(shards: Sequence[ShardStatus]) -> list[str]:
-    rows = [_HEADINGS, *(_row(shard) for shard in shards)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+_Columns = Sequence[tuple[str, bool, Callable[[_Item], str]]]
+"""Heading, whether it is aligned to the left, and cell of each column."""
+
+
+def _table(items: Sequence[_Item], columns: _Columns[_Item]) -> list[str]:
+    """Lines of a table; none without items."""
+    if not items:
+        return []
+    rows = [[name for name, _, _ in columns]]
+    rows += [[cell(item) for _, _, cell in columns] for item in items]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "
         + "  ".join(
             cell.ljust(width) if is_left else cell.rjust(width)
-            for cell, width, is_left in zip(row, widths, _IS_LEFT, strict=True)
+            for cell, width, (_, is_left, _) in zip(row, widths, columns, strict=True)
         ).rstrip()
         for row in rows
     ]
 
 
-def _row(shard: ShardStatus) -> tuple[str, ...]:
-    return (
-        str(shard.shard_idx),
-        shard.state,
-        _share(shard.num_rows_done, shard.num_rows),
-        f"{shard.num_parts_done:,}/{shard.num_parts:,}",
-        f"{shard.tokens_per_s:,.0f}" if shard.is_live else "",
-        "" if shard.saving_ratio is None else f"{100 * shard.saving_ratio:.0f} %",
-        duration(shard.eta_s) if shard.is_live and shard.eta_s is not None else "",
-        _last_sign(shard),
-    )
+def _worker(shard: ShardStatus) -> str:
+    return "" if shard.worker is None else str(shard.worker)
 
 
-def _last_sign(shard: ShardStatus) -> str:
-    if shard.age_s is None:
-        return "none" if shard.state == "silent" else ""
-    age = duration(shard.age_s)
-    return f"no sign for {age}" if shard.state == "silent" else f"{age} ago"
+def _saved(shard: ShardStatus) -> str:
+    return "" if shard.saving_ratio is None else f"{100 * shard.saving_ratio:.0f} %"
+
+
+def _eta(shard: ShardStatus) -> str:
+    return duration(shard.eta_s) if shard.is_live and shard.eta_s is not None else ""
+
+
+def _speed(item: ShardStatus | WorkerStatus) -> str:
+    return f"{item.tokens_per_s:,.0f}" if item.is_live else ""
+
+
+def _last_sign(item: ShardStatus | WorkerStatus) -> str:
+    if item.age_s is None:
+        return "none" if item.state == "silent" else ""
+    age = duration(item.age_s)
+    return f"no sign for {age}" if item.state == "silent" else f"{age} ago"
 
 
 def _share(count: int, total: int) -> str:
@@ -112,3 +145,27 @@ def _clip(text: str) -> str:
 def _printable(text: str) -> str:
     """Untrusted text without control characters for the terminal."""
     return "".join(char if char.isprintable() else "�" for char in text)
+
+
+_SHARD_COLUMNS: Final[_Columns[ShardStatus]] = (
+    ("shard", False, lambda shard: str(shard.shard_idx)),
+    ("state", True, lambda shard: shard.state),
+    ("worker", False, _worker),
+    ("rows", False, lambda shard: _share(shard.num_rows_done, shard.num_rows)),
+    ("parts", False, lambda shard: f"{shard.num_parts_done:,}/{shard.num_parts:,}"),
+    ("tokens/s", False, _speed),
+    ("saved", False, _saved),
+    ("ETA", False, _eta),
+    ("last sign", True, _last_sign),
+)
+_WORKER_COLUMNS: Final[_Columns[WorkerStatus]] = (
+    ("worker", False, lambda worker: str(worker.worker)),
+    ("state", True, lambda worker: worker.state),
+    ("runs", False, lambda worker: ", ".join(map(str, worker.live_shards))),
+    ("finished", False, lambda worker: f"{worker.num_finished:,}"),
+    ("rows", False, lambda worker: f"{worker.num_rows_done:,}"),
+    ("tokens/s", False, _speed),
+    ("GPU time", False, lambda worker: duration(worker.gpu_s) if worker.gpu_s else ""),
+    ("last sign", True, _last_sign),
+    ("host", True, lambda worker: _printable(worker.host)),
+)

@@ -111,6 +111,54 @@ def test_all_shards_wait_for_the_latest_of_them(plan: StoredPlan) -> None:
     assert status.eta_s == pytest.approx(max(shard.eta_s or 0 for shard in status.shards))
 
 
+def test_a_worker_has_all_that_it_began(plan: StoredPlan) -> None:
+    """It feeds its second shard, and its first has been taken over by another of its number."""
+    old, new = {"worker": 4, "num_workers": 5, "host": "a"}, {"worker": 4, "num_workers": 9}
+    long_ago = NOW - timedelta(seconds=300)
+    leave(plan, progress(plan, 0, 1, **old, updated_at=long_ago, gpu_held_s=10.0))
+    leave(plan, progress(plan, 0, 2, **new, host="b", state="finished", num_rows_done=10))
+    leave(plan, progress(plan, 1, 1, **new, host="b", num_rows_done=7))
+    leave(plan, progress(plan, 2, 1, **new, host="b", state="starting", gpu_held_s=0.0))
+    status = read_status(plan, now=NOW)
+    assert [shard.worker for shard in status.shards] == [4, 4, 4]
+    assert status.num_live_workers == 1
+    here, lost = status.workers
+    assert (here.host, here.num_workers, here.state, here.live_shards) == (
+        "b",
+        9,
+        "running",
+        (1, 2),
+    )
+    assert (here.num_finished, here.num_rows_done, here.tokens_per_s) == (1, 10 + 7 + 4, 100.0)
+    assert (here.gpu_s, here.age_s) == (2 * 99.0 + 2 * 99.0, 1.0)
+    assert (lost.host, lost.num_workers, lost.state, lost.live_shards) == ("a", 5, "silent", ())
+    assert (lost.num_finished, lost.num_rows_done, lost.tokens_per_s) == (0, 0, 0.0)
+    assert (lost.gpu_s, lost.age_s) == (20.0, 300.0)
+    assert sum(worker.gpu_s for worker in status.workers) == status.gpu_s
+
+
+@pytest.mark.parametrize(
+    ("state", "seen"),
+    [("finished", "idle"), ("stopped", "stopped"), ("failed", "failed"), ("starting", "starting")],
+)
+def test_the_state_of_a_worker_is_that_of_its_last_shard(
+    plan: StoredPlan, state: Any, seen: str
+) -> None:
+    before = NOW - timedelta(seconds=30)
+    leave(plan, progress(plan, 2, worker=0, host="a", state="finished", updated_at=before))
+    leave(plan, progress(plan, 1, worker=0, host="a", state=state))
+    [worker] = read_status(plan, now=NOW).workers
+    assert (worker.state, worker.num_workers) == (seen, None)
+    assert worker.is_live == (seen == "starting")
+
+
+def test_workers_have_the_order_of_their_numbers(plan: StoredPlan) -> None:
+    for shard_idx, number in enumerate((10, 9, None)):
+        leave(plan, progress(plan, shard_idx, worker=number))
+    found = [worker.worker for worker in read_status(plan, now=NOW).workers]
+    assert found == [9, 10], "and none for a run of one shard"
+
+
 def test_rows_of_waiting_shards_go_at_the_speed_of_live_ones(plan: StoredPlan) -> None:
     num_left = plan.manifest.shards[0].num_rows - 4
     leave(plan, progress(plan, 0, eta_s=num_left * 2.0))  # half a row per second
@@ -138,8 +186,10 @@ def test_a_shard_that_is_repaired_is_live_again(plan: StoredPlan) -> None:
 
 def test_an_attempt_killed_after_its_report_has_finished(plan: StoredPlan) -> None:
     run_shard(plan.folder.uri, 0)
-    leave(plan, progress(plan, 0, 1))
-    assert read_status(plan).shards[0].state == "finished"
+    leave(plan, progress(plan, 0, 1, worker=3))
+    status = read_status(plan)
+    assert (status.shards[0].state, status.shards[0].worker) == ("finished", 3)
+    assert [(worker.state, worker.num_finished) for worker in status.workers] == [("silent", 1)]
 
 
 def test_an_attempt_of_an_older_release_gives_no_sign(plan: StoredPlan) -> None:
