@@ -174,11 +174,11 @@ def test_output_lengths_come_from_one_place() -> None:
         assert message.count("planner.estimated_output_tokens: ") == 1
 
 
-def test_a_minimal_spec_is_greedy_vllm_with_one_shard() -> None:
+def test_a_minimal_spec_is_greedy_vllm_and_leaves_the_shards_to_the_plan() -> None:
     spec = parse()
     assert spec.sampling.is_greedy
     assert spec.engine.backend == "vllm"
-    assert spec.planner.num_shards == 1
+    assert spec.planner.num_shards is None
     assert spec.input.partition_column == "ds"
     assert spec.on_empty == "fail"
 

@@ -55,7 +55,7 @@ def verify_shard(plan_uri: str, shard_idx: int, owner: str | None = None) -> Sha
 
 def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
     manifest = plan.manifest
-    if len(manifest.shards) <= shard_idx < manifest.spec.planner.num_shards:
+    if manifest.is_spare(shard_idx):
         return ShardReport.of_parts(manifest.plan_id, shard_idx, [], 0)  # as in `run_shard`
     shard = plan.shard(shard_idx)
     if (committed := committed_shard(plan, shard_idx)) is not None:

@@ -55,13 +55,17 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
 
     def check(self) -> None:
         """Refuse more shards than Airflow maps a task over: it would fail only after planning."""
-        num_shards = self._spec.planner.num_shards
+        if (num_shards := self._spec.planner.num_shards) is not None:
+            self._check_mapped(num_shards)
+
+    def _check_mapped(self, num_shards: int) -> None:
         limit = conf.getint("core", "max_map_length", fallback=_MAX_MAP_LENGTH)
         if num_shards > limit:
             raise AirflowFailException(
-                f"{self.spec_path}: planner.num_shards is {num_shards}, but Airflow makes at most"
-                f" {limit} tasks of one ([core] max_map_length); plan fewer shards, or raise that"
-                " setting for the API server, which applies it, and for workers, which read it here"
+                f"{self.spec_path}: there are {num_shards} shards, but Airflow makes at most"
+                f" {limit} tasks of one ([core] max_map_length); lower planner.num_shards, or"
+                " raise that setting for the API server, which applies it, and for workers, which"
+                " read it here"
             )
 
     def command(self, context: Context) -> list[str]:
@@ -82,6 +86,7 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> list[dict[str, str | int]]:
         """Push the plan's URI and counts; see the class."""
+        self._check_mapped(int(result["num_shards"]))  # where the spec leaves it to the plan
         send_stage("plan", context, result)
         plan_uri = str(result["plan_uri"])
         context["ti"].xcom_push(key=PLAN_URI_KEY, value=plan_uri)

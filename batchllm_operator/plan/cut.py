@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,28 @@ from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
 _WORTH_A_WARNING: Final = 1.2  # imbalance
+_SHARD_S: Final = 120.0
+"""Short, so that workers end at about the same time; long beside the second that a claim takes."""
+_SHARD_TOKENS: Final = 1e6
+"""A 7B model on an A100 takes about two minutes for them, by the roofline."""
+_MOST_SHARDS: Final = 1000
+"""Unless the spec asks for more: each is a file, which each worker looks up."""
+
+
+def usual_num_shards(cost: float, target: Target | None) -> int:
+    """Shards of a plan whose spec doesn't say how many: each of two minutes, or a million tokens.
+
+    At least 1 and at most 1,000, so those of very large jobs take longer. The number of workers
+    doesn't count: it may differ from run to run of one plan.
+
+    Args:
+        cost: of all requests, by `work_costs`: nanoseconds of GPUs; without a target, tokens.
+        target: the GPU that the cost is for.
+    """
+    per_shard = _SHARD_TOKENS
+    if target is not None:
+        per_shard = _SHARD_S * 1e9 * target.balance_limits.num_gpus
+    return min(max(math.ceil(cost / per_shard), 1), _MOST_SHARDS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +90,10 @@ class Cut:
         # Not the spec's blocks: tuning of the engine must not change shards.
         usual = ranked.cached_tokens(requests.lengths, BLOCK_SIZE)
         costs, cut_costs = work_costs(target, lengths, outputs, usual)
-        bounds = cut_into_shards(costs, cut_costs, spec.planner.num_shards)
+        num_shards = spec.planner.num_shards
+        if num_shards is None:
+            num_shards = usual_num_shards(float(costs.sum()), target)
+        bounds = cut_into_shards(costs, cut_costs, num_shards)
         firsts = bounds[:-1]
         costs[firsts] += cut_costs[firsts]
         del usual, cut_costs  # a plan may have millions of requests

@@ -92,7 +92,7 @@ def run_shard(
 
 def _settled(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
     """The report of a shard that needs no run; None for any other."""
-    if len(plan.manifest.shards) <= shard_idx < plan.manifest.spec.planner.num_shards:
+    if plan.manifest.is_spare(shard_idx):
         _log.info("the plan needs no shard %d: it has %d", shard_idx, len(plan.manifest.shards))
         return ShardReport.of_parts(plan.manifest.plan_id, shard_idx, [], 0)
     if (committed := committed_shard(plan, shard_idx)) is not None:

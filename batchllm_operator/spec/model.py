@@ -128,9 +128,10 @@ class JobSpec(Section):
         }
         if not self.reuse_outputs:  # as in releases without this field
             neutral["reuse_outputs"] = True
-        canonical = json.dumps(
-            self.model_dump(mode="json", exclude=neutral), sort_keys=True, separators=(",", ":")
-        )
+        settings = self.model_dump(mode="json", exclude=neutral)
+        if self.planner.num_shards is None:  # as in releases where that meant 1
+            settings["planner"]["num_shards"] = 1
+        canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @property

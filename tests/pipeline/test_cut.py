@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -16,9 +17,16 @@ from support.fake_job import DS, document_rows, fake_spec, write_table
 from batchllm_operator.artifacts.manifest import MANIFEST_FILE, describe_file
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.errors import PlanError
+from batchllm_operator.inspect.verify import verify_shard
+from batchllm_operator.plan.cut import usual_num_shards
+from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.planner import MODEL_SHAPES, EngineLimits, find_gpu
 from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
+
+TARGET = Target(find_gpu("H100"), MODEL_SHAPES["Mistral-7B"], EngineLimits())
 
 
 def site_rows(num_sites: int = 5, num_documents: int = 4, num_queries: int = 3) -> list[Any]:
@@ -35,7 +43,7 @@ def site_rows(num_sites: int = 5, num_documents: int = 4, num_queries: int = 3) 
     ]
 
 
-def plan_sites(folder: Path, num_shards: int, **changes: Any) -> StoredPlan:
+def plan_sites(folder: Path, num_shards: int | None, **changes: Any) -> StoredPlan:
     write_table(folder / "documents", site_rows())
     return plan_job(fake_spec(folder, planner={"num_shards": num_shards}, **changes), DS)
 
@@ -121,6 +129,92 @@ def test_hashes_of_prefixes_follow_the_groups(tmp_path: Path) -> None:
     assert len(prefixes) == 3
     assert all(len(found) == 1 for found in prefixes.values())
     assert len(set.union(*prefixes.values())) == 3
+
+
+# How many shards, if the spec doesn't say
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_shards"),
+    [
+        (0, 1),
+        (119, 1),
+        (120, 1),
+        (121, 2),
+        (3600, 30),
+        (119_999, 1000),
+        (120_001, 1000),
+        (1e9, 1000),
+    ],
+)
+def test_a_shard_is_two_minutes_of_predicted_work(seconds: float, num_shards: int) -> None:
+    assert usual_num_shards(seconds * 1e9, TARGET) == num_shards
+
+
+def test_two_minutes_are_those_of_an_engine_with_all_its_gpus() -> None:
+    wide = replace(TARGET, gpu=replace(TARGET.gpu, memory_bytes=10e9))
+    assert wide.balance_limits.num_gpus == 4
+    assert usual_num_shards(3600e9, wide) == 8
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_shards"), [(0, 1), (10**6, 1), (10**6 + 1, 2), (10**8, 100), (10**10, 1000)]
+)
+def test_a_shard_is_a_million_tokens_without_a_prediction(num_tokens: int, num_shards: int) -> None:
+    assert usual_num_shards(num_tokens, None) == num_shards
+
+
+@pytest.mark.parametrize("target", [None, TARGET])
+def test_a_small_job_has_one_shard(
+    tmp_path: Path, target: Target | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchllm_operator.plan.stage.find_target", lambda spec: target)
+    unset, one = plan_sites(tmp_path, None), plan_sites(tmp_path, 1)
+    assert len(unset.manifest.shards) == 1
+    assert unset.folder == one.folder, "parts of releases where unset meant one shard are kept"
+
+
+def test_a_job_is_cut_by_its_predicted_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow GPU makes a small job take minutes."""
+    gpu = replace(TARGET.gpu, bf16_flop_per_s=TARGET.gpu.bf16_flop_per_s / 10_000)
+    slow = replace(TARGET, gpu=gpu)
+    monkeypatch.setattr("batchllm_operator.plan.stage.find_target", lambda spec: slow)
+    plan = plan_sites(tmp_path, None)
+    assert plan.manifest.estimate is not None
+    num_shards = len(plan.manifest.shards)
+    assert num_shards > 5
+    assert num_shards == pytest.approx(plan.manifest.estimate.gpu_s / 120, rel=0.2, abs=1)
+    again = plan_sites(tmp_path, None, engine={"max_num_seqs": 3, "replicas": 2})
+    assert again.folder == plan.folder, "engines and their number don't change the cut"
+
+
+def test_a_job_is_cut_by_its_tokens_without_a_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchllm_operator.plan.cut._SHARD_TOKENS", 500.0)
+    plan = plan_sites(tmp_path, None)
+    num_tokens = plan.manifest.counts.num_optimal_tokens + 60 * 8  # outputs
+    assert len(plan.manifest.shards) == -(-num_tokens // 500) > 2
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    assert commit_run(plan.folder.uri).num_rows_out == 60
+
+
+def test_the_first_shard_of_an_empty_plan_has_nothing_to_do(tmp_path: Path) -> None:
+    (tmp_path / "documents" / f"ds={DS}").mkdir(parents=True)
+    pq.write_table(
+        pa.Table.from_pylist(site_rows()).slice(0, 0),
+        tmp_path / "documents" / f"ds={DS}" / "a.parquet",
+    )
+    spec = fake_spec(tmp_path, planner={"num_shards": None}, on_empty="commit")
+    plan = plan_job(spec, DS)
+    assert plan.manifest.shards == ()
+    assert run_shard(plan.folder.uri, 0).num_rows == 0
+    assert verify_shard(plan.folder.uri, 0).num_rows == 0
+    with pytest.raises(PlanError, match="no shards"):
+        run_shard(plan.folder.uri, 1)
 
 
 # A plan of a release that dealt out groups
