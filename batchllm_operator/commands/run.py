@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from batchllm_operator.commands.arguments import add_plan, check_plan, plan_uri
@@ -74,12 +74,13 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     return {"plan_uri": uri, **report.model_dump()}
 
 
-def _metrics_of(
-    tally: ShardTally, address: MetricsAddress | None
-) -> AbstractContextManager[MetricsAddress | None]:
+@contextmanager
+def _metrics_of(tally: ShardTally, address: MetricsAddress | None) -> Iterator[None]:
     from batchllm_operator.metrics import ShardCollector, serving_metrics
 
-    return serving_metrics(address, ShardCollector(tally.snapshot, job=tally.job, ds=tally.ds))
+    collector = ShardCollector(job=tally.job, ds=tally.ds)
+    with collector.watching(tally.snapshot), serving_metrics(address, collector):
+        yield
 
 
 def _metrics_address(parser: argparse.ArgumentParser, given: str | None) -> MetricsAddress | None:

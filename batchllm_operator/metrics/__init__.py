@@ -1,4 +1,4 @@
-"""The progress of a shard as Prometheus metrics."""
+"""The progress of shards as Prometheus metrics."""
 
 from batchllm_operator.metrics.collector import ShardCollector as ShardCollector
 from batchllm_operator.metrics.endpoint import ADDRESS_VARIABLE as ADDRESS_VARIABLE

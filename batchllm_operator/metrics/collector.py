@@ -1,19 +1,26 @@
-"""The progress of a shard as metric families, created at each scrape."""
+"""The progress of shards as metric families, created at each scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from batchllm_operator.artifacts.shard_progress import ShardProgress, State
+from batchllm_operator.artifacts.shard_progress import LIVE_STATES, ShardProgress, State
 
 Snapshot = Callable[[], ShardProgress]
-"""Returns the shard's current progress; called in a thread of the endpoint."""
+"""Returns a shard's current progress; called in a thread of the endpoint."""
 
+_KEPT_S: Final = 300.0
+"""Prometheus looks back as far for a sample, by default."""
+_log = logging.getLogger(__name__)
 _Value = Callable[[ShardProgress], float | None]
 
 # Name without `_total`, help text, value.
@@ -38,6 +45,18 @@ _COUNTERS: Final[tuple[tuple[str, str, _Value], ...]] = (
     ),
     ("output_tokens", "Generated tokens.", lambda p: p.num_output_tokens),
 )
+
+
+def _speed(progress: ShardProgress) -> float:
+    return progress.tokens_per_s if progress.state in LIVE_STATES else 0.0
+
+
+def _num_gpus(progress: ShardProgress) -> int:
+    """A worker's two open shards have the same GPUs, which count for the earlier one."""
+    is_holding = progress.state in LIVE_STATES and progress.gpu_held_s != 0
+    return progress.num_gpus if is_holding else 0
+
+
 _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
     ("shard_rows", "Rows of the shard.", lambda p: p.num_rows),
     ("shard_parts", "Parts of the shard.", lambda p: p.num_parts),
@@ -48,65 +67,148 @@ _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
     ),
     (
         "tokens_per_second",
-        "Prompt and output tokens of this attempt per second, over the last minute.",
-        lambda p: p.tokens_per_s,
+        "Prompt and output tokens of this attempt per second, over the last minute; 0 once it has"
+        " ended.",
+        _speed,
     ),
     ("eta_seconds", "Until the last row; absent while unknown.", lambda p: p.eta_s),
-    ("elapsed_seconds", "Since the attempt's start.", lambda p: p.elapsed_s),
+    ("elapsed_seconds", "From the attempt's start, until it ends.", lambda p: p.elapsed_s),
     (
         "engine_start_seconds",
         "Of elapsed_seconds, until the engine took requests.",
         lambda p: p.engine_start_s,
     ),
-    ("gpus", "GPUs that the attempt holds.", lambda p: p.num_gpus),
+    (
+        "gpus",
+        "GPUs that the attempt holds; 0 once it has ended, or as long as a worker only feeds it.",
+        _num_gpus,
+    ),
 )
 
 
 class ShardCollector(Collector):
-    """Creates the metric families of one attempt at a shard, at each scrape.
+    """Creates the metric families of a process's attempts at shards, at each scrape.
+
+    `run --shard` has one attempt, a worker one after another and sometimes two at once. The last
+    state of an ended one is shown for five minutes more, so that it is scraped.
 
     A stopped attempt loses the rows of open parts, but a falling counter would look like a restart,
     so counters never fall here.
 
-    Every sample has the labels `job_name`, `ds` and `shard`. (`job` is Prometheus's own.)
+    Every sample has the labels `job_name` and `ds` (`job` is Prometheus's own), a shard's also
+    `shard`, and all of a worker's `worker`.
+
+    Args:
+        job: the spec's name.
+        ds: the partition.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, snapshot: Snapshot, *, job: str, ds: str) -> None:
-        self._snapshot, self._job, self._ds = snapshot, job, ds
-        self._highest: dict[str, float] = {}
+    def __init__(self, *, job: str, ds: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._labels, self._clock = {"job_name": job, "ds": ds}, clock
+        self._lock = threading.Lock()
+        self._open: list[Snapshot] = []
+        self._ended: list[tuple[float, ShardProgress]] = []
+        """Last states of ended attempts, and when they ended."""
+        self._num_finished = 0
+        self._worker: int | None = None
+        self._highest: dict[tuple[int, str], float] = {}
+
+    @contextmanager
+    def watching(self, snapshot: Snapshot) -> Iterator[None]:
+        """Show an attempt while the context is open, and its last state for five minutes more."""
+        with self._lock:
+            self._open.append(snapshot)
+        try:
+            yield
+        finally:
+            self._end(snapshot)
+
+    def _end(self, snapshot: Snapshot) -> None:
+        last = None
+        try:
+            last = snapshot()
+        # Any error: metrics never stop a run.
+        except Exception as error:  # noqa: BLE001
+            _log.warning("the metrics lack a shard's end: %s", error)
+        with self._lock:
+            self._open.remove(snapshot)
+            if last is not None:
+                self._ended.append((self._clock(), last))
+                self._num_finished += last.state == "finished"
 
     def collect(self) -> Iterator[Metric]:
-        progress = self._snapshot()
-        labels = {"job_name": self._job, "ds": self._ds, "shard": str(progress.shard_idx)}
+        shards = self._progress()
         for name, text, value_of in _COUNTERS:
-            counter = CounterMetricFamily(f"batchllm_{name}", text, labels=list(labels))
-            value = max(value_of(progress) or 0, self._highest.get(name, 0))
-            self._highest[name] = value
-            counter.add_metric(list(labels.values()), value)
+            counter = CounterMetricFamily(f"batchllm_{name}", text, labels=self._names("shard"))
+            for progress in shards:
+                key = progress.shard_idx, name
+                value = max(value_of(progress) or 0, self._highest.get(key, 0))
+                self._highest[key] = value
+                counter.add_metric(self._values(str(progress.shard_idx)), value)
             yield counter
         for name, text, value_of in _GAUGES:
-            now = value_of(progress)
-            gauge = GaugeMetricFamily(f"batchllm_{name}", text, labels=list(labels))
-            if now is not None:
-                gauge.add_metric(list(labels.values()), now)
+            gauge = GaugeMetricFamily(f"batchllm_{name}", text, labels=self._names("shard"))
+            for progress in shards:
+                now = value_of(progress)
+                if now is not None:
+                    gauge.add_metric(self._values(str(progress.shard_idx)), now)
             yield gauge
-        yield _state(progress, labels)
+        yield self._states(shards)
         info = InfoMetricFamily(
-            "batchllm_shard", "Plan and attempt; always 1.", labels=list(labels)
+            "batchllm_shard", "Plan and attempt; always 1.", labels=self._names("shard")
         )
-        info.add_metric(
-            list(labels.values()), {"plan_id": progress.plan_id, "attempt": str(progress.attempt)}
-        )
+        for progress in shards:
+            of_attempt = {"plan_id": progress.plan_id, "attempt": str(progress.attempt)}
+            info.add_metric(self._values(str(progress.shard_idx)), of_attempt)
         yield info
+        if self._worker is not None:
+            yield from self._of_worker()
 
+    def _progress(self) -> Sequence[ShardProgress]:
+        """The state of each shard, by its latest attempt here; notes the worker's number."""
+        with self._lock:
+            oldest = self._clock() - _KEPT_S
+            self._ended = [each for each in self._ended if each[0] >= oldest]
+            ended, live = [progress for _, progress in self._ended], list(self._open)
+        found = {each.shard_idx: each for each in (*ended, *(snapshot() for snapshot in live))}
+        for progress in found.values():
+            self._worker = progress.worker
+        return list(found.values())
 
-def _state(progress: ShardProgress, labels: dict[str, str]) -> Metric:
-    """A sample per state: 1 for the attempt's, 0 for the others."""
-    family = GaugeMetricFamily(
-        "batchllm_shard_state",
-        "1 for the state that the attempt is in, else 0.",
-        labels=[*labels, "state"],
-    )
-    for state in get_args(State):
-        family.add_metric([*labels.values(), state], float(progress.state == state))
-    return family
+    def _states(self, shards: Sequence[ShardProgress]) -> Metric:
+        """A sample per state of each shard: 1 for the attempt's, 0 for the others."""
+        family = GaugeMetricFamily(
+            "batchllm_shard_state",
+            "1 for the state that the attempt is in, else 0.",
+            labels=self._names("shard", "state"),
+        )
+        for progress in shards:
+            for state in get_args(State):
+                values = self._values(str(progress.shard_idx), state)
+                family.add_metric(values, float(progress.state == state))
+        return family
+
+    def _of_worker(self) -> Iterator[Metric]:
+        finished = CounterMetricFamily(
+            "batchllm_worker_shards_finished",
+            "Shards that the worker has finished.",
+            labels=self._names(),
+        )
+        finished.add_metric(self._values(), self._num_finished)
+        yield finished
+        running = GaugeMetricFamily(
+            "batchllm_worker_shards_running",
+            "Shards that the worker runs: two while it feeds one before the last has ended.",
+            labels=self._names(),
+        )
+        running.add_metric(self._values(), len(self._open))
+        yield running
+
+    def _names(self, *more: str) -> list[str]:
+        """Names of a sample's labels; `_values` has the values in the same order."""
+        return [*self._labels, *([] if self._worker is None else ["worker"]), *more]
+
+    def _values(self, *more: str) -> list[str]:
+        worker = [] if self._worker is None else [str(self._worker)]
+        return [*self._labels.values(), *worker, *more]

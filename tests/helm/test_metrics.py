@@ -110,9 +110,10 @@ def test_the_alert_of_a_stalled_shard_needs_metrics_and_names_real_ones() -> Non
     assert stalled({"monitoring": {"alerts": alerts}}) == []
     [rule] = stalled({"monitoring": {**ENABLED["monitoring"], "alerts": alerts}})
     assert rule["expr"].count("45m") == 2
-    collector = ShardCollector(shard_progress, job="j", ds="d")
-    samples = {sample.name for family in collector.collect() for sample in family.samples}
-    assert set(re.findall(r"batchllm_\w+", rule["expr"])) <= samples
-    labels = {key for family in collector.collect() for s in family.samples for key in s.labels}
+    collector = ShardCollector(job="j", ds="d")
+    with collector.watching(shard_progress):
+        found = [sample for family in collector.collect() for sample in family.samples]
+    assert set(re.findall(r"batchllm_\w+", rule["expr"])) <= {sample.name for sample in found}
+    labels = {key for sample in found for key in sample.labels}
     in_texts = re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))
     assert set(in_texts) <= {*labels, "pod"}

@@ -28,9 +28,10 @@ NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 @contextmanager
 def endpoint(snapshot: Callable[[], ShardProgress] = shard_progress) -> Iterator[str]:
     """The base URL of an endpoint on a free port."""
-    collector = ShardCollector(snapshot, job="snippets", ds="2026-01-31")
-    with serving_metrics(MetricsAddress("127.0.0.1", 0), collector) as address:
-        yield f"http://{address}"
+    collector = ShardCollector(job="snippets", ds="2026-01-31")
+    address = MetricsAddress("127.0.0.1", 0)
+    with serving_metrics(address, collector) as served, collector.watching(snapshot):
+        yield f"http://{served}"
 
 
 def get(url: str, method: str = "GET", **headers: str) -> tuple[str, str]:
@@ -122,7 +123,7 @@ def test_names_in_the_query_are_ignored() -> None:
 
 
 def test_a_snapshot_that_fails_is_an_error_of_that_scrape(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def snapshot() -> ShardProgress:
         raise RuntimeError("half made")
@@ -134,10 +135,11 @@ def test_a_snapshot_that_fails_is_an_error_of_that_scrape(
             assert caught.value.code == 500
             assert b"half made" not in caught.value.read()
     assert "half made" in capfd.readouterr().err
+    assert "the metrics lack a shard's end: half made" in caplog.text
 
 
 def test_a_port_in_use_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    collector = ShardCollector(shard_progress, job="j", ds="d")
+    collector = ShardCollector(job="j", ds="d")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = MetricsAddress("127.0.0.1", taken.getsockname()[1])
         with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
@@ -146,7 +148,7 @@ def test_a_port_in_use_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_host_that_cannot_be_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    collector = ShardCollector(shard_progress, job="j", ds="d")
+    collector = ShardCollector(job="j", ds="d")
     address = MetricsAddress(f"{'a' * 64}.example", 9400)
     with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
         assert served is None
@@ -160,7 +162,7 @@ def test_a_machine_without_threads_is_a_warning(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    collector = ShardCollector(shard_progress, job="j", ds="d")
+    collector = ShardCollector(job="j", ds="d")
     address = MetricsAddress("127.0.0.1", 0)
     with caplog.at_level(logging.WARNING), serving_metrics(address, collector) as served:
         assert served is None
@@ -168,7 +170,7 @@ def test_a_machine_without_threads_is_a_warning(
 
 
 def test_the_port_is_free_again_afterwards() -> None:
-    collector = ShardCollector(shard_progress, job="j", ds="d")
+    collector = ShardCollector(job="j", ds="d")
     with serving_metrics(MetricsAddress("127.0.0.1", 0), collector) as address:
         assert address is not None
     with serving_metrics(address, collector) as again:
@@ -176,5 +178,5 @@ def test_the_port_is_free_again_afterwards() -> None:
 
 
 def test_without_an_address_nothing_is_served() -> None:
-    with serving_metrics(None, ShardCollector(shard_progress, job="j", ds="d")) as address:
+    with serving_metrics(None, ShardCollector(job="j", ds="d")) as address:
         assert address is None

@@ -1,0 +1,114 @@
+"""What a process's metrics say about its shards: one, a worker's, and those that have ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.shard_progress import shard_progress
+
+from batchllm_operator.artifacts.shard_progress import ShardProgress
+from batchllm_operator.metrics import ShardCollector
+
+
+class Shard:
+    """A shard of worker 5, which changes."""
+
+    def __init__(self, shard_idx: int, **fields: Any) -> None:
+        self.fields = {"shard_idx": shard_idx, "worker": 5, "num_gpus": 2, **fields}
+
+    def __call__(self) -> ShardProgress:
+        return shard_progress(**self.fields)
+
+    def end(self, **fields: Any) -> None:
+        self.fields |= {"state": "finished", "num_rows_done": 100, **fields}
+
+
+class Clocked:
+    """A collector, and the clock that it goes by."""
+
+    def __init__(self) -> None:
+        self.clock = 1000.0
+        self.collector = ShardCollector(job="j", ds="d", clock=lambda: self.clock)
+
+    def run(self, shard: Shard, **fields: Any) -> None:
+        """Begin a shard, and end it."""
+        with self.collector.watching(shard):
+            shard.end(**fields)
+
+    def values(self, name: str) -> dict[str, float]:
+        """The samples of a name by their shard, which each has once; "" for the worker's."""
+        samples = [each for family in self.collector.collect() for each in family.samples]
+        found = [each for each in samples if each.name == f"batchllm_{name}"]
+        for each in found:
+            assert {**each.labels, "shard": ""} == {
+                "job_name": "j",
+                "ds": "d",
+                "worker": "5",
+                "shard": "",
+            }
+        by_shard = {each.labels.get("shard", ""): each.value for each in found}
+        assert len(by_shard) == len(found)
+        return by_shard
+
+
+def test_a_worker_may_run_two_shards() -> None:
+    metrics = Clocked()
+    first, second = Shard(3, gpu_held_s=60.0), Shard(4, num_rows_done=1, gpu_held_s=0.0)
+    with metrics.collector.watching(first):
+        with metrics.collector.watching(second):
+            assert metrics.values("rows_done_total") == {"3": 50, "4": 1}
+            assert metrics.values("gpus") == {"3": 2, "4": 0}, "its GPUs are counted once"
+            assert metrics.values("worker_shards_running") == {"": 2}
+        assert metrics.values("worker_shards_running") == {"": 1}
+        assert metrics.values("worker_shards_finished_total") == {"": 0}
+
+
+def test_the_end_of_a_shard_is_shown_for_five_minutes() -> None:
+    metrics = Clocked()
+    metrics.run(Shard(3))
+    metrics.clock += 200
+    metrics.run(Shard(4))
+    metrics.clock += 100
+    with metrics.collector.watching(Shard(5)):
+        assert metrics.values("rows_done_total") == {"3": 100, "4": 100, "5": 50}
+        assert metrics.values("tokens_per_second") == {"3": 0, "4": 0, "5": 12.5}
+        assert metrics.values("gpus") == {"3": 0, "4": 0, "5": 2}
+        metrics.clock += 1
+        assert metrics.values("rows_done_total") == {"4": 100, "5": 50}
+        assert metrics.values("worker_shards_finished_total") == {"": 2}
+
+
+def test_without_a_shard_the_worker_is_still_there() -> None:
+    metrics = Clocked()
+    assert metrics.values("worker_shards_running") == {}, "its number isn't known yet"
+    metrics.run(Shard(3))
+    assert metrics.values("worker_shards_running") == {"": 0}
+    metrics.clock += 301
+    assert metrics.values("rows_done_total") == {}
+    assert metrics.values("worker_shards_finished_total") == {"": 1}
+
+
+def test_a_shard_that_is_run_again_is_shown_once_and_does_not_fall() -> None:
+    metrics = Clocked()
+    metrics.run(Shard(3), state="failed", num_rows_done=70)
+    assert metrics.values("worker_shards_finished_total") == {"": 0}
+    with metrics.collector.watching(Shard(3, attempt=3, num_rows_done=60)):
+        assert metrics.values("rows_done_total") == {"3": 70}
+        assert metrics.values("tokens_per_second") == {"3": 12.5}
+
+
+def test_an_attempt_that_fails_ends_too() -> None:
+    metrics = Clocked()
+    with pytest.raises(RuntimeError, match="broken"), metrics.collector.watching(Shard(3)):
+        raise RuntimeError("broken")
+    assert metrics.values("worker_shards_running") == {"": 0}
+    assert metrics.values("rows_done_total") == {"3": 50}
+
+
+def test_a_run_of_one_shard_has_no_worker() -> None:
+    collector = ShardCollector(job="j", ds="d")
+    with collector.watching(shard_progress):
+        samples = [each for family in collector.collect() for each in family.samples]
+    assert samples and not any("worker" in each.labels for each in samples)
+    assert not any("worker" in each.name for each in samples)
