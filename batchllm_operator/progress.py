@@ -83,6 +83,13 @@ class Progress:
             self._last_line_at = self._clock()
             self._print(self.line())
 
+    def extend(self, count: int) -> None:
+        """Add `count` to the total."""
+        self._total += count
+        if self._bar is not None:
+            self._bar.total = self._total
+            self._bar.refresh()
+
     def complete(self) -> None:
         """Set the total to what was done, if it wasn't known beforehand."""
         self._total = self._done

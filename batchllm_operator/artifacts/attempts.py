@@ -46,6 +46,8 @@ class Claim(BaseModel):
     """UTC, ISO 8601."""
     owner: str | None = None
     """Common to all tries of one task; None for a run by hand or of an older release."""
+    worker: int | None = None
+    """The worker that runs the shard; None for a run of this shard alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Attempt:
         latest = max(_claimed(self.shard_folder, above=self.number), default=None)
         if latest is None:
             return
-        who = _who(_claim(self.shard_folder, latest))
+        who = _who(read_claim(self.shard_folder, latest))
         raise FencedError(
             f"{self.shard_folder.uri}: attempt {latest} ({who}) has taken over from"
             f" attempt {self.number}, which stops; the parts that it has finished are kept"
@@ -82,7 +84,7 @@ def check_free(shard_folder: Folder, owner: str) -> None:
     latest = max(_claimed(shard_folder, above=0), default=None)
     if latest is None:
         return
-    claim = _claim(shard_folder, latest)
+    claim = read_claim(shard_folder, latest)
     if (claim is None or claim.owner != owner) and _is_live(shard_folder, latest):
         raise FencedError(
             f"{shard_folder.uri}: attempt {latest} ({_who(claim)}) is working for another run, so"
@@ -96,19 +98,32 @@ def claim_attempt(shard_folder: Folder, owner: str | None = None) -> Attempt:
     Raises:
         StorageError: the claim can't be written.
     """
+    number = 0
+    while True:
+        number = max([number, *attempt_numbers(shard_folder)]) + 1
+        if (attempt := claim_number(shard_folder, number, owner)) is not None:
+            return attempt
+
+
+def claim_number(
+    shard_folder: Folder, number: int, owner: str | None = None, worker: int | None = None
+) -> Attempt | None:
+    """Begin the attempt with this number; None if another process has claimed it.
+
+    Raises:
+        StorageError: the claim can't be written.
+    """
     claim = Claim(
         token=secrets.token_hex(16),
         host=socket.gethostname(),
         process_id=os.getpid(),
         claimed_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         owner=owner,
+        worker=worker,
     )
     data = claim.model_dump_json(indent=1).encode()
-    number = 0
-    while True:
-        number = max([number, *attempt_numbers(shard_folder)]) + 1
-        if shard_folder.create(f"{attempt_name(number)}/{CLAIM_FILE}", data):
-            return Attempt(shard_folder, number)
+    is_ours = shard_folder.create(f"{attempt_name(number)}/{CLAIM_FILE}", data)
+    return Attempt(shard_folder, number) if is_ours else None
 
 
 def attempt_numbers(shard_folder: Folder) -> list[int]:
@@ -139,7 +154,8 @@ def _claimed(shard_folder: Folder, *, above: int) -> list[int]:
     ]
 
 
-def _claim(shard_folder: Folder, number: int) -> Claim | None:
+def read_claim(shard_folder: Folder, number: int) -> Claim | None:
+    """The claim of an attempt; None if there is none, or it can't be read."""
     try:
         data = shard_folder.read_bytes(f"{attempt_name(number)}/{CLAIM_FILE}")
         return Claim.model_validate_json(data)

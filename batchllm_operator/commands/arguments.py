@@ -45,6 +45,37 @@ def add_plan(command: argparse.ArgumentParser, *, required: bool = True) -> Any:
     return which
 
 
+def add_work(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which shards of a plan to run; `check_work` checks them."""
+    command.add_argument("--shard", type=int, metavar="I", help="one shard, from 0")
+    command.add_argument(
+        "--worker",
+        type=int,
+        metavar="I",
+        help="in place of --shard: a worker, from 0, that runs shards until none is left",
+    )
+    command.add_argument(
+        "--num-workers",
+        type=int,
+        metavar="N",
+        help="workers that share the plan, with --worker; not part of the plan",
+    )
+
+
+def check_work(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if (args.worker is None) != (args.num_workers is None):
+        parser.error(f"{args.name}: --worker and --num-workers go together")
+    if (args.shard is None) == (args.worker is None):
+        parser.error(f"{args.name}: give --shard, or --worker and --num-workers")
+    if args.worker is not None and not 0 <= args.worker < args.num_workers:
+        parser.error(
+            f"{args.name}: --worker {args.worker}: workers are numbered from 0 to --num-workers"
+            f" less 1, here {args.num_workers - 1}"
+            if args.num_workers > 0
+            else f"{args.name}: --num-workers must be at least 1"
+        )
+
+
 def check_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.job is not None and args.ds is None:
         parser.error(f"{args.name}: --job needs --ds")

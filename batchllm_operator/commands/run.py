@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
-from batchllm_operator.commands.arguments import add_plan, check_plan, plan_uri
+from batchllm_operator.commands.arguments import (
+    add_plan,
+    add_work,
+    check_plan,
+    check_work,
+    plan_uri,
+)
 
 if TYPE_CHECKING:
-    from batchllm_operator.metrics import MetricsAddress
+    from batchllm_operator.metrics import MetricsAddress, ShardCollector
     from batchllm_operator.run.shard_tally import ShardTally
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_plan(command)
-    command.add_argument("--shard", required=True, type=int, metavar="I", help="shard, from 0")
+    add_work(command)
     command.add_argument(
         "--num-gpus",
         type=int,
@@ -29,7 +35,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--owner",
         metavar="ID",
         help="what all tries of one task have in common: while an attempt of another owner, or by"
-        " hand, is at work on the shard, end with exit code 7 at once instead of taking over",
+        " hand, is at work on the shard, end with exit code 7 at once instead of taking over; a"
+        " worker takes over from its owner's attempts at once, and never from live ones of others",
     )
     command.add_argument(
         "--drain-s",
@@ -49,38 +56,69 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     check_plan(parser, args)
+    check_work(parser, args)
     args.metrics = _metrics_address(parser, args.metrics_port)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Generate the shard, print a line of counts and return them."""
+    """Generate the shard, or shards until none is left; print a line of counts and return them."""
     from batchllm_operator.run.draining import Drain
-    from batchllm_operator.run.stage import run_shard
 
     drain, uri = Drain(), plan_uri(args)
-    with drain.on_sigterm(args.drain_s) if args.drain_s else nullcontext():
-        report = run_shard(
-            uri,
-            args.shard,
-            num_gpus=args.num_gpus,
-            owner=args.owner,
-            drain=drain,
-            observe=lambda tally: _metrics_of(tally, args.metrics),
-        )
+    with ExitStack() as stack:
+        if args.drain_s:
+            stack.enter_context(drain.on_sigterm(args.drain_s))
+        observe = _Metrics(args.metrics, stack)
+        common = {"num_gpus": args.num_gpus, "owner": args.owner, "drain": drain}
+        work = _run_shard if args.worker is None else _run_worker
+        return {"plan_uri": uri, **work(args, uri, observe=observe, **common)}
+
+
+def _run_shard(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[str, Any]:
+    from batchllm_operator.run.stage import run_shard
+
+    report = run_shard(uri, args.shard, **options)
     print(
         f"shard {report.shard_idx}: {report.num_rows:,} rows, {report.num_failed_rows:,} failed;"
         f" {report.num_parts} parts, {report.num_resumed_parts} of them done before"
     )
-    return {"plan_uri": uri, **report.model_dump()}
+    return report.model_dump()
 
 
-@contextmanager
-def _metrics_of(tally: ShardTally, address: MetricsAddress | None) -> Iterator[None]:
-    from batchllm_operator.metrics import ShardCollector, serving_metrics
+def _run_worker(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[str, Any]:
+    from batchllm_operator.run.stage import run_worker
 
-    collector = ShardCollector(job=tally.job, ds=tally.ds)
-    with collector.watching(tally.snapshot), serving_metrics(address, collector):
-        yield
+    result = run_worker(uri, args.worker, args.num_workers, **options).to_result()
+    print(format_worker(result))
+    return result
+
+
+def format_worker(result: Mapping[str, Any]) -> str:
+    """A line of counts for a worker's result."""
+    line = (
+        f"worker {result['worker']}: {len(result['shard_idxs']):,} shards,"
+        f" {result['num_rows']:,} rows, {result['num_failed_rows']:,} failed; of the plan"
+        f" {result['num_finished']:,} of {result['num_shards']:,} shards are finished"
+    )
+    if others := result["others"]:
+        line += f"; other workers run {len(others):,}, the first is shard {others[0]}"
+    return line
+
+
+class _Metrics:
+    """Serves the metrics of all shards that this process runs, from the first one to its end."""
+
+    def __init__(self, address: MetricsAddress | None, until: ExitStack) -> None:
+        self._address, self._until = address, until
+        self._collector: ShardCollector | None = None
+
+    def __call__(self, tally: ShardTally) -> AbstractContextManager[None]:
+        from batchllm_operator.metrics import ShardCollector, serving_metrics
+
+        if self._collector is None:
+            self._collector = ShardCollector(job=tally.job, ds=tally.ds)
+            self._until.enter_context(serving_metrics(self._address, self._collector))
+        return self._collector.watching(tally.snapshot)
 
 
 def _metrics_address(parser: argparse.ArgumentParser, given: str | None) -> MetricsAddress | None:

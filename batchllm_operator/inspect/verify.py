@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
 from batchllm_operator.artifacts.attempts import check_free
-from batchllm_operator.artifacts.committed import committed_shard
+from batchllm_operator.artifacts.committed import committed_shard, find_committed
 from batchllm_operator.artifacts.parts import read_ledger
 from batchllm_operator.artifacts.shard_report import ShardReport, read_report
 from batchllm_operator.artifacts.stored_plan import StoredPlan, job_folder
 from batchllm_operator.errors import FencedError, IncompleteRunError, PlanError
 from batchllm_operator.lake import Folder
+from batchllm_operator.run.shard_queue import ShardQueue
+from batchllm_operator.run.shards import WorkerReport
 from batchllm_operator.spec import JobSpec
 
 _RECORDS: Final = "records"
@@ -80,6 +83,41 @@ def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
             f"{where}: the report doesn't say what the ledger says; run the shard again"
         )
     return found
+
+
+def verify_worker(
+    plan_uri: str, worker: int, num_workers: int, owner: str | None = None
+) -> WorkerReport:
+    """Check that nothing of a plan is left for a worker to run; read-only.
+
+    Every shard is finished, or another worker is at work on it. Finished shards of the worker's own
+    run of the plan's order are checked part by part, others by their reports; so all workers
+    together check each once.
+
+    Args:
+        owner: see `run_worker`; the counts are those of its shards. Without it, of all shards.
+
+    Raises:
+        PlanError: the plan is absent or of another version.
+        IncompleteRunError: a shard is free to run.
+    """
+    plan = StoredPlan.open(plan_uri)
+    num_shards = len(plan.manifest.shards)
+    if find_committed(plan) is not None:
+        return WorkerReport(worker, num_workers, num_shards, num_shards, [], {})
+    queue = ShardQueue(plan, worker, num_workers, owner=owner)
+    free = queue.next_shard()
+    if free is None and (pause_s := queue.unsure_for_s()) > 0:
+        time.sleep(pause_s)
+        free = queue.next_shard()
+    if free is not None:
+        raise IncompleteRunError(
+            f"plan {plan_uri}: {queue.num_finished:,} of {num_shards:,} shards are finished, and no"
+            f" worker runs shard {free}"
+        )
+    others = queue.others()
+    reports = queue.reports()
+    return WorkerReport(worker, num_workers, num_shards, queue.num_finished, others, reports)
 
 
 def record_plan(spec: JobSpec, ds: str, name: str, result: Mapping[str, Any]) -> None:

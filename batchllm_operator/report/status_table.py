@@ -34,13 +34,13 @@ def format_status(status: JobStatus) -> str:
     lines += _table(workers, _WORKER_COLUMNS)
     if others:
         lines.append(f"  workers not shown: {_count_states(others, WorkerState)}")
-    shown, left_out = choose_shards(status.shards, _MOST_LINES)
+    shown, left_out = _shown(status.shards)
     columns = _SHARD_COLUMNS
     if all(shard.worker is None for shard in shown):
         columns = [column for column in columns if column[0] != "worker"]
     lines += _table(shown, columns)
     if left_out:
-        lines.append(f"  not shown: {left_out}")
+        lines.append(f"  not shown: {_count_states(left_out, ShardState)}")
     lines += [
         f"  shard {shard.shard_idx}: {_clip(shard.error)}"
         for shard in shown
@@ -67,19 +67,13 @@ def format_totals(status: JobStatus) -> str:
     return f"job {_printable(status.job)}, partition {_printable(status.ds)}: {words}"
 
 
-def choose_shards(shards: Sequence[ShardStatus], most: int) -> tuple[list[ShardStatus], str]:
-    """The shards to list, and how many of each state are left out; empty for none.
-
-    If there are more than `most`, finished ones are left out; if still more are left, waiting ones,
-    too. There may be more of the others.
-    """
+def _shown(shards: Sequence[ShardStatus]) -> tuple[list[ShardStatus], list[ShardStatus]]:
     shown = list(shards)
     for state in ("finished", "waiting"):
-        if len(shown) > most:
+        if len(shown) > _MOST_LINES:
             shown = [shard for shard in shown if shard.state != state]
     listed = {shard.shard_idx for shard in shown}
-    left_out = [shard for shard in shards if shard.shard_idx not in listed]
-    return shown, _count_states(left_out, ShardState) if left_out else ""
+    return shown, [shard for shard in shards if shard.shard_idx not in listed]
 
 
 def _live_workers(status: JobStatus) -> str:

@@ -1,36 +1,27 @@
-"""The run stage: one shard of a plan, streamed through an engine into output parts."""
+"""The run stage: shards of a plan, streamed through an engine into output parts."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
-import pyarrow.parquet as pq
-
-from batchllm_operator.artifacts.attempts import Attempt, check_free, claim_attempt
-from batchllm_operator.artifacts.committed import committed_shard
-from batchllm_operator.artifacts.manifest import PlanManifest, ReplicaPlacement
-from batchllm_operator.artifacts.parts import PartEntry, read_ledger, write_part
-from batchllm_operator.artifacts.shard_report import ShardReport, write_report
+from batchllm_operator.artifacts.attempts import check_free, claim_attempt
+from batchllm_operator.artifacts.committed import committed_shard, find_committed
+from batchllm_operator.artifacts.parts import read_ledger
+from batchllm_operator.artifacts.shard_report import ShardReport
 from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
-from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest, start_engine
+from batchllm_operator.engine import start_engine
 from batchllm_operator.engine.gpus import num_gpus_of, num_stages_of
 from batchllm_operator.errors import PlanError, SpecError
-from batchllm_operator.planner import matrix_seconds
-from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.run.draining import Drain
-from batchllm_operator.run.live_progress import Observe, ProgressWriter, interval_s, live_progress
-from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
-from batchllm_operator.run.shard_work import ShardWork
-from batchllm_operator.run.traces import traced
-from batchllm_operator.spec import JobSpec
-from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
+from batchllm_operator.run.live_progress import Observe, interval_s
+from batchllm_operator.run.shard_queue import ShardQueue
+from batchllm_operator.run.shard_run import Holder, Lap, missing_parts, store_report
+from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S
+from batchllm_operator.run.shards import Claimed, OneShard, WorkerReport
+from batchllm_operator.run.worker import Start, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +30,7 @@ def run_shard(
     plan_uri: str,
     shard_idx: int,
     *,
-    start: Callable[[JobSpec, EngineJob], Engine] = start_engine,
+    start: Start = start_engine,
     num_gpus: int | None = None,
     owner: str | None = None,
     drain: Drain | None = None,
@@ -76,18 +67,83 @@ def run_shard(
         return settled
     folder = plan.run_folder(shard_idx)
     entries = read_ledger(folder, plan.manifest.plan_id)
-    if not _missing(plan, shard_idx, entries):
-        return _report(plan, shard_idx, entries, len(entries))
+    if not missing_parts(plan, shard_idx, entries):
+        return store_report(plan, shard_idx, entries, len(entries))
     if owner is not None:
         check_free(folder, owner)
-    with plan.open_shard(shard_idx) as file:
+    with plan.open_shard(shard_idx):  # before the claim: it may be damaged
         _check_model(plan)
-        attempt = claim_attempt(folder, owner)
-        plan.check_stays()
-        # An earlier attempt may have finished parts until it saw the claim.
-        entries = read_ledger(folder, plan.manifest.plan_id, entries)
-        run = _ShardRun(plan, shard_idx, attempt, entries, drain or Drain(), num_gpus)
-        return run.to_end(file, start, observe)
+    claimed = Claimed(shard_idx, claim_attempt(folder, owner), entries)
+    holder = Holder(
+        drain=drain or Drain(),
+        lap=Lap(),
+        num_gpus=num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus,
+        every_s=interval_s(),
+        observe=observe,
+    )
+    return _work(Worker(plan, OneShard(claimed), start, holder))[shard_idx]
+
+
+def run_worker(
+    plan_uri: str,
+    worker: int,
+    num_workers: int,
+    *,
+    start: Start = start_engine,
+    num_gpus: int | None = None,
+    owner: str | None = None,
+    drain: Drain | None = None,
+    observe: Observe | None = None,
+) -> WorkerReport:
+    """Run shards of a plan through one engine, beside other workers, until none is left (ADR 33).
+
+    It starts with its own run of the plan's order, then helps others, and takes over shards that an
+    attempt has left. While others run the last shards, it waits for at most two minutes. Without
+    a shard to run, no engine is started.
+
+    Args:
+        plan_uri: the plan.
+        worker: its number, from 0. Of two with the same number, each takes other shards.
+        num_workers: may differ from one call to the next.
+        start, num_gpus, observe: see `run_shard`.
+        owner: attempts of the same owner count as left, others' only once they show no sign of
+            life.
+        drain: once it has begun, no further part is opened, and no shard claimed.
+
+    Raises:
+        ValueError: there is no such worker.
+        PlanError, ModelError, SpecError, EngineError, Interrupted: see `run_shard`.
+    """
+    if not 0 <= worker < num_workers:
+        raise ValueError(f"worker {worker} isn't one of {num_workers}")
+    plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
+    num_shards = len(plan.manifest.shards)
+    if find_committed(plan) is not None:
+        _log.info("the plan is committed: there is nothing left to do")
+        return WorkerReport(worker, num_workers, num_shards, num_shards, [], {})
+    queue = ShardQueue(plan, worker, num_workers, owner=owner)
+    if queue.next_shard() is not None:
+        _check_model(plan)
+    holder = Holder(
+        drain=drain or Drain(),
+        lap=Lap(),
+        num_gpus=num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus,
+        # Other workers would take a shard without progress for lost.
+        every_s=interval_s() or DEFAULT_INTERVAL_S,
+        observe=observe,
+        worker=worker,
+        num_workers=num_workers,
+    )
+    reports = _work(Worker(plan, queue, start, holder))
+    others = queue.others()
+    return WorkerReport(worker, num_workers, num_shards, queue.num_finished, others, reports)
+
+
+def _work(worker: Worker) -> dict[int, ShardReport]:
+    for pause_s in worker.steps():
+        if pause_s:
+            time.sleep(pause_s)
+    return worker.reports
 
 
 def _settled(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
@@ -99,20 +155,6 @@ def _settled(plan: StoredPlan, shard_idx: int) -> ShardReport | None:
         _log.info("shard %d is committed: there is nothing left to do", shard_idx)
         return committed
     return None
-
-
-def _report(
-    plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry], num_resumed_parts: int
-) -> ShardReport:
-    in_order = [entries[part_idx] for part_idx in sorted(entries)]
-    report = ShardReport.of_parts(plan.manifest.plan_id, shard_idx, in_order, num_resumed_parts)
-    write_report(plan.run_folder(shard_idx), report)
-    return report
-
-
-def _missing(plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry]) -> list[int]:
-    num_parts = plan.manifest.shards[shard_idx].num_parts
-    return [part_idx for part_idx in range(num_parts) if part_idx not in entries]
 
 
 def _check_model(plan: StoredPlan) -> None:
@@ -155,167 +197,3 @@ def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
         planner = planner.model_copy(update={"runahead": "off", "link_bytes_per_s": None})
     spec = spec.model_copy(update={"engine": engine, "planner": planner})
     return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
-
-
-def _pin_revision(manifest: PlanManifest) -> JobSpec:
-    """The spec with the planned commit as revision, if the model is on the hub."""
-    kind, _, commit = manifest.model_version.partition(":")
-    if kind != "commit":
-        return manifest.spec
-    model = manifest.spec.model.model_copy(update={"revision": commit})
-    return manifest.spec.model_copy(update={"model": model})
-
-
-def _job(
-    plan: StoredPlan, work: ShardWork, placement: ReplicaPlacement | None, trace_folder: Path
-) -> EngineJob:
-    profiles = StoredProfiles(profiles_folder(plan.manifest.spec))
-    job = EngineJob(
-        max_model_len=plan.manifest.max_model_len,
-        num_requests=work.num_requests,
-        step_cost=_step_cost(plan.manifest),
-        profiles=profiles,
-        trace_folder=trace_folder,
-    )
-    if placement is None:
-        return job
-    from batchllm_operator.run.replicas import chain_job
-
-    return replace(
-        job,
-        spread_groups=frozenset(group.group_id for group in placement.spread),
-        chain=chain_job(plan.manifest.spec, placement, work, profiles),
-    )
-
-
-def _has_estimates(spec: JobSpec) -> bool:
-    """Whether planned output lengths tell more than the spec's limit."""
-    return spec.planner.estimated_output_tokens is not None or spec.sampling.ignore_eos
-
-
-def _step_cost(manifest: PlanManifest) -> StepCost | None:
-    estimate = manifest.estimate
-    if estimate is None:
-        return None
-    num_gpus = manifest.spec.engine.tensor_parallel_size
-    token_s, weights_s = matrix_seconds(estimate.model, estimate.gpu, num_gpus)
-    return StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)
-
-
-class _ShardRun:
-    """An attempt at a shard: feeds parts to the engine and collects the outputs."""
-
-    def __init__(
-        self,
-        plan: StoredPlan,
-        shard_idx: int,
-        attempt: Attempt,
-        entries: dict[int, PartEntry],
-        drain: Drain,
-        num_gpus: int | None,
-    ) -> None:
-        self._plan, self._shard_idx, self._attempt = plan, shard_idx, attempt
-        self._entries, self._drain, self._every_s = entries, drain, interval_s()
-        self._tally = ShardTally(
-            plan,
-            shard_idx,
-            attempt,
-            entries.values(),
-            num_gpus=num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus,
-            interval_s=self._every_s or DEFAULT_INTERVAL_S,
-        )
-        self._tally.hold_gpus()
-        self._open_parts: dict[int, _OpenPart] = {}
-        self._part_of: dict[int, int] = {}  # request_idx -> part_idx, for requests in the engine
-
-    def to_end(
-        self,
-        file: pq.ParquetFile,
-        start: Callable[[JobSpec, EngineJob], Engine],
-        observe: Observe | None,
-    ) -> ShardReport:
-        """Generate the parts that the ledger lacks, and write the report; see `run_shard`."""
-        num_resumed = len(self._entries)
-        if self._attempt.number > 1:
-            number = self._attempt.number
-            _log.info("attempt %d: %d parts are finished already", number, num_resumed)
-        with live_progress(self._attempt.folder, self._tally, self._every_s, observe) as writer:
-            if missing := _missing(self._plan, self._shard_idx, self._entries):
-                self._generate(file, missing, start, writer)
-            num_left = len(_missing(self._plan, self._shard_idx, self._entries))
-            self._drain.check(num_left=num_left)
-            self._attempt.check_current()
-            return _report(self._plan, self._shard_idx, self._entries, num_resumed)
-
-    def _generate(
-        self,
-        file: pq.ParquetFile,
-        missing: Sequence[int],
-        start: Callable[[JobSpec, EngineJob], Engine],
-        writer: ProgressWriter,
-    ) -> None:
-        manifest, shard = self._plan.manifest, self._plan.manifest.shards[self._shard_idx]
-        has_estimates = _has_estimates(manifest.spec)
-        first = shard.replicas.first_groups if shard.replicas is not None else []
-        work = ShardWork(file, missing, has_estimates=has_estimates, first=first)
-        with traced(self._attempt.folder) as trace_folder:
-            job = _job(self._plan, work, shard.replicas, trace_folder)
-            engine = start(_pin_revision(manifest), job)
-            try:
-                rows_before = sum(entry.num_rows for entry in self._entries.values())
-                name = f"shard {self._shard_idx}"
-                with Progress(name, shard.num_rows, initial=rows_before) as progress:
-                    self._tally.begin_running()
-                    writer.write_soon()
-                    self._collect(engine, work, progress)
-                self._drain.end()
-            finally:
-                engine.close()
-
-    def _collect(self, engine: Engine, work: ShardWork, progress: Progress) -> None:
-        """Run all parts through the engine; each is written after its last output."""
-        part_started_at = time.monotonic()
-        for output in engine.stream(self._requests(work)):
-            part_idx = self._part_of.pop(output.request_idx)
-            part = self._open_parts[part_idx]
-            part.outputs.append(output)
-            num_rows = len(part.row_idxs[output.request_idx])
-            self._tally.count_output(output, num_rows)
-            progress.advance(num_rows, self._tally.note())
-            if len(part.outputs) < len(part.row_idxs):
-                continue
-            del self._open_parts[part_idx]
-            now = time.monotonic()
-            part_s, part_started_at = now - part_started_at, now
-            plan_id = self._plan.manifest.plan_id
-            entry = write_part(
-                self._attempt, plan_id, part_idx, part.outputs, part.row_idxs, part_s
-            )
-            self._drain.num_open_parts = len(self._open_parts)
-            self._tally.count_part(entry)
-            self._entries[part_idx] = entry
-        assert not self._open_parts, "the engine left requests without an output"
-
-    def _requests(self, work: ShardWork) -> Iterator[EngineRequest]:
-        for part_idx, table in work.parts():
-            if self._drain.has_begun:
-                return
-            request_idxs = table["request_idx"].to_pylist()
-            row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
-            self._open_parts[part_idx] = _OpenPart(row_idxs, [])
-            self._drain.num_open_parts = len(self._open_parts)
-            known = table.drop_columns(["request_idx", "row_idxs", "prompt_token_ids"]).to_pylist()
-            for request_idx, hints, token_ids in zip(
-                request_idxs, known, table["prompt_token_ids"], strict=True
-            ):
-                self._part_of[request_idx] = part_idx
-                yield EngineRequest(
-                    request_idx=request_idx, prompt_token_ids=token_ids.as_py(), **hints
-                )
-
-
-class _OpenPart(NamedTuple):
-    """A part with requests in the engine."""
-
-    row_idxs: dict[int, list[int]]
-    outputs: list[EngineOutput]

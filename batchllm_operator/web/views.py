@@ -11,7 +11,6 @@ from batchllm_operator.artifacts.run_report import RunReport
 from batchllm_operator.artifacts.status import JobStatus, ShardStatus
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.pages import count, ratio, render, usd
-from batchllm_operator.report.status_table import choose_shards
 from batchllm_operator.spec import Masker
 from batchllm_operator.web.job_state import JobState
 from batchllm_operator.web.jobs import Job
@@ -22,8 +21,6 @@ from batchllm_operator.web.sparkline import Sparkline, sparkline
 EVERY_MS: Final = 5000
 """Milliseconds between two polls of a live page."""
 _MAX_NOTES: Final = 20
-_MOST_SHARDS: Final = 200
-"""Finished and waiting ones beyond are counted: the list is sent at each poll."""
 
 
 def jobs_page(jobs: list[Job], links: Links) -> str:
@@ -76,15 +73,12 @@ class LiveJob:
     def _values(self) -> dict[str, Any]:
         status, masker = self.status, Masker.of(os.environ)
         share = 0.0 if status is None else _share(status.num_rows_done, status.num_rows)
-        shards, left_out = choose_shards(() if status is None else status.shards, _MOST_SHARDS)
         summary = self.stage.text
         if status is not None and not self.stage.is_failed:
             summary = f"{self.stage.text}, {_tenths(share)} of the rows are done"
         return {
             "stage": self.stage,
             "status": status,
-            "shards": shards,
-            "left_out": left_out,
             "share": share,
             "summary": f"{summary[:1].upper()}{summary[1:]}.",
             "is_final": self.is_final,

@@ -29,7 +29,7 @@ from batchllm_operator.artifacts.attempts import (
     check_free,
     claim_attempt,
 )
-from batchllm_operator.artifacts.parts import read_ledger
+from batchllm_operator.artifacts.parts import PartEntry, read_ledger
 from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.stage import commit_run
@@ -37,8 +37,8 @@ from batchllm_operator.errors import ExitCode, FencedError, IncompleteRunError, 
 from batchllm_operator.inspect.verify import verify_shard
 from batchllm_operator.lake import Folder
 from batchllm_operator.run import stage as run_module
-from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
+from batchllm_operator.run.shard_tally import ShardTally
 from batchllm_operator.run.stage import run_shard
 
 
@@ -305,15 +305,21 @@ def test_what_was_finished_before_the_claim_is_not_generated_again(
     assert set(attempts_of_parts(plan)) == {1}
 
 
-def test_a_report_is_that_of_the_latest_attempt(plan: StoredPlan) -> None:
+def test_a_report_is_that_of_the_latest_attempt(
+    plan: StoredPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = plan.run_folder(0)
+    count_part = ShardTally.count_part
 
-    class Late(Drain):
-        def check(self, *, num_left: int) -> None:
+    def claim_after_the_last(tally: ShardTally, entry: PartEntry) -> None:
+        count_part(tally, entry)
+        if tally.snapshot().num_parts_done == NUM_PARTS:
             claim_attempt(folder)
 
-    with pytest.raises(FencedError):
-        run_shard(plan.folder.uri, 0, drain=Late())
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardTally, "count_part", claim_after_the_last)
+        with pytest.raises(FencedError):
+            run_shard(plan.folder.uri, 0)
     assert not folder.exists("report.json")
     report = run_shard(plan.folder.uri, 0)
     assert report.num_resumed_parts == NUM_PARTS
@@ -363,6 +369,7 @@ def plan_of_slow_requests(lake_uri: str) -> StoredPlan:
 KILLED_BEFORE_AN_ENTRY = """
 import os, signal, sys
 from batchllm_operator.artifacts.attempts import Attempt
+from batchllm_operator.run.shard_tally import ShardTally
 from batchllm_operator.run.stage import run_shard
 
 looks = []

@@ -17,7 +17,7 @@ from batchllm_operator.engine import ChainJob, Engine, EngineJob, EngineOutput, 
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run import stage as run_module
+from batchllm_operator.run.engine_job import pin_revision
 from batchllm_operator.run.replicas import chain_job
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.run.stage import run_shard
@@ -185,7 +185,7 @@ def test_what_is_measured_is_found_by_the_spec_that_was_planned_with(plan: Store
     spec = as_for_vllm(plan.manifest.spec)
     assert job.subject == chain_subject(spec)
     pinned = plan.manifest.model_copy(update={"spec": spec, "model_version": "commit:abc"})
-    assert chain_subject(run_module._pin_revision(pinned)) != job.subject
+    assert chain_subject(pin_revision(pinned)) != job.subject
     job.keep_profile(
         ChainProfile(subject=job.subject, device="x", link_bytes_per_s=1e9, steps=((64, 0, 0.5),))
     )

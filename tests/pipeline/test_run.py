@@ -17,7 +17,7 @@ from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequ
 from batchllm_operator.engine.fake import fake_text
 from batchllm_operator.errors import PlanError
 from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run import stage as run_module
+from batchllm_operator.run.engine_job import pin_revision
 from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
@@ -199,8 +199,8 @@ def test_another_model_is_refused(plan: StoredPlan) -> None:
 
 def test_a_model_of_the_hub_runs_at_the_commit_that_was_planned(plan: StoredPlan) -> None:
     manifest = plan.manifest.model_copy(update={"model_version": "commit:abc123"})
-    assert run_module._pin_revision(manifest).model.revision == "abc123"
-    assert run_module._pin_revision(plan.manifest) == plan.manifest.spec
+    assert pin_revision(manifest).model.revision == "abc123"
+    assert pin_revision(plan.manifest) == plan.manifest.spec
 
 
 def test_a_shard_that_a_small_partition_did_not_need_has_nothing_to_do(tmp_path: Path) -> None:

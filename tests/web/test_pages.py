@@ -207,48 +207,6 @@ def test_a_shards_page(anna: Browser, records: Records, plan: Any) -> None:
     assert anna.get(f"{JOB}/shards/2").status_code == 404
 
 
-def test_workers_are_shown_with_their_shards(
-    anna: Browser, records: Records, plan: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ShardProgress, "age_s", lambda *_: 0.0)
-    records.run().job(plan.folder.uri)
-    leave(plan, progress(plan, worker=7, num_workers=8, host=EVIL, num_gpus=1))
-    leave(plan, progress(plan, 1, worker=7, num_workers=8, host=EVIL, state="failed"))
-    html = anna.page(JOB)
-    check_accessible(html, num_scripts=1)
-    workers = html.split('aria-label="Workers"')[1].split("</table>")[0]
-    cells = [re.sub("<[^>]*>", "", each) for each in re.findall("<t[hd].*?</t[hd]>", workers)]
-    assert dict(zip(cells[:9], cells[9:], strict=True)) == {
-        "Worker": "7",
-        "State": "running",
-        "Runs shard": "0",
-        "Shards finished": "0",
-        "Rows": "12",
-        "Tokens/s": "1,234",
-        "GPU time": "1 min 00 s",
-        "Last sign": "0 s ago",
-        "Host": "&lt;script&gt;alert(1)&lt;/script&gt;",
-    }
-    assert f'<a href="/batchllm{JOB}/shards/0">0</a>' in workers
-    assert "<dt>Workers at work</dt><dd>1</dd>" in html and "Worker</th>" in html.split("<h2>")[2]
-    assert "<dt>Worker</dt><dd>7</dd>" in anna.page(f"{JOB}/shards/1")
-
-
-def test_of_many_shards_those_left_to_do_are_shown(
-    anna: Browser, records: Records, plan: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from batchllm_operator.web import views
-
-    records.run().job(plan.folder.uri)
-    leave(plan, progress(plan, state="finished"))
-    assert 'id="shard-0"' in anna.page(JOB)
-    assert "Workers" not in anna.page(JOB) and "Worker</th>" not in anna.page(JOB)
-    monkeypatch.setattr(views, "_MOST_SHARDS", 1)
-    html = anna.page(JOB)
-    assert 'id="shard-1"' in html and 'id="shard-0"' not in html
-    assert "Not shown: 1 finished." in html
-
-
 def test_what_is_missing_or_broken_is_said(
     anna: Browser, records: Records, committed: Any, tmp_path: Path
 ) -> None:

@@ -1,0 +1,63 @@
+"""What the plan tells the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from batchllm_operator.artifacts.manifest import PlanManifest
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles_folder
+from batchllm_operator.engine import EngineJob
+from batchllm_operator.planner import matrix_seconds
+from batchllm_operator.run.shard_run import ShardRun
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
+
+
+def pin_revision(manifest: PlanManifest) -> JobSpec:
+    """The spec with the planned commit as revision, if the model is on the hub."""
+    kind, _, commit = manifest.model_version.partition(":")
+    if kind != "commit":
+        return manifest.spec
+    model = manifest.spec.model.model_copy(update={"revision": commit})
+    return manifest.spec.model_copy(update={"model": model})
+
+
+def engine_job(
+    plan: StoredPlan, run: ShardRun, trace_folder: Path, num_later_requests: int
+) -> EngineJob:
+    """What the plan says about an engine's work.
+
+    Args:
+        run: the engine's first shard.
+        trace_folder: local folder for traces of the engine's steps.
+        num_later_requests: those of further shards that are expected.
+    """
+    profiles = StoredProfiles(profiles_folder(plan.manifest.spec))
+    job = EngineJob(
+        max_model_len=plan.manifest.max_model_len,
+        num_requests=run.work.num_requests + num_later_requests,
+        step_cost=_step_cost(plan.manifest),
+        profiles=profiles,
+        trace_folder=trace_folder,
+    )
+    placement = run.shard.replicas
+    if placement is None:
+        return job
+    from batchllm_operator.run.replicas import chain_job
+
+    return replace(
+        job,
+        spread_groups=frozenset(group.group_id for group in placement.spread),
+        chain=chain_job(plan.manifest.spec, placement, run.work, profiles),
+    )
+
+
+def _step_cost(manifest: PlanManifest) -> StepCost | None:
+    estimate = manifest.estimate
+    if estimate is None:
+        return None
+    num_gpus = manifest.spec.engine.tensor_parallel_size
+    token_s, weights_s = matrix_seconds(estimate.model, estimate.gpu, num_gpus)
+    return StepCost(token_s, weights_s, estimate.gpu.step_overhead_s)

@@ -1,0 +1,235 @@
+"""An attempt at a shard: its requests go to an engine, and their outputs into parts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import NamedTuple
+
+from batchllm_operator.artifacts.parts import PartEntry, read_ledger, write_part
+from batchllm_operator.artifacts.shard_report import ShardReport, write_report
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.engine import EngineOutput, EngineRequest
+from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.live_progress import Observe, ProgressWriter, live_progress
+from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
+from batchllm_operator.run.shard_work import ShardWork
+from batchllm_operator.run.shards import Claimed
+
+_log = logging.getLogger(__name__)
+
+
+class Lap:
+    """Seconds since the last call, or since `begin`."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self._began_at = time.monotonic()
+
+    def __call__(self) -> float:
+        before, self._began_at = self._began_at, time.monotonic()
+        return self._began_at - before
+
+
+class Holder(NamedTuple):
+    """The process that runs shards, as far as they all share it."""
+
+    drain: Drain
+    lap: Lap
+    """From one part to the next, of any shard, so that the engine's time is counted once."""
+    num_gpus: int
+    every_s: float | None
+    """Seconds between two progress objects; None for none."""
+    observe: Observe | None = None
+    worker: int | None = None
+    num_workers: int | None = None
+
+
+class ShardRun:
+    """An attempt at a shard; the context ends it, as `live_progress` does.
+
+    Attributes:
+        rows_before: rows in parts that earlier attempts have finished.
+        work: what is left to generate.
+    """
+
+    def __init__(
+        self,
+        plan: StoredPlan,
+        claimed: Claimed,
+        holder: Holder,
+    ) -> None:
+        self.plan = plan
+        self.shard_idx, self.attempt, known = claimed
+        self.shard = plan.shard(self.shard_idx)
+        self._drain, self._holder = holder.drain, holder
+        # An earlier attempt may have finished parts until it saw the claim.
+        self._entries = read_ledger(self.attempt.shard_folder, plan.manifest.plan_id, known)
+        self._num_resumed = len(self._entries)
+        self.rows_before = sum(entry.num_rows for entry in self._entries.values())
+        self.tally = ShardTally(
+            plan,
+            self.shard_idx,
+            self.attempt,
+            self._entries.values(),
+            num_gpus=holder.num_gpus,
+            interval_s=holder.every_s or DEFAULT_INTERVAL_S,
+            worker=holder.worker,
+            num_workers=holder.num_workers,
+        )
+        self.is_given_up = False
+        """Set once a later attempt has taken over: nothing is fed any more."""
+        self._context = ExitStack()
+        self._open_parts: dict[int, _OpenPart] = {}
+        self._part_of: dict[int, int] = {}  # request_idx -> part_idx, for requests in the engine
+
+    def __enter__(self) -> ShardRun:
+        if self.attempt.number > 1:
+            _log.info(
+                "shard %d, attempt %d: %d parts are finished already",
+                self.shard_idx,
+                self.attempt.number,
+                self._num_resumed,
+            )
+        with ExitStack() as undo:
+            self._writer: ProgressWriter = undo.enter_context(
+                live_progress(
+                    self.attempt.folder, self.tally, self._holder.every_s, self._holder.observe
+                )
+            )
+            file = undo.enter_context(self.plan.open_shard(self.shard_idx))
+            self.work = ShardWork(
+                file,
+                missing_parts(self.plan, self.shard_idx, self._entries),
+                has_estimates=_has_estimates(self.plan),
+                first=self.shard.replicas.first_groups if self.shard.replicas else [],
+            )
+            self._context = undo.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._context.__exit__(kind, error, traceback)
+
+    @property
+    def num_open_parts(self) -> int:
+        return len(self._open_parts)
+
+    @property
+    def num_left(self) -> int:
+        """Parts that aren't finished."""
+        return len(missing_parts(self.plan, self.shard_idx, self._entries))
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether replicas compute prefixes of it together, or are to measure whether that pays."""
+        replicas = self.shard.replicas
+        return replicas is not None and bool(replicas.num_chained or replicas.measure)
+
+    def begin_running(self) -> None:
+        """Note that the engine takes requests."""
+        self.tally.begin_running()
+        self._writer.write_soon()
+
+    def requests(self) -> Iterator[EngineRequest]:
+        """The requests of the missing parts; ends early once draining begins, or after `give_up`.
+
+        Part by part: only those with requests in the engine are in memory.
+        """
+        for part_idx, table in self.work.parts():
+            if self._drain.has_begun or self.is_given_up:
+                return
+            request_idxs = table["request_idx"].to_pylist()
+            row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
+            self._open_parts[part_idx] = _OpenPart(row_idxs, [])
+            self._drain.num_open_parts += 1
+            known = table.drop_columns(["request_idx", "row_idxs", "prompt_token_ids"]).to_pylist()
+            for request_idx, hints, token_ids in zip(
+                request_idxs, known, table["prompt_token_ids"], strict=True
+            ):
+                self._part_of[request_idx] = part_idx
+                yield EngineRequest(
+                    request_idx=request_idx, prompt_token_ids=token_ids.as_py(), **hints
+                )
+
+    def takes(self, output: EngineOutput) -> bool:
+        """Whether the output's request is from here."""
+        return output.request_idx in self._part_of
+
+    def take(self, output: EngineOutput) -> int:
+        """Keep an output; its part is written after the last one. Returns its number of rows.
+
+        Raises:
+            FencedError: a later attempt has taken over.
+        """
+        part_idx = self._part_of.pop(output.request_idx)
+        if self.is_given_up:
+            return 0
+        part = self._open_parts[part_idx]
+        part.outputs.append(output)
+        num_rows = len(part.row_idxs[output.request_idx])
+        self.tally.count_output(output, num_rows)
+        if len(part.outputs) == len(part.row_idxs):
+            self._write(part_idx)
+        return num_rows
+
+    def _write(self, part_idx: int) -> None:
+        part = self._open_parts.pop(part_idx)
+        plan_id, part_s = self.plan.manifest.plan_id, self._holder.lap()
+        entry = write_part(self.attempt, plan_id, part_idx, part.outputs, part.row_idxs, part_s)
+        self._drain.num_open_parts -= 1
+        self.tally.count_part(entry)
+        self._entries[part_idx] = entry
+
+    def give_up(self) -> None:
+        """Feed and write nothing any more: a later attempt has taken over."""
+        self.is_given_up = True
+        self._drain.num_open_parts -= len(self._open_parts)
+        self._open_parts.clear()
+
+    def report(self) -> ShardReport:
+        """Write the report of the finished shard.
+
+        Raises:
+            FencedError: a later attempt has taken over.
+        """
+        self.attempt.check_current()
+        return store_report(self.plan, self.shard_idx, self._entries, self._num_resumed)
+
+
+class _OpenPart(NamedTuple):
+    """A part with requests in the engine."""
+
+    row_idxs: dict[int, list[int]]
+    outputs: list[EngineOutput]
+
+
+def missing_parts(plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry]) -> list[int]:
+    """The parts of a shard that the ledger lacks, ascending."""
+    num_parts = plan.manifest.shards[shard_idx].num_parts
+    return [part_idx for part_idx in range(num_parts) if part_idx not in entries]
+
+
+def store_report(
+    plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry], num_resumed_parts: int
+) -> ShardReport:
+    """Write the report of a shard whose parts are all in the ledger, and return it."""
+    in_order = [entries[part_idx] for part_idx in sorted(entries)]
+    report = ShardReport.of_parts(plan.manifest.plan_id, shard_idx, in_order, num_resumed_parts)
+    write_report(plan.run_folder(shard_idx), report)
+    return report
+
+
+def _has_estimates(plan: StoredPlan) -> bool:
+    """Whether planned output lengths tell more than the spec's limit."""
+    spec = plan.manifest.spec
+    return spec.planner.estimated_output_tokens is not None or spec.sampling.ignore_eos

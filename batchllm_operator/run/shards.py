@@ -1,0 +1,97 @@
+"""Where a worker's shards come from, and what it says of them in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from batchllm_operator.artifacts.attempts import Attempt
+from batchllm_operator.artifacts.counts import Counts
+from batchllm_operator.artifacts.parts import PartEntry
+from batchllm_operator.artifacts.shard_report import ShardReport
+from batchllm_operator.errors import FencedError
+
+
+class Claimed(NamedTuple):
+    """A shard that this process has to run."""
+
+    shard_idx: int
+    attempt: Attempt
+    entries: Mapping[int, PartEntry] = {}
+    """Finished parts that are known already."""
+
+
+class Shards(Protocol):
+    """Where a worker's shards come from."""
+
+    @property
+    def worker(self) -> int | None:
+        """The worker's number; None for a run of one shard."""
+
+    def take(self) -> Claimed | None:
+        """Claim the next shard; None if there is none now."""
+
+    def own(self) -> list[int]:
+        """Unfinished shards that will probably be this worker's."""
+
+    def others(self) -> list[int]:
+        """Unfinished shards that others run, as of the last `take`."""
+
+    def num_left(self) -> int:
+        """Unfinished shards of all workers, as of the last `take`."""
+
+    def ended(self, shard_idx: int) -> None:
+        """Note that a shard is finished."""
+
+    def give_up(self, shard_idx: int, error: FencedError) -> None:
+        """Note that a later attempt has taken over a shard; raises `error` if nothing is left."""
+
+
+class OneShard:
+    """A single shard, whose attempt has been claimed."""
+
+    worker = None
+
+    def __init__(self, claimed: Claimed) -> None:
+        self._claimed: Claimed | None = claimed
+
+    def take(self) -> Claimed | None:
+        claimed, self._claimed = self._claimed, None
+        return claimed
+
+    def own(self) -> list[int]:
+        return []
+
+    def others(self) -> list[int]:
+        return []
+
+    def num_left(self) -> int:
+        return 0
+
+    def ended(self, shard_idx: int) -> None:
+        pass
+
+    def give_up(self, shard_idx: int, error: FencedError) -> None:
+        raise error
+
+
+class WorkerReport(NamedTuple):
+    """What a worker has done, and what is left of the plan."""
+
+    worker: int
+    num_workers: int
+    num_shards: int
+    num_finished: int
+    """Finished shards of the plan, of all workers."""
+    others: list[int]
+    """Shards that other workers run."""
+    shards: dict[int, ShardReport]
+    """Those that it has finished, by shard_idx."""
+
+    def to_result(self) -> dict[str, Any]:
+        """For the command's result; counts are those of the shards that it has finished."""
+        fields = self._asdict()
+        reports = fields.pop("shards")
+        counts = Counts.total(reports.values()).model_dump()
+        num_parts = sum(report.num_parts for report in reports.values())
+        return {**fields, "shard_idxs": sorted(reports), "num_parts": num_parts, **counts}

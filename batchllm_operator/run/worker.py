@@ -1,0 +1,213 @@
+"""One engine that runs shard after shard, until none is left (ADR 33)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Final
+
+from batchllm_operator.artifacts.shard_report import ShardReport
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.errors import FencedError
+from batchllm_operator.progress import Progress
+from batchllm_operator.run.engine_job import engine_job, pin_revision
+from batchllm_operator.run.shard_run import Holder, ShardRun
+from batchllm_operator.run.shards import Shards
+from batchllm_operator.run.traces import traced
+from batchllm_operator.spec import JobSpec
+
+Start = Callable[[JobSpec, EngineJob], Engine]
+"""Creates an engine."""
+
+MOST_WAIT_S: Final = 120.0
+"""How long a worker waits for the shards of others: until then it has seen that one is lost."""
+_POLL_S: Final = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Runs the shards that it gets, through one engine.
+
+    The engine starts with the first shard, and takes requests of the next one before the last of
+    this one have ended. Only where replicas compute prefixes together, each shard has an engine.
+
+    Args:
+        shards: where shards come from.
+        holder: what all shards of this process share.
+        clock: monotonic seconds.
+
+    Attributes:
+        reports: of the shards that it has finished, by shard_idx.
+    """
+
+    def __init__(
+        self,
+        plan: StoredPlan,
+        shards: Shards,
+        start: Start,
+        holder: Holder,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan, self._shards, self._start, self._holder = plan, shards, start, holder
+        self._clock = clock
+        self._runs: list[ShardRun] = []
+        """Those with requests in the engine, or yet to be fed, in the order of their claims."""
+        self._given_up: list[ShardRun] = []
+        self._engine: Engine | None = None
+        self._context = ExitStack()
+        """Of the engine."""
+        self._progress: Progress | None = None
+        self._expected: set[int] = set()
+        """Shards whose rows are in the progress line's total."""
+        self.reports: dict[int, ShardReport] = {}
+
+    def steps(self) -> Iterator[float]:
+        """Run shards until none is left; the caller may do other things between the steps.
+
+        Yields:
+            Seconds to pause: 0 after each output, more where only others' shards are left.
+
+        Raises:
+            FencedError: a later attempt has taken over, and `shards` don't go on without the shard.
+            Interrupted: draining has begun, and work is left.
+            EngineError, SpecError: see `run_shard`.
+        """
+        with ExitStack() as lines:
+            try:
+                yield from self._run_all(lines)
+            except BaseException as error:
+                for run in reversed(self._runs):
+                    run.__exit__(type(error), error, error.__traceback__)
+                raise
+            finally:
+                self._close_engine()
+
+    def _run_all(self, lines: ExitStack) -> Iterator[float]:
+        drain, waiting_since = self._holder.drain, None
+        while not drain.has_begun:
+            if (run := self._claim()) is not None:
+                waiting_since = None
+                yield from self._stream(run, lines)
+                continue
+            if not self._shards.others():
+                break
+            if waiting_since is None:
+                waiting_since = self._clock()
+                _log.info("other workers run the rest: waiting for at most %.0f s", MOST_WAIT_S)
+            if self._clock() - waiting_since >= MOST_WAIT_S:
+                break
+            yield _POLL_S
+        drain.check(num_left=self._shards.num_left())
+        if self._progress is not None and self._shards.worker is not None:
+            self._progress.complete()
+
+    def _claim(self) -> ShardRun | None:
+        """Claim the next shard with something left to generate."""
+        while not self._holder.drain.has_begun and (claimed := self._shards.take()) is not None:
+            self._plan.check_stays()
+            run = ShardRun(self._plan, claimed, self._holder)
+            run.__enter__()
+            self._runs.append(run)
+            self._runs[0].tally.hold_gpus()
+            if run.num_left:
+                return run
+            self._end(run)
+        return None
+
+    def _stream(self, run: ShardRun, lines: ExitStack) -> Iterator[float]:
+        """Generate a shard, and those that follow it without a gap."""
+        engine = self._running_engine(run)
+        if self._progress is None:
+            self._progress = lines.enter_context(self._progress_of(run))
+        self._holder.lap.begin()
+        for output in engine.stream(self._requests(run)):
+            self._keep(output)
+            yield 0.0
+        self._given_up.clear()
+        self._holder.drain.end()
+        for each in list(self._runs):
+            assert not each.num_open_parts, "the engine left requests without an output"
+            self._holder.drain.check(num_left=each.num_left)
+        if run.is_chained:
+            self._close_engine()
+
+    def _requests(self, run: ShardRun | None) -> Iterator[EngineRequest]:
+        while run is not None:
+            run.begin_running()
+            self._expect(run)
+            yield from run.requests()
+            run = None if run.is_chained else self._claim()
+
+    def _keep(self, output: EngineOutput) -> None:
+        run = next(each for each in (*self._runs, *self._given_up) if each.takes(output))
+        try:
+            num_rows = run.take(output)
+        except FencedError as error:
+            self._give_up(run, error)
+            return
+        assert self._progress is not None
+        self._progress.advance(num_rows, run.tally.note())
+        if not run.num_left and not run.is_given_up:
+            self._end(run)
+
+    def _end(self, run: ShardRun) -> None:
+        """Write a finished shard's report, and end its attempt."""
+        try:
+            report = run.report()
+        except FencedError as error:
+            self._give_up(run, error)
+            return
+        self._remove(run, None)
+        self.reports[run.shard_idx] = report
+        self._shards.ended(run.shard_idx)
+
+    def _give_up(self, run: ShardRun, error: FencedError) -> None:
+        self._shards.give_up(run.shard_idx, error)
+        run.give_up()
+        self._given_up.append(run)
+        self._remove(run, error)
+
+    def _remove(self, run: ShardRun, error: FencedError | None) -> None:
+        self._runs.remove(run)
+        run.__exit__(type(error) if error else None, error, None)
+        if self._runs:
+            self._runs[0].tally.hold_gpus()
+
+    def _running_engine(self, run: ShardRun) -> Engine:
+        if self._engine is None:
+            with ExitStack() as undo:
+                trace_folder = undo.enter_context(traced(run.attempt.folder))
+                later = (self._plan.shard(idx).num_requests for idx in self._later(run))
+                job = engine_job(self._plan, run, trace_folder, sum(later))
+                self._engine = self._start(pin_revision(self._plan.manifest), job)
+                undo.callback(self._engine.close)
+                self._context = undo.pop_all()
+        return self._engine
+
+    def _close_engine(self) -> None:
+        self._engine = None
+        self._context.close()
+
+    def _later(self, run: ShardRun) -> list[int]:
+        """Shards that are expected after this one."""
+        return [] if run.is_chained else [i for i in self._shards.own() if i != run.shard_idx]
+
+    def _progress_of(self, run: ShardRun) -> Progress:
+        later = self._later(run)
+        self._expected = {run.shard_idx, *later}
+        total = sum(self._plan.shard(idx).num_rows for idx in self._expected)
+        if self._shards.worker is None:
+            return Progress(f"shard {run.shard_idx}", total, initial=run.rows_before)
+        return Progress(f"worker {self._shards.worker}", total - run.rows_before)
+
+    def _expect(self, run: ShardRun) -> None:
+        """Count a shard's rows in the progress line, if it isn't yet."""
+        assert self._progress is not None
+        if run.shard_idx not in self._expected:
+            self._expected.add(run.shard_idx)
+            self._progress.extend(run.shard.num_rows - run.rows_before)
