@@ -34,18 +34,19 @@ def job_state(session: Session, job: JobInRun) -> JobState:
     ]
     if sum(operator == PLAN for operator, _ in states) > 1:
         return JobState("planned")
-    shards = [state for operator, state in states if operator == GENERATE]
+    tasks = [state for operator, state in states if operator == GENERATE]
     commits = [state for operator, state in states if operator == COMMIT]
     if commits and (commits[0] == "success" or commits[0] in ACTIVE or commits[0] == "failed"):
         return _stage("committing", "committed", commits[0])
-    return _generating(shards)
+    return _generating(tasks)
 
 
-def _generating(shards: list[str]) -> JobState:
-    counts = Counter(shards)
-    done = f"{counts['success']} of {len(shards)} shards"
+def _generating(tasks: list[str]) -> JobState:
+    """Tasks are shards or workers, which isn't known without reading their fields."""
+    counts = Counter(tasks)
+    done = f"{counts['success']} of {len(tasks)} tasks"
     if num_failed := sum(counts[state] for state in FAILED):
-        return JobState(f"generating failed ({num_failed} of {len(shards)} shards)", is_failed=True)
+        return JobState(f"generating failed ({num_failed} of {len(tasks)} tasks)", is_failed=True)
     if any(counts[state] for state in ACTIVE):
         return JobState(f"generating ({done})")
     return JobState("planned" if not counts["success"] else f"generated ({done})")

@@ -1,4 +1,4 @@
-"""Addresses of the pages, and the link to a shard's page on its task."""
+"""Addresses of the pages, and the link to a shard's or job's page on a generate task."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Links:
 
 
 class LiveProgressLink(BaseOperatorLink):
-    """Links a generate task to its shard's page, before, during and after its run.
+    """Links a generate task to its shard's page, or a worker to its job's, at any time.
 
     The link is the plugin's, because the API server itself computes those, each time. An operator's
     own link is an XCom that the task stores when it ends or defers; it would also be shown, and

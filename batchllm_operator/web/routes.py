@@ -32,7 +32,7 @@ from batchllm_operator.web.runs import (
     JobRef,
     jobs_of_run,
     run_state,
-    shard_of_task,
+    share_of_task,
 )
 
 MapIndex = Annotated[int, Path(ge=-1, lt=1 << 31)]
@@ -157,17 +157,18 @@ def show_shard_news(job: PathJob, shard_idx: ShardIdx) -> Response:
 def show_task(
     request: Request, dag_id: str, run_id: str, task_id: str, map_index: MapIndex
 ) -> Response:
-    """Redirect to the page of a generate task's shard."""
+    """Redirect to the page of a generate task's shard; for a worker, to that of its job."""
     with create_session(scoped=False) as session:
-        found = shard_of_task(session, dag_id, run_id, task_id, map_index)
+        found = share_of_task(session, dag_id, run_id, task_id, map_index)
     if found is None:
         raise PageError(
             404,
-            "Which shard this task generates isn't known: it isn't a task of"
+            "What this task generates isn't known: it isn't a task of"
             " BatchLLMGenerateOperator, or nothing is planned yet.",
         )
-    job, shard_idx = found
-    return _redirect(_links(request).job_shard(job.ref, shard_idx))
+    links, ref = _links(request), found.job.ref
+    url = links.job(ref) if found.shard_idx is None else links.job_shard(ref, found.shard_idx)
+    return _redirect(url)
 
 
 def _links(request: Request) -> Links:

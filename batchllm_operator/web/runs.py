@@ -133,13 +133,22 @@ def task_states(
     return [(task_id, str(operator), state_name(state)) for task_id, operator, state in rows]
 
 
-def shard_of_task(
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a generate task does of its job."""
+
+    job: JobInRun
+    shard_idx: int | None
+    """None for a worker, which runs many."""
+
+
+def share_of_task(
     session: Session, dag_id: str, run_id: str, task_id: str, map_index: int
-) -> tuple[JobInRun, int] | None:
+) -> Share | None:
     """A generate task's job and shard; None if unknown.
 
     A task that has begun has rendered fields. For others, the map index is the position in the
-    list of shards that the plan task has returned.
+    list of shards or workers that the plan task has returned.
     """
     row = session.execute(
         select(RenderedTaskInstanceFields.rendered_fields, TaskInstance.task_id)
@@ -157,16 +166,15 @@ def shard_of_task(
     if row is None or not jobs:
         return None
     rendered = row[0] if isinstance(row[0], Mapping) else {}
-    shard_idx = _index(rendered.get("shard_idx"))
     for job in jobs:
-        if shard_idx is not None and rendered.get("plan_uri") == job.noted:
-            return job, shard_idx
+        if _names_share(rendered) and rendered.get("plan_uri") == job.noted:
+            return Share(job, _index(rendered.get("shard_idx")))
     group = task_id.rpartition(".")[0]
     found = jobs if len(jobs) == 1 else [job for job in jobs if job.ref.group == group]
     if len(found) != 1 or map_index < 0:
         return None
-    shard_idx = _mapped_shard(session, found[0].ref, map_index)
-    return None if shard_idx is None else (found[0], shard_idx)
+    mapped = _mapped_over(session, found[0].ref, map_index)
+    return Share(found[0], _index(mapped.get("shard_idx"))) if _names_share(mapped) else None
 
 
 def decoded_xcom(value: Any) -> Any:
@@ -187,7 +195,12 @@ def state_name(state: Any) -> str:
     return "none" if state is None else str(getattr(state, "value", state))
 
 
-def _mapped_shard(session: Session, ref: JobRef, map_index: int) -> int | None:
+def _names_share(fields: Mapping[str, Any]) -> bool:
+    return any(_index(fields.get(name)) is not None for name in ("shard_idx", "worker"))
+
+
+def _mapped_over(session: Session, ref: JobRef, map_index: int) -> Mapping[str, Any]:
+    """What the plan task has returned for a generate task; empty if nothing."""
     value = session.scalar(
         select(XComModel.value).where(
             XComModel.dag_id == ref.dag_id,
@@ -197,11 +210,11 @@ def _mapped_shard(session: Session, ref: JobRef, map_index: int) -> int | None:
             XComModel.key == RETURN_KEY,
         )
     )
-    shards = decoded_xcom(value)
-    if not isinstance(shards, list) or map_index >= len(shards):
-        return None
-    each = shards[map_index]
-    return _index(each.get("shard_idx")) if isinstance(each, Mapping) else None
+    shares = decoded_xcom(value)
+    if not isinstance(shares, list) or map_index >= len(shares):
+        return {}
+    each = shares[map_index]
+    return each if isinstance(each, Mapping) else {}
 
 
 def _index(value: Any) -> int | None:

@@ -50,7 +50,7 @@ def test_a_job_is_listed_with_its_latest_run_and_the_trend(anna: Browser, record
     records.run(run_id="now", day=40).job(uri(40), run_id="now")
     html = anna.page("/")
     assert '<a href="/batchllm/dags/job/runs/now/jobs/batchllm.plan/-1">rank</a>' in html
-    for shown in ("generating (0 of 2 shards)", "74.0 %", "as of 2026-01-35", "4,321", "1,000"):
+    for shown in ("generating (0 of 2 tasks)", "74.0 %", "as of 2026-01-35", "4,321", "1,000"):
         assert shown in html, shown
     assert "The last 30 runs of rank" in html and ">r5<" not in html and ">r6<" in html
     text = (
@@ -147,7 +147,7 @@ def test_a_mistyped_partition_is_the_latest_run_until_the_next(
     html = anna.page("/")
     assert listed(html) == ["typo", "r21", "r20"]
     assert "latest run\nr21, partition 2026-01-21" in html
-    assert "generating (0 of 2 shards)" in html and "planning failed" not in html
+    assert "generating (0 of 2 tasks)" in html and "planning failed" not in html
     records.run(run_id="again", state="failed", day=23, conf={"ds": "2026-01-19"})
     records.task(**plan, run_id="again")
     assert "latest run\nr21, partition 2026-01-21" in anna.page("/")
@@ -184,8 +184,8 @@ def test_what_no_gpu_ran_is_marked_as_predicted(anna: Browser, records: Records)
         ("queued", [], None, "waiting for planning"),
         ("failed", [], None, "planning failed"),
         ("up_for_retry", [], None, "planning again"),
-        ("success", ["success", "running"], None, "generating (1 of 2 shards)"),
-        ("success", ["success", "failed"], "upstream_failed", "generating failed (1 of 2 shards)"),
+        ("success", ["success", "running"], None, "generating (1 of 2 tasks)"),
+        ("success", ["success", "failed"], "upstream_failed", "generating failed (1 of 2 tasks)"),
         ("success", ["success", "success"], "running", "committing"),
         ("success", ["success", "success"], "failed", "committing failed"),
         ("success", ["skipped"], "success", "committed"),

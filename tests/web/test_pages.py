@@ -100,9 +100,9 @@ def test_a_run_shows_its_progress_until_the_commit(
     for path in (RUN, JOB):
         html = anna.page(path)
         check_accessible(html, num_scripts=1)
-        for shown in ("1,234", "60.0 %", "1 min 30 s", "6 / 15", "Generating (0 of 2 shards)"):
+        for shown in ("1,234", "60.0 %", "1 min 30 s", "6 / 15", "Generating (0 of 2 tasks)"):
             assert shown in html, shown
-    assert 'data-summary="Generating (0 of 2 shards), 20 % of the rows are done."' in html
+    assert 'data-summary="Generating (0 of 2 tasks), 20 % of the rows are done."' in html
     news = anna.page(f"{JOB}/live")
     assert "<html" not in news and "6 / 15" in news
     leave(plan, progress(plan, num_rows_done=12, eta_s=3.0))
@@ -192,8 +192,25 @@ def test_a_task_leads_to_its_shard(anna: Browser, records: Records, plan: Any) -
     records.task("alone.generate", "running", rendered=rendered)
     alone = anna.get(f"{RUN}/tasks/alone.generate/-1")
     assert alone.headers["location"] == f"/batchllm{JOB}/shards/1"
+    rendered = {"plan_uri": uri, "shard_idx": None, "worker": "1", "num_workers": "8"}
+    records.task("worker.generate", "running", rendered=rendered)
+    worker = anna.get(f"{RUN}/tasks/worker.generate/-1")
+    assert worker.headers["location"] == f"/batchllm{JOB}"
     for wrong in ("batchllm.generate/2", "batchllm.plan/-1", "nothing/0"):
         assert anna.get(f"{RUN}/tasks/{wrong}").status_code == 404
+
+
+def test_the_task_of_a_worker_that_waits_leads_to_its_job(
+    anna: Browser, records: Records, plan: Any
+) -> None:
+    uri = plan.folder.uri
+    workers = [{"plan_uri": uri, "worker": idx, "num_workers": 2} for idx in range(2)]
+    records.run().task("batchllm.plan", plan_uri=uri, return_value=[*workers, {"plan_uri": uri}])
+    for map_index in range(3):
+        records.task("batchllm.generate", "scheduled", map_index=map_index)
+    task = f"{RUN}/tasks/batchllm.generate"
+    assert anna.get(f"{task}/1").headers["location"] == f"/batchllm{JOB}"
+    assert anna.get(f"{task}/2").status_code == 404
 
 
 def test_a_shards_page(anna: Browser, records: Records, plan: Any) -> None:
