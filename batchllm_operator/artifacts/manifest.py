@@ -107,6 +107,13 @@ class ShardInfo(Frozen):
     replicas: ReplicaPlacement | None = None
     """How the replicas of a run share it; None for one replica, or if a placement gains nothing."""
 
+    @property
+    def is_chained(self) -> bool:
+        """Whether replicas compute prefixes of it together, or are to measure whether that pays."""
+        return self.replicas is not None and bool(
+            self.replicas.num_chained or self.replicas.measure
+        )
+
 
 class PlanCounts(Frozen):
     """The plan's counts of rows, requests and tokens."""

@@ -15,6 +15,7 @@ from batchllm_operator.commands.arguments import (
     check_work,
     plan_uri,
 )
+from batchllm_operator.commands.replicas import run_replicas
 
 if TYPE_CHECKING:
     from batchllm_operator.metrics import MetricsAddress, ShardCollector
@@ -51,6 +52,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="serve Prometheus metrics there, on this machine alone if HOST is left out; 0 for none"
         " (default: BATCHLLM_METRICS_PORT, or none)",
     )
+    command.add_argument(  # for the processes of `run_replicas`
+        "--replica", type=int, metavar="R", help=argparse.SUPPRESS
+    )
     command.set_defaults(check=_check)
 
 
@@ -61,10 +65,18 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Generate the shard, or shards until none is left; print a line of counts and return them."""
+    """Generate the shard, or shards until none is left; print a line of counts and return them.
+
+    A worker whose replicas share no work is a process for each of them.
+    """
     from batchllm_operator.run.draining import Drain
 
     drain, uri = Drain(), plan_uri(args)
+    if args.worker is not None and args.replica is None:
+        from batchllm_operator.run.stage import replica_environments
+
+        if environments := replica_environments(uri, args.num_gpus):
+            return run_replicas(args, uri, environments)
     with ExitStack() as stack:
         if args.drain_s:
             stack.enter_context(drain.on_sigterm(args.drain_s))
@@ -88,7 +100,8 @@ def _run_shard(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[st
 def _run_worker(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[str, Any]:
     from batchllm_operator.run.stage import run_worker
 
-    result = run_worker(uri, args.worker, args.num_workers, **options).to_result()
+    report = run_worker(uri, args.worker, args.num_workers, replica=args.replica, **options)
+    result = report.to_result()
     print(format_worker(result))
     return result
 

@@ -54,6 +54,10 @@ class MetricsAddress:
         port = int(match["port"])
         return cls((match["host"] or _LOCAL).strip("[]"), port) if port else None
 
+    def beside(self, number: int) -> MetricsAddress:
+        """The address whose port is higher by `number`."""
+        return MetricsAddress(self.host, self.port + number)
+
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"

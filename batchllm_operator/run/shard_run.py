@@ -129,12 +129,6 @@ class ShardRun:
         """Parts that aren't finished."""
         return len(missing_parts(self.plan, self.shard_idx, self._entries))
 
-    @property
-    def is_chained(self) -> bool:
-        """Whether replicas compute prefixes of it together, or are to measure whether that pays."""
-        replicas = self.shard.replicas
-        return replicas is not None and bool(replicas.num_chained or replicas.measure)
-
     def begin_running(self) -> None:
         """Note that the engine takes requests."""
         self.tally.begin_running()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import replace
 
@@ -12,7 +13,13 @@ from batchllm_operator.artifacts.parts import read_ledger
 from batchllm_operator.artifacts.shard_report import ShardReport
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import start_engine
-from batchllm_operator.engine.gpus import num_gpus_of, num_stages_of
+from batchllm_operator.engine.gpus import (
+    num_gpus_of,
+    num_stages_of,
+    replica_cores,
+    replica_environment,
+    runs_on_cpu,
+)
 from batchllm_operator.errors import PlanError, SpecError
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.run.draining import Drain
@@ -94,6 +101,7 @@ def run_worker(
     owner: str | None = None,
     drain: Drain | None = None,
     observe: Observe | None = None,
+    replica: int | None = None,
 ) -> WorkerReport:
     """Run shards of a plan through one engine, beside other workers, until none is left (ADR 33).
 
@@ -109,6 +117,8 @@ def run_worker(
         owner: attempts of the same owner count as left, others' only once they show no sign of
             life.
         drain: once it has begun, no further part is opened, and no shard claimed.
+        replica: which of the spec's replicas this worker is, in a process with its GPUs only; None
+            for all of them as one engine.
 
     Raises:
         ValueError: there is no such worker.
@@ -121,13 +131,17 @@ def run_worker(
     if find_committed(plan) is not None:
         _log.info("the plan is committed: there is nothing left to do")
         return WorkerReport(worker, num_workers, num_shards, num_shards, [], {})
+    if replica is not None:
+        plan = _as_replica(plan, replica)
     queue = ShardQueue(plan, worker, num_workers, owner=owner)
     if queue.next_shard() is not None:
         _check_model(plan)
     holder = Holder(
         drain=drain or Drain(),
         lap=Lap(),
-        num_gpus=num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus,
+        num_gpus=(
+            num_gpus_of(plan.manifest.spec) if num_gpus is None or replica is not None else num_gpus
+        ),
         # Other workers would take a shard without progress for lost.
         every_s=interval_s() or DEFAULT_INTERVAL_S,
         observe=observe,
@@ -137,6 +151,32 @@ def run_worker(
     reports = _work(Worker(plan, queue, start, holder))
     others = queue.others()
     return WorkerReport(worker, num_workers, num_shards, queue.num_finished, others, reports)
+
+
+def replica_environments(plan_uri: str, num_gpus: int | None = None) -> list[dict[str, str]]:
+    """Environment variables of the processes in which a worker's replicas are workers themselves.
+
+    Empty if there is one replica, or if replicas compute prefixes of the plan together: then all
+    of them are one engine.
+
+    Raises:
+        PlanError: see `run_shard`.
+        SpecError: the spec's replicas don't fit the GPUs.
+    """
+    plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
+    spec = plan.manifest.spec
+    if spec.engine.replicas == 1 or any(shard.is_chained for shard in plan.manifest.shards):
+        return []
+    return [replica_environment(spec, rank) for rank in range(spec.engine.replicas)]
+
+
+def _as_replica(plan: StoredPlan, rank: int) -> StoredPlan:
+    """The plan for a process that is one of its replicas; on a CPU, it keeps to its cores."""
+    spec = plan.manifest.spec
+    if spec.engine.backend != "fake" and runs_on_cpu():
+        os.sched_setaffinity(0, replica_cores(spec.engine.replicas, rank))
+    spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"replicas": 1})})
+    return replace(plan, manifest=plan.manifest.model_copy(update={"spec": spec}))
 
 
 def _work(worker: Worker) -> dict[int, ShardReport]:

@@ -133,7 +133,7 @@ class Worker:
         for each in list(self._runs):
             assert not each.num_open_parts, "the engine left requests without an output"
             self._holder.drain.check(num_left=each.num_left)
-        if run.is_chained:
+        if run.shard.is_chained:
             self._close_engine()
 
     def _requests(self, run: ShardRun | None) -> Iterator[EngineRequest]:
@@ -141,7 +141,7 @@ class Worker:
             run.begin_running()
             self._expect(run)
             yield from run.requests()
-            run = None if run.is_chained else self._claim()
+            run = None if run.shard.is_chained else self._claim()
 
     def _keep(self, output: EngineOutput) -> None:
         run = next(each for each in (*self._runs, *self._given_up) if each.takes(output))
@@ -195,7 +195,7 @@ class Worker:
 
     def _later(self, run: ShardRun) -> list[int]:
         """Shards that are expected after this one."""
-        return [] if run.is_chained else [i for i in self._shards.own() if i != run.shard_idx]
+        return [] if run.shard.is_chained else [i for i in self._shards.own() if i != run.shard_idx]
 
     def _progress_of(self, run: ShardRun) -> Progress:
         later = self._later(run)

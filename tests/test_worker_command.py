@@ -1,0 +1,138 @@
+"""`batchllm run --worker`, with one engine or with replicas that are processes of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from support.demo_job import live_processes, wait_until
+from support.fake_job import DS, document_rows, job_fields, write_table
+from support.fork_server import ForkServer
+
+from batchllm_operator.errors import ExitCode
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.spec import load_spec
+
+Batchllm = Callable[..., Any]  # the fixture in conftest.py
+CLI = "batchllm_operator.cli"
+NUM_SHARDS = 8
+
+
+@pytest.fixture
+def make_plan(tmp_path: Path) -> Callable[..., str]:
+    """Plans 40 rows in 8 shards, for the fake engine; returns the plan's URI."""
+
+    def make(**engine: Any) -> str:
+        write_table(tmp_path / "documents", document_rows(8, 5))
+        fields = job_fields(".", engine=engine, planner={"num_shards": NUM_SHARDS})
+        path = tmp_path / "job.yaml"
+        path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+        return plan_job(load_spec(path), DS).folder.uri
+
+    return make
+
+
+def reports(uri: str) -> list[Path]:
+    return sorted((Path(uri) / "runs").glob("*/report.json"))
+
+
+def check_published(tmp_path: Path) -> None:
+    keys = pq.read_table(tmp_path / "out")["row_key"].to_pylist()
+    assert keys == [row["row_key"] for row in document_rows(8, 5)]
+
+
+def test_workers_share_a_plan(
+    make_plan: Callable[..., str], batchllm: Batchllm, tmp_path: Path
+) -> None:
+    uri, result = make_plan(), tmp_path / "result.json"
+    done = batchllm("run", "--plan", uri, "--worker", 1, "--num-workers", 2, "--result", result)
+    assert done.code == 0
+    found = json.loads(result.read_text())
+    assert found["num_rows"] == 40
+    assert found["shard_idxs"] == list(range(NUM_SHARDS))
+    assert found["num_finished"] == found["num_shards"] == NUM_SHARDS
+    again = batchllm("run", "--plan", uri, "--worker", 0, "--num-workers", 2)
+    assert again.code == 0 and "0 shards" in again.out
+    assert batchllm("verify", "--plan", uri, "--worker", 0, "--num-workers", 2).code == 0
+    assert batchllm("commit", "--plan", uri).code == 0
+    check_published(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give --shard, or --worker and --num-workers"),
+        (["--shard", 0, "--worker", 0, "--num-workers", 1], "give --shard, or --worker"),
+        (["--worker", 0], "--worker and --num-workers go together"),
+        (["--shard", 0, "--num-workers", 2], "go together"),
+        (["--worker", 2, "--num-workers", 2], "from 0 to --num-workers less 1, here 1"),
+        (["--worker", -1, "--num-workers", 2], "--worker -1"),
+        (["--worker", 0, "--num-workers", 0], "--num-workers must be at least 1"),
+        (["--worker", "x", "--num-workers", 1], "invalid int value"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_what_no_worker_can_be(
+    batchllm: Batchllm, command: str, arguments: list[Any], said: str
+) -> None:
+    done = batchllm(command, "--plan", "/nowhere", *arguments)
+    assert done.code == ExitCode.INVALID
+    assert said in done.err or (command == "verify" and not arguments)
+
+
+def test_verify_fails_while_a_shard_is_free(
+    make_plan: Callable[..., str], batchllm: Batchllm
+) -> None:
+    uri = make_plan()
+    assert batchllm("run", "--plan", uri, "--shard", 3).code == 0
+    done = batchllm("verify", "--plan", uri, "--worker", 0, "--num-workers", 2)
+    assert done.code == ExitCode.INCOMPLETE
+    assert "1 of 8 shards are finished, and no worker runs shard 0" in done.err
+
+
+def test_replicas_are_workers_in_one_pod(
+    make_plan: Callable[..., str], commands: ForkServer, batchllm: Batchllm, tmp_path: Path
+) -> None:
+    uri, result = make_plan(replicas=2, extra_args={"delay_s": 0.05}), tmp_path / "result.json"
+    run = ["run", "--plan", uri, "--worker", "0", "--num-workers", "1", "--result", str(result)]
+    done = commands.run(CLI, run)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(result.read_text())
+    assert (found["worker"], found["num_workers"], found["num_rows"]) == (0, 1, 40)
+    assert sorted(found["shard_idxs"]) == list(range(NUM_SHARDS))
+    claims = [json.loads(p.read_bytes()) for p in (Path(uri) / "runs").glob("*/*/claim.json")]
+    assert {claim["worker"] for claim in claims} == {0, 1}
+    assert len({claim["process_id"] for claim in claims}) == 2
+    assert len({claim["owner"].rpartition("/")[0] for claim in claims}) == 1
+    assert batchllm("commit", "--plan", uri).code == 0
+    check_published(tmp_path)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_replicas_end_with_their_worker(
+    how: signal.Signals,
+    make_plan: Callable[..., str],
+    commands: ForkServer,
+    batchllm: Batchllm,
+    tmp_path: Path,
+) -> None:
+    uri = make_plan(replicas=2, extra_args={"delay_s": 0.3})
+    process = commands.start(CLI, ["run", "--plan", uri, "--worker", "0", "--num-workers", "1"])
+    wait_until(lambda: reports(uri), "the first shard is finished")
+    replicas = live_processes(process.pid)
+    process.send_signal(how)
+    assert process.wait(timeout=30) == (128 + how if how is signal.SIGTERM else -how)
+    wait_until(lambda: not live_processes(process.pid), "no replica is left", 10.0)
+    assert len(reports(uri)) < NUM_SHARDS
+    assert replicas
+    fast = ["run", "--plan", uri, "--worker", "4", "--num-workers", "5"]
+    if how is signal.SIGTERM:  # a killed one looks alive for a minute
+        assert batchllm(*fast).code == 0
+        assert batchllm("commit", "--plan", uri).code == 0
+        check_published(tmp_path)
