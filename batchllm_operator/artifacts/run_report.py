@@ -71,6 +71,8 @@ class ShardRun(Frozen):
     gpu_s: _Number | None = None
     """GPU seconds of all attempts, with engine starts and dropped work; None if unknown."""
     predicted_gpu_s: _Number | None = None
+    worker: Count | None = None
+    """Number of the worker that finished it; None for `run --shard`, or if unknown."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -82,7 +84,8 @@ class Bill(Frozen):
 
     gpu_s: _Number | None
     """GPU seconds that attempts have held, from their start to their last sign, with engine starts
-    and dropped work. None if unknown (no GPU, or an older release)."""
+    and dropped work; those that a worker's shards share count once. None if unknown (no GPU, or an
+    older release)."""
     usd_per_hour: _Number | None
     """Price of a GPU, from the table of GPUs; None if the spec names none."""
     gpu: str | None = None
@@ -109,10 +112,14 @@ class Bill(Frozen):
 class Timeline(Frozen):
     """The token batches of one engine over time (paper, Fig. 2 and 6), in bins of equal length.
 
-    Tuples hold a value for each bin; token counts are means over its time.
+    A worker's engine goes on to other shards, and the timeline has the steps of all of them. Tuples
+    hold a value for each bin; token counts are means over its time.
     """
 
     shard_idx: Count
+    """The shard that the engine began with."""
+    worker: Count | None = None
+    """Number of the worker whose engine it is; None for `run --shard`."""
     num_steps: Count
     duration_s: Seconds
     chunk_size: Count | None
@@ -131,6 +138,12 @@ class Timeline(Frozen):
     valley_share: _Share
     """Share of the time in valleys, 0 to 1."""
     num_preempted: Count
+
+    @property
+    def name(self) -> str:
+        if self.worker is None:
+            return f"shard {self.shard_idx}"
+        return f"worker {self.worker}, from shard {self.shard_idx}"
 
     @model_validator(mode="after")
     def _check_bins(self) -> Timeline:
@@ -193,8 +206,10 @@ class RunReport(Frozen):
     """By frequency, descending."""
     shards: tuple[ShardRun, ...] = ()
     timelines: Annotated[tuple[Timeline, ...], Field(max_length=16)] = ()
-    """Timelines of the longest shards, longest first; none with vLLM's own scheduler."""
+    """Of the shards or workers that took longest, longest first; none with vLLM's own scheduler."""
     sharing: PlanSharing | None = None
+    num_workers: Count | None = None
+    """Workers that have finished a shard, by number and host; None with `run --shard`."""
 
     @property
     def page_uri(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
@@ -24,6 +25,7 @@ from batchllm_operator.artifacts.run_report import (
     Timeline,
     TokenKinds,
 )
+from batchllm_operator.artifacts.shard_progress import ShardProgress
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.partition import FinishedShard
 from batchllm_operator.commit.row_errors import RowErrors
@@ -34,6 +36,8 @@ from batchllm_operator.planner import saving_ratio
 
 _NUM_SAMPLE_ROWS: Final = 3
 _NUM_TIMELINES: Final = 3
+_Worker = tuple[int, str]
+"""Number and host."""
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +50,8 @@ def describe_run(
     entries = [entry for shard in shards for entry in shard.entries]
     total = Counts.total(entries)
     num_computed, num_tokens = total.num_computed_tokens, total.num_request_tokens
-    runs = _shard_runs(manifest, shards, _attempts(plan))
+    attempts = _attempts(plan)
+    runs = _shard_runs(manifest, shards, attempts)
     return RunReport(
         job=spec.name,
         ds=manifest.ds,
@@ -84,8 +89,9 @@ def describe_run(
         bill=_bill(manifest, runs),
         errors=errors.kinds(plan),
         shards=runs,
-        timelines=_timelines(plan, runs),
+        timelines=_timelines(plan, runs, attempts),
         sharing=manifest.sharing,
+        num_workers=len({each for each in map(_finisher, attempts.values()) if each}) or None,
     )
 
 
@@ -174,6 +180,7 @@ def _shard_runs(
                 num_attempts=found.num_attempts,
                 gpu_s=_gpu_s(found),
                 predicted_gpu_s=manifest.shards[shard_idx].predicted_gpu_s,
+                worker=None if found.latest is None else found.latest.worker,
             )
         )
     return tuple(runs)
@@ -201,10 +208,44 @@ def _bill(manifest: PlanManifest, runs: Sequence[ShardRun]) -> Bill:
     )
 
 
-def _timelines(plan: StoredPlan, runs: Sequence[ShardRun]) -> tuple[Timeline, ...]:
-    longest = heapq.nlargest(_NUM_TIMELINES, runs, key=lambda run: run.engine_s)
-    found = (read_timeline(plan.run_folder(run.shard_idx), run.shard_idx) for run in longest)
-    return tuple(each for each in found if each is not None)
+def _finisher(attempts: ShardAttempts) -> _Worker | None:
+    """The worker that made the latest attempt; None for `run --shard`."""
+    return None if attempts.latest is None else _worker(attempts.latest)
+
+
+def _worker(progress: ShardProgress) -> _Worker | None:
+    return None if progress.worker is None else (progress.worker, progress.host)
+
+
+def _timelines(
+    plan: StoredPlan, runs: Sequence[ShardRun], attempts: Mapping[int, ShardAttempts]
+) -> tuple[Timeline, ...]:
+    """Of the engines that took longest: each ran one shard, or a worker's shards."""
+    engine_s: defaultdict[_Worker | int, float] = defaultdict(float)
+    for run in runs:
+        worker = _finisher(attempts.get(run.shard_idx, ShardAttempts(0, ())))
+        engine_s[worker or run.shard_idx] += run.engine_s
+    first = _first_attempts(attempts)
+    timelines = []
+    for engine in heapq.nlargest(_NUM_TIMELINES, engine_s, key=lambda each: engine_s[each]):
+        if isinstance(engine, int):
+            timelines.append(read_timeline(plan.run_folder(engine), engine))
+            continue
+        began = first[engine]
+        shard_idx, attempt = began.shard_idx, began.attempt
+        folder = plan.run_folder(shard_idx)
+        timelines.append(read_timeline(folder, shard_idx, attempt=attempt, worker=began.worker))
+    return tuple(each for each in timelines if each is not None)
+
+
+def _first_attempts(attempts: Mapping[int, ShardAttempts]) -> dict[_Worker, ShardProgress]:
+    """The attempt that each worker began with, where its engine leaves its traces."""
+    first: dict[_Worker, ShardProgress] = {}
+    for progress in (each for found in attempts.values() for each in found.progress):
+        worker = _worker(progress)
+        if worker and (worker not in first or progress.started_at < first[worker].started_at):
+            first[worker] = progress
+    return first
 
 
 def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:

@@ -51,9 +51,12 @@ class _Steps:
         return total
 
 
-def read_timeline(folder: Folder, shard_idx: int) -> Timeline | None:
+def read_timeline(
+    folder: Folder, shard_idx: int, *, attempt: int | None = None, worker: int | None = None
+) -> Timeline | None:
     """The timeline of a shard: the steps of its engines, of all attempts, one after the other.
 
+    With `attempt` and `worker`, it is that of the engine with which the worker began that attempt.
     None if there is no trace (vLLM's own scheduler, a killed process), or, with a warning, no
     readable one. `folder` is the shard's run folder.
     """
@@ -63,6 +66,8 @@ def read_timeline(folder: Folder, shard_idx: int) -> Timeline | None:
         _log.warning("%s: its traces aren't in the report: %s", folder.uri, error)
         return None
     paths = sorted((int(match[1] or 0), match[0]) for match in map(_PATH.fullmatch, names) if match)
+    if attempt is not None:
+        paths = [(number, path) for number, path in paths if number == attempt]
     traces = []
     for _, path in paths:
         try:
@@ -73,7 +78,7 @@ def read_timeline(folder: Folder, shard_idx: int) -> Timeline | None:
             traces += [trace] if trace.num_rows else []
         while len(traces) > 1 and sum(trace.num_rows for trace in traces) > _MOST_STEPS:
             traces.pop(0)
-    return _summarize(_concatenate(traces), shard_idx) if traces else None
+    return _summarize(_concatenate(traces), shard_idx, worker) if traces else None
 
 
 def _read_trace(folder: Folder, path: str) -> pa.Table:
@@ -109,7 +114,7 @@ def _concatenate(traces: Sequence[pa.Table]) -> _Steps:
     return _Steps(columns, before_s, chunk_sizes[-1])
 
 
-def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
+def _summarize(steps: _Steps, shard_idx: int, worker: int | None) -> Timeline:
     columns, duration_s = steps.columns, steps.end_s
     start_s, num_steps = columns["start_s"], len(columns["start_s"])
     edges = np.linspace(0.0, duration_s, min(_NUM_BINS, num_steps) + 1)
@@ -123,6 +128,7 @@ def _summarize(steps: _Steps, shard_idx: int) -> Timeline:
     bounds_s = np.append(start_s, duration_s)
     return Timeline(
         shard_idx=shard_idx,
+        worker=worker,
         num_steps=num_steps,
         duration_s=round(duration_s, 3),
         chunk_size=steps.chunk_size,

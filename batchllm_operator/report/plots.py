@@ -130,7 +130,7 @@ def timeline_plot(line: Timeline) -> Plot:
         f" {ratio(max(line.kv_used))} full at most"
     )
     return draw(
-        f"Token batches of shard {line.shard_idx}",
+        f"Token batches of {line.name}",
         alt,
         _timeline_table(line),
         paint,

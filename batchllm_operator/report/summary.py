@@ -11,6 +11,9 @@ _MAX_TEXT_CHARS: Final = 70
 
 def format_summary(report: RunReport) -> str:
     failed = "".join(f", {count} {kind}" for kind, count in sorted(report.errors_by_kind.items()))
+    workers = "" if report.num_workers is None else f" by {report.num_workers:,} worker"
+    if report.num_workers not in (None, 1):
+        workers += "s"
     reused = f", {report.num_rows_reused:,} reused" if report.num_rows_reused else ""
     lines = [
         f"job {report.job}, partition {report.ds}",
@@ -24,7 +27,7 @@ def format_summary(report: RunReport) -> str:
         f"  plan           {report.num_requests:,} requests in {report.num_groups:,} groups"
         f" ({report.num_shared_groups:,} shared), {report.num_shards} shards",
         f"  speed          {'unknown' if report.speed is None else f'{report.speed:,.0f}'} tokens/s"
-        f" over {report.engine_s:,.1f} s of generating",
+        f" over {report.engine_s:,.1f} s of generating{workers}",
         f"  model          {report.model}",
         f"  table          {report.table_uri}",
         f"  report         {report.report_uri}",

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.run_reports import make_timeline
 
+from batchllm_operator.artifacts.attempts import attempt_name
 from batchllm_operator.artifacts.committed import COMMITTED_FILE
 from batchllm_operator.artifacts.job_status import read_attempts
-from batchllm_operator.artifacts.run_report import PAGE_FILE, RunReport
+from batchllm_operator.artifacts.run_report import PAGE_FILE, RunReport, Timeline
+from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit import report as run_report
 from batchllm_operator.commit import row_errors
@@ -23,6 +26,7 @@ from batchllm_operator.errors import EngineError, PlanError, StorageError
 from batchllm_operator.lake import Folder
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.report.page import render_report
+from batchllm_operator.report.summary import format_summary
 from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
@@ -103,6 +107,49 @@ def test_an_attempt_that_left_no_sign_leaves_the_bill_open(tmp_path: Path) -> No
     report = commit_run(plan.folder.uri)
     assert report.bill is not None and report.bill.gpu_s is None
     assert report.shards[0].gpu_s is not None and report.shards[1].gpu_s is None
+
+
+def note_worker(plan: StoredPlan, shard_idx: int, attempt: int, **changes: Any) -> None:
+    """Make an attempt that of a worker."""
+    folder = plan.run_folder(shard_idx).child(attempt_name(attempt))
+    progress = ShardProgress.from_bytes(folder.read_bytes(PROGRESS_FILE), source="x")
+    changed = progress.model_copy(update={"attempt": attempt, **changes})
+    folder.write_bytes(PROGRESS_FILE, changed.model_dump_json().encode())
+
+
+def test_workers_are_counted_and_their_engines_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 4 runs shards 2 and 1, also begun by another 4; shard 0 has none."""
+    write_table(tmp_path / "documents", document_rows(9, 5))
+    plan = plan_job(fake_spec(tmp_path, planner={"num_shards": 3}), DS)
+
+    def start(spec: JobSpec, job: EngineJob) -> Engine:
+        raise EngineError("no device")
+
+    with pytest.raises(EngineError):
+        run_shard(plan.folder.uri, 1, start=start)
+    for shard_idx in (0, 2, 1):
+        run_shard(plan.folder.uri, shard_idx)
+    note_worker(plan, 1, 1, worker=4, host="a")
+    note_worker(plan, 1, 2, worker=4, host="b")
+    note_worker(plan, 2, 1, worker=4, host="b")
+    read: list[tuple[int, int | None, int | None]] = []
+
+    def read_timeline(
+        folder: Folder, shard_idx: int, *, attempt: int | None = None, worker: int | None = None
+    ) -> Timeline:
+        assert folder.uri == plan.run_folder(shard_idx).uri
+        read.append((shard_idx, attempt, worker))
+        return make_timeline(shard_idx, worker=worker)
+
+    monkeypatch.setattr(run_report, "read_timeline", read_timeline)
+    report = commit_run(plan.folder.uri)
+    assert [shard.worker for shard in report.shards] == [None, 4, 4]
+    assert report.num_workers == 1 and "of generating by 1 worker" in format_summary(report)
+    assert sorted(read) == [(0, None, None), (2, 1, 4)]
+    assert {line.name for line in report.timelines} == {"shard 0", "worker 4, from shard 2"}
+    assert load_report(report.plan_uri) == report
 
 
 def test_what_the_plan_knew_of_sharing_is_in_it(tmp_path: Path) -> None:

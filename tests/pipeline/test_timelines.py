@@ -60,6 +60,19 @@ def write_trace(
             trace.add(each)
 
 
+def test_a_workers_timeline_is_that_of_one_attempt(tmp_path: Path) -> None:
+    write_trace(tmp_path, [step(0, 0.0, 100)], attempt=1)
+    write_trace(tmp_path, [step(0, 0.0, 200), step(1, 1.0, 300)], attempt=2)
+    folder = Folder.open(str(tmp_path))
+    found = read_timeline(folder, 5, attempt=2, worker=7)
+    assert found is not None
+    assert (found.num_decode_tokens, found.name) == ((200.0, 300.0), "worker 7, from shard 5")
+    all_attempts = read_timeline(folder, 5)
+    assert all_attempts is not None
+    assert (all_attempts.num_steps, all_attempts.name) == (3, "shard 5")
+    assert read_timeline(folder, 5, attempt=3, worker=7) is None
+
+
 def test_each_step_is_a_bin_while_there_are_few(tmp_path: Path) -> None:
     steps = [step(0, 0.0, 900), step(1, 1.0, 400, waiting=3), step(2, 2.0, 100, used=70)]
     write_trace(tmp_path, steps)

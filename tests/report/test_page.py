@@ -69,6 +69,25 @@ def test_everything_that_the_issue_of_a_run_is_about_is_there(no_pictures: None)
         assert shown in text, shown
 
 
+def test_workers_are_named(no_pictures: None) -> None:
+    report = make_full_report(num_workers=3, timelines=(make_timeline(5, worker=2),))
+    shards = tuple(
+        shard.model_copy(update={"worker": worker})
+        for shard, worker in zip(report.shards, (2, 7, None, 8), strict=True)
+    )
+    html = render_report(report.model_copy(update={"shards": shards}))
+    text = Page(html).text
+    assert "4 shards, 3 workers" in text and "Worker 2, from shard 5" in text
+    slowest = html.split('aria-label="Slowest shards"')[1].split("</table>")[0]
+    assert re.findall(r'<th scope="row">(\d)</th><td class="number">(\d?)</td>', slowest) == [
+        ("3", "8"),
+        ("2", ""),
+        ("1", "7"),
+        ("0", "2"),
+    ]
+    assert "orker" not in Page(render_report(make_full_report())).text
+
+
 def test_what_no_gpu_ran_is_marked_as_predicted(no_pictures: None) -> None:
     bill = Bill(gpu_s=None, usd_per_hour=3.6, gpu="H100", predicted_gpu_s=40.0)
     text = Page(render_report(make_full_report(bill=bill))).text.replace("\xa0", " ")

@@ -107,7 +107,16 @@ def test_what_is_no_report_is_refused(data: bytes) -> None:
 
 def test_a_report_of_version_1_is_read() -> None:
     old = make_report(report_version=1).model_dump(mode="json")
-    new_in_2 = {"committed_at", "tokens", "bill", "errors", "shards", "timelines", "sharing"}
+    new_in_2 = {
+        "committed_at",
+        "tokens",
+        "bill",
+        "errors",
+        "shards",
+        "timelines",
+        "sharing",
+        "num_workers",
+    }
     body = {name: value for name, value in old.items() if name not in new_in_2}
     assert len(body) == len(old) - len(new_in_2)
     found = RunReport.from_bytes(json.dumps(body).encode(), source="x")
