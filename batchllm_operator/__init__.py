@@ -7,16 +7,18 @@ if TYPE_CHECKING:
     from batchllm_operator.commit.stage import commit_run as commit_run
     from batchllm_operator.plan.stage import plan_job as plan_job
     from batchllm_operator.run.stage import run_shard as run_shard
+    from batchllm_operator.run.stage import run_worker as run_worker
     from batchllm_operator.spec import load_spec as load_spec
 
 __version__ = "0.1.0"
-__all__ = ["commit_run", "load_spec", "plan_job", "run_shard"]
+__all__ = ["commit_run", "load_spec", "plan_job", "run_shard", "run_worker"]
 
 _ROOMS = {
     "commit_run": "commit.stage",
     "load_spec": "spec",
     "plan_job": "plan.stage",
     "run_shard": "run.stage",
+    "run_worker": "run.stage",
 }
 
 

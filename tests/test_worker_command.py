@@ -122,7 +122,7 @@ def test_replicas_end_with_their_worker(
     batchllm: Batchllm,
     tmp_path: Path,
 ) -> None:
-    uri = make_plan(replicas=2, extra_args={"delay_s": 0.3})
+    uri = make_plan(replicas=2, extra_args={"delay_s": 0.1})
     process = commands.start(CLI, ["run", "--plan", uri, "--worker", "0", "--num-workers", "1"])
     wait_until(lambda: reports(uri), "the first shard is finished")
     replicas = live_processes(process.pid)

@@ -42,8 +42,7 @@ def engine_job(
         profiles=profiles,
         trace_folder=trace_folder,
     )
-    placement = run.shard.replicas
-    if placement is None:
+    if (placement := run.placement) is None:
         return job
     from batchllm_operator.run.replicas import chain_job
 

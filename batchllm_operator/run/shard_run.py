@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import NamedTuple
 
+from batchllm_operator.artifacts.manifest import ReplicaPlacement
 from batchllm_operator.artifacts.parts import PartEntry, read_ledger, write_part
 from batchllm_operator.artifacts.shard_report import ShardReport, write_report
 from batchllm_operator.artifacts.stored_plan import StoredPlan
@@ -107,7 +108,7 @@ class ShardRun:
                 file,
                 missing_parts(self.plan, self.shard_idx, self._entries),
                 has_estimates=_has_estimates(self.plan),
-                first=self.shard.replicas.first_groups if self.shard.replicas else [],
+                first=self.placement.first_groups if self.placement else [],
             )
             self._context = undo.pop_all()
         return self
@@ -128,6 +129,11 @@ class ShardRun:
     def num_left(self) -> int:
         """Parts that aren't finished."""
         return len(missing_parts(self.plan, self.shard_idx, self._entries))
+
+    @property
+    def placement(self) -> ReplicaPlacement | None:
+        """How several replicas share it as one engine; None where one engine is one replica."""
+        return self.shard.replicas if self.plan.manifest.spec.engine.replicas > 1 else None
 
     def begin_running(self) -> None:
         """Note that the engine takes requests."""
