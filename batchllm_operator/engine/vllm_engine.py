@@ -26,6 +26,7 @@ from batchllm_operator.engine.protocol import (
 from batchllm_operator.engine.vllm_logs import configure_logs, drop_broken_preloads, one_line
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
+from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
 
 # vLLM reads these when it is imported. The first keeps the engine in this process, the others keep
@@ -60,9 +61,6 @@ if TYPE_CHECKING:
     from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 
 _log = logging.getLogger(__name__)
-_LOOK_AHEAD: Final = 2
-"""Requests held by the engine, as a multiple of the most that it runs at a time, so that its
-scheduler never runs dry."""
 _SCHEDULER: Final = f"{BatchLLMScheduler.__module__}.{BatchLLMScheduler.__qualname__}"
 _GPU_MAX_NUM_SEQS: Final = 1024
 _CPU_KV_CACHE_BYTES: Final = 1 << 30
@@ -87,7 +85,7 @@ class VLLMEngine:
         with attention_chosen(spec.engine.attention):
             self._start(spec, self._args)
         config = self._engine.vllm_config
-        self.max_in_flight = _LOOK_AHEAD * int(config.scheduler_config.max_num_seqs)
+        self.max_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
         self._in_flight: dict[str, EngineRequest] = {}
         scheduler = self._engine.engine_core.engine_core.scheduler
         # `extra_args` may name another scheduler.
@@ -164,9 +162,10 @@ class VLLMEngine:
             raise
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-        exhausted = False
-        while True:
-            while not exhausted and len(self._in_flight) < self.max_in_flight:
+        num_finished, exhausted = 0, False
+        while not exhausted or self._in_flight:
+            num_wanted = num_to_feed(len(self._in_flight), num_finished, self.max_in_flight)
+            for _ in range(0 if exhausted else num_wanted):
                 request = next(requests, None)
                 if request is None:
                     exhausted = True
@@ -174,9 +173,9 @@ class VLLMEngine:
                 refusal = self.add(request)
                 if refusal is not None:
                     yield refusal
-            if not self._in_flight:
-                return
-            yield from self.step()
+            outputs = self.step() if self._in_flight else []
+            num_finished = len(outputs)
+            yield from outputs
 
     @property
     def device_name(self) -> str:

@@ -66,8 +66,9 @@ class Policy:
     name: str
     scheduler: Literal["stock", "batchllm"] = "stock"
     order: Literal["plan", "shuffled"] = "plan"
-    arrival: Literal["at_once", "by_batch", "by_time"] = "at_once"
-    """by_batch: the next batch arrives when the last request of the previous one has ended.
+    arrival: Literal["at_once", "as_fed", "by_batch", "by_time"] = "at_once"
+    """as_fed: a few before each step, as `run` feeds its engine.
+    by_batch: the next batch arrives when the last request of the previous one has ended.
     by_time: the same, but a batch has the requests that arrived since the last one began."""
     chunked_prefill: bool = True
     prefix_caching: bool = True
@@ -91,8 +92,8 @@ POLICIES: Final[Mapping[str, Policy]] = {
         Policy("stock_shuffled", order="shuffled"),
         Policy("stock_sorted"),
         # Our scheduler, with vLLM's attention or with shared-prefix attention.
-        Policy("batchllm_stock_attention", scheduler="batchllm"),
-        Policy("batchllm", scheduler="batchllm", shared_attention=True),
+        Policy("batchllm_stock_attention", scheduler="batchllm", arrival="as_fed"),
+        Policy("batchllm", scheduler="batchllm", arrival="as_fed", shared_attention=True),
     )
 }
 """All policies, oldest first."""

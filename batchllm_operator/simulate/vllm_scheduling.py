@@ -29,6 +29,7 @@ from batchllm_operator.simulate.machine import ARRIVALS_PER_S, Machine, Policy
 from batchllm_operator.simulate.run import Run, Timeline
 from batchllm_operator.simulate.workload import Workload
 from batchllm_operator.vllm_plugin.compat import make_model_output, make_request
+from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
 
 _ANY_TOKEN, _STOP_TOKEN = 5, 6
@@ -97,14 +98,15 @@ class _Simulation:
         self._is_running = np.zeros(len(workload), dtype=np.bool_)
         self._columns: dict[str, list[float]] = {field.name: [] for field in fields(Timeline)}
         self._clock_s = self._idle_s = 0.0
-        self._num_arrived = 0
+        self._num_arrived = self._num_finished = 0  # in all, and in the last step
 
     def run(self) -> Run:
         label = f"{self._workload.name}, {self._policy.name}"
         with Progress(label, len(self._workload), unit="requests", announce=False) as progress:
             while self._num_arrived < len(self._workload) or self._is_busy():
                 self._arrive()
-                progress.advance(self._step())
+                self._num_finished = self._step()
+                progress.advance(self._num_finished)
         if not np.array_equal(self._generated, self._workload.output_tokens):
             raise EngineError(f"{label}: requests ended with too few tokens, or too many")
         columns: dict[str, Any] = {
@@ -146,7 +148,9 @@ class _Simulation:
         if self._num_arrived == len(self._workload):
             return
         end = len(self._workload)
-        if self._policy.arrival != "at_once":
+        if self._policy.arrival == "as_fed":
+            end = min(end, self._num_arrived + self._num_to_feed())
+        elif self._policy.arrival != "at_once":
             if self._is_busy():
                 return
             if self._policy.arrival == "by_time":
@@ -157,6 +161,11 @@ class _Simulation:
         for idx in self._order[self._num_arrived : end].tolist():
             self._scheduler.add_request(self._request(idx))
         self._num_arrived = end
+
+    def _num_to_feed(self) -> int:
+        num_in_flight = self._scheduler.get_num_unfinished_requests()
+        most = most_in_flight(self._scheduler.max_num_running_reqs)
+        return num_to_feed(num_in_flight, self._num_finished, most)
 
     def _num_there(self) -> int:
         """Requests that have arrived by now, even if the scheduler hasn't got them yet."""

@@ -82,6 +82,16 @@ def test_a_cached_prefix_is_computed_once(name: str) -> None:
     assert run.saving_ratio == run.optimal_saving_ratio == pytest.approx(64 / 108)
 
 
+def test_ours_gets_a_few_requests_before_each_step_as_in_a_run() -> None:
+    found = workload([1] * 200, 0, 20)
+    ours, stock = (
+        simulate(found, POLICIES[name], machine(1000)) for name in ("batchllm", "stock_sorted")
+    )
+    assert ours.timeline.num_running.tolist() == [64, 96, 40]
+    assert ours.timeline.num_waiting.tolist() == [136, 40, 0]
+    assert stock.timeline.num_running.tolist() == [200]
+
+
 def test_shared_attention_reads_a_prefix_once_for_its_group() -> None:
     """In the two steps in which three requests decode, two of them read 32 tokens less."""
     separate, shared = (
