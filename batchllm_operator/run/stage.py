@@ -134,7 +134,7 @@ def run_worker(
     if replica is not None:
         plan = _as_replica(plan, replica)
     queue = ShardQueue(plan, worker, num_workers, owner=owner)
-    if queue.next_shard() is not None:
+    if queue.next_shard() is not None or queue.others():
         _check_model(plan)
     holder = Holder(
         drain=drain or Drain(),

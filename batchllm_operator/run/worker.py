@@ -63,7 +63,9 @@ class Worker:
         """Of the engine."""
         self._progress: Progress | None = None
         self._expected: set[int] = set()
-        """Shards whose rows are in the progress line's total."""
+        """Shards whose rows are in the progress line's total from the beginning."""
+        self._counted: set[int] = set()
+        """Shards that have begun, whose rows are in it but for those of finished parts."""
         self.reports: dict[int, ShardReport] = {}
 
     def steps(self) -> Iterator[float]:
@@ -199,7 +201,7 @@ class Worker:
 
     def _progress_of(self, run: ShardRun) -> Progress:
         later = self._later(run)
-        self._expected = {run.shard_idx, *later}
+        self._expected, self._counted = {run.shard_idx, *later}, {run.shard_idx}
         total = sum(self._plan.shard(idx).num_rows for idx in self._expected)
         if self._shards.worker is None:
             return Progress(f"shard {run.shard_idx}", total, initial=run.rows_before)
@@ -208,6 +210,7 @@ class Worker:
     def _expect(self, run: ShardRun) -> None:
         """Count a shard's rows in the progress line, if it isn't yet."""
         assert self._progress is not None
-        if run.shard_idx not in self._expected:
-            self._expected.add(run.shard_idx)
-            self._progress.extend(run.shard.num_rows - run.rows_before)
+        if run.shard_idx not in self._counted:
+            self._counted.add(run.shard_idx)
+            is_expected = run.shard_idx in self._expected
+            self._progress.extend((0 if is_expected else run.shard.num_rows) - run.rows_before)

@@ -404,3 +404,15 @@ def _fail() -> None:
 def verify_shards(plan: StoredPlan) -> set[int]:
     """The shards that are finished."""
     return {idx for idx in range(NUM_SHARDS) if plan.run_folder(idx).exists("report.json")}
+
+
+def test_the_progress_line_counts_what_is_generated(
+    plan: StoredPlan, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(EngineError):
+        run_worker(plan.folder.uri, 0, 2, start=Engines(at=7, act=_fail))
+    capfd.readouterr()
+    finished = sum(plan.shard(idx).num_rows for idx in verify_shards(plan))
+    run_worker(plan.folder.uri, 0, 2)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("worker 0")]
+    assert f"{30 - finished}/{30 - finished} rows (100 %)" in lines[-1]
