@@ -1,8 +1,9 @@
-"""The task that generates one shard."""
+"""The task that generates one shard, or runs shards until none is left."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, ClassVar
 
 from airflow.sdk import Context, XComArg
@@ -15,26 +16,54 @@ from batchllm_operator.operators.stage import BatchLLMStageOperator
 
 
 class BatchLLMGenerateOperator(BatchLLMStageOperator):
-    """Generates the outputs of one shard of a plan; finished parts are skipped.
+    """Generates the outputs of a plan's shards; finished parts are skipped.
 
-    Runs `batchllm run` in the worker or in a pod with GPUs. The task succeeds when the
-    shard's report and all its parts are in the lake. The return value holds the plan's URI
-    and the shard's counts.
+    Runs `batchllm run` in the Airflow worker or in a pod with GPUs, as a worker that takes shards
+    until none is left, or for one shard. The return value holds the plan's URI and the counts of
+    the shards that it has finished.
+
+    The task of a shard succeeds when the shard's report and all its parts are in the lake. That of
+    a worker succeeds when each shard of the plan is finished or being run by others, whether or not
+    its own pod has run. What one of its earlier tries or pods was running doesn't count as being
+    run. Several tasks of one plan need not agree on the number of workers.
 
     Args:
         plan_uri: the plan: a URI (templated) or the XCom that holds it.
-        shard_idx: which shard of it, from 0 (templated).
+        shard_idx: which shard of it, from 0; this or `worker` (both templated).
+        worker: which worker, from 0; its number says which shards it takes first.
+        num_workers: of how many (templated).
+        look_interval: how long a worker's pod may give no sign until the task looks whether
+            anything is left for it, and otherwise removes it; a sixth as often while it gives some.
         kwargs: see `BatchLLMPodOperator`.
+
+    Raises:
+        ValueError: neither a shard nor a worker is given, or both, or only half of the latter.
     """
 
-    template_fields = ("plan_uri", "shard_idx", *BatchLLMStageOperator.template_fields)
+    template_fields = (
+        *("plan_uri", "shard_idx", "worker", "num_workers"),
+        *BatchLLMStageOperator.template_fields,
+    )
     ui_color = "#f4dfc8"
     component: ClassVar[str] = "run"
 
-    def __init__(self, *, plan_uri: str | XComArg, shard_idx: int | str, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        plan_uri: str | XComArg,
+        shard_idx: int | str | None = None,
+        worker: int | str | None = None,
+        num_workers: int | str | None = None,
+        look_interval: timedelta = timedelta(minutes=5),
+        **kwargs: Any,
+    ) -> None:
+        if (worker is None) != (num_workers is None) or (worker is None) == (shard_idx is None):
+            raise ValueError("give shard_idx, or worker and num_workers")
         super().__init__(**kwargs)
         self.plan_uri = plan_uri
         self.shard_idx = shard_idx
+        self.worker, self.num_workers = worker, num_workers
+        self.look_interval = None if worker is None else look_interval
 
     def command(self, context: Context) -> list[str]:
         return self._run_command(context, self.gpu_count if self.gpu is not None else 0)
@@ -44,28 +73,34 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         drain_s = max(0, grace_s - DRAIN_MARGIN_S)
         return [*self._run_command(context, num_gpus), "--drain-s", str(drain_s)]
 
-    def verify_command(self, pod_uid: str | None) -> list[str]:
-        return self._shard()
+    def verify_command(self, context: Context, pod_uid: str | None) -> list[str]:
+        return self._share() if self.worker is None else [*self._share(), *self._owner(context)]
 
     def work(self) -> str:
-        return " ".join(self._shard())
+        """Without the number of workers: a pod that was made for another does the same work."""
+        what, index = self._which
+        return f"--plan {self.plan_uri} --{what} {index}"
 
     def table_uri(self) -> str:
         """The folder of plans: the output table's, if the job has no staging folder."""
         return str(self.plan_uri).partition("/_batchllm/")[0]
+
+    def is_all_done(self, result: Mapping[str, Any]) -> bool:
+        return bool(result["num_finished"] == result["num_shards"])
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> dict[str, str | int | float]:
         send_stage("generate", context, result)
         return uris_and_counts(result)
 
     def stem(self) -> str:
-        return f"{self._job}-{self.shard_idx}"
+        return f"{self._job}-{self._which[1]}"
 
     def stage_labels(self) -> dict[str, str]:
+        what, index = self._which
         return {
             f"{LABEL}/job": self._job,
             f"{LABEL}/plan": str(self.plan_uri).rstrip("/").rsplit("/", 1)[-1],
-            f"{LABEL}/shard": str(self.shard_idx),
+            f"{LABEL}/{what}": index,
         }
 
     @property
@@ -74,9 +109,19 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         return ("", "", *str(self.plan_uri).rstrip("/").split("/"))[-3] or "job"
 
     def _run_command(self, context: Context, num_gpus: int) -> list[str]:
-        owner = ["--owner", self._attempt(context).owner]
         gpus = ["--num-gpus", str(num_gpus)] if num_gpus else []
-        return ["run", *self._shard(), *owner, *gpus]
+        return ["run", *self._share(), *self._owner(context), *gpus]
 
-    def _shard(self) -> list[str]:
-        return ["--plan", str(self.plan_uri), "--shard", str(self.shard_idx)]
+    def _owner(self, context: Context) -> list[str]:
+        return ["--owner", self._attempt(context).owner]
+
+    def _share(self) -> list[str]:
+        what, index = self._which
+        share = ["--plan", str(self.plan_uri), f"--{what}", index]
+        return share if self.worker is None else [*share, "--num-workers", str(self.num_workers)]
+
+    @property
+    def _which(self) -> tuple[str, str]:
+        if self.worker is None:
+            return "shard", str(self.shard_idx)
+        return "worker", str(self.worker)

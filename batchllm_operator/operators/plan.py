@@ -29,17 +29,24 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
     Runs `batchllm plan`, in the worker or, with `runner="kubernetes"`, in a pod of its own
     that needs no GPU. Planning the same partition again gives the same plan.
 
-    XComs: the return value is one `{"plan_uri": ..., "shard_idx": ...}` per shard, for
+    XComs: the return value is one `{"plan_uri": ..., "worker": ..., "num_workers": ...}` per
+    worker, or one `{"plan_uri": ..., "shard_idx": ...}` per shard, for
     `BatchLLMGenerateOperator.partial(...).expand_kwargs(plan.output)` (Airflow maps over
     return values only; the list is empty for a partition without rows). `plan_uri` is the
-    plan's URI, `plan` the URI and all counts. A spec with more shards than Airflow maps a task
-    over (`[core] max_map_length`, 1,024) is refused before anything is planned.
+    plan's URI, `plan` the URI and all counts. More of them than Airflow maps a task over
+    (`[core] max_map_length`, 1,024) are refused before anything is planned.
 
     Args:
         spec_path: the job spec, a YAML file that the worker can read (templated). A pod gets
             its content, with absolute local paths, which must be valid there, too.
         ds: the partition (templated); by default the run's logical date.
+        num_workers: workers that share the plan, or one for each shard if there are fewer. The
+            plan doesn't depend on it. None: a task for each shard if the spec says how many
+            (`planner.num_shards`), else one worker.
         kwargs: see `BatchLLMPodOperator`.
+
+    Raises:
+        ValueError: `num_workers` isn't a positive integer.
     """
 
     # `report_root` is templated only because Airflow keeps template fields with the parsed DAG.
@@ -47,25 +54,34 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
     ui_color = "#cde6d0"
     component: ClassVar[str] = "plan"
 
-    def __init__(self, *, spec_path: str, ds: str = "{{ ds }}", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        spec_path: str,
+        ds: str = "{{ ds }}",
+        num_workers: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
+            raise ValueError(f"num_workers is {num_workers!r}; it must be an integer from 1")
         super().__init__(**kwargs)
         self.spec_path = spec_path
         self.ds = ds
+        self.num_workers = num_workers
         self.report_root = _report_root(spec_path)
 
     def check(self) -> None:
-        """Refuse more shards than Airflow maps a task over: it would fail only after planning."""
-        if (num_shards := self._spec.planner.num_shards) is not None:
-            self._check_mapped(num_shards)
-
-    def _check_mapped(self, num_shards: int) -> None:
+        """Refuse more tasks than Airflow maps one over: it would fail only after planning."""
+        what, count = f"{self.spec_path}: planner.num_shards", self._spec.planner.num_shards
+        if self.num_workers is not None:
+            what, count = "num_workers", self.num_workers
         limit = conf.getint("core", "max_map_length", fallback=_MAX_MAP_LENGTH)
-        if num_shards > limit:
+        if count is not None and count > limit:
             raise AirflowFailException(
-                f"{self.spec_path}: there are {num_shards} shards, but Airflow makes at most"
-                f" {limit} tasks of one ([core] max_map_length); lower planner.num_shards, or"
-                " raise that setting for the API server, which applies it, and for workers, which"
-                " read it here"
+                f"{what} is {count}, but Airflow makes at most {limit} tasks of one ([core]"
+                " max_map_length); give the task group fewer num_workers, which share any number of"
+                " shards, or raise that setting for the API server, which applies it, and for"
+                " workers, which read it here"
             )
 
     def command(self, context: Context) -> list[str]:
@@ -75,7 +91,7 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
         """`batchllm plan` with the spec itself, and a record for `verify` under the pod's UID."""
         return ["plan", *self._job, "--record", UID_PLACE]
 
-    def verify_command(self, pod_uid: str | None) -> list[str] | None:
+    def verify_command(self, context: Context, pod_uid: str | None) -> list[str] | None:
         return None if pod_uid is None else [*self._job, "--record", pod_uid]
 
     def work(self) -> str:
@@ -86,14 +102,17 @@ class BatchLLMPlanOperator(BatchLLMStageOperator):
 
     def finish(self, context: Context, result: Mapping[str, Any]) -> list[dict[str, str | int]]:
         """Push the plan's URI and counts; see the class."""
-        self._check_mapped(int(result["num_shards"]))  # where the spec leaves it to the plan
         send_stage("plan", context, result)
         plan_uri = str(result["plan_uri"])
         context["ti"].xcom_push(key=PLAN_URI_KEY, value=plan_uri)
         context["ti"].xcom_push(key=SUMMARY_KEY, value=uris_and_counts(result))
+        num_shards = int(result["num_shards"])
+        if self.num_workers is None and self._spec.planner.num_shards is not None:
+            return [{"plan_uri": plan_uri, "shard_idx": index} for index in range(num_shards)]
+        num_workers = min(self.num_workers or 1, num_shards)
         return [
-            {"plan_uri": plan_uri, "shard_idx": shard_idx}
-            for shard_idx in range(int(result["num_shards"]))
+            {"plan_uri": plan_uri, "worker": worker, "num_workers": num_workers}
+            for worker in range(num_workers)
         ]
 
     def stem(self) -> str:

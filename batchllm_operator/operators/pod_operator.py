@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from batchllm_operator.operators.pods.spec import (
     with_arguments,
     without_repetitions,
 )
-from batchllm_operator.operators.pods.watch import WatchLimits
+from batchllm_operator.operators.pods.watch import PodName, WatchLimits
 from batchllm_operator.operators.triggers import Cluster, PodWatchTrigger
 
 Runner = Literal["local", "kubernetes"]
@@ -108,6 +109,9 @@ class BatchLLMPodOperator(KubernetesPodOperator):
         "env": "json",
         "connection_env": "json",
     }
+    look_interval: timedelta | None = None
+    """How long its pod may give no sign until the task looks whether the work is done without it.
+    None if only this pod can do it."""
 
     def __init__(
         self,
@@ -236,13 +240,16 @@ class BatchLLMPodOperator(KubernetesPodOperator):
     def _limits(self) -> WatchLimits:
         waits = (self.queue_timeout, self.start_timeout, self.stuck_timeout, self.api_timeout)
         queue_s, start_s, stuck_s, api_s = (each.total_seconds() for each in waits)
-        return WatchLimits(queue_s, start_s, stuck_s, api_s, self.poll_interval)
+        silence_s = None
+        if self.look_interval is not None:  # with jitter, so that tasks don't stay in step
+            silence_s = self.look_interval.total_seconds() * random.uniform(0.5, 1.0)
+        return WatchLimits(queue_s, start_s, stuck_s, api_s, self.poll_interval, silence_s)
 
-    def _trigger(self, pod: k8s.V1Pod, deadline: datetime | None) -> PodWatchTrigger:
+    def _trigger(self, pod: PodName, deadline: datetime | None, log_ns: int) -> PodWatchTrigger:
         return PodWatchTrigger(
-            pod_name=pod.metadata.name,
-            pod_namespace=pod.metadata.namespace,
-            pod_uid=pod.metadata.uid,
+            pod_name=pod.name,
+            pod_namespace=pod.namespace,
+            pod_uid=pod.uid,
             container_name=self.base_container_name,
             limits=asdict(self._limits()),
             **asdict(self._cluster),
@@ -250,6 +257,7 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             aws_conn_id=self.aws_conn_id,
             connection_env=dict(self.connection_env or {}),
             removes=self.on_finish_action == OnFinishAction.DELETE_POD,
+            log_ns=log_ns,
         )
 
     @property

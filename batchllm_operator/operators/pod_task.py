@@ -82,7 +82,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     # The cluster
 
-    def _take_pod(self, context: Context) -> k8s.V1Pod:
+    def _take_pod(self, context: Context) -> PodName:
         attempt = self._attempt(context)
         variables = self._secret_variables()
         first = self._request(context, attempt, 0, variables)
@@ -97,7 +97,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         self._pods_asked = pods
         try:
             pod, is_new = pods.take(make, keep_dead=self._keeps_dead)
-            self._pod = self._name_of(pod)
+            taken = self._pod = self._name_of(pod)
             if self.has_secrets:
                 self._put_secret(pods, pod, variables)
         except QuotaExceededError:
@@ -114,10 +114,10 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         self.log.info(
             "%s pod %s in namespace %s",
             "Made" if is_new else "Taking up",
-            pod.metadata.name,
-            pod.metadata.namespace,
+            taken.name,
+            taken.namespace,
         )
-        return pod
+        return taken
 
     def _put_secret(self, pods: OwnerPods, pod: k8s.V1Pod, variables: Mapping[str, str]) -> None:
         """Give the pod its credentials, or remove it, because it would wait for them forever."""
@@ -301,17 +301,18 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     # Watching
 
-    def _watch_here(self, context: Context, pod: k8s.V1Pod) -> PodEnd | None:
+    def _watch_here(self, context: Context, pod: PodName, log_ns: int) -> PodEnd | None:
         """Watch a pod from this process; None if a triggerer runs by now and is to take over."""
         credentials = Credentials.of(self.aws_conn_id, self.connection_env)
         watch = self._watch = PodWatch(
             lambda: self._cluster.hook(),
-            self._name_of(pod),
+            pod,
             self._limits(),
             lambda line: self.log.info("%s", line),
             deadline=self._deadline(context),
             is_abandoned=self._is_orphan,
             masked=credentials.masker,
+            log_ns=log_ns,
         )
         if self._is_killed:
             watch.stop()

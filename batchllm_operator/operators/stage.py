@@ -14,7 +14,6 @@ from typing import Any, Final, NoReturn
 
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from airflow.sdk import Context
-from kubernetes.client import models as k8s
 
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.operators.command import TakenOverError
@@ -55,6 +54,10 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
     def finish(self, context: Context, result: Mapping[str, Any]) -> Any:
         """The task's return value, from the result of `command` or `verify_command`."""
 
+    def is_all_done(self, result: Mapping[str, Any]) -> bool:
+        """Whether the result says so of the work that all tasks share (`look_interval`)."""
+        return True
+
     # A try
 
     def execute(self, context: Context) -> Any:
@@ -69,7 +72,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         if self.runner == "local":
             return self._work_here(context, num_disruptions=0)
         with self._released_when_killed(context):
-            found = self._verify(None)
+            found = self._verify(context, None)
             if not isinstance(found, str):
                 self.log.info("The results are in the lake already: no pod is needed")
                 self._release(context)  # one that an earlier try left behind
@@ -78,7 +81,9 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
 
     def resume(self, context: Context, event: Mapping[str, Any], num_disruptions: int = 0) -> Any:
         with self._released_when_killed(context):
-            result = self._conclude(context, PodEnd.from_event(event), num_disruptions)
+            end = PodEnd.from_event(event)
+            pod = PodName(end.pod_name, end.namespace, self.base_container_name, end.pod_uid)
+            result = self._follow(context, pod, num_disruptions, end)
             if result is not None:
                 return self.finish(context, result)
             return self._work(context, num_disruptions + 1)
@@ -148,6 +153,8 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         self, context: Context, num_disruptions: int, waiting_since: datetime | None = None
     ) -> Any:
         while True:
+            if waiting_since is not None and (found := self._done_meanwhile(context)) is not None:
+                return self.finish(context, found)
             defers = self._defers(self.log.info)
             try:
                 pod = self._take_pod(context)
@@ -165,13 +172,57 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             waiting_since = None
             if self._is_killed:
                 raise AirflowException(KILLED)
-            end = None if defers else self._watch_here(context, pod)
-            if end is None:
-                self._defer(context, pod, num_disruptions)
-            result = self._conclude(context, end, num_disruptions)
+            result = self._follow(context, pod, num_disruptions, defers=defers)
             if result is not None:
                 return self.finish(context, result)
             num_disruptions += 1
+
+    def _follow(
+        self,
+        context: Context,
+        pod: PodName,
+        num_disruptions: int,
+        end: PodEnd | None = None,
+        *,
+        defers: bool | None = None,
+    ) -> dict[str, Any] | None:
+        """Watch a pod, or defer, until it has ended or isn't needed; returns as `_conclude` does.
+
+        `end` is how the last watch of it ended.
+        """
+        while end is None or end.kind is EndKind.PAUSED:
+            log_ns = -1
+            if end is not None:
+                self._pod, log_ns = pod, end.log_ns
+                if (found := self._done_meanwhile(context)) is not None:
+                    return found
+            if defers is None:
+                defers = self._defers(self.log.debug)
+            end = None if defers else self._watch_here(context, pod, log_ns)
+            if end is None:
+                self._defer(context, pod, num_disruptions, log_ns)
+        return self._conclude(context, end, num_disruptions)
+
+    def _done_meanwhile(self, context: Context) -> dict[str, Any] | None:
+        """The results if all of the work is done, perhaps by others; the task's pod is removed.
+
+        It is also removed if others do the rest; but then it is None, because the pod may take up
+        what they leave until it has stopped. So its end is judged like any other.
+        """
+        if self.look_interval is None:
+            return None
+        try:
+            found = self._verify(context, None)
+        except AirflowException as error:
+            if self._is_over:
+                raise
+            self.log.warning("In the lake: %s", error)  # what the pod does counts
+            return None
+        if isinstance(found, str):
+            return None
+        self.log.info("Nothing is left for this task; its pod isn't needed")
+        self._release(context)
+        return found if self._pod is None or self.is_all_done(found) else None
 
     def _conclude(
         self, context: Context, end: PodEnd, num_disruptions: int
@@ -200,7 +251,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         )
         found: dict[str, Any] | str = ""
         try:
-            found = self._verify(end.pod_uid)
+            found = self._verify(context, end.pod_uid)
         except AirflowException as error:
             raise type(error)(f"{end.explanation()}. In the lake: {error}") from error
         finally:
@@ -235,7 +286,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         """Return the results if they are complete anyway; else leave the pod to the next try."""
         found: dict[str, Any] | str = ""
         try:
-            found = self._verify(end.pod_uid)
+            found = self._verify(context, end.pod_uid)
         except AirflowException as error:
             self.log.warning("In the lake: %s", error)
         if not isinstance(found, str):
@@ -251,7 +302,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
         job = self.stage_labels().get(f"{LABEL}/job", "job")
         count_pod_event(name, self.component, context, job)
 
-    def _defer(self, context: Context, pod: k8s.V1Pod, num_disruptions: int) -> NoReturn:
+    def _defer(self, context: Context, pod: PodName, num_disruptions: int, log_ns: int) -> NoReturn:
         state = task_state(context["ti"], self.log)
         if state not in ("running", None, UNKNOWN):
             if not is_anothers(state):
@@ -259,7 +310,7 @@ class BatchLLMStageOperator(BatchLLMWaitingTask):
             raise AirflowException(KILLED)
         deadline = self._deadline(context)
         self.defer(
-            trigger=self._trigger(pod, deadline),
+            trigger=self._trigger(pod, deadline, log_ns),
             method_name="resume",
             kwargs={"num_disruptions": num_disruptions},
             timeout=time_left(deadline),

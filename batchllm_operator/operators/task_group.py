@@ -1,4 +1,4 @@
-"""A job as a task group: plan, generate every shard, commit, report."""
+"""A job as a task group: plan, generate by workers or shard by shard, commit, report."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def batchllm_task_group(
     *,
     group_id: str = "batchllm",
     ds: str | XComArg = "{{ ds }}",
+    num_workers: int | None = None,
     gpu: GpuVendor | None = None,
     gpu_count: int = 1,
     runner: Runner | None = None,
@@ -33,7 +34,9 @@ def batchllm_task_group(
     plan_args: Mapping[str, Any] | None = None,
     generate_args: Mapping[str, Any] | None = None,
 ) -> TaskGroup:
-    """Wire plan -> generate, mapped over the shards -> commit -> report; call it inside a DAG.
+    """Wire plan -> generate, mapped -> commit -> report; call it inside a DAG.
+
+    Generate is mapped over workers, each of which takes shards until none is left, or over shards.
 
     A plan without shards (an empty partition under `on_empty: commit`, or one whose rows are all
     reused) skips generate, but commits. If plan itself is skipped, so are all tasks.
@@ -43,25 +46,28 @@ def batchllm_task_group(
             when the DAG is parsed. An unreadable spec fails the task, not the DAG.
         group_id: prefix of the tasks' ids.
         ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
-        gpu: `nvidia` or `amd`: each shard is generated in a pod with such GPUs. None: in a child
-            process of the worker, on its hardware.
-        gpu_count: GPUs of a shard's pod.
+        num_workers: workers that share the plan's shards, at most as many as there are shards.
+            Another run of the same plan, or one that is cleared, may have another number. None: a
+            task for each shard if the spec says how many (`planner.num_shards`), else one worker.
+        gpu: `nvidia` or `amd`: generate tasks run in pods with such GPUs. None: in child processes
+            of the Airflow worker, on its hardware.
+        gpu_count: GPUs of a pod.
         runner: where shards are generated, if `gpu` doesn't decide it; see `BatchLLMPodOperator`.
         env: extra environment of all four commands.
         aws_conn_id: Airflow connection that all four take their AWS credentials from; see
             `BatchLLMCommandOperator`.
         connection_env: further variables from connections for all four; see there, too.
-        pool: Airflow pool of the generate tasks, with a slot per running shard, over all runs
-            and DAGs. If it doesn't exist, they wait forever; if it doesn't count deferred tasks
-            (`include_deferred`), it bounds nothing while the triggerer watches the pods.
-        max_parallel_shards: upper bound of concurrent shards of one run.
+        pool: Airflow pool of the generate tasks, with a slot per running worker or shard, over
+            all runs and DAGs. If it doesn't exist, they wait forever; if it doesn't count deferred
+            tasks (`include_deferred`), it bounds nothing while the triggerer watches the pods.
+        max_parallel_shards: upper bound of concurrent workers or shards of one run.
         output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator` for
             the events.
         plan_args: further arguments of the plan task, such as `{"runner": "kubernetes"}`.
         generate_args: further arguments of the generate tasks, such as a namespace.
 
     Raises:
-        ValueError: there is no such `gpu`, or `gpu_count` isn't positive.
+        ValueError: there is no such `gpu`, or `gpu_count` or `num_workers` isn't positive.
     """
     PodSettings(gpu=gpu, gpu_count=gpu_count)  # checked now: mapped tasks are created late
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
@@ -69,7 +75,12 @@ def batchllm_task_group(
     asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
     with TaskGroup(group_id=group_id) as group:
         plan = BatchLLMPlanOperator(
-            task_id="plan", spec_path=str(spec_path), ds=str(ds), **everywhere, **(plan_args or {})
+            task_id="plan",
+            spec_path=str(spec_path),
+            ds=str(ds),
+            num_workers=num_workers,
+            **everywhere,
+            **(plan_args or {}),
         )
         if isinstance(ds, XComArg):  # `str(ds)` is a template, which sets no dependency
             ds >> plan

@@ -89,6 +89,8 @@ class WatchedPod(Cluster):
     removes: bool
     """Whether to remove the pod after its end. A pod that still holds resources is removed in any
     case: the worker may come late."""
+    log_ns: int = -1
+    """As for `PodWatch`."""
 
 
 class PodWatchTrigger(KubernetesPodTrigger):
@@ -204,9 +206,10 @@ class PodWatchTrigger(KubernetesPodTrigger):
             lambda line: self.log.info("%s", line),
             deadline=datetime.fromisoformat(self._pod.deadline) if self._pod.deadline else None,
             masked=await self._mask(),
+            log_ns=self._pod.log_ns,
         )
         end = await watch.until_end()
-        if not end.is_unseen and (self._pod.removes or not end.may_stay):
+        if end.is_known and (self._pod.removes or not end.may_stay):
             await self._remove(at_once=end.is_unreachable)
         self._fired_event = True
         yield TriggerEvent(end.as_event())  # type: ignore[no-untyped-call]

@@ -38,7 +38,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         self._command_runner: CommandRunner | None = None
 
     @abstractmethod
-    def verify_command(self, pod_uid: str | None) -> list[str] | None:
+    def verify_command(self, context: Context, pod_uid: str | None) -> list[str] | None:
         """The arguments of `batchllm verify`, for the results of that pod, or of any.
 
         None if only a pod can have left results, and `pod_uid` is None.
@@ -49,9 +49,11 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
         self._command_runner = CommandRunner(self.log, self.env, credentials, self.kill_grace_s)
         return self._command_runner
 
-    def _verify(self, pod_uid: str | None, owner: str | None = None) -> dict[str, Any] | str:
+    def _verify(
+        self, context: Context, pod_uid: str | None, owner: str | None = None
+    ) -> dict[str, Any] | str:
         """The results in the lake, or a text on what is missing; repeated if the check fails."""
-        arguments = self.verify_command(pod_uid)
+        arguments = self.verify_command(context, pod_uid)
         if arguments is None:
             return ""
         if owner is not None:
@@ -138,7 +140,7 @@ class BatchLLMWaitingTask(BatchLLMPodTask):
                 self._let_pass(since, "resume_fenced", kwargs, deadline=deadline)
             looks = False
             try:
-                found = self._verify(None, self._attempt(context).owner)
+                found = self._verify(context, None, self._attempt(context).owner)
             except TakenOverError as error:
                 said = kwargs["said"] = str(error)
                 continue

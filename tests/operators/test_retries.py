@@ -110,14 +110,14 @@ def test_looking_for_results_again(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AirflowException("away")
 
         task: Any = SimpleNamespace(
-            verify_command=lambda _: ["--plan", "x"],
+            verify_command=lambda *_: ["--plan", "x"],
             _commands=lambda verify=verify: SimpleNamespace(verify=verify),
             _is_killed=False,
             log=SimpleNamespace(warning=lambda *_: None),
             _sleep=pauses.append,
         )
         with pytest.raises(AirflowException):
-            waiting.BatchLLMWaitingTask._verify(task, None)
+            waiting.BatchLLMWaitingTask._verify(task, {}, None)
         assert len(pauses) == 2
         series.append(pauses)
     check_pauses(series, 15.0)

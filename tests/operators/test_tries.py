@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException, AirflowTaskTimeout
 from airflow.utils.state import TaskInstanceState
-from kubernetes.client import models as k8s
 from support.task_runs import TaskInstance
 from urllib3.exceptions import ReadTimeoutError
 
@@ -74,9 +73,8 @@ def test_the_pod_of_a_try_that_lives_is_left_to_it(
         ends_with(task, given, AirflowException("killed"))
     with pytest.raises(AirflowTaskTimeout):
         ends_with(task, given, AirflowTaskTimeout())
-    pod = k8s.V1Pod(metadata=k8s.V1ObjectMeta(name="p", namespace="n", uid="u"))
     with pytest.raises(AirflowException, match="killed"):
-        task._defer(given, pod, 0)
+        task._defer(given, PodName("p", "n", "base", "u"), 0, -1)
 
 
 @pytest.mark.parametrize("state", OTHERS)
@@ -203,7 +201,7 @@ def test_results_that_are_whole_are_a_success_for_every_try(
 ) -> None:
     """Also for one that is killed, or that can't see its pod any more."""
     result = {"num_rows": 1}
-    monkeypatch.setattr(task, "_verify", lambda uid: result)
+    monkeypatch.setattr(task, "_verify", lambda context, uid: result)
     monkeypatch.setattr(task, "_release", lambda context: None)
     monkeypatch.setattr(task, "_remove_pod", lambda *_, **__: None)
     task.on_kill()

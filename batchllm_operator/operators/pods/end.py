@@ -29,6 +29,8 @@ class EndKind(StrEnum):
     """The cluster's API didn't answer for too long; the pod may still run."""
     FORBIDDEN = "forbidden"
     """The watcher may not read pods; the pod may still run."""
+    PAUSED = "paused"
+    """The pod lives on; it is time to see whether anything is left for it to do."""
     STOPPED = "stopped"
 
 
@@ -47,6 +49,8 @@ class PodEnd:
     """The pod's node doesn't answer, so it can only be removed by force."""
     is_over: bool = False
     """All containers have ended; while one runs, the pod holds its resources."""
+    log_ns: int = -1
+    """Where another watch goes on in the pod's log: `LogReader.last_ns`."""
 
     @property
     def is_disruption(self) -> bool:
@@ -55,6 +59,11 @@ class PodEnd:
     @property
     def is_unseen(self) -> bool:
         return self.kind in (EndKind.API_LOST, EndKind.FORBIDDEN)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the pod is known to be of no more use."""
+        return not self.is_unseen and self.kind is not EndKind.PAUSED
 
     @property
     def may_stay(self) -> bool:
@@ -102,6 +111,7 @@ class PodEnd:
                 " deferrable=False, the worker's) service account the chart's Role; the pod was"
                 " left alone, the next try looks for it"
             ),
+            EndKind.PAUSED: f"{pod} is to be watched again",
             EndKind.STOPPED: f"{pod} is no longer watched",
         }[self.kind]
 

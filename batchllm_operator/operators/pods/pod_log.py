@@ -28,15 +28,26 @@ class LogReader:
     The API returns lines with the node's times, but takes only ages, in whole seconds. Ages count
     from the previous read, by this machine's monotonic clock; times are compared only with each
     other. So no two clocks have to agree.
+
+    Args:
+        name: the pod's, with its namespace and container.
+        log: receives each line.
+        last_ns: the attribute of an earlier reader of the same log, which this one continues.
     """
 
     def __init__(
-        self, name: str, namespace: str, container: str, log: Callable[[str], None]
+        self,
+        name: str,
+        namespace: str,
+        container: str,
+        log: Callable[[str], None],
+        last_ns: int = -1,
     ) -> None:
         self._name, self._namespace, self._container = name, namespace, container
         self._log = log
         self._read_at: float | None = None
-        self._last_ns = -1
+        self.last_ns = last_ns
+        """The last line's time by the node's clock, in nanoseconds since 1970; -1 before it."""
         self._trouble = ""
 
     async def pass_on(self, api: Any, request_s: float) -> bool:
@@ -83,9 +94,9 @@ class LogReader:
             return  # cut off at the limit, or the end of the text
         seconds = datetime.fromisoformat((match[1] + match[3]).decode()).timestamp()
         time_ns = int(seconds) * 10**9 + int((match[2] or b"0").ljust(9, b"0"))
-        if time_ns <= self._last_ns:
+        if time_ns <= self.last_ns:
             return
-        self._last_ns = time_ns
+        self.last_ns = time_ns
         text = match[4].decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
         if text:
             self._log(text)

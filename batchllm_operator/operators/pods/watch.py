@@ -28,6 +28,8 @@ from batchllm_operator.operators.pods.state import ENDING_MARGIN_S, PodState, St
 
 _REPEAT: Final = timedelta(minutes=10)
 _LONGEST_PAUSE_S: Final = 60.0
+_TALKATIVE: Final = 6
+"""How many times longer a watch goes on before it pauses if the pod gives signs."""
 _LAST_READS: Final = 3
 """Reads of a pod that has ended, while its log can't be read."""
 _FAREWELL_S: Final = 0.05
@@ -48,6 +50,8 @@ class WatchLimits:
     api_s: float
     """Without an answer from the API."""
     poll_s: float
+    silence_s: float | None = None
+    """Without a line in its log, until the watch pauses. None if it never does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class PodWatch:
         deadline: when the task's `execution_timeout` is reached.
         is_abandoned: whether the pod's end is no longer awaited.
         masked: masks secrets in the pod's texts.
+        log_ns: where an earlier watch has stopped in the log: `PodEnd.log_ns`.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class PodWatch:
         deadline: datetime | None = None,
         is_abandoned: Callable[[], bool] = lambda: False,
         masked: Callable[[str], str] = lambda text: text,
+        log_ns: int = -1,
     ) -> None:
         self._make_hook = hook
         self._connection = AsyncExitStack()
@@ -96,11 +102,9 @@ class PodWatch:
         self._pod, self._limits, self._log = pod, limits, log
         self._deadline, self._is_abandoned = deadline, is_abandoned
         self._masked = masked
-        self._reader = LogReader(
-            pod.name, pod.namespace, pod.container, lambda line: log(masked(line))
-        )
+        self._reader = LogReader(pod.name, pod.namespace, pod.container, self._hear, log_ns)
         self._said, self._said_at = "", datetime.now(UTC)
-        self._answered_at = time.monotonic()
+        self._began_at = self._heard_at = self._answered_at = time.monotonic()
         self._num_failures = self._num_last_reads = 0
         self._deleting_since: float | None = None
         self._watching: asyncio.Task[PodEnd] | None = None
@@ -117,7 +121,7 @@ class PodWatch:
                 self._watching.get_loop().call_soon_threadsafe(self._watching.cancel)
 
     async def until_end(self) -> PodEnd:
-        """Watch until the pod has ended, can't start, or can no longer be read."""
+        """Watch until the pod has ended, can't start, or can no longer be read, or pause."""
         async with aclosing(self):
             self._watching = asyncio.create_task(self._until_end())
             try:
@@ -140,8 +144,23 @@ class PodWatch:
                 return self._end(EndKind.TIMEOUT)
             if (end := await self._look()) is not None:
                 return end
+            if self._is_pause_due():
+                return self._end(EndKind.PAUSED)
             await asyncio.sleep(self._pause_s())
         return self._end(EndKind.STOPPED)
+
+    def _hear(self, line: str) -> None:
+        self._heard_at = time.monotonic()
+        self._log(self._masked(line))
+
+    def _is_pause_due(self) -> bool:
+        """Not while a time is taken that another watch would begin anew."""
+        silence_s = self._limits.silence_s
+        if silence_s is None or self._num_failures or self._deleting_since is not None:
+            return False
+        now = time.monotonic()
+        longest_s = _TALKATIVE * silence_s
+        return now - self._heard_at >= silence_s or now - self._began_at >= longest_s
 
     def _pause_s(self) -> float:
         """Longer after failures, with jitter: many watches wait for one API server."""
@@ -255,4 +274,5 @@ class PodWatch:
             message=self._masked(message or (state.message if state else "")),
             exit_code=state.exit_code if state else None,
             is_over=state.is_over if state else False,
+            log_ns=self._reader.last_ns,
         )
