@@ -295,6 +295,11 @@ def test_templates_are_rendered() -> None:
     generate = BatchLLMGenerateOperator(task_id="g", plan_uri="{{ root }}/p", shard_idx="{{ ds }}")
     generate.render_template_fields(context)
     assert (generate.plan_uri, generate.shard_idx) == ("s3://b/p", "2026-01-31")
+    worker = BatchLLMGenerateOperator(
+        task_id="w", plan_uri="{{ root }}/p", worker="{{ ds }}", num_workers="{{ root }}"
+    )
+    worker.render_template_fields(context)
+    assert (worker.worker, worker.num_workers) == ("2026-01-31", "s3://b")
     commit = BatchLLMCommitOperator(task_id="c", plan_uri="{{ root }}/p")
     commit.render_template_fields(context)
     assert commit.plan_uri == "s3://b/p"
@@ -307,6 +312,7 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
             group_id="job",
             env={"A": "1"},
             aws_conn_id="lake",
+            num_workers=8,
             pool="gpus",
             max_parallel_shards=4,
             output_asset="s3://b/snippets",
@@ -324,7 +330,7 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
     assert {task.pool for task in (plan, commit, report)} == {"default_pool"}
     assert commit.trigger_rule == TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS
     assert commit.outlets == [Asset("s3://b/snippets")]
-    assert plan.env == {"A": "1"}
+    assert (plan.env, plan.num_workers) == ({"A": "1"}, 8)
     tasks = (plan, commit, report)
     conn_ids = (generate.partial_kwargs["aws_conn_id"], *(task.aws_conn_id for task in tasks))
     assert conn_ids == ("lake",) * 4

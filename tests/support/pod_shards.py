@@ -52,8 +52,7 @@ class Shards:
         return BatchLLMGenerateOperator(
             task_id="generate",
             plan_uri=self.plan_uri,
-            shard_idx=0,
-            **(self.pod_arguments() | arguments),
+            **({"shard_idx": 0} | self.pod_arguments() | arguments),
         )
 
     def start(self, ti: TaskInstance | None = None, **arguments: Any) -> TaskRun:
