@@ -63,9 +63,9 @@ def test_a_plan_without_shards_is_mapped_over_nothing(
 def test_without_a_number_of_shards_and_of_workers_there_is_one_worker(
     ran: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BatchLLMPlanOperator, "_num_shards", None)
-    spec = write_spec(tmp_path, num_shards=2)
-    task = BatchLLMPlanOperator(task_id="plan", spec_path=spec)
+    """And the plan may have more shards than Airflow maps a task over."""
+    monkeypatch.setenv("AIRFLOW__CORE__MAX_MAP_LENGTH", "1")
+    task = BatchLLMPlanOperator(task_id="plan", spec_path=write_spec(tmp_path, num_shards=None))
     (only,) = execute(task, {"ti": TaskInstance()})
     assert only == {"plan_uri": "s3://b/plan-1", "worker": 0, "num_workers": 1}
 

@@ -62,6 +62,17 @@ def test_of_a_progress_bar_the_last_state_is_passed_on_once() -> None:
     assert lines_of(api, polls=5) == ["Loading: 100%", odd]
 
 
+def test_a_reader_goes_on_where_another_has_stopped() -> None:
+    one, two = (f"2026-01-31T10:00:00.00000000{n}Z line {n}\n" for n in (1, 2))
+    first = LogReader("p", "n", "base", lambda line: None)
+    asyncio.run(first.pass_on(LogApi(one), 10.0))
+    lines: list[str] = []
+    asyncio.run(
+        LogReader("p", "n", "base", lines.append, first.last_ns).pass_on(LogApi(one + two), 10.0)
+    )
+    assert lines == ["line 2"]
+
+
 def test_a_line_that_was_cut_off_is_not_passed_on() -> None:
     api = LogApi("2026-01-31T10:00:00.000000001Z one\n2026-01-3")
     assert lines_of(api, polls=2) == ["one"]

@@ -15,15 +15,25 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowException
 from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
+from support.pauses import Clock
 
 from batchllm_operator.operators.pods import watch as watch_module
 from batchllm_operator.operators.pods.end import EndKind
+from batchllm_operator.operators.pods.state import PodState, Stage
 from batchllm_operator.operators.pods.watch import PodName, PodWatch, WatchLimits
 from batchllm_operator.operators.triggers import Cluster
 
 
-def watch_with(hook: Any, lines: list[str], api_s: float = 0.2, uid: str = "") -> PodWatch:
-    limits = WatchLimits(queue_s=9, start_s=9, stuck_s=9, api_s=api_s, poll_s=0.05)
+def watch_with(
+    hook: Any,
+    lines: list[str],
+    api_s: float = 0.2,
+    uid: str = "",
+    silence_s: float | None = None,
+) -> PodWatch:
+    limits = WatchLimits(
+        queue_s=9, start_s=9, stuck_s=9, api_s=api_s, poll_s=0.05, silence_s=silence_s
+    )
     return PodWatch(hook, PodName("p", "n", "base", uid), limits, lines.append)
 
 
@@ -69,6 +79,40 @@ def test_it_looks_less_often_while_the_api_is_silent() -> None:
         pauses.append(watch._pause_s())
     assert max(pauses) > 5 and max(pauses) <= 60
     assert len(set(pauses)) == len(pauses)  # many watches don't come at the same moment
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(watch_module, "time", clock)
+    return clock
+
+
+def test_it_pauses_when_the_pod_is_silent_and_seldom_when_it_is_not(clock: Clock) -> None:
+    watch = watch_with(_Hook, [], silence_s=300)
+    due = []
+    for minute in range(1, 31):
+        clock.now = minute * 60.0
+        if minute < 25:
+            watch._hear("still here")
+        due.append(watch._is_pause_due())
+    assert due == [False] * 28 + [True] * 2  # silent since minute 24; in any case at minute 30
+    talkative = watch_with(_Hook, [], silence_s=300)
+    clock.now += 1800
+    talkative._hear("still here")
+    assert talkative._is_pause_due()
+    assert not watch_with(_Hook, [])._is_pause_due()
+
+
+def test_it_does_not_pause_while_a_limit_runs_that_would_begin_anew(clock: Clock) -> None:
+    """A pod that can't be seen, or doesn't stop, would otherwise be watched for ever."""
+    unseen = watch_with(_Hook, [], api_s=900, silence_s=60)
+    unseen._without_answer(OSError("refused"))
+    ending = watch_with(_Hook, [], silence_s=60)
+    metadata = client.V1ObjectMeta(name="p", deletion_grace_period_seconds=330)
+    ending._judge_deletion(PodState(Stage.RUNNING), client.V1Pod(metadata=metadata))
+    clock.now = 120.0
+    assert not unseen._is_pause_due() and not ending._is_pause_due()
 
 
 def test_it_can_be_stopped_before_it_begins() -> None:
