@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
 from support.kubernetes.images import Image
-from support.pod_shards import Shards, in_triggerer, in_worker
+from support.pod_shards import NUM_ROWS, Shards, in_triggerer, in_worker
 from support.task_runs import TaskInstance, TaskRun
 
+from batchllm_operator.inspect.verify import verify_shard
 from batchllm_operator.operators import waiting
 from batchllm_operator.operators.command import CommandRunner
 from batchllm_operator.operators.pods.owner import LABEL
@@ -58,6 +59,40 @@ def lake(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> Lake:
 def check_looks(shards: Shards, lake: Lake) -> None:
     before = lake.num_looks
     shards.wait(lambda: lake.num_looks > before + 2, "looks at the lake")
+
+
+def check_all_rows(shards: Shards, num_shards: int) -> None:
+    reports = [verify_shard(shards.plan_uri, shard_idx) for shard_idx in range(num_shards)]
+    assert sum(report.num_rows for report in reports) == NUM_ROWS
+    shards.check_nothing_left()
+
+
+def test_workers_run_the_shards_of_a_plan_in_pods(shards: Shards) -> None:
+    shards.plan(num_shards=4, delay_s=0.02)
+    tasks = [TaskInstance(map_index=worker) for worker in range(2)]
+    runs = [shards.start(ti, **WORKER | {"worker": ti.map_index}) for ti in tasks]
+    results = [run.wait() for run in runs]
+    assert all(isinstance(each, str | int | float) for made in results for each in made.values())
+    assert {made["plan_uri"] for made in results} == {shards.plan_uri}
+    assert sum(made["num_rows"] for made in results) == NUM_ROWS
+    check_all_rows(shards, 4)
+    shards.cluster.agent.hold_scheduling()  # a pod would wait for ever
+    late = shards.start(TaskInstance(map_index=5), **WORKER | {"worker": 5, "num_workers": 6})
+    made = late.wait()
+    assert (made["num_finished"], made["num_rows"]) == (4, 0)
+
+
+@in_triggerer
+def test_a_workers_next_pod_goes_on_where_it_was_lost(shards: Shards) -> None:
+    """Its own attempt, which gave a sign a moment ago, doesn't count as another's."""
+    shards.plan(num_shards=2, delay_s=0.05)
+    run = shards.start(**WORKER | {"worker": 0, "num_workers": 1})
+    name = shards.pod()
+    before = shards.wait_for_parts(1)
+    shards.cluster.agent.evict(name)
+    assert run.wait()["num_rows"] == NUM_ROWS
+    assert before.items() <= shards.parts().items()
+    check_all_rows(shards, 2)
 
 
 @in_triggerer

@@ -96,7 +96,7 @@ def test_it_pauses_when_the_pod_is_silent_and_seldom_when_it_is_not(clock: Clock
         if minute < 25:
             watch._hear("still here")
         due.append(watch._is_pause_due())
-    assert due == [False] * 28 + [True] * 2  # silent since minute 24; in any case at minute 30
+    assert due == [False] * 28 + [True] * 2  # silent since minute 24
     talkative = watch_with(_Hook, [], silence_s=300)
     clock.now += 1800
     talkative._hear("still here")
