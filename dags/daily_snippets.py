@@ -13,6 +13,8 @@ from batchllm_operator.operators import batchllm_task_group
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
 # nvidia or amd: shards are generated in pods with such GPUs. Unset: in the worker, on what it has.
 GPU = os.environ.get("BATCHLLM_GPU") or None
+# Pods of one run, each of which takes shards until none is left. Unset: a task for each shard.
+NUM_WORKERS = int(os.environ.get("BATCHLLM_NUM_WORKERS") or 0) or None
 
 
 def pod_args(template: str | None) -> dict[str, Any]:
@@ -40,6 +42,7 @@ with DAG(
     batchllm_task_group(
         SPEC_DIR / "daily_snippets.yaml",
         group_id="snippets",
+        num_workers=NUM_WORKERS,
         # A slot for each GPU keeps dates that run in parallel from sharing one. Tasks of a pool
         # that doesn't exist wait for ever, so the default is the pool that every Airflow has.
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",

@@ -13,6 +13,7 @@ from batchllm_operator.operators import batchllm_task_group
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
 FIRST_DAY = os.environ.get("BATCHLLM_FIRST_DAY") or "2026-01-01"
 GPU = os.environ.get("BATCHLLM_GPU") or None  # see daily_snippets.py
+NUM_WORKERS = int(os.environ.get("BATCHLLM_NUM_WORKERS") or 0) or None
 
 
 def pod_args(template: str | None) -> dict[str, Any]:
@@ -39,6 +40,7 @@ with DAG(
     batchllm_task_group(
         SPEC_DIR / "offline_ranking.yaml",
         group_id="ranking",
+        num_workers=NUM_WORKERS,
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",  # see daily_snippets.py
         gpu=GPU,
         gpu_count=int(os.environ.get("BATCHLLM_GPU_COUNT") or 1),

@@ -15,6 +15,7 @@ from batchllm_operator.operators import batchllm_task_group, one_run_per_partiti
 SPEC_DIR = Path(os.environ.get("BATCHLLM_SPEC_DIR") or Path(__file__).resolve().parent / "specs")
 DOCUMENTS = Asset("documents")  # its events say which partition: {"ds": "2026-01-31"}
 GPU = os.environ.get("BATCHLLM_GPU") or None  # see daily_snippets.py
+NUM_WORKERS = int(os.environ.get("BATCHLLM_NUM_WORKERS") or 0) or None
 
 
 def pod_args(template: str | None) -> dict[str, Any]:
@@ -40,6 +41,7 @@ with DAG(
     batchllm_task_group(
         SPEC_DIR / "daily_snippets.yaml",
         group_id="snippets",
+        num_workers=NUM_WORKERS,
         ds=one_run_per_partition(DOCUMENTS),
         pool=os.environ.get("BATCHLLM_POOL") or "default_pool",  # see daily_snippets.py
         gpu=GPU,

@@ -40,6 +40,7 @@ def parse():
                 for given in [getattr(task, "partial_kwargs", vars(task))]
                 if "pod_template_file" in given
             },
+            "num_workers": [t.num_workers for t in dag.tasks if hasattr(t, "spec_path")],
             "first_day": str(dag.start_date.date()),
             "catchup": dag.catchup,
             "max_active_runs": dag.max_active_runs,
@@ -61,6 +62,7 @@ DEPLOYMENT = {
     "BATCHLLM_FIRST_DAY": "2026-03-01",
     "BATCHLLM_GPU": "nvidia",
     "BATCHLLM_GPU_COUNT": "2",
+    "BATCHLLM_NUM_WORKERS": "8",
     "BATCHLLM_NAMESPACE": "batch-gpu",
     "BATCHLLM_POD_TEMPLATE_DIR": "/opt/batchllm/pods",
     "BATCHLLM_PLAN_RUNNER": "kubernetes",
@@ -129,6 +131,7 @@ def test_dag_files_import_without_errors_and_without_heavy_modules(
 def test_by_default_a_dag_runs_in_the_worker(parsed: list[dict[str, Any]]) -> None:
     none = {"gpu": None, "gpu_count": 1, "namespace": None, "pod_template_file": None}
     for dag_id in WITH_JOBS:
+        assert parsed[0][dag_id]["num_workers"] == [None]
         pods = parsed[0][dag_id]["pods"]
         assert pods["plan"] == {"runner": "local", **none}
         assert pods["generate"] == {"runner": None, **none}
@@ -145,6 +148,7 @@ def test_a_deployment_names_pool_specs_first_day_and_pods(parsed: list[dict[str,
     assert dags["daily_snippets"]["spec_path"] == ["/no/such/folder/daily_snippets.yaml"]
     assert dags["offline_ranking"]["first_day"] == "2026-03-01"
     for dag_id in WITH_JOBS:
+        assert dags[dag_id]["num_workers"] == [8]
         assert {task: dags[dag_id]["pods"][task] for task in ("plan", "generate")} == {
             "plan": {
                 "runner": "kubernetes",

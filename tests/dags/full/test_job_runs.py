@@ -132,6 +132,19 @@ def test_a_run_publishes_the_partition_and_another_leaves_it(
     assert file.read_bytes() == before
 
 
+def test_workers_share_the_shards_and_another_run_may_have_another_number(
+    airflow: Airflow, job: JobFolder
+) -> None:
+    spec = job.write_spec("job", planner={"num_shards": 4})
+    run = airflow.with_dag(job, spec_path=spec, num_workers=3)
+    assert num_started(run.run()) == 6  # plan, three workers, commit, report
+    job.check_published("job")
+    dag = job.path / "dags" / "job.py"
+    dag.write_text(dag.read_text().replace("'num_workers': 3", "'num_workers': 9"))
+    assert num_started(run.run()) == 7  # a worker for each shard
+    job.check_published("job")
+
+
 def test_a_plan_that_fails_ends_the_run_with_its_reason(airflow: Airflow, job: JobFolder) -> None:
     spec = job.write_spec("job", on_empty="fail", input=NOTHING)
     log = airflow.with_dag(job, spec_path=spec).failure()
