@@ -32,9 +32,11 @@ def test_one_command_does_a_whole_job_and_another_nothing_again(
     first = commands.run(CLI, arguments)
     assert first.returncode == 0, first.stderr
     job.check_published("job")
-    lines = [line for line in first.stdout.splitlines() if line.startswith(("shard ", "published"))]
-    assert [line.partition(":")[0] for line in lines[:2]] == ["shard 0", "shard 1"]
-    assert lines[2].startswith("published in ")
+    worker, published = (
+        line for line in first.stdout.splitlines() if line.startswith(("worker ", "published"))
+    )
+    assert worker.startswith("worker 0: 2 shards, 12 rows, 0 failed; ")
+    assert published.startswith("published in ")
     figures = json.loads(result.read_bytes())
     assert (figures["num_shards"], figures["num_rows_out"]) == (2, 12)
     (file,) = job.partition("job").iterdir()
@@ -47,17 +49,23 @@ def test_one_command_does_a_whole_job_and_another_nothing_again(
 def test_a_shard_that_fails_ends_the_job_with_its_reason_and_exit_code(
     job: JobFolder, commands: ForkServer
 ) -> None:
-    arguments = ["--job", job.write_spec("job"), "--ds", DS]
+    rows = [
+        {"row_key": f"{idx}", "document": f"{'AB'[idx // 6]} text", "query": f"q{idx}"}
+        for idx in range(12)
+    ]
+    job.write_rows(DS, rows)
+    deadly = {"fatal_token_id": ord("B"), "max_in_flight": 1}
+    arguments = ["--job", job.write_spec("job", engine={"extra_args": deadly}), "--ds", DS]
     assert commands.run(CLI, ["plan", *arguments]).returncode == 0
     runs = job.plan("job") / "runs"
-    runs.mkdir()
-    (runs / "shard-00001").write_text("A file in the place of a folder.")
     alone = commands.run(CLI, ["run", *arguments, "--shard", "1"])
     run = commands.run(CLI, ["job", *arguments])
     assert run.returncode == alone.returncode != 0
     (error,) = [line for line in run.stderr.splitlines() if "error: " in line]
+    assert "engine died" in error
     assert error in alone.stderr
     assert (runs / "shard-00000" / "report.json").exists()
+    assert not (runs / "shard-00001" / "report.json").exists()
     assert not job.partition("job").exists()
 
 
@@ -80,7 +88,8 @@ def test_a_stopped_job_leaves_no_process_and_goes_on(
     assert 0 < done < 4
     again = commands.run(CLI, ["job", "--job", spec, "--ds", DS])
     assert again.returncode == 0, again.stderr
-    assert f"4 parts, {done} of them done before" in again.stdout
+    (report,) = (json.loads(each.read_bytes()) for each in outputs.rglob("runs/*/report.json"))
+    assert (report["num_parts"], report["num_resumed_parts"]) == (4, done)
     job.check_published("job")
 
 

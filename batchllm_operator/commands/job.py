@@ -20,27 +20,27 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Plan, generate each shard, commit and report; returns the report's figures.
+    """Plan, generate all shards with one worker, commit and report; returns the report's figures.
 
     A stopped job continues from what earlier calls have finished.
 
     Raises:
         BatchLLMError: see the stages.
-        SystemExit: a shard was stopped or has failed; its process has printed the reason.
+        SystemExit: the worker was stopped or has failed; its process has printed the reason.
     """
     planned = plan.run(argparse.Namespace(**vars(args), record=None, advise=False))
     uri = planned["plan_uri"]
-    for shard in range(planned["num_shards"]):
-        _generate(uri, shard)
+    _generate(uri)
     of_plan = argparse.Namespace(plan=uri, compare=None, out=None)
     commit.run(of_plan)
     return {"num_shards": planned["num_shards"], **report.run(of_plan)}
 
 
-def _generate(uri: str, shard: int) -> None:
+def _generate(uri: str) -> None:
     """Run `batchllm run` in its own process, whose end frees all of the engine's memory."""
     command = [sys.executable, "-P", "-m", "batchllm_operator.cli", "run"]
-    options = ["--plan", uri, "--shard", str(shard), "--die-with-parent", str(os.getpid())]
+    options = ["--plan", uri, "--worker", "0", "--num-workers", "1"]
+    options += ["--die-with-parent", str(os.getpid())]
     # Its own process group, so that Ctrl-C reaches it once, from here.
     with subprocess.Popen([*command, *options], process_group=0) as process:
         try:
