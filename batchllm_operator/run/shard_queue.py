@@ -73,7 +73,8 @@ class ShardQueue:
 
     Args:
         worker: from 0 to `num_workers` - 1.
-        owner: attempts with the same owner are this task's earlier tries, and count as left.
+        owner: attempts with the same owner, as of the first look, are this task's earlier tries,
+            and count as left.
         clock: monotonic seconds.
         now: the time by which progress of other hosts is judged old.
     """
@@ -101,6 +102,9 @@ class ShardQueue:
         self._damaged: set[int] = set()
         """Shards with a report, but without all parts."""
         self._is_first_look = True
+        self._earlier_tries: dict[int, int] = {}
+        """Attempts of the same owner from before this process, by shard. Later ones may be of the
+        try that takes over from this one: to fence it back would never end."""
 
     @property
     def num_shards(self) -> int:
@@ -210,6 +214,8 @@ class ShardQueue:
             before = self._sights.get(idx)
             if before is None or before.sign != sight.sign:
                 self._sights[idx] = sight
+            if self._is_first_look and self._is_ours(sight.claim):
+                self._earlier_tries[idx] = sight.number
         self._is_first_look = False
 
     def _read(self, shard_idx: int) -> _Sight | None:
@@ -243,7 +249,7 @@ class ShardQueue:
         progress = sight.progress
         if progress is not None and progress.state not in LIVE_STATES:
             return True
-        if self._is_ours(sight.claim):
+        if self._earlier_tries.get(shard_idx) == sight.number:
             return True
         watched_s = self._clock() - sight.seen_at
         return self._is_old(sight) and watched_s > _watch_s(sight)

@@ -145,9 +145,12 @@ class ShardRun:
 
         Part by part: only those with requests in the engine are in memory.
         """
-        for part_idx, table in self.work.parts():
-            if self._drain.has_begun or self.is_given_up:
+        parts = self.work.parts()
+        # Once it is given up, the shard's file is closed.
+        while not (self._drain.has_begun or self.is_given_up):
+            if (part := next(parts, None)) is None:
                 return
+            part_idx, table = part
             request_idxs = table["request_idx"].to_pylist()
             row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
             self._open_parts[part_idx] = _OpenPart(row_idxs, [])
@@ -156,6 +159,8 @@ class ShardRun:
             for request_idx, hints, token_ids in zip(
                 request_idxs, known, table["prompt_token_ids"], strict=True
             ):
+                if self.is_given_up:
+                    return
                 self._part_of[request_idx] = part_idx
                 yield EngineRequest(
                     request_idx=request_idx, prompt_token_ids=token_ids.as_py(), **hints

@@ -223,6 +223,26 @@ def test_an_earlier_try_of_the_same_task_is_taken_over_at_once(
     assert 0 in taken(queue_of(plan, 0, 1, clock, "task"))
 
 
+def test_two_tries_of_one_task_do_not_fence_each_other_in_turn(
+    plan: StoredPlan, clock: Time
+) -> None:
+    first = queue_of(plan, 0, 1, clock, "task")
+    claimed = first.take()
+    assert claimed is not None
+    write_progress(plan, claimed, clock.now())
+    second = queue_of(plan, 0, 1, clock, "task")
+    heir = second.take()
+    assert heir is not None and (heir.shard_idx, heir.attempt.number) == (0, 2)
+    write_progress(plan, heir, clock.now())
+    with pytest.raises(FencedError) as fenced:
+        claimed.attempt.check_current()
+    first.give_up(0, fenced.value)
+    other = first.take()
+    assert other is not None and other.shard_idx == 1
+    write_progress(plan, other, clock.now())
+    assert taken(second) == list(range(2, NUM_SHARDS))
+
+
 def test_failed_shards_come_last_and_once(plan: StoredPlan, clock: Time) -> None:
     claimed = queue_of(plan, 0, 1, clock).take()
     assert claimed is not None
@@ -303,6 +323,27 @@ def test_a_worker_goes_on_without_a_shard_that_was_taken_over(plan: StoredPlan) 
     claim = read_claim(plan.run_folder(1), 3)
     assert claim is not None and claim.worker == 0
     assert drain.num_open_parts == 0
+
+
+def test_a_shard_that_was_taken_over_between_its_parts_is_fed_no_more(
+    lake_uri: str, clock: Time
+) -> None:
+    plan = plan_one_shard(lake_uri, planner={"num_shards": 2})
+    heirs: list[Claimed] = []
+
+    def take_over() -> None:
+        heirs.append(Claimed(0, claim_attempt(plan.run_folder(0))))
+
+    engines, queue = Engines(at=0, act=take_over), queue_of(plan, 0, 1, clock)
+    holder = Holder(drain=Drain(), lap=Lap(), num_gpus=0, every_s=None)
+    worker = Worker(plan, queue, engines, holder, clock=clock)
+    for pause_s in worker.steps():
+        write_progress(plan, heirs[0], clock.now())
+        clock.s += pause_s
+    assert plan.shard(0).num_parts > 1
+    assert list(worker.reports) == [1]
+    first_part = plan.manifest.spec.planner.part_rows
+    assert engines.num_answers == first_part + plan.shard(1).num_requests
 
 
 def test_a_failing_worker_leaves_its_shard_to_others(plan: StoredPlan) -> None:
