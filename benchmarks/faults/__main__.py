@@ -58,9 +58,9 @@ import batchllm_operator.lake.delta.table
 import batchllm_operator.lake.iceberg.table
 import batchllm_operator.plan.stage
 import batchllm_operator.run.stage  # noqa: F401
+from benchmarks.faults.series import SHARDS, WORKERS, Series, Suite
 from benchmarks.faults.tables import FORMATS
 from benchmarks.faults.trial import FATAL
-from benchmarks.faults.worker import Worker
 from benchmarks.provenance import provenance
 
 _SUMMED: Final = (
@@ -75,7 +75,17 @@ _SUMMED: Final = (
     "zombies_published",
     "overpaid_parts",
 )
-_RUNS_KILLED: Final = ("kill_run", "kill_run_at_write", "s3_kill")
+_RUNS_KILLED: Final = (
+    "kill_run",
+    "kill_run_at_write",
+    "s3_kill",
+    "workers_kill",
+    "workers_kill_at_write",
+    "workers_renumbered",
+)
+Jobs = Sequence[tuple[str, range]]
+"""Formats, and the numbers of their trials."""
+
 _MANY: Final = 8
 """Trials of a kind, of which at least one has to meet its fault."""
 
@@ -85,14 +95,14 @@ def summary(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     killed = [each for each in outcomes if each["kills"] and each["kind"] in _RUNS_KILLED]
     num_rows = sum(each["rows"] for each in killed)
     again = sum(each["regenerated_rows"] for each in killed)
-    once = [each for each in killed if each["kills"] == 1]
+    once = [each for each in killed if each["kills"] == 1 or each["kind"] in WORKERS.on_disk]
     return {
         "trials": len(outcomes),
         **{name: sum(each[name] for each in outcomes) for name in _SUMMED},
         "stuck": sum(bool(each["stuck"]) for each in outcomes),
         "regenerated_fraction": round(again / num_rows, 5) if num_rows else 0.0,
-        "regenerated_parts_max": max((each["regenerated_parts"] for each in once), default=0),
-        "open_parts_max": max((each["open_parts"] for each in once), default=0),
+        "regenerated_parts_max": max((each["regenerated_parts"] or 0 for each in once), default=0),
+        "open_parts_max": max((each["open_parts"] or 0 for each in once), default=0),
     }
 
 
@@ -103,19 +113,19 @@ def idle_kinds(outcomes: Sequence[dict[str, Any]]) -> list[str]:
     return sorted(kind for kind, count in trials.items() if count >= _MANY and kind not in met)
 
 
-def work(root: Path, seed: int, jobs: Sequence[tuple[str, range]], out: int) -> None:
+def work(root: Path, suite: Suite, seed: int, jobs: Jobs, out: int) -> None:
     """Run trials and write an outcome a line to `out`."""
-    worker = Worker(root, seed)
+    series = Series(root, seed, suite)
     try:
         for table_format, numbers in jobs:
-            for outcome in worker.trials(table_format, numbers):
+            for outcome in series.trials(table_format, numbers):
                 line = json.dumps({"format": table_format, **outcome.as_dict()}) + "\n"
                 os.write(out, line.encode())
     finally:
-        worker.close()
+        series.close()
 
 
-def start_worker(root: Path, seed: int, jobs: Sequence[tuple[str, range]]) -> tuple[int, int]:
+def start_series(root: Path, suite: Suite, seed: int, jobs: Jobs) -> tuple[int, int]:
     """Pid and the pipe of outcomes of a process for these trials."""
     here, there = os.pipe()
     pid = os.fork()
@@ -125,7 +135,7 @@ def start_worker(root: Path, seed: int, jobs: Sequence[tuple[str, range]]) -> tu
     code = 1
     try:
         os.close(here)
-        work(root, seed, jobs, there)
+        work(root, suite, seed, jobs, there)
         code = 0
     except BaseException:  # noqa: BLE001 - nothing may come back to the process that forked
         traceback.print_exc()
@@ -138,7 +148,8 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=8, help="for each format")
     parser.add_argument("--formats", default=",".join(FORMATS), help="separated by commas")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="processes that run trials")
+    parser.add_argument("--processes", type=int, default=2, help="that run trials")
+    parser.add_argument("--workers", action="store_true", help="with workers that come and go")
     parser.add_argument("--root", type=Path, help="folder for lakes; those that failed stay there")
     parser.add_argument("--json", type=Path, help="also write every trial's outcome there")
     args = parser.parse_args()
@@ -147,13 +158,16 @@ def main() -> int:
         parser.error(f"--formats: there is no {', '.join(unknown)}")
     root = args.root or Path(tempfile.mkdtemp(prefix="batchllm-faults-"))
     started_at = time.monotonic()
-    outcomes, is_whole = run_trials(root, args.seed, formats, args.trials, args.workers)
+    suite = WORKERS if args.workers else SHARDS
+    outcomes, is_whole = run_trials(
+        root, suite, args.seed, formats, args.trials, num_processes=args.processes
+    )
     if args.json:
         args.json.write_text(json.dumps(outcomes, indent=1))
     kinds = Counter(each["kind"] for each in outcomes)
     by_format = {name: [o for o in outcomes if o["format"] == name] for name in formats}
     result = {
-        "benchmark": "faults",
+        "benchmark": "faults_of_workers" if args.workers else "faults",
         "seed": args.seed,
         **summary(outcomes),
         "by_format": {name: summary(found) for name, found in by_format.items()},
@@ -172,17 +186,23 @@ def main() -> int:
 
 
 def run_trials(
-    root: Path, seed: int, formats: Sequence[str], num_trials: int, num_workers: int
+    root: Path,
+    suite: Suite,
+    seed: int,
+    formats: Sequence[str],
+    num_trials: int,
+    *,
+    num_processes: int,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """All outcomes, and whether every worker has come to its end."""
-    num_workers = max(1, min(num_workers, num_trials))
-    workers = []
-    for idx in range(num_workers):
-        part = range(num_trials * idx // num_workers, num_trials * (idx + 1) // num_workers)
+    """All outcomes, and whether every series has come to its end."""
+    num_processes = max(1, min(num_processes, num_trials))
+    all_series = []
+    for idx in range(num_processes):
+        part = range(num_trials * idx // num_processes, num_trials * (idx + 1) // num_processes)
         jobs = [(table_format, part) for table_format in formats]
-        workers.append(start_worker(root / f"worker-{idx}", seed, jobs))
+        all_series.append(start_series(root / f"series-{idx}", suite, seed, jobs))
     outcomes: list[dict[str, Any]] = []
-    lines = dict.fromkeys((pipe for _, pipe in workers), b"")
+    lines = dict.fromkeys((pipe for _, pipe in all_series), b"")
     while lines:
         for pipe in select.select(list(lines), [], [])[0]:
             data = os.read(pipe, 1 << 16)
@@ -193,7 +213,7 @@ def run_trials(
             if not data:
                 os.close(pipe)
                 del lines[pipe]
-    codes = [os.waitpid(pid, 0)[1] for pid, _ in workers]
+    codes = [os.waitpid(pid, 0)[1] for pid, _ in all_series]
     return outcomes, not any(codes) and len(outcomes) == num_trials * len(formats)
 
 

@@ -5,43 +5,89 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from batchllm_operator.artifacts import shard_progress
 from batchllm_operator.engine.fake import FakeEngine
 from batchllm_operator.engine.protocol import EngineOutput, EngineRequest
+from batchllm_operator.run import shard_queue, shard_tally, worker
+from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
+from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S
 
+PACE: Final = 30.0
+"""How many times as fast lost attempts are taken over."""
 _WRITES: Final = frozenset({"os.rename", "os.link", "os.remove", "os.mkdir"})
 
 
 def watch_engine(log: Path) -> None:
-    """Note each request when the engine takes it (`t 7`) and when it has its answer (`a 7`)."""
+    """Note each request when the engine takes it (`t 7 PID`) and when it has its answer (`a`)."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    stream = FakeEngine.stream
+    stream, pid = FakeEngine.stream, os.getpid()
 
     def noted(self: FakeEngine, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         def taken() -> Iterator[EngineRequest]:
             for request in requests:
-                os.write(descriptor, b"t %d\n" % request.request_idx)
+                os.write(descriptor, b"t %d %d\n" % (request.request_idx, pid))
                 yield request
 
         for output in stream(self, taken()):
-            os.write(descriptor, b"a %d\n" % output.request_idx)
+            os.write(descriptor, b"a %d %d\n" % (output.request_idx, pid))
             yield output
 
     FakeEngine.stream = noted  # type: ignore[method-assign]
 
 
-def read_engine_log(log: Path) -> tuple[Counter[int], Counter[int]]:
-    """How often each request was taken, and answered."""
-    taken: Counter[int] = Counter()
-    answered: Counter[int] = Counter()
+class EngineLog(NamedTuple):
+    """How often each process has taken and answered each request, by pid."""
+
+    taken_by: dict[int, Counter[int]]
+    answered_by: dict[int, Counter[int]]
+
+    @property
+    def taken(self) -> Counter[int]:
+        """How often each request was taken, by any process."""
+        return sum(self.taken_by.values(), Counter())
+
+    @property
+    def answered(self) -> Counter[int]:
+        return sum(self.answered_by.values(), Counter())
+
+
+def read_engine_log(log: Path) -> EngineLog:
+    found = EngineLog(defaultdict(Counter), defaultdict(Counter))
     for line in log.read_text().splitlines() if log.exists() else ():
-        kind, _, request_idx = line.partition(" ")
-        (taken if kind == "t" else answered)[int(request_idx)] += 1
-    return taken, answered
+        kind, request_idx, pid = line.split()
+        of_kind = found.taken_by if kind == "t" else found.answered_by
+        of_kind[int(pid)][int(request_idx)] += 1
+    return found
+
+
+def hurry() -> None:
+    """Divide all times by which workers judge and wait for each other by `PACE`."""
+    os.environ[INTERVAL_VARIABLE] = str(DEFAULT_INTERVAL_S / PACE)
+    for module, name in (
+        (shard_progress, "_SILENT_AFTER_S"),
+        (shard_queue, "_SILENT_AFTER_S"),
+        (worker, "MOST_WAIT_S"),
+        (worker, "_POLL_S"),
+    ):
+        setattr(module, name, getattr(module, name) / PACE)
+
+
+def shift_clock(ahead_s: float) -> None:
+    """Set the clock that this process writes into progress, and judges that of others by."""
+
+    class Shifted(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Any:
+            return datetime.now(tz) + timedelta(seconds=ahead_s)
+
+    for module in (shard_queue, shard_tally):
+        module.datetime = Shifted  # type: ignore[attr-defined]
 
 
 def watch_writes(log: Path, kill_at: int | None, steps: Path | None) -> None:

@@ -10,14 +10,32 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _NUM_PATTERNS: Final = 4
-NUM_SHARDS: Final = 2
-PART_ROWS: Final = 6
 MAX_IN_FLIGHT: Final = 4
-DELAY_S: Final = 0.002
 
 Rows = Sequence[Mapping[str, Any]]
 Truth = Mapping[str, tuple[str | None, str]]
 """Of each key, the generated text and a carried column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How the rows are cut, and who runs the shards."""
+
+    num_shards: int
+    part_rows: int
+    delay_s: float
+    """Of the engine, for each request."""
+    by_workers: bool = False
+
+    def runs(self) -> dict[str, list[str]]:
+        """Arguments of `run`, by stage, which do all the work if nothing happens."""
+        if self.by_workers:
+            return {"run0": ["--worker", "0", "--num-workers", "1"]}
+        return {f"run{idx}": ["--shard", str(idx)] for idx in range(self.num_shards)}
+
+
+BY_SHARDS: Final = Job(num_shards=2, part_rows=6, delay_s=0.002)
+BY_WORKERS: Final = Job(num_shards=8, part_rows=3, delay_s=0.04, by_workers=True)
 
 
 def input_rows(version: int) -> list[dict[str, str]]:
@@ -37,7 +55,7 @@ def input_rows(version: int) -> list[dict[str, str]]:
     ]
 
 
-def job_json(tables: Any, staging: str) -> str:
+def job_json(job: Job, tables: Any, staging: str) -> str:
     """The spec."""
     return json.dumps(
         {
@@ -56,11 +74,11 @@ def job_json(tables: Any, staging: str) -> str:
                 "backend": "fake",
                 "extra_args": {
                     "byte_tokens": True,
-                    "delay_s": DELAY_S,
+                    "delay_s": job.delay_s,
                     "max_in_flight": MAX_IN_FLIGHT,
                 },
             },
-            "planner": {"num_shards": NUM_SHARDS, "part_rows": PART_ROWS},
+            "planner": {"num_shards": job.num_shards, "part_rows": job.part_rows},
         }
     )
 

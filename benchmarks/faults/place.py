@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from batchllm_operator.errors import FINAL_EXIT_CODES, ExitCode
 from benchmarks.faults.inside import read_engine_log
 from benchmarks.faults.job import (
-    NUM_SHARDS,
+    Job,
     Truth,
     computed_truth,
     input_rows,
@@ -40,10 +40,15 @@ class Place:
     """Tables of one format, and a staging folder, in a folder or bucket of their own."""
 
     def __init__(
-        self, root: Path, table_format: str, zygote: Zygote, endpoints: tuple[str, str] | None
+        self,
+        root: Path,
+        table_format: str,
+        job: Job,
+        zygote: Zygote,
+        endpoints: tuple[str, str] | None,
     ) -> None:
         """`endpoints` are S3's: the commands', and the one that never fails, for looking on."""
-        self.root, self.zygote = root, zygote
+        self.root, self.job, self.zygote = root, job, zygote
         self.endpoint, direct = endpoints or (None, None)
         (root / "tmp").mkdir(parents=True)
         self.fs: pafs.FileSystem = s3_client(direct) if direct else pafs.LocalFileSystem()
@@ -53,7 +58,7 @@ class Place:
         self.staging_path = f"{base}/staging"
         self.tables: Any = FORMATS[table_format](root, direct)
         scheme = "s3://" if direct else ""
-        self.spec = job_json(self.tables, scheme + self.staging_path)
+        self.spec = job_json(job, self.tables, scheme + self.staging_path)
         self.num_versions = 0
         """Of the input that there have been."""
         self.published: int | None = None
@@ -76,7 +81,13 @@ class Place:
             log.write(f"$ {[str(arg)[:60] for arg in args]} {faults}\n")
         words = [str(arg) for arg in args]
         command = Command(
-            words, self.log, self.engine_log, self.root, endpoint=self.endpoint, **faults
+            words,
+            self.log,
+            self.engine_log,
+            self.root,
+            endpoint=self.endpoint,
+            is_fast=self.job.by_workers,
+            **faults,
         )
         return self.zygote.start(command)
 
@@ -112,8 +123,7 @@ class Place:
     def stages(self, plan_uri: str) -> dict[str, list[str]]:
         """Arguments of what comes after `plan`, in order."""
         runs = {
-            f"run{idx}": ["run", "--plan", plan_uri, "--shard", str(idx)]
-            for idx in range(NUM_SHARDS)
+            stage: ["run", "--plan", plan_uri, *args] for stage, args in self.job.runs().items()
         }
         return {**runs, "commit": ["commit", "--plan", plan_uri]}
 
@@ -142,29 +152,36 @@ class Place:
             time.sleep(0.05 * attempt)
         raise StuckError(f"{args[0]} failed {MOST_TRIES} times: see {self.log}")
 
+    def parts(self, plan_uri: str) -> dict[tuple[int, int], list[int]]:
+        """The requests of each part, by shard and part."""
+        found = {}
+        for info in self.fs.get_file_info(pafs.FileSelector(plan_uri.removeprefix("s3://"))):
+            if not info.base_name.startswith("shard-"):
+                continue
+            shard = int(info.base_name.removeprefix("shard-").removesuffix(".parquet"))
+            file = pq.ParquetFile(self.fs.open_input_file(info.path))
+            for part in range(file.num_row_groups):
+                requests = file.read_row_group(part, columns=["request_idx"])[0]
+                found[shard, part] = requests.to_pylist()
+        return found
+
     def parts_done_twice(self, plan_uri: str) -> tuple[int, int, int, int]:
         """Requests that the engine answered again and all it was given; then the most parts of a
         shard with a request that was answered again, and with one that it was given again.
         """
-        taken, answered = read_engine_log(self.engine_log)
-        path = plan_uri.removeprefix("s3://")
-        twice: dict[str, set[int]] = defaultdict(set)
-        open_before: dict[str, set[int]] = defaultdict(set)
-        num_requests = 0
-        for info in self.fs.get_file_info(pafs.FileSelector(path)):
-            if not info.base_name.startswith("shard-"):
-                continue
-            file = pq.ParquetFile(self.fs.open_input_file(info.path))
-            for part in range(file.num_row_groups):
-                for idx in file.read_row_group(part, columns=["request_idx"])[0].to_pylist():
-                    num_requests += 1
-                    if answered[idx] > 1:
-                        twice[info.base_name].add(part)
-                    if taken[idx] > 1:
-                        open_before[info.base_name].add(part)
+        log, parts = read_engine_log(self.engine_log), self.parts(plan_uri)
+        taken, answered = log.taken, log.answered
+        twice: dict[int, set[int]] = defaultdict(set)
+        open_before: dict[int, set[int]] = defaultdict(set)
+        for (shard, part), idxs in parts.items():
+            for idx in idxs:
+                if answered[idx] > 1:
+                    twice[shard].add(part)
+                if taken[idx] > 1:
+                    open_before[shard].add(part)
         return (
             sum(count - 1 for count in answered.values()),
-            num_requests,
+            sum(map(len, parts.values())),
             max(map(len, twice.values()), default=0),
             max(map(len, open_before.values()), default=0),
         )

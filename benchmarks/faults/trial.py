@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from batchllm_operator.errors import ExitCode
 from benchmarks.faults.damage import damage_parts, small_disk
-from benchmarks.faults.job import NUM_SHARDS, compare, computed_truth
+from benchmarks.faults.job import compare, computed_truth
 from benchmarks.faults.place import Onlooker, Place, StuckError
 from benchmarks.faults.s3 import FaultyProxy
 
@@ -237,8 +237,8 @@ class Trial:
             place.new_input(version)
             place.finish(place.plan_args())
             plans.append(place.stages(place.plan_uri()))
-            for shard_idx in range(NUM_SHARDS):
-                place.finish(plans[-1][f"run{shard_idx}"])
+            for stage in place.job.runs():
+                place.finish(plans[-1][stage])
         with Onlooker(place, self.allowed) as onlooker:
             late = place.start(*plans[0]["commit"])
             late.wait(self.rng.uniform(0, self.usual.seconds["commit"]))

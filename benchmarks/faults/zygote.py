@@ -16,11 +16,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from benchmarks.faults.inside import watch_engine, watch_writes
+from benchmarks.faults.inside import hurry, shift_clock, watch_engine, watch_writes
 from benchmarks.faults.tables import set_environment
 
 _KILLED: Final = -signal.SIGKILL
@@ -45,6 +45,10 @@ class Command:
     """A named pipe: the command waits for a byte from it before each file operation."""
     max_file_bytes: int | None = None
     """Writing more than that into one file fails (RLIMIT_FSIZE)."""
+    is_fast: bool = False
+    """See `inside.hurry`."""
+    clock_ahead_s: float = 0.0
+    """See `inside.shift_clock`."""
 
 
 class Child:
@@ -93,18 +97,8 @@ class Zygote:
 
     def start(self, command: Command) -> Child:
         """Run a command."""
-        self.call(
-            {
-                "args": list(command.args),
-                "log": str(command.log),
-                "engine_log": str(command.engine_log),
-                "root": str(command.root),
-                "endpoint": command.endpoint,
-                "kill_at_write": command.kill_at_write,
-                "steps": None if command.steps is None else str(command.steps),
-                "max_file_bytes": command.max_file_bytes,
-            }
-        )
+        fields = asdict(command).items()
+        self.call({name: str(it) if isinstance(it, Path) else it for name, it in fields})
         while True:
             event = json.loads(self._socket.recv(1 << 16))
             if "started" in event:
@@ -210,6 +204,10 @@ def _run(request: Mapping[str, Any]) -> NoReturn:
         steps = None if request["steps"] is None else Path(request["steps"])
         writes = Path(request["engine_log"] + ".writes")
         watch_writes(writes, request["kill_at_write"], steps)
+        if request["is_fast"]:
+            hurry()
+        if ahead_s := request["clock_ahead_s"]:
+            shift_clock(ahead_s)
         from batchllm_operator.cli import main
 
         code = main(request["args"])

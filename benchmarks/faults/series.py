@@ -1,4 +1,4 @@
-"""The trials of one process, with the commands' parent and the S3 server that belong to it."""
+"""Trials one after the other, with the commands' parent and the S3 server that belong to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -15,7 +16,9 @@ from batchllm_operator.cli import main
 from benchmarks.faults.damage import mount_disk, unmount_disk
 from benchmarks.faults.inside import read_engine_log
 from benchmarks.faults.job import (
-    NUM_SHARDS,
+    BY_SHARDS,
+    BY_WORKERS,
+    Job,
     compare,
     computed_truth,
     input_rows,
@@ -25,6 +28,7 @@ from benchmarks.faults.place import Place
 from benchmarks.faults.s3 import FaultyProxy, S3Server
 from benchmarks.faults.tables import DS, ParquetTables, set_environment
 from benchmarks.faults.trial import ON_DISK, ON_S3, Outcome, Trial, Usual
+from benchmarks.faults.worker_trial import WORKERS_ON_DISK, WORKERS_ON_S3, WorkerTrial
 from benchmarks.faults.zygote import Zygote
 
 _NUM_MEASURED: Final = 2
@@ -40,21 +44,35 @@ def warm_up(root: Path) -> None:
     tables = ParquetTables(root, None)
     tables.replace_input(input_rows(0))
     result = root / "plan.json"
-    spec = job_json(tables, f"{root}/lake/staging")
+    spec = job_json(BY_SHARDS, tables, f"{root}/lake/staging")
     main(["plan", "--job-json", spec, "--ds", DS, "--result", str(result)])
     plan_uri = json.loads(result.read_text())["plan_uri"]
-    for shard_idx in range(NUM_SHARDS):
-        main(["run", "--plan", plan_uri, "--shard", str(shard_idx)])
+    for args in BY_SHARDS.runs().values():
+        main(["run", "--plan", plan_uri, *args])
     main(["commit", "--plan", plan_uri])
     shutil.rmtree(root)
 
 
-class Worker:
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Trials of a job, of each kind in turn."""
+
+    trial: type[Trial]
+    job: Job
+    on_disk: Sequence[str]
+    on_s3: Sequence[str]
+
+
+SHARDS: Final = Suite(Trial, BY_SHARDS, ON_DISK, ON_S3)
+WORKERS: Final = Suite(WorkerTrial, BY_WORKERS, WORKERS_ON_DISK, WORKERS_ON_S3)
+
+
+class Series:
     """Runs trials one after the other."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, suite: Suite) -> None:
         """Forks processes: the caller has no thread yet."""
-        self._root, self._seed = root, seed
+        self._root, self._seed, self._suite = root, seed, suite
         self._zygote = Zygote(partial(warm_up, root / "warm-up"))
         self._server = S3Server()
         self._proxy = FaultyProxy(self._server.address)
@@ -63,16 +81,16 @@ class Worker:
         self._usual: dict[tuple[str, bool], Usual] = {}
 
     def trials(self, table_format: str, numbers: range) -> Iterator[Outcome]:
-        """The trials of these numbers; a trial doesn't depend on its worker."""
+        """The trials of these numbers; a trial doesn't depend on its series."""
         for number in numbers:
             is_s3 = number % _S3_EVERY == _S3_EVERY - 1
             turn = number // _S3_EVERY if is_s3 else number - number // _S3_EVERY
-            kinds = ON_S3 if is_s3 else ON_DISK
+            kinds = self._suite.on_s3 if is_s3 else self._suite.on_disk
             usual = self._measured(table_format, is_s3)
             place = self._place(table_format, is_s3)
             rng = random.Random(f"{self._seed} {table_format} {number}")
             proxy = self._proxy if is_s3 else None
-            trial = Trial(kinds[turn % len(kinds)], place, usual, proxy, rng)
+            trial = self._suite.trial(kinds[turn % len(kinds)], place, usual, proxy, rng)
             outcome = trial.run()
             if outcome.has_failed:
                 del self._places[table_format, is_s3]  # left to be looked into
@@ -108,7 +126,7 @@ class Worker:
             rows = place.tables.output().to_pylist()
             if compare(rows, computed_truth(version)):
                 raise RuntimeError(f"undisturbed, the outputs are wrong: see {place.root}")
-            _, answered = read_engine_log(place.engine_log)
+            answered = read_engine_log(place.engine_log).answered
             assert set(answered.values()) == {1}, "nothing is generated twice"
         self._remove(place)
         return usual
@@ -131,7 +149,7 @@ class Worker:
         if not is_s3:
             mount_disk(root)
         endpoints = (self._proxy.endpoint, f"http://{self._server.address}") if is_s3 else None
-        return Place(root, table_format, self._zygote, endpoints)
+        return Place(root, table_format, self._suite.job, self._zygote, endpoints)
 
     def _remove(self, place: Place) -> None:
         unmount_disk(place.root)

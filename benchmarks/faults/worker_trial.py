@@ -1,0 +1,309 @@
+"""A trial of workers that come and go, while one job is done."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow.fs as pafs
+
+from batchllm_operator.errors import ExitCode
+from benchmarks.faults.inside import read_engine_log
+from benchmarks.faults.job import input_rows
+from benchmarks.faults.place import StuckError
+from benchmarks.faults.trial import Trial
+from benchmarks.faults.zygote import Child
+
+_ACTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "workers_kill": ("kill",),
+    "workers_kill_at_write": ("kill_at_write",),
+    "workers_zombie": ("stop",),
+    "workers_drain": ("drain", "terminate"),
+    "workers_twins": ("twin",),
+    "workers_renumbered": ("kill_all",),
+    "workers_many": ("kill", "stop"),
+    "workers_clocks": ("kill", "stop", "join"),
+    "workers_any": ("kill", "kill_at_write", "stop", "drain", "terminate", "twin", "kill_all"),
+}
+WORKERS_ON_DISK: Final = tuple(_ACTIONS)
+WORKERS_ON_S3: Final = (
+    "workers_s3_lost_response",
+    "workers_s3_kill",
+    "workers_zombie",
+    "workers_s3_500",
+    "workers_any",
+    "workers_s3_slow_down",
+    "workers_s3_timeout",
+    "workers_twins",
+)
+_FILE: Final = re.compile(r"attempt-([0-9]+)/(?:claim|part-([0-9]+))\.json")
+_OPEN_PARTS: Final = 2
+"""Most parts of a shard with requests in the engine: it takes four at a time, of three a part."""
+_DRAIN_S: Final = 30.0
+_SILENCE_S: Final = 3.0
+"""Longer than a worker is silent until others take its shards, see `inside.hurry`."""
+
+
+@dataclass(slots=True)
+class Hand:
+    """A worker's process."""
+
+    child: Child
+    number: int
+    owner: str | None
+    may_cost: int = 0
+    """Parts that it may have answered in vain, of all its shards together."""
+    may_be_fenced: bool = False
+    """Whether it may look dead while it isn't, to others or to its owner's next try."""
+    is_stopped: bool = False
+
+    def overpaid(self, in_vain: Counter[int]) -> int:
+        """Parts that it answered in vain, by shard, beyond those that it may have."""
+        if self.may_be_fenced:
+            return sum(max(0, parts - _OPEN_PARTS - 1) for parts in in_vain.values())
+        return max(0, in_vain.total() - self.may_cost)
+
+
+class WorkerTrial(Trial):
+    """A job whose shards are run by workers, to which things happen until one does the rest."""
+
+    def _with_fault(self, kind: str) -> None:
+        self._hands: list[Hand] = []
+        self._num_workers = 9 if kind == "workers_many" else self.rng.randint(2, 4)
+        self._job(lambda stage, args: self._before(stage, args))
+        self._count_costs()
+
+    def _before(self, stage: str, args: list[str]) -> None:
+        if stage == "run0":
+            self._plan_uri = args[args.index("--plan") + 1]
+            self._come_and_go()
+        elif stage == "commit" and (left := self._unfinished()):
+            raise StuckError(f"the last worker ended well, but left shards {left}")
+
+    def _come_and_go(self) -> None:
+        kind = self.outcome.kind
+        actions = _ACTIONS.get(kind, ("kill", "join"))
+        have_started = threading.Event()
+        if self._is_s3_fault:
+            self._arm(kind.removeprefix("workers_s3_"), have_started)
+        for number in range(self._num_workers):
+            self._start(number, **self._faults_at_start())
+        have_started.set()
+        if self.rng.random() < 0.8:
+            self._wait_for_engines()
+        for _ in range(self.rng.randint(1, 4)):
+            time.sleep(self.rng.uniform(0, 0.5 * self._work_s / self._num_workers))
+            getattr(self, f"_{self.rng.choice(actions)}")()
+        for hand in self._hands:
+            if hand.is_stopped:
+                hand.child.send(signal.SIGCONT)
+        for hand in self._hands:
+            self._end(hand)
+        if self.proxy is not None:
+            self.outcome.faults += self.proxy.num_faults
+            self.proxy.arm()
+
+    def _wait_for_engines(self) -> None:
+        """Until the first one has a request."""
+        until = time.monotonic() + 10
+        while not self.place.engine_log.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    @property
+    def _work_s(self) -> float:
+        """How long one worker's engine is at work on the whole job."""
+        return len(input_rows(self.version)) * self.place.job.delay_s
+
+    def _faults_at_start(self) -> dict[str, Any]:
+        kind, rng = self.outcome.kind, self.rng
+        if kind == "workers_clocks" and rng.random() < 0.5:
+            return {"clock_ahead_s": rng.choice([-1, 1]) * rng.choice([1, 60, 3600])}
+        if kind == "workers_kill_at_write" and rng.random() < 0.7:
+            return {"kill_at_write": self._some_write()}
+        return {}
+
+    def _some_write(self) -> int:
+        return self.rng.randint(1, max(1, self.usual.writes["run0"] // self._num_workers))
+
+    @property
+    def _is_s3_fault(self) -> bool:
+        return self.outcome.kind.startswith("workers_s3_")
+
+    def _arm(self, kind: str, have_started: threading.Event) -> None:
+        """A burst of requests of any of the workers fails, or one of them is killed at it."""
+        assert self.proxy is not None, "only on S3"
+        first = self.rng.randrange(self.usual.requests["run0"])
+        if kind != "kill":
+            length = self.rng.choice([1, 2, 5] if kind == "timeout" else [1, 2, 5, 20, 60])
+            self.proxy.arm(kind, range(first, first + length))
+            return
+        victim = self.rng.randrange(self._num_workers)
+
+        def kill() -> None:
+            have_started.wait(10)
+            hand = self._hands[victim]
+            hand.may_cost = 1
+            hand.child.send(signal.SIGKILL)
+
+        when = self.rng.choice(["kill_before", "kill_after"])
+        self.proxy.arm(when, range(first, first + 1), kill)
+
+    def _start(self, number: int, owner: str | None = None, **faults: Any) -> Hand:
+        """Start a worker; half of them have an owner, as a task's try."""
+        if owner is None and self.rng.random() < 0.5:
+            owner = f"task-{len(self._hands)}"
+        for hand in self._hands:  # its owner's next try takes its shards at once
+            hand.may_be_fenced |= hand.owner == owner is not None and hand.child.poll() is None
+        args = ["--worker", number, "--num-workers", self._num_workers]
+        if owner is not None:
+            args += ["--owner", owner]
+        child = self.place.start(
+            "run", "--plan", self._plan_uri, *args, "--drain-s", _DRAIN_S, **faults
+        )
+        hand = Hand(child, number, owner, may_be_fenced=self._is_s3_fault)
+        if self._is_s3_fault or "kill_at_write" in faults:  # which may end it
+            hand.may_cost = 1
+        self._hands.append(hand)
+        return hand
+
+    def _some(self) -> Hand | None:
+        """A worker at random that still runs."""
+        running = [hand for hand in self._hands if hand.child.poll() is None]
+        return self.rng.choice(running) if running else None
+
+    def _again(self, hand: Hand) -> None:
+        """The task of an ended worker is tried again, or somebody starts another one."""
+        if self.rng.random() < 0.7:
+            self._start(hand.number, hand.owner if self.rng.random() < 0.7 else None)
+
+    def _kill(self) -> None:
+        if (hand := self._some()) is not None:
+            hand.may_cost = 1
+            hand.child.kill()
+            self._again(hand)
+
+    def _kill_at_write(self) -> None:
+        self._start(self.rng.randrange(self._num_workers), kill_at_write=self._some_write())
+
+    def _kill_all(self) -> None:
+        """And others start as another number of workers."""
+        for hand in self._hands:
+            hand.may_cost = 1
+            hand.child.kill()
+        self._num_workers = self.rng.randint(1, 5)
+        for number in range(self._num_workers):
+            self._start(number)
+
+    def _stop(self) -> None:
+        """A worker stands still for a while; long enough for others to take its shards, mostly."""
+        if (hand := self._some()) is None:
+            return
+        hand.may_be_fenced = True
+        hand.child.send(signal.SIGSTOP)
+        hand.is_stopped = True
+        if self.rng.random() < 0.5:
+            self._again(hand)
+        time.sleep(self.rng.choice([0.1, _SILENCE_S, _SILENCE_S]))
+        if self.rng.random() < 0.7:
+            hand.child.send(signal.SIGCONT)
+            hand.is_stopped = False
+
+    def _drain(self) -> None:
+        """Its open parts are finished, so that nothing is done again."""
+        if (hand := self._some()) is not None:
+            hand.child.send(signal.SIGTERM)
+            self._again(hand)
+
+    def _terminate(self) -> None:
+        """Two signals: it doesn't finish them."""
+        if (hand := self._some()) is not None:
+            hand.may_cost = 1
+            hand.child.send(signal.SIGTERM)
+            time.sleep(0.01)
+            hand.child.send(signal.SIGTERM)
+            self._again(hand)
+
+    def _twin(self) -> None:
+        """Another worker of the same number, often of the same owner, which takes over."""
+        if (hand := self._some()) is not None:
+            self._start(hand.number, hand.owner if self.rng.random() < 0.7 else None)
+            self.outcome.faults += 1
+
+    def _join(self) -> None:
+        self._start(self.rng.randrange(self._num_workers))
+
+    def _end(self, hand: Hand) -> None:
+        """Wait for a worker; only one that something has happened to may end with an error."""
+        code = self.place.end(hand.child)
+        self.outcome.kills += code == -signal.SIGKILL
+        self.outcome.faults += code == ExitCode.TERMINATED
+        allowed = {ExitCode.OK, ExitCode.TERMINATED, -signal.SIGTERM}
+        if hand.may_cost:
+            allowed |= {-signal.SIGKILL}
+        if self._is_s3_fault:
+            allowed |= {ExitCode.FAILURE}
+        if code not in allowed:
+            raise StuckError(f"a worker ended with {code}: see {self.place.log}")
+
+    def _unfinished(self) -> list[int]:
+        """Shards without a report."""
+        finished = {shard for shard, name in self._files() if name == "report.json"}
+        return sorted(set(range(self.place.job.num_shards)) - finished)
+
+    def _count_costs(self) -> None:
+        """What each process answered in vain, and what of that it may have.
+
+        In vain is a part that counts as another attempt's. That may be the open one of a process
+        that ended early. One that was taken for dead goes on until it has finished a part; it may
+        lose that one, what else of the shard is with its engine, and one that it finished just when
+        the other began.
+        """
+        log, ledger = read_engine_log(self.place.engine_log), self._ledger()
+        outcome, parts = self.outcome, self.place.parts(self._plan_uri)
+        outcome.rows = sum(map(len, parts.values()))
+        outcome.regenerated_rows = log.answered.total() - outcome.rows
+        for hand in self._hands:
+            pid, in_vain, num_open = hand.child.pid, Counter[int](), 0
+            for (shard, part), idxs in parts.items():
+                counts = ledger[shard, part] == pid
+                in_vain[shard] += max(0, max(log.answered_by[pid][i] for i in idxs) - counts)
+                num_open += not counts and any(log.taken_by[pid][idx] for idx in idxs)
+            outcome.overpaid_parts += hand.overpaid(in_vain)
+            if hand.may_cost and not hand.may_be_fenced:
+                outcome.regenerated_parts = max(outcome.regenerated_parts or 0, in_vain.total())
+                outcome.open_parts = max(outcome.open_parts or 0, num_open)
+
+    def _ledger(self) -> dict[tuple[int, int], int]:
+        """The process whose entry counts, of each part: that of the latest attempt."""
+        pids: dict[tuple[int, int], int] = {}
+        entries: dict[tuple[int, int], int] = {}
+        for shard, name in sorted(self._files()):
+            if (match := _FILE.fullmatch(name)) is None:
+                continue
+            attempt = int(match[1])
+            if match[2] is None:
+                with self.place.fs.open_input_file(
+                    f"{self._runs}/shard-{shard:05d}/{name}"
+                ) as file:
+                    pids[shard, attempt] = json.loads(file.read())["process_id"]
+                self.outcome.faults += attempt > 1
+            else:
+                entries[shard, int(match[2])] = attempt
+        return {(shard, part): pids[shard, attempt] for (shard, part), attempt in entries.items()}
+
+    def _files(self) -> list[tuple[int, str]]:
+        """The shard and the path in its folder of each file that runs have written."""
+        found = self.place.fs.get_file_info(pafs.FileSelector(self._runs, recursive=True))
+        paths = (info.path.partition("/runs/shard-")[2] for info in found if info.is_file)
+        return [(int(path[:5]), path[6:]) for path in paths if path]
+
+    @property
+    def _runs(self) -> str:
+        return f"{self._plan_uri.removeprefix('s3://')}/runs"
