@@ -146,10 +146,8 @@ class ShardRun:
         Part by part: only those with requests in the engine are in memory.
         """
         parts = self.work.parts()
-        # Once it is given up, the shard's file is closed.
-        while not (self._drain.has_begun or self.is_given_up):
-            if (part := next(parts, None)) is None:
-                return
+        # First the question: once the shard is given up, its file is closed.
+        while self._may_open_part() and (part := next(parts, None)) is not None:
             part_idx, table = part
             request_idxs = table["request_idx"].to_pylist()
             row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
@@ -165,6 +163,9 @@ class ShardRun:
                 yield EngineRequest(
                     request_idx=request_idx, prompt_token_ids=token_ids.as_py(), **hints
                 )
+
+    def _may_open_part(self) -> bool:
+        return not (self._drain.has_begun or self.is_given_up)
 
     def takes(self, output: EngineOutput) -> bool:
         """Whether the output's request is from here."""
