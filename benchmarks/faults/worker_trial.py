@@ -269,14 +269,16 @@ class WorkerTrial(Trial):
         outcome, parts = self.outcome, self.place.parts(self._plan_uri)
         outcome.rows = sum(map(len, parts.values()))
         outcome.regenerated_rows = log.answered.total() - outcome.rows
-        for hand in self._hands:
-            pid, in_vain, num_open = hand.child.pid, Counter[int](), 0
+        hands = {hand.child.pid: hand for hand in self._hands}
+        for pid in log.taken_by:
+            in_vain, num_open = Counter[int](), 0
             for (shard, part), idxs in parts.items():
                 counts = ledger[shard, part] == pid
                 in_vain[shard] += max(0, max(log.answered_by[pid][i] for i in idxs) - counts)
                 num_open += not counts and any(log.taken_by[pid][idx] for idx in idxs)
-            outcome.overpaid_parts += hand.overpaid(in_vain)
-            if hand.may_cost and not hand.may_be_fenced:
+            hand = hands.get(pid)  # the worker that did the rest isn't among them
+            outcome.overpaid_parts += hand.overpaid(in_vain) if hand else in_vain.total()
+            if hand and hand.may_cost and not hand.may_be_fenced:
                 outcome.regenerated_parts = max(outcome.regenerated_parts or 0, in_vain.total())
                 outcome.open_parts = max(outcome.open_parts or 0, num_open)
 
