@@ -16,6 +16,21 @@ are disturbed, one that there was may come back. Kinds:
     s3_500, s3_slow_down, s3_timeout, s3_lost_response    a burst of requests to S3 fails so
     s3_kill                             kill -9 at a request, before or after S3 has done it
 
+With `--workers`, the shards are run by two to nine workers, to which one to four things happen at
+random moments, until one that is started last does the rest. Lost attempts are taken over 30 times
+as fast as usual: all times by which workers judge each other are divided by that. Kinds:
+
+    workers_kill                        one is killed, and mostly started again
+    workers_kill_at_write               ... before one of its file operations
+    workers_zombie                      one is stopped, others take its shards, it goes on
+    workers_drain                       SIGTERM: open parts are finished, unless a second one comes
+    workers_twins                       another one has the same number, and often the same owner
+    workers_renumbered                  all are killed, others start as another number of workers
+    workers_many                        more workers than shards, one is killed or stopped
+    workers_clocks                      clocks differ by up to an hour, one is killed or stopped
+    workers_any                         any of these
+    workers_s3_...                      as above, while workers are killed and others join
+
 A sixth of the trials is on S3 (moto's server). While a commit runs, is killed or waits, another
 thread reads the table all the time: a read with anything but the rows of one publication counts
 as a half commit, and so does one that raised, on disk. On S3, where a reader may mix two versions
@@ -28,7 +43,9 @@ of any command), as a share of their rows. `regenerated_parts_max` is the most p
 which any answer was made again after one kill, `open_parts_max` the most of which any request was
 with the engine at that time: it is given requests of the next part before it has answered the last
 ones. `overpaid_parts` are those beyond one for each kill, or beyond two for a run that had to be
-fenced. Exit code 1 if a row is lost, double or wrong, if a commit was seen by halves, if an older
+fenced. Of a worker that is killed, one part of all its shards may be lost; of one that is fenced,
+while it is stopped, S3 fails or its owner's next try begins, three of a shard; of any other, none.
+Exit code 1 if a row is lost, double or wrong, if a commit was seen by halves, if an older
 plan's rows took a newer one's place, if a part was overpaid, if a job never came to its end, or if
 a kind of fault never happened.
 """
@@ -149,7 +166,11 @@ def main() -> int:
     parser.add_argument("--formats", default=",".join(FORMATS), help="separated by commas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="that run trials")
-    parser.add_argument("--workers", action="store_true", help="with workers that come and go")
+    parser.add_argument(
+        "--workers",
+        action="store_true",
+        help="trials of workers that come and go, in place of the others",
+    )
     parser.add_argument("--root", type=Path, help="folder for lakes; those that failed stay there")
     parser.add_argument("--json", type=Path, help="also write every trial's outcome there")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A trial of workers that come and go, while one job is done."""
+"""A trial in which workers of a job come and go; what is lost with them, process by process."""
 
 from __future__ import annotations
 

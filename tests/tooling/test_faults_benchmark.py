@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 from support.benchmark_modules import load
 
 
@@ -38,6 +41,25 @@ def test_kinds_of_which_nothing_happened_are_named() -> None:
     assert idle_kinds([nothing] * 7) == [], "too few to tell"
     assert idle_kinds([nothing] * 8) == ["zombie_run"]
     assert idle_kinds([nothing] * 8 + [{**nothing, "faults": 1}]) == []
+
+
+def test_a_worker_may_lose_only_what_was_open() -> None:
+    hand_of = load("faults.worker_trial").Hand
+    live = hand_of(child=None, number=0, owner=None)
+    killed = hand_of(child=None, number=0, owner=None, may_cost=1)
+    zombie = hand_of(child=None, number=0, owner=None, may_be_fenced=True)
+    assert [each.overpaid(Counter()) for each in (live, killed, zombie)] == [0, 0, 0]
+    one, two_shards = Counter({3: 1}), Counter({3: 1, 4: 1})
+    assert (live.overpaid(one), killed.overpaid(one), killed.overpaid(two_shards)) == (1, 0, 1)
+    assert (zombie.overpaid(two_shards), zombie.overpaid(Counter({3: 4, 4: 1}))) == (0, 1)
+
+
+def test_each_process_has_its_own_requests_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("t 0 7\nt 1 7\na 0 7\nt 0 8\na 0 8\n")
+    found = load("faults.inside").read_engine_log(log)
+    assert (found.taken, found.answered) == (Counter({0: 2, 1: 1}), Counter({0: 2}))
+    assert found.answered_by == {7: Counter({0: 1}), 8: Counter({0: 1})}
 
 
 def test_what_the_product_never_may_do_fails_a_trial() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of faults: a trial runs through, its last line is JSON."""
+"""The benchmark of faults: trials run through, its last line is JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from pathlib import Path
 
 from support.benchmark_modules import run
 
+WRONG = ("lost_rows", "duplicate_rows", "half_commits", "wrong_rows", "stuck", "overpaid_parts")
+
 
 def test_a_trial_runs_and_its_last_line_is_json(tmp_path: Path) -> None:
     root = str(tmp_path / "lakes")
     found = run(tmp_path, "faults", "--trials", "1", "--formats", "parquet", "--root", root)
-    wrong = ("lost_rows", "duplicate_rows", "half_commits", "wrong_rows", "stuck")
     assert found["trials"] == found["by_format"]["parquet"]["trials"] == 1
-    assert [found[name] for name in wrong] == [0] * len(wrong)
+    assert [found[name] for name in WRONG] == [0] * len(WRONG)
+
+
+def test_workers_come_and_go_and_nothing_is_lost_or_paid_twice(tmp_path: Path) -> None:
+    args = ("--workers", "--trials", "12", "--formats", "parquet", "--processes", "1")
+    found = run(tmp_path, "faults", *args, "--root", str(tmp_path / "lakes"))
+    assert found["trials"] == 12
+    assert found["kills"] > 0 and found["faults"] > 0
+    kinds = found["trials_by_kind"]
+    assert {"workers_kill", "workers_zombie", "workers_twins", "workers_clocks"} < kinds.keys()
+    assert [found[name] for name in WRONG] == [0] * len(WRONG)
