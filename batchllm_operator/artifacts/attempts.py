@@ -13,6 +13,7 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -42,6 +43,8 @@ class Claim(BaseModel):
     host: str
     """A pod's name, or a machine's."""
     process_id: int
+    processes: str | None = None
+    """Identifies the boot and the process namespace that `process_id` is of; None if unknown."""
     claimed_at: str
     """UTC, ISO 8601."""
     owner: str | None = None
@@ -85,7 +88,9 @@ def check_free(shard_folder: Folder, owner: str) -> None:
     if latest is None:
         return
     claim = read_claim(shard_folder, latest)
-    if (claim is None or claim.owner != owner) and _is_live(shard_folder, latest):
+    if claim is not None and (claim.owner == owner or has_ended(claim)):
+        return
+    if _is_live(shard_folder, latest):
         raise FencedError(
             f"{shard_folder.uri}: attempt {latest} ({_who(claim)}) is working for another run, so"
             " this one doesn't start"
@@ -117,6 +122,7 @@ def claim_number(
         token=secrets.token_hex(16),
         host=socket.gethostname(),
         process_id=os.getpid(),
+        processes=_processes(),
         claimed_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         owner=owner,
         worker=worker,
@@ -144,6 +150,31 @@ def read_progress(shard_folder: Folder, number: int) -> ShardProgress | None:
     except FileNotFoundError:
         return None
     return ShardProgress.from_bytes(data, source=f"{shard_folder.uri}/{path}")
+
+
+def has_ended(claim: Claim) -> bool:
+    """Whether the attempt's process is known to have ended: it ran here, and isn't there any more.
+
+    False says nothing: it may run elsewhere, or another process may have its number.
+    """
+    if claim.processes is None or claim.processes != _processes():
+        return False
+    try:
+        os.kill(claim.process_id, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's
+        return False
+    return False
+
+
+def _processes() -> str | None:
+    """See `Claim.processes`; hosts with one name may be several, so names don't identify them."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not Linux
+        return None
 
 
 def _claimed(shard_folder: Folder, *, above: int) -> list[int]:

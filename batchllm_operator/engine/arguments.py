@@ -105,7 +105,7 @@ def _check_choices(spec: JobSpec) -> None:
     if given.get("data_parallel_size", 1) != 1:
         raise SpecError(
             f"{_WHERE}: data_parallel_size must be 1; for more engines, raise"
-            " engine.replicas, or planner.num_shards and run a task for each"
+            " engine.replicas, or start more workers (run --worker I --num-workers N)"
         )
     attention = given.get("attention_config")
     in_config = attention if isinstance(attention, Mapping) else {}

@@ -17,6 +17,7 @@ from batchllm_operator.artifacts.attempts import (
     Claim,
     attempt_numbers,
     claim_number,
+    has_ended,
     read_claim,
     read_progress,
 )
@@ -250,6 +251,8 @@ class ShardQueue:
         if progress is not None and progress.state not in LIVE_STATES:
             return True
         if self._earlier_tries.get(shard_idx) == sight.number:
+            return True
+        if sight.claim is not None and has_ended(sight.claim):
             return True
         watched_s = self._clock() - sight.seen_at
         return self._is_old(sight) and watched_s > _watch_s(sight)

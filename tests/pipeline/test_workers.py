@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.staged_job import Engines, check_published, plan_one_shard
 
-from batchllm_operator.artifacts.attempts import claim_attempt, read_claim
+from batchllm_operator.artifacts import attempts as attempts_module
+from batchllm_operator.artifacts.attempts import check_free, claim_attempt, read_claim
 from batchllm_operator.artifacts.shard_progress import ShardProgress
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.stage import commit_run
@@ -210,6 +212,35 @@ def test_a_claim_without_progress_is_lost_after_a_while(plan: StoredPlan, clock:
     assert taken(queue) == []
     clock.s += 2.0
     assert taken(queue) == [0]
+
+
+def claimed_by_another_process(plan: StoredPlan, monkeypatch: pytest.MonkeyPatch) -> Claimed:
+    """A live-looking attempt at shard 0 by a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(attempts_module.os, "getpid", lambda: process.pid)
+        claimed = Claimed(0, claim_attempt(plan.run_folder(0)))
+    write_progress(plan, claimed, datetime.now(UTC))
+    return claimed
+
+
+def test_a_process_that_is_gone_from_this_machine_is_not_waited_for(
+    plan: StoredPlan, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed_by_another_process(plan, monkeypatch)
+    check_free(plan.run_folder(0), "another")
+    assert 0 in taken(ShardQueue(plan, 0, 1, clock=clock))
+
+
+def test_a_process_of_another_machine_or_container_is_waited_for(
+    plan: StoredPlan, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed_by_another_process(plan, monkeypatch)
+    monkeypatch.setattr(attempts_module, "_processes", lambda: "another boot pid:[1]")
+    with pytest.raises(FencedError):
+        check_free(plan.run_folder(0), "another")
+    assert 0 not in taken(ShardQueue(plan, 0, 1, clock=clock))
 
 
 @pytest.mark.parametrize("owner", ["task", "task/1"])
