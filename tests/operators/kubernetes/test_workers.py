@@ -85,14 +85,19 @@ def test_workers_run_the_shards_of_a_plan_in_pods(shards: Shards) -> None:
 @in_triggerer
 def test_a_workers_next_pod_goes_on_where_it_was_lost(shards: Shards) -> None:
     """Its own attempt, which gave a sign a moment ago, doesn't count as another's."""
-    shards.plan(num_shards=2, delay_s=0.05)
-    run = shards.start(**WORKER | {"worker": 0, "num_workers": 1})
+    shards.plan(delay_s=0.05)
+    alone = WORKER | {"worker": 0, "num_workers": 1}
+    run = shards.start(**alone)
     name = shards.pod()
     before = shards.wait_for_parts(1)
-    shards.cluster.agent.evict(name)
+    shards.cluster.agent.oom_kill(name)
+    assert "OOMKilled" in str(run.failure())
+    run = shards.start(TaskInstance(try_number=2), **alone)
+    shards.wait_for_parts(len(before) + 1)
+    shards.cluster.agent.evict(shards.pod())
     assert run.wait()["num_rows"] == NUM_ROWS
     assert before.items() <= shards.parts().items()
-    check_all_rows(shards, 2)
+    check_all_rows(shards, 1)
 
 
 @in_triggerer
