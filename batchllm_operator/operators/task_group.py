@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import Asset, TaskGroup, TriggerRule, XComArg
 
 from batchllm_operator.operators.commit import BatchLLMCommitOperator
@@ -46,7 +47,8 @@ def batchllm_task_group(
             when the DAG is parsed. An unreadable spec fails the task, not the DAG.
         group_id: prefix of the tasks' ids.
         ds: the partition, a template or an XCom (such as that of `one_run_per_partition`).
-        num_workers: workers that share the plan's shards, at most as many as there are shards.
+        num_workers: workers that share the plan's shards, at most as many as there are shards. If
+            one fails for good, and others do its work, commit still runs (after the task `ended`).
             Another run of the same plan, or one that is cleared, may have another number. None: a
             task for each shard if the spec says how many (`planner.num_shards`), else one worker.
         gpu: `nvidia` or `amd`: generate tasks run in pods with such GPUs. None: in child processes
@@ -95,14 +97,22 @@ def batchllm_task_group(
             **pool_args,
             **(generate_args or {}),
         ).expand_kwargs(plan.output)
+        # Commit runs if generate was skipped for lack of shards, not if plan was skipped.
+        generated: Any = generate
+        commit_rule = TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS
+        if num_workers is not None:
+            # The job ends when its shards are done, and others may have done those of a worker
+            # that failed. Commit refuses if not, and needs a plan that succeeded.
+            generated = EmptyOperator(task_id="ended", trigger_rule=TriggerRule.ALL_DONE)
+            generate >> generated
+            commit_rule = TriggerRule.ALL_SUCCESS
         commit = BatchLLMCommitOperator(
             task_id="commit",
             plan_uri=plan_uri,
             outlets=[] if asset is None else [asset],
-            # Runs if generate was skipped for lack of shards, not if plan was skipped.
-            trigger_rule=TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS,
+            trigger_rule=commit_rule,
             **everywhere,
         )
         report = BatchLLMReportOperator(task_id="report", plan_uri=plan_uri, **everywhere)
-        generate >> commit >> report
+        generated >> commit >> report
     return group

@@ -137,23 +137,57 @@ def test_workers_share_the_shards_and_another_run_may_have_another_number(
 ) -> None:
     spec = job.write_spec("job", planner={"num_shards": 4})
     run = airflow.with_dag(job, spec_path=spec, num_workers=3)
-    assert num_started(run.run()) == 6  # plan, three workers, commit, report
+    assert num_started(run.run()) == 7  # plan, three workers, their end, commit, report
     job.check_published("job")
     dag = job.path / "dags" / "job.py"
     dag.write_text(dag.read_text().replace("'num_workers': 3", "'num_workers': 9"))
-    assert num_started(run.run()) == 7  # a worker for each shard
+    assert num_started(run.run()) == 8  # a worker for each shard
     job.check_published("job")
 
 
-def test_a_plan_that_fails_ends_the_run_with_its_reason(airflow: Airflow, job: JobFolder) -> None:
+def test_others_do_the_shards_of_a_worker_that_fails(airflow: Airflow, job: JobFolder) -> None:
+    spec = job.write_spec("job", planner={"num_shards": 4})
+    fail_first = """
+    def fail_first(context):
+        if context["ti"].map_index == 0:
+            raise RuntimeError("no machine for worker 0")
+
+    dag.get_task("batchllm.generate").partial_kwargs["pre_execute"] = fail_first
+"""
+    log = airflow.with_dag(job, spec_path=spec, num_workers=2, more=fail_first).run()
+    assert "no machine for worker 0" in log
+    assert re.findall(r"Running batchllm (\w+)", log) == ["plan", "run", "commit", "report"]
+    job.check_published("job")
+
+
+def test_commit_refuses_when_all_workers_have_failed(airflow: Airflow, job: JobFolder) -> None:
+    fail = """
+    def fail(context):
+        raise RuntimeError("no machine")
+
+    dag.get_task("batchllm.generate").partial_kwargs["pre_execute"] = fail
+"""
+    spec = job.write_spec("job", planner={"num_shards": 4})
+    log = airflow.with_dag(job, spec_path=spec, num_workers=2, more=fail).failure()
+    assert re.findall(r"Running batchllm (\w+)", log) == ["plan", "commit"]
+    assert not job.partition("job").exists()
+
+
+@pytest.mark.parametrize("more", [{}, {"num_workers": 2}])
+def test_a_plan_that_fails_ends_the_run_with_its_reason(
+    airflow: Airflow, job: JobFolder, more: dict[str, int]
+) -> None:
     spec = job.write_spec("job", on_empty="fail", input=NOTHING)
-    log = airflow.with_dag(job, spec_path=spec).failure()
-    assert num_started(log) == 1  # no generate
+    log = airflow.with_dag(job, spec_path=spec, **more).failure()
+    assert num_started(log) == 1 + len(more)  # no generate, but the end of no workers
     assert "on_empty" in log
     assert not job.partition("job").exists()
 
 
-def test_a_branch_that_isnt_taken_skips_the_whole_job(airflow: Airflow, job: JobFolder) -> None:
+@pytest.mark.parametrize("more", [{}, {"num_workers": 2}])
+def test_a_branch_that_isnt_taken_skips_the_whole_job(
+    airflow: Airflow, job: JobFolder, more: dict[str, int]
+) -> None:
     """And on the other branch a partition without rows is committed, without a shard."""
     spec = job.write_spec("job", on_empty="commit", input=NOTHING)
     branch = f"""
@@ -161,12 +195,12 @@ def test_a_branch_that_isnt_taken_skips_the_whole_job(airflow: Airflow, job: Job
     def branch():
         return "taken.plan"
 
-    left = batchllm_task_group(spec_path={spec!r}, group_id="left")
+    left = batchllm_task_group(spec_path={spec!r}, group_id="left", **{more!r})
     branch() >> [dag.task_group_dict["taken"], left]
 """
-    log = airflow.with_dag(job, spec_path=spec, group_id="taken", more=branch).run()
+    log = airflow.with_dag(job, spec_path=spec, group_id="taken", more=branch, **more).run()
     assert re.findall(r"Running batchllm (\w+)", log) == ["plan", "commit", "report"]
-    assert num_started(log) == 4
+    assert num_started(log) == 4 + 2 * len(more)
     assert job.published("job") == []
 
 
