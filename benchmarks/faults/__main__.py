@@ -18,7 +18,8 @@ are disturbed, one that there was may come back. Kinds:
 
 With `--workers`, the shards are run by two to nine workers, to which one to four things happen at
 random moments, until one that is started last does the rest. Lost attempts are taken over 30 times
-as fast as usual: all times by which workers judge each other are divided by that. Kinds:
+as fast as usual, on S3 10 times: all times by which workers judge each other are divided by that.
+Kinds:
 
     workers_kill                        one is killed, and mostly started again
     workers_kill_at_write               ... before one of its file operations

@@ -18,8 +18,6 @@ from batchllm_operator.run import shard_queue, shard_tally, worker
 from batchllm_operator.run.live_progress import INTERVAL_VARIABLE
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S
 
-PACE: Final = 30.0
-"""How many times as fast lost attempts are taken over."""
 _WRITES: Final = frozenset({"os.rename", "os.link", "os.remove", "os.mkdir"})
 
 
@@ -66,16 +64,16 @@ def read_engine_log(log: Path) -> EngineLog:
     return found
 
 
-def hurry() -> None:
-    """Divide all times by which workers judge and wait for each other by `PACE`."""
-    os.environ[INTERVAL_VARIABLE] = str(DEFAULT_INTERVAL_S / PACE)
+def hurry(pace: float) -> None:
+    """Divide all times by which workers judge and wait for each other by `pace`."""
+    os.environ[INTERVAL_VARIABLE] = str(DEFAULT_INTERVAL_S / pace)
     for module, name in (
         (shard_progress, "_SILENT_AFTER_S"),
         (shard_queue, "_SILENT_AFTER_S"),
         (worker, "MOST_WAIT_S"),
         (worker, "_POLL_S"),
     ):
-        setattr(module, name, getattr(module, name) / PACE)
+        setattr(module, name, getattr(module, name) / pace)
 
 
 def shift_clock(ahead_s: float) -> None:

@@ -50,6 +50,8 @@ class Place:
         """`endpoints` are S3's: the commands', and the one that never fails, for looking on."""
         self.root, self.job, self.zygote = root, job, zygote
         self.endpoint, direct = endpoints or (None, None)
+        self.pace = 30.0 if endpoints is None else 10.0  # moto's server answers slowly
+        """How many times as fast as usual workers take over lost shards."""
         (root / "tmp").mkdir(parents=True)
         self.fs: pafs.FileSystem = s3_client(direct) if direct else pafs.LocalFileSystem()
         if direct:
@@ -86,7 +88,7 @@ class Place:
             self.engine_log,
             self.root,
             endpoint=self.endpoint,
-            is_fast=self.job.by_workers,
+            pace=self.pace if self.job.by_workers else None,
             **faults,
         )
         return self.zygote.start(command)

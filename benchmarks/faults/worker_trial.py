@@ -47,8 +47,8 @@ _FILE: Final = re.compile(r"attempt-([0-9]+)/(?:claim|part-([0-9]+))\.json")
 _OPEN_PARTS: Final = 2
 """Most parts of a shard with requests in the engine: it takes four at a time, of three a part."""
 _DRAIN_S: Final = 30.0
-_SILENCE_S: Final = 3.0
-"""Longer than a worker is silent until others take its shards, see `inside.hurry`."""
+_SILENCE_S: Final = 90.0
+"""Longer than a worker is silent until others take its shards, at the usual pace."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,9 @@ class WorkerTrial(Trial):
 
     def _with_fault(self, kind: str) -> None:
         self._hands: list[Hand] = []
-        self._num_workers = 9 if kind == "workers_many" else self.rng.randint(2, 4)
+        self._num_workers = (
+            9 if kind == "workers_many" else self.rng.randint(2, 3 if self.proxy else 4)
+        )
         self._job(lambda stage, args: self._before(stage, args))
         self._count_costs()
 
@@ -207,10 +209,10 @@ class WorkerTrial(Trial):
             return
         hand.may_be_fenced = True
         hand.child.send(signal.SIGSTOP)
-        hand.is_stopped = True
+        hand.is_stopped, silence_s = True, _SILENCE_S / self.place.pace
         if self.rng.random() < 0.5:
             self._again(hand)
-        time.sleep(self.rng.choice([0.1, _SILENCE_S, _SILENCE_S]))
+        time.sleep(self.rng.choice([0.1, silence_s, silence_s]))
         if self.rng.random() < 0.7:
             hand.child.send(signal.SIGCONT)
             hand.is_stopped = False
