@@ -308,19 +308,32 @@ def test_task_group_wires_plan_generate_commit_report() -> None:
         dag.get_task(f"job.{name}") for name in ("plan", "generate", "commit", "report")
     )
     assert plan.downstream_task_ids == {"job.generate", "job.commit", "job.report"}
-    assert generate.downstream_task_ids == {"job.commit"}
+    ended = dag.get_task("job.ended")
+    assert generate.downstream_task_ids == {"job.ended"}
+    assert ended.downstream_task_ids == {"job.commit"}
+    assert (ended.trigger_rule, commit.trigger_rule) == (
+        TriggerRule.ALL_DONE,  # others may have done the work of a worker that failed
+        TriggerRule.ALL_SUCCESS,
+    )
     assert commit.downstream_task_ids == {"job.report"}
     assert generate.is_mapped
     assert (generate.pool, generate.max_active_tis_per_dagrun) == ("gpus", 4)
     assert generate.queue == "gpu"
     assert {task.pool for task in (plan, commit, report)} == {"default_pool"}
-    assert commit.trigger_rule == TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS
     assert commit.outlets == [Asset("s3://b/snippets")]
     assert (plan.env, plan.num_workers) == ({"A": "1"}, 8)
     tasks = (plan, commit, report)
     conn_ids = (generate.partial_kwargs["aws_conn_id"], *(task.aws_conn_id for task in tasks))
     assert conn_ids == ("lake",) * 4
     assert plan.spec_path == "job.yaml"
+
+
+def test_without_a_number_of_workers_each_generate_task_is_needed() -> None:
+    with DAG("job", schedule=None) as dag:
+        batchllm_task_group("job.yaml", group_id="job")
+    commit = dag.get_task("job.commit")
+    assert commit.upstream_task_ids == {"job.plan", "job.generate"}
+    assert commit.trigger_rule == TriggerRule.NONE_FAILED_MIN_ONE_SUCCESS
 
 
 def test_task_group_takes_an_asset_and_a_partition_that_a_task_names() -> None:
