@@ -31,6 +31,7 @@ from batchllm_operator.artifacts.shard_report import REPORT_FILE, ShardReport, r
 from batchllm_operator.artifacts.stored_plan import RUNS_FOLDER, StoredPlan
 from batchllm_operator.errors import FencedError, PlanError
 from batchllm_operator.lake import ahead
+from batchllm_operator.run.pace import Pace
 from batchllm_operator.run.shards import Claimed
 
 _log = logging.getLogger(__name__)
@@ -72,12 +73,18 @@ class ShardQueue:
     3. a shard that was left by its attempt: stopped, or without a sign of life,
     4. a shard whose attempt failed, each once.
 
+    A slow worker claims no shard that the others, at their pace, will have finished with all that
+    they run before it would: the job would wait for it.
+
     Args:
         worker: from 0 to `num_workers` - 1.
         owner: attempts with the same owner, as of the first look, are this task's earlier tries,
             and count as left.
         clock: monotonic seconds.
         now: the time by which progress of other hosts is judged old.
+
+    Attributes:
+        stands_back: whether shards were free at the last look that it leaves to faster workers.
     """
 
     def __init__(
@@ -96,6 +103,8 @@ class ShardQueue:
         self._run_of = runs_of(self._work, num_workers)
         self._sights: dict[int, _Sight] = {}
         self._finished: set[int] = set()
+        self._pace = Pace(clock)
+        self.stands_back = False
         self._mine: set[int] = set()
         """Shards that this process runs, or has had to give up while it ran them."""
         self._has_failed: set[int] = set()
@@ -131,6 +140,7 @@ class ShardQueue:
             attempt = claim_number(folder, number, self._owner, self.worker)
             if attempt is not None:
                 self._mine.add(shard_idx)
+                self._pace.claimed(shard_idx, self.num_finished)
                 return Claimed(shard_idx, attempt)
         return None
 
@@ -140,6 +150,14 @@ class ShardQueue:
         open_idxs = sorted(set(range(self.num_shards)) - self._finished - self._mine)
         untouched = [idx for idx in open_idxs if idx not in self._sights]
         left = [idx for idx in open_idxs if idx in self._sights and self._is_left(idx)]
+        stood_back, num_left = self.stands_back, len(untouched)
+        self.stands_back = num_left > 0 and self._pace.is_behind(
+            self.num_finished, num_left, len(self.others())
+        )
+        if self.stands_back:
+            if not stood_back:
+                _log.info("this worker is slow: others run the last %d shards", num_left)
+            return None
         failed = {idx for idx in left if _state(self._sights[idx]) == "failed"}
         own = [
             idx
@@ -200,6 +218,7 @@ class ShardQueue:
     def ended(self, shard_idx: int) -> None:
         self._mine.discard(shard_idx)
         self._finished.add(shard_idx)
+        self._pace.ended(shard_idx)
 
     def _look(self) -> None:
         """Read the latest attempts of shards that may have changed."""

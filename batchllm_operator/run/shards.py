@@ -28,6 +28,10 @@ class Shards(Protocol):
     def worker(self) -> int | None:
         """The worker's number; None for a run of one shard."""
 
+    @property
+    def stands_back(self) -> bool:
+        """Whether shards were free at the last `take` that others will have finished sooner."""
+
     def take(self) -> Claimed | None:
         """Claim the next shard; None if there is none now."""
 
@@ -51,6 +55,7 @@ class OneShard:
     """A single shard, whose attempt has been claimed."""
 
     worker = None
+    stands_back = False
 
     def __init__(self, claimed: Claimed) -> None:
         self._claimed: Claimed | None = claimed

@@ -98,10 +98,12 @@ class Worker:
                 continue
             if not self._shards.others():
                 break
-            if waiting_since is None:
+            if self._shards.stands_back:
+                waiting_since = None  # until none is free
+            elif waiting_since is None:
                 waiting_since = self._clock()
                 _log.info("other workers run the rest: waiting for at most %.0f s", MOST_WAIT_S)
-            if self._clock() - waiting_since >= MOST_WAIT_S:
+            elif self._clock() - waiting_since >= MOST_WAIT_S:
                 break
             yield _POLL_S
         drain.check(num_left=self._shards.num_left())

@@ -25,7 +25,7 @@ from batchllm_operator.inspect.verify import verify_worker
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.shard_queue import ShardQueue, runs_of
 from batchllm_operator.run.shard_run import Holder, Lap
-from batchllm_operator.run.shards import Claimed
+from batchllm_operator.run.shards import Claimed, OneShard
 from batchllm_operator.run.stage import run_shard, run_worker
 from batchllm_operator.run.worker import MOST_WAIT_S, Worker
 
@@ -165,6 +165,65 @@ def test_of_two_that_see_the_same_shard_free_one_takes_another(
     monkeypatch.setattr(mine, "_look", look_then_lose)
     claimed = mine.take()
     assert claimed is not None and claimed.shard_idx == 1
+
+
+# Slow workers
+
+
+def beside_a_faster_worker(
+    plan: StoredPlan, clock: Time, num_by_other: int
+) -> tuple[ShardQueue, Claimed]:
+    """A worker after its first shard, while another has finished some and has claimed one more."""
+    queue, other = (queue_of(plan, worker, 2, clock) for worker in range(2))
+    own = queue.take()
+    assert own is not None
+    for _ in range(num_by_other):
+        clock.s += 10.0
+        claimed = other.take()
+        assert claimed is not None
+        finish(plan, other, claimed)
+    finish(plan, queue, own)
+    claimed = other.take()
+    assert claimed is not None
+    write_progress(plan, claimed, clock.now())
+    return queue, claimed
+
+
+@pytest.mark.parametrize(("num_by_other", "num_claims"), [(0, 6), (1, 5), (2, 4), (3, 2), (4, 0)])
+def test_a_worker_takes_what_it_finishes_in_time(
+    plan: StoredPlan, clock: Time, num_by_other: int, num_claims: int
+) -> None:
+    queue, _ = beside_a_faster_worker(plan, clock, num_by_other)
+    num_free = NUM_SHARDS - num_by_other - 2
+    assert len(taken(queue)) == num_claims
+    assert queue.stands_back == (num_claims < num_free)
+
+
+def test_a_slow_worker_leaves_the_last_shards_to_faster_ones(plan: StoredPlan, clock: Time) -> None:
+    queue, claimed = beside_a_faster_worker(plan, clock, 5)
+    assert queue.take() is None
+    assert queue.stands_back
+    clock.s += 90.0  # the other one is lost
+    assert claimed.shard_idx in taken(queue)
+    assert not queue.stands_back
+
+
+def test_it_waits_as_long_as_shards_are_free(plan: StoredPlan, clock: Time) -> None:
+    class Shards(OneShard):
+        worker = None
+
+        @property
+        def stands_back(self) -> bool:  # type: ignore[override]
+            return clock.s < 1000.0
+
+        def others(self) -> list[int]:
+            return [1]
+
+    claimed = Claimed(0, claim_attempt(plan.run_folder(0)))
+    holder = Holder(Drain(), Lap(), 0, None)
+    for pause_s in Worker(plan, Shards(claimed), Engines(), holder, clock=clock).steps():
+        clock.s += pause_s
+    assert clock.s == pytest.approx(1000.0 + MOST_WAIT_S, abs=5.0)
 
 
 # Lost or alive
