@@ -98,6 +98,7 @@ format: setup ## Rewrite the code in the project's style
 bench: setup ## Run the main benchmarks that need no GPU; each ends with one JSON line
 	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python -m benchmarks.shards
+	$(BIN)/python -m benchmarks.workers
 	$(BIN)/python -m benchmarks.plan_stage
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.faults

@@ -1,0 +1,179 @@
+"""Machines that run shards by a simulated clock, over real claims, parts and reports in a lake."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from itertools import count, islice
+from typing import Final
+
+from batchllm_operator.artifacts.attempts import attempt_name
+from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.engine.fake import FakeEngine
+from batchllm_operator.run.draining import Drain
+from batchllm_operator.run.shard_run import Holder, Lap
+from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
+from batchllm_operator.run.shards import Shards
+from batchllm_operator.run.worker import Worker
+from batchllm_operator.spec import JobSpec
+
+Seconds = Callable[[EngineRequest], float]
+"""What a request takes on a machine as given."""
+
+_EPOCH: Final = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Simulation:
+    """Events in the order of one clock.
+
+    Attributes:
+        clock_s: simulated seconds.
+        finished_at: when the last shard was finished.
+    """
+
+    def __init__(self) -> None:
+        self.clock_s = self.finished_at = 0.0
+        self._events: list[tuple[float, int, Callable[[], float | None]]] = []
+        self._numbers = count()
+
+    def clock(self) -> float:
+        return self.clock_s
+
+    def now(self) -> datetime:
+        return _EPOCH + timedelta(seconds=self.clock_s)
+
+    def at(self, clock_s: float, act: Callable[[], float | None]) -> None:
+        """Call `act` then, and again after as many seconds as it returns, until that is None."""
+        heapq.heappush(self._events, (clock_s, next(self._numbers), act))
+
+    def run(self) -> None:
+        while self._events:
+            self.clock_s, _, act = heapq.heappop(self._events)
+            pause_s = act()
+            if pause_s is not None:
+                self.at(self.clock_s + pause_s, act)
+
+
+class Machine:
+    """A worker on a machine of its own, with an engine whose requests end one after the other.
+
+    Each output takes effect at its own time, except that an engine's first one doesn't wait for it.
+
+    Args:
+        plan, shards: the worker's.
+        seconds: what requests take, `slowness` times.
+        look_ahead: requests in the engine.
+        start_s: what the engine's start takes.
+        begins_at, dies_at: simulated seconds. Once dead, it does and writes nothing more.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        plan: StoredPlan,
+        shards: Shards,
+        seconds: Seconds,
+        *,
+        look_ahead: int,
+        start_s: float,
+        slowness: float = 1.0,
+        begins_at: float = 0.0,
+        dies_at: float = math.inf,
+    ) -> None:
+        self._simulation, self._plan, self._dies_at = simulation, plan, dies_at
+        self._seconds, self._slowness = seconds, slowness
+        self._look_ahead, self._start_s = look_ahead, start_s
+        self._owed_s = 0.0
+        """Until the next output."""
+        self._tallies: list[ShardTally] = []
+        """Of attempts that it has begun and not ended."""
+        holder = Holder(Drain(), Lap(), num_gpus=1, every_s=None, observe=self._observe)
+        worker = Worker(plan, shards, self._start_engine, holder, clock=simulation.clock)
+        self._steps = worker.steps()
+        self.has_ended = False
+        simulation.at(begins_at, self._step)
+        if shards.worker is not None:  # by which other workers judge it
+            simulation.at(begins_at, self._write_progress)
+
+    @property
+    def _is_dead(self) -> bool:
+        return self._simulation.clock_s >= self._dies_at
+
+    def discard(self) -> None:
+        """End the worker of a dead machine, after the simulation."""
+        assert self.has_ended or self._is_dead
+        self._steps.close()
+
+    def _step(self) -> float | None:
+        if self._is_dead:
+            return None
+        pause_s = next(self._steps, None)
+        if pause_s is None:
+            self.has_ended = True
+            return None
+        owed_s, self._owed_s = self._owed_s, 0.0
+        return pause_s + owed_s
+
+    def _start_engine(self, spec: JobSpec, job: EngineJob) -> Engine:
+        self._owed_s += self._start_s
+        return _Engine(spec, job.max_model_len, self._look_ahead, self._owe)
+
+    def _owe(self, request: EngineRequest) -> None:
+        self._owed_s += self._seconds(request) * self._slowness
+
+    def _write_progress(self) -> float | None:
+        """As a thread of the real worker does, which also writes while the engine starts."""
+        if self.has_ended or self._is_dead:
+            return None
+        for tally in self._tallies:
+            self._write(tally)
+        return DEFAULT_INTERVAL_S
+
+    @contextmanager
+    def _observe(self, tally: ShardTally) -> Iterator[None]:
+        self._tallies.append(tally)
+        self._write(tally)
+        try:
+            yield
+        finally:
+            self._tallies.remove(tally)
+            if not self._is_dead:
+                self._write(tally)
+
+    def _write(self, tally: ShardTally) -> None:
+        progress = tally.snapshot().model_copy(update={"updated_at": self._simulation.now()})
+        folder = self._plan.run_folder(progress.shard_idx).child(attempt_name(progress.attempt))
+        folder.write_bytes(PROGRESS_FILE, progress.model_dump_json().encode())
+        if progress.state == "finished":
+            self._simulation.finished_at = self._simulation.clock_s
+
+
+class _Engine(FakeEngine):
+    """Takes requests ahead, and says before each output which one is next."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        max_model_len: int,
+        look_ahead: int,
+        begin: Callable[[EngineRequest], None],
+    ) -> None:
+        super().__init__(spec, max_model_len)
+        self._look_ahead, self._begin = look_ahead, begin
+
+    def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+        fed = deque(islice(requests, self._look_ahead))
+        if fed:
+            self._begin(fed[0])
+        while fed:
+            request = fed.popleft()
+            fed.extend(islice(requests, 1))
+            if fed:
+                self._begin(fed[0])
+            yield self._answer(request, 0)

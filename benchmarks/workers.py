@@ -1,0 +1,328 @@
+"""How evenly workers end, whatever happens to them.
+
+    python -m benchmarks.workers                 # a minute or two
+    python -m benchmarks.workers --seeds 0 1
+
+A job of `--num-shards` shards of about two minutes each is run by eight workers (ADR 33) in
+simulated time. Claims, progress, parts and reports are real, on a local lake; engines are fake
+(`simulated_machines`). The cases:
+
+    as_given   nothing happens
+    slow       one worker takes three times as long for each request
+    killed     one worker's machine is gone at half, the time when eight would have done half of it
+    joining    two more workers start at half, with `--num-workers 10`; the eight keep theirs
+
+A request stands for a hundred of a real job's. A stretch of the order as long as a shard takes up
+to 10 % more or less than planned, drawn by the seed. An engine starts in 60 s. It holds 20 of a
+shard's 50 requests, as vLLM does with 2,048 of 5,000, and so the worker claims its next shard that
+much earlier. A part is half of a shard.
+
+    makespan        seconds until the last shard is finished / ideal, for workers
+    makespan_fixed  the same for eight shards, one for each worker (`run --shard`): joining
+                    workers find nothing to do; the killed one's shard is run again, from its
+                    finished parts, once its progress is silent for 60 s and one of the seven
+                    other machines is free
+    num_takeovers   attempts at shards beyond the first, for workers
+    runs            these for each seed, and `ideal_s`; a row has those of the seed with the
+                    longest makespan for workers
+
+The ideal is when the machines would have done the work if it could be cut at any point and nothing
+were lost. Each works at its own speed, from the end of its engine's first start until it is
+killed. So every makespan contains the engines' starts, but no ratio counts the unavoidable first.
+
+Each run is committed, and the table is compared with the prompts: there are no figures unless every
+row is there once, with its own text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.artifacts.attempts import attempt_numbers, claim_attempt
+from batchllm_operator.artifacts.parts import read_ledger
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.engine import EngineRequest
+from batchllm_operator.engine.fake import fake_text
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.shard_queue import ShardQueue
+from batchllm_operator.run.shards import Claimed, OneShard, Shards
+from batchllm_operator.spec import parse_spec
+from benchmarks.provenance import provenance
+from benchmarks.simulated_machines import Machine, Simulation
+
+DS: Final = "2026-01-31"
+NUM_WORKERS: Final = 8
+SHARD_S: Final = 120.0
+NOISE: Final = 0.1
+START_S: Final = 60.0
+SILENT_S: Final = 60.0
+LOOK_AHEAD: Final = 0.4
+"""Requests in an engine: share of a shard's."""
+_NUM_PARTS: Final = 2
+_SHARE_DEGREE: Final = 5
+_DIGITS: Final = 6
+"""Of a document's number, with which its prompts begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    target: float
+    slowness: float = 1.0
+    """Of worker 3."""
+    is_killed: bool = False
+    """Worker 3, at half."""
+    num_joining: int = 0
+
+
+CASES: Final = (
+    Case("as_given", 1.03),
+    Case("slow", 1.10, slowness=3.0),
+    Case("killed", 1.15, is_killed=True),
+    Case("joining", 1.10, num_joining=2),
+)
+_ODD_ONE: Final = 3
+
+
+class Job:
+    """The input, what it takes, and the table it should become.
+
+    Attributes:
+        work_s: what all of it takes on one machine as given.
+        half_s: half of the time that eight need.
+    """
+
+    def __init__(self, root: Path, num_shards: int, shard_requests: int, seed: int) -> None:
+        self._lake = root / "lake"
+        self._num_shards, self._shard_requests = num_shards, shard_requests
+        self.look_ahead = math.ceil(LOOK_AHEAD * shard_requests)
+        num_requests = num_shards * shard_requests
+        stretches = np.random.default_rng(seed).uniform(1 - NOISE, 1 + NOISE, num_shards)
+        numbers = np.arange(num_requests) // _SHARE_DEGREE
+        of_document = numbers[::_SHARE_DEGREE] * _SHARE_DEGREE // shard_requests
+        self._document_s = stretches[of_document] * (SHARD_S / shard_requests)
+        self.work_s = float(self._document_s[numbers].sum())
+        self.half_s = START_S + self.work_s / NUM_WORKERS / 2
+        self._prompts = [
+            f"{number:0{_DIGITS}}: a document|{idx % _SHARE_DEGREE}"
+            for idx, number in enumerate(numbers.tolist())
+        ]
+        folder = self._lake / "documents" / f"ds={DS}"
+        folder.mkdir(parents=True)
+        keys = [str(idx) for idx in range(num_requests)]
+        pq.write_table(pa.table({"row_key": keys, "prompt": self._prompts}), folder / "a.parquet")
+
+    def seconds(self, request: EngineRequest) -> float:
+        return float(self._document_s[int(bytes(request.prompt_token_ids[:_DIGITS]))])
+
+    def plan(self, name: str, num_shards: int | None = None) -> StoredPlan:
+        """A plan for a table of its own, as fine as workers want it, or with `num_shards`."""
+        spec = {
+            "spec_version": 1,
+            "name": name,
+            "input": {"uri": f"{self._lake}/documents", "key": "row_key"},
+            "prompt": {"template": "{prompt}"},
+            "model": {"path": "no-model"},
+            "sampling": {"max_tokens": 8},
+            "output": {"uri": f"{self._lake}/{name}"},
+            "engine": {"backend": "fake", "extra_args": {"byte_tokens": True}},
+            "planner": {
+                "num_shards": num_shards or self._num_shards,
+                "part_rows": math.ceil(self._shard_requests / _NUM_PARTS),
+            },
+        }
+        return plan_job(parse_spec(spec, source="benchmark"), DS)
+
+    def commit(self, plan: StoredPlan) -> None:
+        """Publish a finished run, and stop unless each row is there once, with its own text."""
+        commit_run(plan.folder.uri)
+        found = pq.read_table(self._lake / plan.manifest.spec.name / f"ds={DS}")
+        texts = dict(
+            zip(found["row_key"].to_pylist(), found["generated_text"].to_pylist(), strict=True)
+        )
+        expected = {str(i): fake_text(list(p.encode())) for i, p in enumerate(self._prompts)}
+        if found.num_rows != len(expected) or texts != expected:
+            sys.exit(f"{plan.folder.uri}: the table isn't what was to be generated; no figures")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A machine for a worker.
+
+    Attributes:
+        begins_at, dies_at: simulated seconds.
+    """
+
+    slowness: float = 1.0
+    begins_at: float = 0.0
+    dies_at: float = math.inf
+
+
+def places_of(case: Case, half_s: float) -> list[Place]:
+    """Those of the eight workers, then those that join."""
+    places = [Place()] * NUM_WORKERS
+    dies_at = half_s if case.is_killed else math.inf
+    places[_ODD_ONE] = Place(case.slowness, dies_at=dies_at)
+    return places + [Place(begins_at=half_s)] * case.num_joining
+
+
+def ideal_s(work_s: float, places: Sequence[Place]) -> float:
+    """When the machines could have done the work, each from the end of its engine's start on."""
+    spans = [(p.begins_at + START_S, p.dies_at, 1 / p.slowness) for p in places]
+    changes = sorted({at for begin, end, _ in spans for at in (begin, end)} | {math.inf})
+    for at, until in pairwise(changes):
+        speed = sum(each for begin, end, each in spans if begin <= at < end)
+        if work_s <= speed * (until - at):
+            return at + work_s / speed
+        work_s -= speed * (until - at)
+    raise AssertionError("machines without end")
+
+
+class Run:
+    """A job on machines, with what is common to them."""
+
+    def __init__(self, job: Job, plan: StoredPlan) -> None:
+        self._job, self.plan = job, plan
+        self.simulation = Simulation()
+        self._machines: list[Machine] = []
+
+    def add(self, shards: Shards, place: Place) -> None:
+        self._machines.append(
+            Machine(
+                self.simulation,
+                self.plan,
+                shards,
+                self._job.seconds,
+                look_ahead=self._job.look_ahead,
+                start_s=START_S,
+                slowness=place.slowness,
+                begins_at=place.begins_at,
+                dies_at=place.dies_at,
+            )
+        )
+
+    def workers(self, places: Sequence[Place]) -> None:
+        """Workers that take shards; one that joins has the number of all."""
+        simulation = self.simulation
+        for number, place in enumerate(places):
+            num_workers = len(places) if place.begins_at else NUM_WORKERS
+            clocks = {"clock": simulation.clock, "now": simulation.now}
+            self.add(ShardQueue(self.plan, number, num_workers, **clocks), place)
+
+    def fixed(self, places: Sequence[Place]) -> None:
+        """One shard for each worker of the beginning."""
+        for shard_idx, place in enumerate(places[:NUM_WORKERS]):
+            self._claim(shard_idx, place)
+            if place.dies_at < math.inf:
+                self.simulation.at(place.dies_at + SILENT_S, partial(self._retry, shard_idx))
+
+    def _claim(self, shard_idx: int, place: Place) -> None:
+        folder = self.plan.run_folder(shard_idx)
+        entries = read_ledger(folder, self.plan.manifest.plan_id)
+        self.add(OneShard(Claimed(shard_idx, claim_attempt(folder), entries)), place)
+
+    def _retry(self, shard_idx: int) -> float | None:
+        """On the first machine that is free."""
+        if not any(machine.has_ended for machine in self._machines):
+            return 1.0
+        self._claim(shard_idx, Place(begins_at=self.simulation.clock_s))
+        return None
+
+    def finish(self) -> float:
+        """Simulated seconds until the last shard was finished; the table is published."""
+        self.simulation.run()
+        for machine in self._machines:
+            machine.discard()
+        self._job.commit(self.plan)
+        return self.simulation.finished_at
+
+    def num_takeovers(self) -> int:
+        shards = range(len(self.plan.manifest.shards))
+        return sum(len(attempt_numbers(self.plan.run_folder(idx))) - 1 for idx in shards)
+
+
+def measure(job: Job, case: Case) -> dict[str, Any]:
+    """The figures of a case."""
+    places = places_of(case, job.half_s)
+    ideal = ideal_s(job.work_s, places)
+    workers = Run(job, job.plan(f"{case.name}_workers"))
+    workers.workers(places)
+    fixed = Run(job, job.plan(f"{case.name}_fixed", NUM_WORKERS))
+    fixed.fixed(places)
+    return {
+        "makespan": round(workers.finish() / ideal, 4),
+        "makespan_fixed": round(fixed.finish() / ideal, 4),
+        "ideal_s": round(ideal, 1),
+        "num_takeovers": workers.num_takeovers(),
+    }
+
+
+def row_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """The worst of all seeds for workers, and each one's figures."""
+    runs = []
+    for seed in args.seeds:
+        with tempfile.TemporaryDirectory(prefix="batchllm-workers-") as root:
+            job = Job(Path(root), args.num_shards, args.shard_requests, seed)
+            runs.append({"seed": seed, **measure(job, case)})
+    worst = max(runs, key=lambda run: run["makespan"])
+    return {
+        "case": case.name,
+        "makespan": worst["makespan"],
+        "makespan_fixed": worst["makespan_fixed"],
+        "target": case.target,
+        "num_takeovers": worst["num_takeovers"],
+        "num_shards": args.num_shards,
+        "runs": runs,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", default=names, choices=names)
+    parser.add_argument("--num-shards", type=int, default=200)
+    parser.add_argument("--shard-requests", type=int, default=50)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--json", type=Path, help="file for the last line, indented")
+    args = parser.parse_args()
+    rows = []
+    for case in CASES:
+        if case.name not in args.cases:
+            continue
+        # Progress lines would be of real time, and the lake need not survive a crash.
+        with redirect_stderr(io.StringIO()), patch("os.fsync", lambda descriptor: None):
+            rows.append(row_of(case, args))
+        print(json.dumps(rows[-1]), flush=True)
+    report = {
+        "benchmark": "workers",
+        "rows": rows,
+        "num_workers": NUM_WORKERS,
+        "shard_requests": args.shard_requests,
+        "seeds": args.seeds,
+        **provenance(),
+    }
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The benchmark of workers: its ideal, its check of the table, and a small run of it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from support.benchmark_modules import load
+
+benchmark = load("workers")
+CASES = {case.name: case for case in benchmark.CASES}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_s"),
+    [
+        ("as_given", 60 + 1000),
+        ("slow", 60 + 8000 / (7 + 1 / 3)),
+        ("killed", 560 + 4000 / 7),
+        ("joining", 620 + (8000 - 560 * 8) / 10),  # after their engines' start
+    ],
+)
+def test_the_ideal_is_work_over_speed(name: str, expected_s: float) -> None:
+    places = benchmark.places_of(CASES[name], half_s=560)
+    assert benchmark.ideal_s(8000, places) == pytest.approx(expected_s)
+
+
+def test_a_lost_worker_costs_less_than_a_lost_shard() -> None:
+    args = Namespace(num_shards=32, shard_requests=5, seeds=[0, 1])
+    row = benchmark.row_of(CASES["killed"], args)
+    assert 1 <= row["makespan"] < row["makespan_fixed"]
+    assert row["num_takeovers"] >= 1
+    assert row["makespan"] == max(run["makespan"] for run in row["runs"])
+
+
+def test_a_wrong_table_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = benchmark.Job(tmp_path, num_shards=8, shard_requests=5, seed=0)
+    run = benchmark.Run(job, job.plan("job"))
+    run.workers(benchmark.places_of(CASES["as_given"], job.half_s))
+    monkeypatch.setattr(benchmark, "fake_text", lambda prompt: "another")
+    with pytest.raises(SystemExit, match="no figures"):
+        run.finish()
