@@ -27,11 +27,10 @@ def test_the_ideal_is_work_over_speed(name: str, expected_s: float) -> None:
 
 
 def test_a_lost_worker_costs_less_than_a_lost_shard() -> None:
-    args = Namespace(num_shards=32, shard_requests=5, seeds=[0, 1])
+    args = Namespace(num_shards=24, shard_requests=4, seeds=[0])
     row = benchmark.row_of(CASES["killed"], args)
     assert 1 <= row["makespan"] < row["makespan_fixed"]
     assert row["num_takeovers"] >= 1
-    assert row["makespan"] == max(run["makespan"] for run in row["runs"])
 
 
 def test_a_wrong_table_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
