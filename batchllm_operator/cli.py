@@ -10,8 +10,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -124,11 +124,11 @@ def _main(argv: Sequence[str] | None) -> int:
         except ProcessLookupError as error:
             say(f"{ERROR_MARK}{error}")
             return ExitCode.FAILURE
-    _stop_on_signals()
     try:
-        result = args.command(args)
-        if args.result is not None:
-            _write_result(args.result, args.name, result)
+        with _stopping_on_signals():
+            result = args.command(args)
+            if args.result is not None:
+                _write_result(args.result, args.name, result)
         return ExitCode.OK
     except BatchLLMError as error:
         say(f"{ERROR_MARK}{error}")
@@ -181,16 +181,24 @@ def _write_result(path: Path, command: str, result: Result) -> None:
     write_file(path, (json.dumps(body, indent=1) + "\n").encode())
 
 
-def _stop_on_signals() -> None:
-    """Turn the first SIGINT or SIGTERM into `Interrupted`; the second ends the process at once."""
+@contextmanager
+def _stopping_on_signals() -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into `Interrupted`; the second ends the process at once.
+
+    Afterwards they do what they did before, because nothing is left to stop.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
         raise Interrupted(number)
 
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, stop)
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler or signal.SIG_DFL)
 
 
 if __name__ == "__main__":

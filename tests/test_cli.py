@@ -17,6 +17,7 @@ from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, document_rows, job_fields, write_table
 from support.fork_server import ForkServer
 
+from batchllm_operator import cli, standard_streams
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spec import load_spec
@@ -105,6 +106,26 @@ def check_stop(job: Path, how: signal.Signals, batchllm: Batchllm, commands: For
     assert batchllm("commit", "--plan", uri).code == 0
     keys = pq.read_table(job.parent / "out")["row_key"].to_pylist()
     assert keys == [row["row_key"] for row in document_rows(8, 5)]
+
+
+def test_a_signal_after_the_end_of_a_command_changes_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    finish = standard_streams.finish
+
+    def stopped_late(code: int) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return finish(code)
+
+    monkeypatch.setattr(standard_streams, "finish", stopped_late)
+    try:
+        assert cli.main(["schema"]) == ExitCode.OK
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+    assert json.loads(capsys.readouterr().out)
 
 
 def test_a_command_can_end_with_its_parent(job: Path) -> None:
