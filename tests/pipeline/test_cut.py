@@ -23,7 +23,7 @@ from batchllm_operator.plan.cut import usual_num_shards
 from batchllm_operator.plan.estimate import Target
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import MODEL_SHAPES, EngineLimits, find_gpu
-from batchllm_operator.run.stage import run_shard
+from batchllm_operator.run.stage import run_shard, run_worker
 from batchllm_operator.spec import JobSpec
 
 TARGET = Target(find_gpu("H100"), MODEL_SHAPES["Mistral-7B"], EngineLimits())
@@ -259,9 +259,13 @@ def test_a_plan_whose_groups_were_dealt_out_runs_as_it_was_cut(tmp_path: Path) -
     new, old = plan_sites(tmp_path / "new", 2), deal_out(plan_sites(tmp_path / "old", 2))
     first = read_shards(old)[0]
     assert {row["group_id"] % 2 for row in first} == {0}
+    for shard_idx in range(2):
+        report = run_shard(new.folder.uri, shard_idx)
+        assert report.num_requests == new.manifest.shards[shard_idx].num_requests
+    reports = [run_worker(old.folder.uri, worker, 3).shards for worker in range(3)]
+    assert [list(each) for each in reports] == [[0, 1], [], []]
+    for shard_idx, report in reports[0].items():
+        assert report.num_requests == old.manifest.shards[shard_idx].num_requests
     for plan in (new, old):
-        for shard_idx in range(2):
-            report = run_shard(plan.folder.uri, shard_idx)
-            assert report.num_requests == plan.manifest.shards[shard_idx].num_requests
         assert commit_run(plan.folder.uri).num_rows_out == 60
     assert list(outputs(old.manifest.spec)) == list(outputs(new.manifest.spec))
