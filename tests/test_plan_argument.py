@@ -93,7 +93,10 @@ def test_no_plan_yet(job: Path, batchllm: Batchllm) -> None:
         (["simulate", "--ds", DS], "simulate: --ds goes with --job"),
         (["simulate", "--job", "x", "--ds", DS, "--degree", "2"], "--degree is for made-up"),
         (["simulate", "--runahead", "--job", "x"], "--job isn't for --runahead"),
-        (["verify", "--job", "x", "--ds", DS], "verify: give --shard with --plan or with --job"),
+        (
+            ["verify", "--job", "x", "--ds", DS],
+            "verify: give --shard, or --worker and --num-workers, with --plan",
+        ),
         (["verify", "--job-json", "{}", "--ds", DS, "--shard", "0"], "verify: give --shard"),
     ],
 )

@@ -80,18 +80,22 @@ def describe_run(
         tokens_per_s=round(num_tokens / total.engine_s, 1) if total.engine_s else 0.0,
         sample_rows=_sample(table, manifest),
         committed_at=_first_committed(plan.folder) or datetime.now(UTC),
-        tokens=TokenKinds(
-            num_duplicate=total.num_logical_tokens - total.num_prompt_tokens,
-            num_cached=total.num_cached_tokens,
-            num_computed=num_computed,
-            num_output=total.num_output_tokens,
-        ),
+        tokens=_tokens(total),
         bill=_bill(manifest, runs),
         errors=errors.kinds(plan),
         shards=runs,
         timelines=_timelines(plan, runs, attempts),
         sharing=manifest.sharing,
         num_workers=len({each for each in map(_finisher, attempts.values()) if each}) or None,
+    )
+
+
+def _tokens(total: Counts) -> TokenKinds:
+    return TokenKinds(
+        num_duplicate=total.num_logical_tokens - total.num_prompt_tokens,
+        num_cached=total.num_cached_tokens,
+        num_computed=total.num_computed_tokens,
+        num_output=total.num_output_tokens,
     )
 
 

@@ -46,9 +46,8 @@ def run_shard(
     """Generate every request of a shard that is in no finished part yet.
 
     Parts are written as they finish; an interruption drops the open ones, with which the next run
-    starts. Only open parts are in memory. If nothing is left to do, no attempt and no engine is
-    started: all parts are finished, the plan is committed, or a small partition needs no shard of
-    that number.
+    starts. If nothing is left to do, no attempt and no engine is started: all parts are finished,
+    the plan is committed, or a small partition needs no shard of that number.
 
     Args:
         plan_uri: the plan.
@@ -81,13 +80,9 @@ def run_shard(
     with plan.open_shard(shard_idx):  # before the claim: it may be damaged
         _check_model(plan)
     claimed = Claimed(shard_idx, claim_attempt(folder, owner), entries)
-    holder = Holder(
-        drain=drain or Drain(),
-        lap=Lap(),
-        num_gpus=num_gpus_of(plan.manifest.spec) if num_gpus is None else num_gpus,
-        every_s=interval_s(),
-        observe=observe,
-    )
+    if num_gpus is None:
+        num_gpus = num_gpus_of(plan.manifest.spec)
+    holder = Holder(drain or Drain(), Lap(), num_gpus, interval_s(), observe)
     return _work(Worker(plan, OneShard(claimed), start, holder))[shard_idx]
 
 
@@ -136,18 +131,11 @@ def run_worker(
     queue = ShardQueue(plan, worker, num_workers, owner=owner)
     if queue.next_shard() is not None or queue.others():
         _check_model(plan)
-    holder = Holder(
-        drain=drain or Drain(),
-        lap=Lap(),
-        num_gpus=(
-            num_gpus_of(plan.manifest.spec) if num_gpus is None or replica is not None else num_gpus
-        ),
-        # Other workers would take a shard without progress for lost.
-        every_s=interval_s() or DEFAULT_INTERVAL_S,
-        observe=observe,
-        worker=worker,
-        num_workers=num_workers,
-    )
+    if num_gpus is None or replica is not None:
+        num_gpus = num_gpus_of(plan.manifest.spec)
+    # Other workers would take a shard without progress for lost.
+    every_s = interval_s() or DEFAULT_INTERVAL_S
+    holder = Holder(drain or Drain(), Lap(), num_gpus, every_s, observe, worker, num_workers)
     reports = _work(Worker(plan, queue, start, holder))
     others = queue.others()
     return WorkerReport(worker, num_workers, num_shards, queue.num_finished, others, reports)

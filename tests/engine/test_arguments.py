@@ -84,7 +84,7 @@ def test_where_vllm_is_absent_its_names_are_unknown(
 @pytest.mark.parametrize(
     ("extra_args", "reason"),
     [
-        ({"data_parallel_size": 2}, "planner.num_shards"),
+        ({"data_parallel_size": 2}, "start more workers"),
         ({"scheduling_policy": "priority"}, "fcfs"),
         ({"additional_config": {"batchllm": {"paec": True}}}, "has no paec"),
         ({"additional_config": {"batchllm": {"memory_threshold": "all"}}}, "memory_threshold: "),
