@@ -8,7 +8,7 @@ that a step has to move and the time they take at the data sheet's rate. Without
 small cases in Triton's interpreter, and rows hold the model only.
 
     python -m benchmarks.kernel
-    python -m benchmarks.kernel --only 'decode_256/1024/256/*' --json kernel.json
+    python -m benchmarks.kernel --only 'decode_256/1024/256/*' --adjacent --json kernel.json
 
 Exits with 1 when the gate fails.
 """
@@ -85,7 +85,7 @@ def print_row(row: dict[str, Any]) -> None:
         return format(value, form) if value is not None else "-".rjust(int(form.split(".")[0]))
 
     print(
-        f"{row['setting']:28}{number('ours_ms', '9.4f')}{number('fa3_ms', '9.4f')}"
+        f"{row['setting']:34}{number('ours_ms', '9.4f')}{number('fa3_ms', '9.4f')}"
         f"{number('speedup_vs_fa3', '8.2f')}{number('speedup_vs_best', '8.2f')}"
         f"{number('predicted_speedup', '11.2f')}{number('ideal_ms', '9.4f')}"
         f"{number('unique_gb_per_s', '9.0f')}{number('unique_bandwidth_share', '8.1%')}"
@@ -99,7 +99,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few settings, few repetitions")
     parser.add_argument("--json", type=Path, help="also write the JSON object here, row by row")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="family/prefix/own/degree")
-    parser.add_argument("--without", nargs="+", default=[], metavar="BASELINE", help="leave it out")
+    parser.add_argument(
+        "--adjacent", action="store_true", help="rows whose groups are adjacent, beside the others"
+    )
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="BASELINE",
+        help="leave it out",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repetitions", type=int, help="default 30; 10 with --quick")
     parser.add_argument("--layout", choices=["separate", "interleaved", "packed"], help="of the KV")
@@ -124,7 +134,8 @@ def measure(
     started_at: float,
 ) -> None:
     """Add rows and targets to the report; with times where the gate passed on a GPU."""
-    wanted = [each for each in settings(quick=args.quick) if fnmatch.fnmatch(each.name, args.only)]
+    every = settings(quick=args.quick, adjacent=args.adjacent)
+    wanted = [each for each in every if fnmatch.fnmatch(each.name, args.only)]
     on_gpu = bench.device.type != "cpu" and report["gate"] == "pass"
     ours = Ours(SHAPE, LIMITS, bench.device) if on_gpu else None
     plan_host_us = None
@@ -134,7 +145,7 @@ def measure(
         plan_host_us = report["plan"]["host"]["median_us"]
         wanted.sort(key=lambda setting: not kernel_targets.is_target(setting))  # those first
     print(
-        f"{'setting':28}{'ours ms':>9}{'FA3 ms':>9}{'vs FA3':>8}{'vs best':>8}{'predicted':>11}"
+        f"{'setting':34}{'ours ms':>9}{'FA3 ms':>9}{'vs FA3':>8}{'vs best':>8}{'predicted':>11}"
         f"{'ideal ms':>9}{'GB/s':>9}{'of peak':>8}{'unique MB':>10}{'plain MB':>10}"
     )
     rows: list[tuple[Setting, dict[str, Any]]] = []
@@ -155,7 +166,9 @@ def measure(
 
 def write(report: dict[str, Any], path: Path | None) -> None:
     if path is not None:
-        path.write_text(json.dumps(report))
+        whole = path.with_name(f"{path.name}.new")
+        whole.write_text(json.dumps(report))
+        whole.replace(path)  # a kill leaves all rows until the one before
 
 
 def main() -> int:

@@ -61,6 +61,7 @@ def model_row(setting: Setting, work: AttentionWork, chip: Chip) -> dict[str, An
         "own": setting.own,
         "degree": setting.degree or "all",
         "num_requests": setting.family.num_requests,
+        "members": "adjacent" if setting.adjacent else "anywhere",
         "unique_kv_bytes": work.unique_kv_bytes,
         "plain_kv_bytes": work.plain_kv_bytes,
         "q_out_bytes": work.q_out_bytes,

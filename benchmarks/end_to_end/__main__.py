@@ -8,8 +8,9 @@ engine start and warm-up aren't.
 
 Rows go to `DIR/rows.jsonl` as they are measured. The same command goes on where it stopped, so a
 lease may end at any time; with `--budget-s` it ends by itself, having begun nothing that it
-expects not to finish. The exit code is 1 if an engine failed (but for vLLM's cascade attention
-where there is none), and 3 if something is left to measure.
+expects not to finish. Its report has all rows of the same code and device in that file, so that
+several commands may measure a part each. The exit code is 1 if an engine failed (but for vLLM's
+cascade attention where there is none), and 3 if something is left to measure.
 
     python -m benchmarks.end_to_end --out DIR                       # on a GPU
     python -m benchmarks.end_to_end --out DIR --model Qwen2-7B --workloads case_2 --repetitions 3
@@ -29,7 +30,7 @@ from typing import Any
 from benchmarks.end_to_end.engine_run import Task, read_rows
 from benchmarks.end_to_end.models import MODELS, TINY
 from benchmarks.end_to_end.policies import NO_CASCADE, POLICIES
-from benchmarks.end_to_end.processes import run_logged
+from benchmarks.end_to_end.processes import end_on_sigterm, run_logged
 from benchmarks.end_to_end.targets import Summary, as_json, speedups, summarize, targets
 from benchmarks.provenance import provenance_of_another_process
 from benchmarks.workloads import WORKLOADS, least_prefill_tokens, scaled, shrunk
@@ -52,6 +53,7 @@ DEFAULT_POLICIES = (
     "batchllm",
     "stock_as_given",
     "batchllm_stock_attention",
+    "batchllm_graphs",
     "stock_cascade",
     "stock_llm",
     "batchllm_unpaced",
@@ -133,15 +135,16 @@ def expected_s(
 ) -> float:
     """What a run will take at most, by what has been measured so far.
 
-    The longest run of this policy on this workload counts, else of any policy twice, since
-    stock vLLM may save nothing; else the tokens.
+    The longest run of this policy on this workload counts, else of any policy, twice for stock
+    vLLM with rows as given, which may save nothing; else the tokens.
     """
     alike = [row for row in rows if row["workload"] == workload]
     same = [row["total_s"] for row in alike if row["policy"] == policy]
     if same:
         return _MARGIN * max(same)
     if alike:
-        return 2 * _MARGIN * max(row["total_s"] for row in alike)
+        factor = 2 if POLICIES[policy].order == "as_given" else 1
+        return factor * _MARGIN * max(row["total_s"] for row in alike)
     shape = scaled(WORKLOADS[workload], args.share)
     if args.model == TINY:
         shape = shrunk(shape)
@@ -154,7 +157,8 @@ def run_all(
     """Run what hasn't been measured.
 
     Returns:
-        The rows that count, and why engines failed, by their policies and settings.
+        The rows that count, also of earlier commands that wanted others, and why engines failed,
+        by their policies and settings.
     """
     path = args.out / "rows.jsonl"
     wanted = wanted_runs(args)
@@ -188,8 +192,7 @@ def run_all(
         if reason := run_engine(task, args.out):
             failed[f"{policy} {settings}"] = reason
             print(f"== failed: {reason}", flush=True)
-    rows = [row for row in read_rows(path) if is_of(row, args, here)]
-    return [row for row in rows if run_of(row) in set(wanted)], failed
+    return [row for row in read_rows(path) if is_of(row, args, here)], failed
 
 
 def missing_runs(
@@ -245,6 +248,7 @@ def main() -> int:
     began_at = time.monotonic()
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    end_on_sigterm()
     here = provenance_of_another_process()
     rows, failed = run_all(args, here, began_at)
     missing = missing_runs(wanted_runs(args), rows, failed)

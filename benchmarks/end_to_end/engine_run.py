@@ -24,7 +24,13 @@ from batchllm_operator.simulate.workload import Shape
 from batchllm_operator.spec import JobSpec, SamplingSpec, parse_spec
 from batchllm_operator.vllm_plugin.scheduler.hints import StepCost
 from benchmarks.end_to_end.models import TINY, max_model_len, model_config, write_model
-from benchmarks.end_to_end.policies import NO_CASCADE, POLICIES, SETTINGS, TINY_SETTINGS
+from benchmarks.end_to_end.policies import (
+    MOST_CAPTURED,
+    NO_CASCADE,
+    POLICIES,
+    SETTINGS,
+    TINY_SETTINGS,
+)
 from benchmarks.end_to_end.requests import (
     PlannedRequests,
     make_requests,
@@ -110,7 +116,12 @@ def make_spec(task: Task) -> JobSpec:
     }
     if task.model == TINY:
         engine = {"kv_cache_memory_bytes": _TINY_KV_BYTES, "profile": False, **engine}
-    extra_args = {"load_format": "dummy", "skip_tokenizer_init": True, **policy.extra_args}
+    extra_args = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_cudagraph_capture_size": MOST_CAPTURED,
+        **policy.extra_args,
+    }
     engine["extra_args"] = {**extra_args, **engine.get("extra_args", {})}
     fields = {
         "spec_version": 1,
@@ -358,6 +369,7 @@ def _config_facts(config: Any) -> dict[str, Any]:
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "async_scheduling": bool(scheduler.async_scheduling),
         "cuda_graphs": str(getattr(config.compilation_config, "cudagraph_mode", None)),
+        "max_captured_tokens": config.compilation_config.max_cudagraph_capture_size,
         "v2_model_runner": bool(getattr(config, "use_v2_model_runner", False)),
     }
 

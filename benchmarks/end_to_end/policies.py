@@ -43,6 +43,8 @@ TINY_SETTINGS: Final[Mapping[str, Mapping[str, int]]] = {
     "chunk_4096_seqs_512": {"max_num_batched_tokens": 256, "max_num_seqs": 32},
 }
 
+MOST_CAPTURED: Final = 1024
+"""Tokens of the largest CUDA graph, of every policy: as many as requests run at a time."""
 _BOTH: Final = tuple(SETTINGS)
 POLICIES: Final[Mapping[str, Policy]] = {
     policy.name: policy
@@ -90,6 +92,14 @@ POLICIES: Final[Mapping[str, Policy]] = {
             scheduler="batchllm",
             attention="batchllm",
             simulated_as="batchllm",
+        ),
+        Policy(
+            "batchllm_graphs",
+            "our plan, scheduler and attention, which full CUDA graphs of decode steps include",
+            "plan",
+            scheduler="batchllm",
+            attention="batchllm",
+            extra_args={"additional_config": {"batchllm_attention": {"decode_graphs": True}}},
         ),
         Policy(
             "batchllm_unpaced",

@@ -5,9 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+
+def end_on_sigterm() -> None:
+    """Make SIGTERM raise `SystemExit` in this process: what `run_logged` has started ends with it,
+    although that is in a session of its own."""
+    signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def run_logged(
