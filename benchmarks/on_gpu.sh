@@ -165,7 +165,7 @@ for name in "${steps[@]}"; do
     kernel) kernel "$kernel_s" ;;
     tune) # what it finds is brought home, not used here
       step "$tune_s" "$python" -P -m batchllm_kernels.tune "${tune_args[@]}" \
-        --budget-s "$(($(left "$tune_s") * 6 / 10))" --out "$results/tuned.json" \
+        --budget-s "$(($(left "$tune_s") * 3 / 4))" --out "$results/tuned.json" \
         --json "$results/tune.json" ;;
     case_1)
       end_to_end --workloads case_1 --policies stock_sorted batchllm --settings default ;;
