@@ -156,8 +156,8 @@ def test_grid_is_of_settings_that_may_ship(arch: str, head_dim: int, kv_bits: in
 
 
 def test_steps_ahead() -> None:
-    assert [steps_ahead(n, is_amd=False) for n in range(1, 8)] == [0, 1, 1, 1, 2, 2, 3]
-    assert [steps_ahead(n, is_amd=True) for n in range(1, 6)] == [0, 1, 1, 2, 3]
+    assert [steps_ahead(n, is_amd=False) for n in range(1, 8)] == [0, 0, 1, 2, 3, 4, 5]
+    assert [steps_ahead(n, is_amd=True) for n in range(1, 6)] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

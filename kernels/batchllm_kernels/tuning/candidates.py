@@ -71,13 +71,10 @@ def launch_label(launch: LaunchConfig) -> str:
 def steps_ahead(num_stages: int, *, is_amd: bool) -> int:
     """Steps whose keys and values are prefetched while one is computed.
 
-    They are addressed through the block table, and Triton's pipeliner splits the stages between
-    the two loads. Seen in the shared memory of compiled kernels (Triton 3.9): on NVIDIA a step is
-    added at 5 and at 7 stages, on AMD at every stage from the fourth on.
+    Seen in the async waits of compiled kernels (Triton 3.6 and 3.9): on NVIDIA the copies of one
+    step less are outstanding when a step begins than on AMD, which waits for its own in registers.
     """
-    if num_stages < 2:
-        return 0
-    return max(1, num_stages - 2) if is_amd else max(1, (num_stages - 1) // 2)
+    return max(0, num_stages - (1 if is_amd else 2))
 
 
 def grid_for(vendor: str, head_dim: int, kv_bits: int) -> Grid:
@@ -93,11 +90,11 @@ def grid_for(vendor: str, head_dim: int, kv_bits: int) -> Grid:
     steps = [n for n in (16, 32, 64, 128) if least <= n * row_bytes <= most]
     options: dict[int, tuple[Mapping[str, int], ...]]
     if vendor == "nvidia":
-        stages, wide_stages = [3, 5, 7], [4]
+        stages, wide_stages = [3, 4], [3, 4]
         # Register limits for 3 or 4 programs at once; with 8 warps, 2 would spill.
         options = {4: ({}, {"maxnreg": 168}, {"maxnreg": 128}), 8: ({},)}
     else:
-        stages, wide_stages = [2, 4], [2]
+        stages, wide_stages = [2, 3], [2]
         options = {
             4: ({"waves_per_eu": 2}, {"waves_per_eu": 2, "matrix_instr_nonkdim": 16}),
             8: ({"waves_per_eu": 2, "matrix_instr_nonkdim": 16},),

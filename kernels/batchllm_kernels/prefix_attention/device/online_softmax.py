@@ -48,19 +48,20 @@ def _decode(raw, KV_FORMAT: tl.constexpr, DOT_DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _blocks_of(context, keys, end, BLOCK_SIZE: tl.constexpr):
+    """The cache's blocks of the keys; block 0 from `end` on."""
+    return tl.load(context.block_row + keys.to(tl.uint32) // BLOCK_SIZE, mask=keys < end, other=0)
+
+
+@triton.jit
 def _load(
-    context, keys, is_key, dims,
+    context, blocks, keys, is_key, dims,
     IS_MASKED: tl.constexpr, KV_FORMAT: tl.constexpr, DOT_DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """(k, v) of the keys, a row for each."""
-    unsigned = keys.to(tl.uint32)
-    if IS_MASKED:
-        blocks = tl.load(context.block_row + unsigned // BLOCK_SIZE, mask=is_key, other=0)
-    else:
-        blocks = tl.load(context.block_row + unsigned // BLOCK_SIZE)
     block_at = blocks.to(tl.int64) * context.stride_block
-    at = block_at + (unsigned % BLOCK_SIZE) * context.stride_token
+    at = block_at + (keys.to(tl.uint32) % BLOCK_SIZE) * context.stride_token
     k_rows = context.k_head + at
     v_rows = context.v_head + at
     if IS_MASKED or dims.shape[0] != HEAD_DIM:
@@ -95,15 +96,20 @@ def online_softmax_update(
 ):  # fmt: skip
     """Add the keys [start, end) of a context, BLOCK_N at a time.
 
-    IS_MASKED: some rows don't see some of the keys, or the last step is partial.
+    IS_MASKED: some rows don't see some of the keys, or the last step is partial. A step's blocks
+    are looked up in the step before: loaded in their own, they would take half of the stages of
+    Triton's pipeliner from the keys and values.
     """
     dims = tl.arange(0, q.shape[1])
+    blocks = _blocks_of(context, start + tl.arange(0, BLOCK_N), end, BLOCK_SIZE)
     for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         keys = first + tl.arange(0, BLOCK_N)
         is_key = keys < end
         k, v = _load(
-            context, keys, is_key, dims, IS_MASKED, KV_FORMAT, q.dtype, BLOCK_SIZE, HEAD_DIM
-        )
+            context, blocks, keys, is_key, dims,
+            IS_MASKED, KV_FORMAT, q.dtype, BLOCK_SIZE, HEAD_DIM,
+        )  # fmt: skip
+        blocks = _blocks_of(context, keys + BLOCK_N, end, BLOCK_SIZE)
         scores = _scores(q, k, factors, HAS_SOFT_CAP)
         if IS_MASKED:
             sees = is_key[None, :] & (keys[None, :] <= positions[:, None])
