@@ -37,6 +37,7 @@ from batchllm_kernels.prefix_attention.device.attention import prefix_attention_
 from batchllm_kernels.prefix_attention.device.merging import merge_kernel
 from batchllm_kernels.prefix_attention.grouping import MAX_GATED_DEGREE
 from batchllm_kernels.prefix_attention.launch import (
+    dot_dtype,
     kernel_constants,
     kv_format,
     merge_constants,
@@ -156,8 +157,8 @@ def compile_variant(variant: Variant, chip: Chip | None = None) -> Report:
     return Report(variant.arch, name, usage, wanted, fault)
 
 
-def compile_schedule_kernel(arch: str, name: str) -> Report:
-    """Compile one of the kernels that lay out a step, for 1,024 requests.
+def compile_schedule_kernel(arch: str, name: str, requests: int = 1024) -> Report:
+    """Compile one of the kernels that lay out a step, for a power of two of requests.
 
     Raises:
         triton.CompilationError: the kernel can't be compiled.
@@ -165,7 +166,8 @@ def compile_schedule_kernel(arch: str, name: str) -> Report:
     chip = CHIPS[arch]
     constants = {
         "BLOCK_SIZE": BLOCK_SIZE,
-        "REQUESTS": 1024,
+        "REQUESTS": requests,
+        "CHUNK": min(requests, schedule.CHUNK),
         "BLOCKS": 128,
         "MAX_DEGREE": MAX_GATED_DEGREE,
         "PIECE_ALIGN": schedule.PIECE_ALIGN,
@@ -181,7 +183,7 @@ def compile_schedule_kernel(arch: str, name: str) -> Report:
     }
     usage = _compile(chip, *_ast_source(kernel, types, constants), 4 * chip.target.warp_size)
     fault = f"spills {usage.spill_bytes} bytes" if usage.spill_bytes > MAX_SPILL_BYTES else None
-    return Report(arch, name, usage, 1, fault)
+    return Report(arch, f"{name}, {requests} requests", usage, 1, fault)
 
 
 def compile_merge_kernel(arch: str, head_dim: int) -> Report:
@@ -231,7 +233,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
         AttentionShape(
             num_q_heads=32, num_kv_heads=8, head_dim=variant.head_dim, block_size=BLOCK_SIZE
         ),
-        dot_dtype=triton_dtype(Q_DTYPE),
+        dot_dtype=dot_dtype(Q_DTYPE, variant.kv_dtype, interpreted=False),
         kv_code=kv_format(variant.kv_dtype, variant.arch).code,
         window=variant.window,
         has_soft_cap=variant.has_soft_cap,
@@ -292,7 +294,8 @@ def _programs_at_once(chip: Chip, registers: int, shared: int, threads: int) -> 
 
 def _jobs(arch: str) -> Iterator[partial[Report]]:
     for name in SCHEDULE_KERNELS:
-        yield partial(compile_schedule_kernel, arch, name)
+        for requests in (1024, 4096):
+            yield partial(compile_schedule_kernel, arch, name, requests)
     for head_dim in HEAD_DIMS:
         yield partial(compile_merge_kernel, arch, head_dim)
     for variant in shipped_variants(arch):

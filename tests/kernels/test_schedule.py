@@ -195,6 +195,22 @@ def test_gate_at_its_edges(least: int, is_shared: bool, max_member_tokens: int) 
     assert members == (2 * max_member_tokens if is_shared else 0)
 
 
+def test_any_number_of_requests_is_laid_out_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups, pieces and plain requests on both sides of each chunk's end."""
+    config = replace(CONFIG, gate=Gate({2: 1}, 4), split=SplitRule(1, 64))
+    spread = [Group(160, ((9, 1), (300, 1), (40, 2))), Group(0, ((500, 1), (7, 40))), Group(64, ())]
+    case = make_case(SHAPE, spread * 4, seed=8, num_padding=3)
+    whole, _ = schedule_of(case, config)
+    monkeypatch.setattr("batchllm_kernels.prefix_attention.schedule.CHUNK", 16)
+    assert case.batch.num_requests > 16
+    chunks, _ = schedule_of(case, config)
+    num_tiles = int(whole.header[t.HEADER_TILES])
+    assert whole.header[t.HEADER_PREFIX_TILES] > 4
+    assert chunks.header.tolist() == whole.header.tolist()
+    assert chunks.tiles[:num_tiles].tolist() == whole.tiles[:num_tiles].tolist()
+    assert chunks.members.tolist() == whole.members.tolist()
+
+
 def test_worst_batch_fits() -> None:
     """As many partials as there can be: pairs with a prefix, cut wherever it is allowed."""
     config = replace(CONFIG, gate=Gate({2: 1}, 8), split=SplitRule(1, 64))

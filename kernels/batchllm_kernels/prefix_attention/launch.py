@@ -40,6 +40,17 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return _TRITON_DTYPES[dtype]
 
 
+def dot_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype, *, interpreted: bool) -> tl.dtype:
+    """The dtype of the operands of matrix products.
+
+    FP8 becomes float16, of which one instruction makes two; bfloat16 would take two more. Triton's
+    interpreter multiplies bfloat16 as integers.
+    """
+    if kv_dtype in _FP8_BITS and q_dtype == torch.bfloat16:
+        return tl.float16
+    return tl.float32 if interpreted and q_dtype == torch.bfloat16 else triton_dtype(q_dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class KVFormat:
     """How the kernel reads the elements of a cache."""
@@ -127,7 +138,7 @@ def launch_attention(
     constants = kernel_constants(
         launch,
         schedule.shape,
-        dot_dtype=_dot_dtype(q),
+        dot_dtype=dot_dtype(q.dtype, k_cache.dtype, interpreted=q.device.type == "cpu"),
         kv_code=reading.code,
         window=window,
         has_soft_cap=soft_cap is not None,
@@ -146,9 +157,3 @@ def launch_attention(
             schedule.partial_out, schedule.partial_lse, *out.stride()[:2],
             **merge_constants(constants), num_warps=launch.num_warps,
         )  # fmt: skip
-
-
-def _dot_dtype(q: Tensor) -> tl.dtype:
-    # Triton's interpreter multiplies bfloat16 as integers.
-    interpreted_bf16 = q.device.type == "cpu" and q.dtype == torch.bfloat16
-    return tl.float32 if interpreted_bf16 else triton_dtype(q.dtype)

@@ -22,6 +22,8 @@ from batchllm_kernels.prefix_attention.tiles import HEADER_FIELDS, MEMBER_FIELDS
 
 PIECE_ALIGN = 128
 """Pieces of a context end at multiples of this many tokens."""
+CHUNK = 1024
+"""Requests that a program of `lay_out` reads at a time."""
 MIN_MOST_PIECES = 8
 """Most pieces of a context, if the device has fewer programs; else one per program."""
 
@@ -198,7 +200,7 @@ class Scheduler:
             num_requests, self._config.split.min_tokens, self._target_pieces, self._max_pieces,
             self._limits.max_num_requests,
             PIECE_ALIGN=PIECE_ALIGN, NARROW_TOKENS=self._narrow_tokens,
-            WIDE_TOKENS=self.wide_tokens, REQUESTS=self._padded_requests,
+            WIDE_TOKENS=self.wide_tokens, CHUNK=min(self._padded_requests, CHUNK),
         )  # fmt: skip
         return self._schedule(batch)
 

@@ -44,6 +44,8 @@ from batchllm_kernels.prefix_attention.device.tile_constants import (
 _FAR = tl.constexpr(2**30)
 """Position of rows without a query: they see every key, and their results aren't used."""
 
+_FLOAT16_MAX = tl.constexpr(65504.0)
+
 
 class _Rows(NamedTuple):
     """A tile's rows (query token x query head of one KV head): vectors over them."""
@@ -83,7 +85,10 @@ def _load_queries(queries, rows, dims, HEAD_DIM: tl.constexpr, DOT_DTYPE: tl.con
     element = rows.is_row[:, None] & (dims[None, :] < HEAD_DIM)
     token_at = rows.token.to(tl.int64) * queries.stride_token
     q_rows = queries.q + token_at + rows.head * queries.stride_head
-    return tl.load(q_rows[:, None] + dims[None, :], mask=element, other=0.0).to(DOT_DTYPE)
+    q = tl.load(q_rows[:, None] + dims[None, :], mask=element, other=0.0)
+    if tl.float16 == DOT_DTYPE and queries.q.dtype.element_ty != tl.float16:
+        q = tl.clamp(q.to(tl.float32), -_FLOAT16_MAX, _FLOAT16_MAX)
+    return q.to(DOT_DTYPE)
 
 
 @triton.jit
