@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from vllm.platforms import current_platform
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
+
+_MAX_GRAPH_SIZE: Final = 1024
+"""Requests of the largest captured decode step; as many run at once by default."""
 
 
 def attention_args(spec: JobSpec, known: Mapping[str, object]) -> dict[str, Any]:
@@ -30,9 +34,20 @@ def attention_args(spec: JobSpec, known: Mapping[str, object]) -> dict[str, Any]
         raise SpecError(
             "engine.attention: batchllm runs on CUDA, ROCm and CPU; on this platform take stock"
         )
-    if "attention_backend" in known:
-        return {"attention_backend": "CUSTOM"}
-    raise SpecError("engine.attention: this vLLM has no argument attention_backend; take stock")
+    if "attention_backend" not in known:
+        raise SpecError("engine.attention: this vLLM has no argument attention_backend; take stock")
+    return {"attention_backend": "CUSTOM"} | _graph_args(spec.engine.extra_args)
+
+
+def _graph_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Graphs for decode steps of up to 1,024 requests, unless the user chose sizes.
+
+    vLLM's own limit is 512 on most GPUs.
+    """
+    settings = AttentionSettings.from_additional_config(given.get("additional_config"))
+    if not settings.decode_graphs or {"cudagraph_capture_sizes", "compilation_config"} & set(given):
+        return {}
+    return {"max_cudagraph_capture_size": _MAX_GRAPH_SIZE}
 
 
 def check_model(spec: JobSpec, vllm_config: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +36,27 @@ def test_prefixes_are_read_once_for_all_who_share_them(
     assert generated["stock"]["num_asked"] == 0
 
 
+def test_prefill_by_flash_attention_gives_the_same(
+    generated: dict[str, dict[str, Any]], demo: Demo, tmp_path: Path
+) -> None:
+    """vLLM's own runner, scheduler and FlashAttention classes, with the kernel in plain torch."""
+    prompts = demo_prompts(demo)[:60]
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    split = generate_with(demo, "batchllm/split", demo.model, tmp_path)
+    assert split["texts"] == generated["stock"]["texts"][: len(prompts)]
+    assert split["prefilled"]
+    assert min(split["prefilled"]) > 1
+    assert split["num_groups"] > 10
+    assert any("by vLLM's FlashAttention 2" in line for line in split["log"])
+
+
 def test_one_line_says_which_attention_runs(generated: dict[str, dict[str, Any]]) -> None:
     lines = {
         name: [line for line in found["log"] if line.startswith("attention: ")]
         for name, found in generated.items()
     }
     assert lines["stock"] == ["attention: vLLM's own (engine.attention: stock, the default)"]
-    assert lines["batchllm"] == ["attention: batchllm (engine.attention), in plain torch on cpu"]
+    assert lines["batchllm"] == [
+        "attention: batchllm (engine.attention), in plain torch on cpu, "
+        "prefill in the same kernel (FlashAttention needs CUDA)"
+    ]

@@ -35,6 +35,27 @@ def test_on_a_gpu_ours_is_vllms_custom_backend(platform: SimpleNamespace) -> Non
         vllm_attention.attention_args(spec, {})
 
 
+@pytest.mark.parametrize(
+    ("attention", "given", "size"),
+    [
+        ({"decode_graphs": True}, {}, 1024),
+        ({}, {}, None),
+        ({"decode_graphs": True}, {"cudagraph_capture_sizes": [1, 8]}, None),
+        ({"decode_graphs": True}, {"compilation_config": {"cudagraph_mode": "FULL"}}, None),
+    ],
+)
+def test_graphs_of_decode_steps_go_up_to_what_runs_at_once(
+    attention: dict[str, Any],
+    given: dict[str, Any],
+    size: int | None,
+    platform: SimpleNamespace,
+) -> None:
+    extra_args = {"additional_config": {"batchllm_attention": attention}, **given}
+    spec = make_spec(attention="batchllm", extra_args=extra_args)
+    args = vllm_attention.attention_args(spec, KNOWN)
+    assert args.get("max_cudagraph_capture_size") == size
+
+
 def test_on_a_cpu_it_takes_no_argument(platform: SimpleNamespace) -> None:
     platform.is_cpu = lambda: True
     assert vllm_attention.attention_args(make_spec(attention="batchllm"), KNOWN) == {}

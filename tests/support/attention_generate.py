@@ -2,7 +2,8 @@
 
     python -m support.attention_generate ATTENTION MODEL PROMPTS OUTPUTS
 
-ATTENTION is stock, batchllm, or batchllm/triton: the GPU's kernel in Triton's interpreter.
+ATTENTION is stock, batchllm, batchllm/triton (the GPU's kernel in Triton's interpreter) or
+batchllm/split (decodes by ours, prefill by vLLM's FlashAttention over a kernel in plain torch).
 PROMPTS is JSON: a list of {"tokens", "group_id", "num_prefix_tokens", "group_size"}. OUTPUTS is
 written as JSON: the texts, the KV tokens that requests asked for and those that were read, over all
 steps, and what was logged of the choice.
@@ -18,6 +19,7 @@ from typing import Any
 
 from support.demo_job import Demo
 from support.fake_job import fake_spec
+from support.flash_attention import VarlenReference, install
 
 from batchllm_kernels.prefix_attention import StepPlan, StepPlanner
 from batchllm_operator.engine import EngineJob, EngineRequest, start_engine
@@ -56,7 +58,9 @@ def main(attention: str, model: str, prompts_path: str, outputs_path: str) -> No
     )
     prompts = json.loads(Path(prompts_path).read_text())
     attention, _, impl = attention.partition("/")
-    extra_args = {"additional_config": {"batchllm_attention": {"impl": impl}}} if impl else {}
+    flash = install(setattr) if impl == "split" else VarlenReference()
+    chosen = {"decode_threshold": 1} if impl == "split" else {"impl": impl}
+    extra_args = {"additional_config": {"batchllm_attention": chosen}} if impl else {}
     settings = {
         "backend": "vllm",
         "dtype": "float32",
@@ -86,6 +90,7 @@ def main(attention: str, model: str, prompts_path: str, outputs_path: str) -> No
         "num_asked": counter.num_asked,
         "num_read": counter.num_read,
         "num_groups": counter.num_groups,
+        "prefilled": sorted({length for call in flash.query_lens for length in call}),
         "log": Path(outputs_path + ".log").read_text().splitlines(),
     }
     Path(outputs_path).write_text(json.dumps(found))

@@ -18,11 +18,12 @@ from batchllm_operator.vllm_plugin import compat
 from batchllm_operator.vllm_plugin.attention import backend as attention
 from batchllm_operator.vllm_plugin.attention.backend import (
     PrefixAttentionBackend,
-    PrefixAttentionBuilder,
     PrefixAttentionImpl,
 )
+from batchllm_operator.vllm_plugin.attention.builder import PrefixAttentionBuilder
 from batchllm_operator.vllm_plugin.attention.kv_writes import fp8_dtype
 from batchllm_operator.vllm_plugin.attention.report import warm_up_attention
+from batchllm_operator.vllm_plugin.attention.taken import layer_shape
 
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_SIZE, NUM_BLOCKS = 16, 4, 2, 64, 12
 CPU = torch.device("cpu")
@@ -213,9 +214,12 @@ def test_the_gpus_kernel_gives_the_same_in_tritons_interpreter(layout: str) -> N
 
 
 def test_who_shares_is_read_from_block_tables() -> None:
-    prefixes = make_builder().build(0, make_step()).plan.prefixes
-    assert prefixes is not None
-    assert [(each.requests, each.num_tokens) for each in prefixes] == [((0, 1), 2 * BLOCK_SIZE)]
+    plan = make_builder().build(0, make_step()).plan
+    assert plan is not None
+    assert plan.prefixes is not None
+    assert [(each.requests, each.num_tokens) for each in plan.prefixes] == [
+        ((0, 1), 2 * BLOCK_SIZE)
+    ]
 
 
 def test_while_memory_is_measured_nothing_is_attended_to() -> None:
@@ -227,6 +231,7 @@ def test_while_memory_is_measured_nothing_is_attended_to() -> None:
 def test_a_step_to_capture_has_short_contexts() -> None:
     step = make_step(query_start_loc=ints([0, 1, 2, 3, 4]), num_actual_tokens=4, max_query_len=1)
     plan = make_builder().build_for_cudagraph_capture(step).plan
+    assert plan is not None
     assert plan.batch.seq_lens.tolist() == step.seq_lens.tolist() == [1, 1, 1, 1]
 
 
@@ -286,7 +291,7 @@ def test_layers_of_a_group_have_as_many_heads() -> None:
     layers = {"layer": LAYER, "wider": SimpleNamespace(num_heads=8)}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     with pytest.raises(SpecError, match=r"\[4, 8\] query heads"):
-        attention.layer_shape(make_spec(), ["layer", "wider"], config)
+        layer_shape(make_spec(), ["layer", "wider"], config)
 
 
 def test_steps_beyond_the_limits_are_refused() -> None:

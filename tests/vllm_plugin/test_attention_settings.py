@@ -14,8 +14,9 @@ def test_without_any_the_defaults_hold(config: object) -> None:
 
 
 def test_given_ones_are_taken() -> None:
-    config = {KEY: {"decode_graphs": True, "impl": "reference"}}
-    expected = AttentionSettings(decode_graphs=True, impl="reference")
+    given = {"decode_graphs": True, "prefill": "batchllm", "decode_threshold": 8, "impl": "triton"}
+    expected = AttentionSettings(True, "batchllm", 8, "triton")
+    config = {KEY: given}
     assert AttentionSettings.from_additional_config(config) == expected
 
 
@@ -25,6 +26,9 @@ def test_given_ones_are_taken() -> None:
         (3, "must be an object, not int"),
         ({"graphs": True, "imp": 1}, "has no graphs, imp"),
         ({"decode_graphs": "yes"}, "decode_graphs: must be true or false"),
+        ({"prefill": "triton"}, "prefill: must be flash_attention or batchllm, not 'triton'"),
+        ({"decode_threshold": 0}, "decode_threshold: must be a whole number above 0"),
+        ({"decode_threshold": True}, "decode_threshold: must be a whole number above 0"),
         ({"impl": "cuda"}, "impl: must be triton or reference, not 'cuda'"),
     ],
 )

@@ -46,7 +46,9 @@ POOL = f"{CORE}.block_pool:BlockPool"
 CONFIG = "vllm.config"
 KV = "vllm.v1.kv_cache_interface"
 ATTENTION = "vllm.v1.attention.backend"
-BACKENDS = "vllm.v1.attention.backends.registry"
+REGISTRY = "vllm.v1.attention.backends.registry"
+BACKENDS = "vllm.v1.attention.backends"
+FLASH = f"{BACKENDS}.flash_attn:FlashAttention"
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 CACHE_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")
 
@@ -176,10 +178,34 @@ CALLS = (
         ("layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
     Call(f"{ATTENTION}:AttentionBackend.supports_compute_capability", ("capability",)),
-    Call(f"{BACKENDS}:register_backend", ("backend", "class_path")),
-    Call(f"{BACKENDS}:AttentionBackendEnum.CUSTOM.is_overridden"),
-    Call(f"{BACKENDS}:AttentionBackendEnum.CUSTOM.clear_override"),
-    Call(f"{BACKENDS}:AttentionBackendEnum.CPU_ATTN.get_path"),
+    # prefill by vLLM's FlashAttention
+    Call(
+        f"{BACKENDS}.utils:split_decodes_and_prefills",
+        ("common_attn_metadata", "decode_threshold"),
+    ),
+    Call(f"{BACKENDS}.fa_utils:get_flash_attn_version", keywords=("head_size",)),
+    Call(
+        f"{FLASH}MetadataBuilder",
+        ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+    ),
+    Call(f"{FLASH}MetadataBuilder.build", ("common_prefix_len", "common_attn_metadata")),
+    Call(
+        f"{FLASH}Impl.__init__",
+        (
+            *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes"),
+            *("sliding_window", "kv_cache_dtype", "logits_soft_cap"),
+        ),
+        ("kv_sharing_target_layer_name",),
+    ),
+    Call(
+        f"{FLASH}Impl.forward",
+        ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    ),
+    Call(f"{CONFIG}:set_current_vllm_config", ("vllm_config",)),
+    Call(f"{REGISTRY}:register_backend", ("backend", "class_path")),
+    Call(f"{REGISTRY}:AttentionBackendEnum.CUSTOM.is_overridden"),
+    Call(f"{REGISTRY}:AttentionBackendEnum.CUSTOM.clear_override"),
+    Call(f"{REGISTRY}:AttentionBackendEnum.CPU_ATTN.get_path"),
     Call("vllm._custom_ops:reshape_and_cache_flash", (*CACHE_WRITE, "k_scale", "v_scale")),
     Call(
         "vllm.v1.attention.ops.triton_reshape_and_cache_flash:triton_reshape_and_cache_flash",
@@ -250,7 +276,7 @@ ATTRIBUTES = {
 FIELDS = {
     f"{ATTENTION}:CommonAttentionMetadata": (
         *("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "num_reqs"),
-        *("num_actual_tokens", "max_query_len", "causal"),
+        *("num_actual_tokens", "max_query_len", "causal", "query_start_loc_cpu", "max_seq_len"),
     ),
     f"{KV}:FullAttentionSpec": ("block_size", "num_kv_heads", "head_size", "dtype"),
     f"{CONFIG}:SchedulerConfig": ("max_num_seqs", "max_num_batched_tokens"),

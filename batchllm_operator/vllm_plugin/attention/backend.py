@@ -1,136 +1,30 @@
 """Prefix-shared attention as a backend of vLLM, one for GPUs and for CPUs.
 
-    scheduler -> vLLM's block tables -> StepPlanner (groups, once a step) -> each layer's attention
+    vLLM's block tables -> PrefixAttentionBuilder (once a step) -> PrefixAttentionImpl (each layer)
 
-vLLM's metadata have no request ids: requests that share a prefix are found by their block tables,
-on the device. A GPU runs the Triton kernel, a CPU the reference in plain torch.
+A GPU runs the Triton kernel, and on CUDA vLLM's FlashAttention for prefill; a CPU runs the
+reference in plain torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
-from batchllm_kernels.prefix_attention import (
-    PagedBatch,
-    StepPlan,
-    StepPlanner,
-    UnsupportedError,
-    prefix_attention,
-)
+from batchllm_kernels.prefix_attention import StepPlan, StepPlanner, prefix_attention
 from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 from batchllm_kernels.prefix_attention.config import ARCHITECTURES
 from batchllm_operator.vllm_plugin import compat
-from batchllm_operator.vllm_plugin.attention.kv_writes import fp8_dtype, write_kv
-from batchllm_operator.vllm_plugin.attention.settings import AttentionSettings
-from batchllm_operator.vllm_plugin.attention.taken import (
-    batch_limits,
-    chosen_impl,
-    layer_shape,
-    refusal,
+from batchllm_operator.vllm_plugin.attention.builder import (
+    PrefixAttentionBuilder,
+    PrefixAttentionMetadata,
 )
-
-
-@dataclass
-class PrefixAttentionMetadata(AttentionMetadata):
-    """A step's data for the layers of a KV cache group. vLLM subclasses it."""
-
-    plan: StepPlan
-    num_actual_tokens: int
-    slot_mapping: Tensor
-    """[num_actual_tokens]."""
-
-
-class PrefixAttentionBuilder(AttentionMetadataBuilder[PrefixAttentionMetadata]):
-    """Plans each step of a KV cache group once, for all of its layers.
-
-    Raises:
-        SpecError: the layers or their cache aren't supported.
-    """
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        settings = AttentionSettings.from_additional_config(vllm_config.additional_config)
-        try:
-            shape = layer_shape(kv_cache_spec, layer_names, vllm_config)
-            self.planner = StepPlanner(
-                shape, batch_limits(vllm_config), impl=chosen_impl(settings), device=device
-            )
-        except UnsupportedError as error:
-            raise refusal(f"this model: {error}") from error
-        for name in layer_names:
-            vllm_config.compilation_config.static_forward_context[name].impl.planner = self.planner
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Full graphs for decode steps if the settings ask for them; always piecewise ones.
-
-        A captured launch has a fixed grid and reads its work from the planner's buffers, which
-        `build` fills before each replay; padding rows have no query tokens.
-        """
-        settings = AttentionSettings.from_additional_config(vllm_config.additional_config)
-        # Scales are found in the first steps; a graph would keep their initial values.
-        is_calibrating = getattr(vllm_config.cache_config, "calculate_kv_scales", False)
-        if settings.decode_graphs and not is_calibrating:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return AttentionCGSupport.NEVER
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> PrefixAttentionMetadata:
-        """Plan a step. Replaces the previous plan: all layers of a step use one plan.
-
-        Raises:
-            SpecError: the step isn't causal.
-            UnsupportedError: it has more requests or tokens than vLLM's settings allow.
-        """
-        common = common_attn_metadata
-        if common.causal is not True:
-            raise refusal("attention that isn't causal")
-        limits, num_requests = self.planner.limits, common.num_reqs
-        if common.num_actual_tokens > limits.max_num_tokens:
-            raise UnsupportedError(
-                f"the step has {common.num_actual_tokens} tokens, the limit is "
-                f"{limits.max_num_tokens}"
-            )
-        batch = PagedBatch(
-            common.query_start_loc[: num_requests + 1],
-            common.seq_lens[:num_requests],
-            common.block_table_tensor[:num_requests],
-        )
-        return PrefixAttentionMetadata(
-            self.planner.plan(batch), common.num_actual_tokens, common.slot_mapping
-        )
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> PrefixAttentionMetadata:
-        """Plan a step to capture, with contexts no longer than the query.
-
-        Block tables have no meaning then, and long contexts would slow down each warm-up. The
-        lengths in vLLM's buffer are overwritten, as its own backends do.
-        """
-        common_attn_metadata.seq_lens.fill_(common_attn_metadata.max_query_len)
-        return self.build(0, common_attn_metadata)
+from batchllm_operator.vllm_plugin.attention.kv_writes import fp8_dtype, write_kv
+from batchllm_operator.vllm_plugin.attention.taken import refusal
 
 
 class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
@@ -174,8 +68,12 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
         self.soft_cap = logits_soft_cap or None
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        # Set by the builder of the layer's KV cache group:
         self.planner: StepPlanner | None = None
-        """Set by the builder of the layer's KV cache group."""
+        self.flash: Any = None
+        """vLLM's FlashAttention for prefill; None if ours computes all rows."""
+        self.prefill = ""
+        """What computes prefill and why, for a log line."""
         self._fp8 = fp8_dtype(kv_cache_dtype)
 
     def warm_up(self, kv_cache: Tensor, dtype: torch.dtype) -> None:
@@ -230,15 +128,29 @@ class PrefixAttentionImpl(AttentionImpl[PrefixAttentionMetadata]):
             raise refusal("outputs that attention is to quantize")
         if attn_metadata is None:
             return output.fill_(0)
+        if attn_metadata.plan is not None:
+            self._attend(layer, query, kv_cache, attn_metadata.plan, output)
+        prefill = attn_metadata.prefill
+        if prefill is not None:
+            rows = slice(prefill.first_token, None)
+            self.flash.forward(
+                layer, query[rows], key, value, kv_cache, prefill.metadata, output[rows]
+            )
+        return output
+
+    def _attend(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, plan: StepPlan, output: Tensor
+    ) -> None:
+        """Our kernel over the plan's rows."""
         k_cache, v_cache = self._caches(kv_cache)
         k_scale = v_scale = 1.0
         if self._fp8 is not None:
             k_scale, v_scale = layer._k_scale_float, layer._v_scale_float
-        return prefix_attention(
+        prefix_attention(
             query,
             k_cache,
             v_cache,
-            attn_metadata.plan,
+            plan,
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,

@@ -25,23 +25,25 @@ class AttentionReport:
     others: Sequence[str]
     """Layers with another backend: "layer: backend"."""
     description: str
-    """Implementation, device and settings of ours, for a log line."""
+    """Implementation, device and settings of ours, and what computes prefill, for a log line."""
 
 
 def report_attention(worker: Any) -> AttentionReport:
     """Report a worker's layers; runs in the worker, through vLLM's `collective_rpc`."""
     config = worker.vllm_config
-    num_ours, others = 0, []
+    num_ours, others, prefill = 0, [], set()
     for name, layer in config.compilation_config.static_forward_context.items():
         if not (hasattr(layer, "impl") and hasattr(layer, "get_attn_backend")):
             continue  # no attention: state-space layers, mixtures of experts
         backend = layer.get_attn_backend()
         if issubclass(backend, PrefixAttentionBackend):
             num_ours += 1
+            prefill.add(layer.impl.prefill)
         else:
             others.append(f"{name}: {backend.get_name()}")
     settings = AttentionSettings.from_additional_config(config.additional_config)
-    return AttentionReport(num_ours, others, _describe(settings, worker.device))
+    description = ", ".join([_describe(settings, worker.device), *sorted(prefill)])
+    return AttentionReport(num_ours, others, description)
 
 
 def warm_up_attention(worker: Any) -> None:

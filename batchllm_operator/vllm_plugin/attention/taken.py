@@ -53,8 +53,13 @@ def layer_shape(kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) ->
 def batch_limits(vllm_config: Any) -> BatchLimits:
     """Limits of a step; with drafts, each request may have a few more tokens."""
     scheduler = vllm_config.scheduler_config
-    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
+    drafts = num_drafts(vllm_config) * scheduler.max_num_seqs
     return BatchLimits(
         max_num_requests=scheduler.max_num_seqs,
-        max_num_tokens=scheduler.max_num_batched_tokens + drafts * scheduler.max_num_seqs,
+        max_num_tokens=scheduler.max_num_batched_tokens + drafts,
     )
+
+
+def num_drafts(vllm_config: Any) -> int:
+    """Most draft tokens of a decoding request in a step."""
+    return getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
