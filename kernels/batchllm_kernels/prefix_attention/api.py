@@ -10,9 +10,8 @@ constraint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,6 +24,7 @@ from batchllm_kernels.prefix_attention.batch import (
     SharedPrefix,
     UnsupportedError,
 )
+from batchllm_kernels.prefix_attention.checks import check_settings, check_tensors
 from batchllm_kernels.prefix_attention.config import ArchConfig, detect_arch, load_config
 from batchllm_kernels.prefix_attention.grouping import Gate, find_shared_prefixes
 from batchllm_kernels.prefix_attention.reference import prefix_shared_attention
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from batchllm_kernels.prefix_attention.schedule import Schedule, Scheduler
 
 Impl = Literal["reference", "triton"]
-KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
-"""Dtypes of an FP8 cache. Other caches have the queries' dtype."""
-Q_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +178,19 @@ def prefix_attention(
     Raises:
         UnsupportedError: a tensor or a setting isn't supported; the message names it.
     """
-    _check_tensors(q, k_cache, v_cache, plan, out)
-    _check_settings(scale, window, soft_cap)
+    check_settings(scale, window, soft_cap)
+    soft_cap = soft_cap or None
     out = torch.zeros_like(q) if out is None else out
-    attend: Callable[..., None]
     if plan.schedule is not None:
-        from batchllm_kernels.prefix_attention.launch import launch_attention
-
-        attend = partial(launch_attention, q, k_cache, v_cache, plan.schedule, out)
+        plan.schedule.launches.attend(
+            q, k_cache, v_cache, plan.schedule, out, scale, window, soft_cap, k_scale, v_scale
+        )
     else:
-        attend = partial(_attend_by_reference, q, k_cache, v_cache, plan, out)
-    attend(scale=scale, window=window, soft_cap=soft_cap or None, k_scale=k_scale, v_scale=v_scale)
+        check_tensors(q, k_cache, v_cache, out, plan.shape, plan.batch.seq_lens.device)
+        settings = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        _attend_by_reference(
+            q, k_cache, v_cache, plan, out, **settings, k_scale=k_scale, v_scale=v_scale
+        )
     return out
 
 
@@ -204,58 +203,3 @@ def _attend_by_reference(
         q[:num_tokens], k_cache, v_cache, plan.batch, plan.prefixes, **settings
     )
     out[:num_tokens] = result.to(out.dtype)
-
-
-def _check_settings(scale: float, window: int | None, soft_cap: float | None) -> None:
-    if not scale > 0 or (window is not None and window < 1) or (soft_cap and soft_cap < 0):
-        raise UnsupportedError(
-            f"scale ({scale}), window ({window}) and soft_cap ({soft_cap}) must be above 0"
-        )
-
-
-def _check_tensors(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: StepPlan, out: Tensor | None
-) -> None:
-    shape = plan.shape
-    if q.dim() != 3 or tuple(q.shape[1:]) != (shape.num_q_heads, shape.head_dim):
-        raise UnsupportedError(
-            f"q must be [num_tokens, {shape.num_q_heads}, {shape.head_dim}], got {list(q.shape)}"
-        )
-    if q.dtype not in Q_DTYPES:
-        raise UnsupportedError(f"q is {q.dtype}, it must be one of {Q_DTYPES}")
-    expected = (shape.block_size, shape.num_kv_heads, shape.head_dim)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dim() != 4 or tuple(cache.shape[1:]) != expected:
-            raise UnsupportedError(
-                f"{name} must be [num_blocks, {', '.join(map(str, expected))}], "
-                f"got {list(cache.shape)}"
-            )
-        if cache.dtype != k_cache.dtype or cache.dtype not in (q.dtype, *KV_DTYPES):
-            raise UnsupportedError(
-                f"{name} is {cache.dtype}, it must be {q.dtype} like q or one of {KV_DTYPES}, "
-                "and both caches the same"
-            )
-        if (cache.element_size() == 1) != (shape.kv_bits == 8):
-            raise UnsupportedError(f"{name} is {cache.dtype}, the plan is for {shape.kv_bits} bits")
-        if len(cache) != len(k_cache):
-            raise UnsupportedError(f"v_cache has {len(cache)} blocks, k_cache {len(k_cache)}")
-    if k_cache.stride() != v_cache.stride():
-        raise UnsupportedError(
-            "k_cache and v_cache must have the same strides, they have "
-            f"{k_cache.stride()} and {v_cache.stride()}"
-        )
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    if out is not None:
-        tensors["out"] = out
-        if out.shape != q.shape:
-            raise UnsupportedError(f"out is {list(out.shape)}, q is {list(q.shape)}")
-    for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1:
-            raise UnsupportedError(
-                f"{name} must be contiguous in its last dimension, its strides are "
-                f"{tensor.stride()}"
-            )
-        if tensor.device != plan.batch.seq_lens.device:
-            raise UnsupportedError(
-                f"{name} is on {tensor.device}, the batch on {plan.batch.seq_lens.device}"
-            )

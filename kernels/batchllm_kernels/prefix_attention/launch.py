@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -11,12 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from batchllm_kernels.prefix_attention.batch import AttentionShape
+from batchllm_kernels.prefix_attention.checks import check_tensors
 from batchllm_kernels.prefix_attention.config import LaunchConfig
 from batchllm_kernels.prefix_attention.device import online_softmax as formats
 from batchllm_kernels.prefix_attention.device.attention import prefix_attention_kernel
 from batchllm_kernels.prefix_attention.device.merging import merge_kernel
-from batchllm_kernels.prefix_attention.schedule import Schedule
 
+if TYPE_CHECKING:
+    from batchllm_kernels.prefix_attention.schedule import Schedule
+
+_LOG2_E = math.log2(math.e)
 _TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -111,49 +117,141 @@ def merge_constants(constants: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in constants.items() if name in names}
 
 
-def launch_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    schedule: Schedule,
-    out: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    k_scale: float,
-    v_scale: float,
-) -> None:
-    """Attend in one layer, by one launch, or two if the first can't merge.
+class Launches:
+    """The launches of a scheduler's layers, each prepared once.
 
-    Writes `out` and the schedule's partials.
+    Checks and Triton's binding of arguments take longer than some kernels run. For tensors like
+    those of an earlier launch, the kernel that it compiled is launched directly.
     """
-    reading = kv_format(k_cache.dtype, schedule.arch)
-    if reading.as_bits:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    scale *= k_scale * reading.factor
-    if soft_cap is None:
-        scale *= math.log2(math.e)
-    launch, programs = schedule.launch, (schedule.max_programs,)
-    constants = kernel_constants(
-        launch,
-        schedule.shape,
-        dot_dtype=dot_dtype(q.dtype, k_cache.dtype, interpreted=q.device.type == "cpu"),
-        kv_code=reading.code,
-        window=window,
-        has_soft_cap=soft_cap is not None,
-        merge_here=schedule.merge_in_launch,
-    )
-    prefix_attention_kernel[programs](
-        q, k_cache, v_cache, out, schedule.block_table, schedule.header, schedule.tiles,
-        schedule.members, schedule.counters, schedule.partial_out, schedule.partial_lse,
-        scale, soft_cap or 1.0, v_scale * reading.factor,
-        *q.stride()[:2], *k_cache.stride()[:3], *out.stride()[:2], schedule.block_table.stride(0),
-        **constants, num_warps=launch.num_warps, num_stages=1, **launch.options,
-    )  # fmt: skip
-    if not schedule.merge_in_launch:
-        merge_kernel[programs](
-            out, schedule.header, schedule.tiles, schedule.members,
-            schedule.partial_out, schedule.partial_lse, *out.stride()[:2],
-            **merge_constants(constants), num_warps=launch.num_warps,
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], _Launch] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        schedule: Schedule,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        k_scale: float,
+        v_scale: float,
+    ) -> None:
+        """Attend in one layer, by one launch, or two if the first can't merge.
+
+        Writes `out` and the schedule's partials.
+
+        Raises:
+            UnsupportedError: a tensor isn't supported; the message names it.
+        """
+        # Triton compiles apart for addresses and strides that are multiples of 16. Strides are in
+        # the key. Odd addresses are left to its binder.
+        addresses = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()
+        aligned = (addresses | schedule.block_table.data_ptr()) % 16 == 0
+        key = (
+            q.dtype, q.shape[1:], q.stride(), q.device,
+            k_cache.dtype, k_cache.shape, k_cache.stride(), k_cache.device,
+            v_cache.dtype, v_cache.shape, v_cache.stride(), v_cache.device,
+            out.dtype, out.shape == q.shape, out.stride(), out.device,
+            window, soft_cap is None, aligned,
         )  # fmt: skip
+        launch = self._known.get(key)
+        if launch is None:
+            check_tensors(q, k_cache, v_cache, out, schedule.shape, schedule.header.device)
+            launch = self._known[key] = _Launch.prepare(
+                schedule, q, k_cache, window, soft_cap, keeps_kernel=aligned
+            )
+        launch.run(q, k_cache, v_cache, schedule, out, scale * k_scale, soft_cap, v_scale)
+
+    def clear(self) -> None:
+        """Prepare all of them again when they come next."""
+        self._known.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What is the same for each launch with tensors of these shapes, strides and dtypes."""
+
+    reading: KVFormat
+    constants: Mapping[str, object]
+    options: Mapping[str, int]
+    programs: tuple[int, int, int]
+    keeps_kernel: bool
+    kept: dict[str, tuple[Callable[..., None], tuple[object, ...]]]
+    """Launchers of compiled kernels, with their last arguments: the constants."""
+
+    @classmethod
+    def prepare(
+        cls,
+        schedule: Schedule,
+        q: Tensor,
+        k_cache: Tensor,
+        window: int | None,
+        soft_cap: float | None,
+        *,
+        keeps_kernel: bool,
+    ) -> _Launch:
+        """For tensors that were checked."""
+        reading = kv_format(k_cache.dtype, schedule.arch)
+        constants = kernel_constants(
+            schedule.launch,
+            schedule.shape,
+            dot_dtype=dot_dtype(q.dtype, k_cache.dtype, interpreted=q.device.type == "cpu"),
+            kv_code=reading.code,
+            window=window,
+            has_soft_cap=soft_cap is not None,
+            merge_here=schedule.merge_in_launch,
+        )
+        options = {"num_warps": schedule.launch.num_warps, "num_stages": 1}
+        options |= schedule.launch.options
+        return cls(reading, constants, options, (schedule.max_programs, 1, 1), keeps_kernel, {})
+
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        schedule: Schedule,
+        out: Tensor,
+        scale: float,
+        soft_cap: float | None,
+        v_scale: float,
+    ) -> None:
+        """`scale` includes that of the keys in the cache."""
+        reading = self.reading
+        if reading.as_bits:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        scale *= reading.factor
+        if soft_cap is None:
+            scale, soft_cap = scale * _LOG2_E, 1.0
+        out_token, out_head, _ = out.stride()
+        self._launch(
+            prefix_attention_kernel,
+            q, k_cache, v_cache, out, schedule.block_table, schedule.header, schedule.tiles,
+            schedule.members, schedule.counters, schedule.partial_out, schedule.partial_lse,
+            scale, soft_cap, v_scale * reading.factor, *q.stride()[:2], *k_cache.stride()[:3],
+            out_token, out_head, schedule.block_table.stride(0),
+        )  # fmt: skip
+        if not schedule.merge_in_launch:
+            self._launch(
+                merge_kernel,
+                out, schedule.header, schedule.tiles, schedule.members,
+                schedule.partial_out, schedule.partial_lse, out_token, out_head,
+            )  # fmt: skip
+
+    def _launch(self, kernel: Any, *arguments: object) -> None:
+        kept = self.kept.get(kernel.__name__)
+        if kept is not None:
+            launch, constants = kept
+            launch(*arguments, *constants)
+            return
+        named = {name: self.constants[name] for name in kernel.arg_names[len(arguments) :]}
+        options = self.options
+        if kernel is merge_kernel:
+            options = {"num_warps": options["num_warps"]}
+        compiled = kernel[self.programs](*arguments, **named, **options)
+        if self.keeps_kernel and compiled is not None:  # None: interpreted
+            self.kept[kernel.__name__] = compiled[self.programs], tuple(named.values())

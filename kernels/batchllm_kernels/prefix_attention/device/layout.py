@@ -176,7 +176,7 @@ def _survey(
     Pieces of about equal length fill the device: few requests are split, many aren't. One program
     merges all pieces of a unit, so there are at most as many as programs.
     """
-    work = tl.to_tensor(0).to(tl.int64)
+    work = tl.full([], 0, tl.int64)
     longest = 0
     head = 0
     first_position = 0
