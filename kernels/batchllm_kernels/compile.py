@@ -1,10 +1,12 @@
 """Compile every shipped kernel ahead of time, without its chip.
 
-    python -m batchllm_kernels.compile [--arch sm90 ...] [--jobs N] [--json FILE]
+    python -m batchllm_kernels.compile [--arch sm90 ...] [--jobs N] [--json FILE] [--write-limits]
 
-Reports registers, spilled bytes, shared memory and programs per multiprocessor of the kernels that
-lay out a step or merge, and of each entry in the architectures' settings. Exits with 1 if a kernel
-spills more than `MAX_SPILL_BYTES`, or if fewer programs fit than its settings say.
+Reports registers, spilled bytes, shared memory, programs per multiprocessor, tensor-core
+instructions and main loops of the kernels that lay out a step or merge, and of each entry in the
+architectures' settings. Exits with 1 if a kernel spills more than `MAX_SPILL_BYTES`, if fewer
+programs fit than its settings say, or if it passes its limits (`compiling/limits.toml`), which
+`--write-limits` renews.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,9 +28,19 @@ from typing import Any, Final
 import torch
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from batchllm_kernels.compiling.assembly import Code, disassemble, read_code
+from batchllm_kernels.compiling.chips import CHIPS, Chip, programs_at_once
+from batchllm_kernels.compiling.limits import LIMITS_FILE, check, read_limits, write_limits
+from batchllm_kernels.compiling.report import (
+    HEADINGS,
+    Report,
+    Usage,
+    amdgcn_usage,
+    ptxas_usage,
+    table_line,
+)
 from batchllm_kernels.prefix_attention import load_config, schedule
 from batchllm_kernels.prefix_attention.batch import HEAD_DIMS, AttentionShape
 from batchllm_kernels.prefix_attention.config import ARCHITECTURES, LaunchConfig
@@ -50,30 +61,8 @@ a few around loops, which differ between their versions."""
 Q_DTYPE: Final = torch.bfloat16
 BLOCK_SIZE: Final = 16
 SCHEDULE_KERNELS: Final = ("find_depths", "find_leaders", "measure_groups", "lay_out")
-
-
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """Resources of a multiprocessor (compute unit), from the vendors' architecture manuals."""
-
-    target: GPUTarget
-    shared_bytes: int
-    """Total shared memory (LDS)."""
-    shared_bytes_per_program: int
-    registers: int
-    """32-bit registers of all lanes."""
-    max_threads: int
-
-
-CHIPS: Final[Mapping[str, Chip]] = {
-    "sm80": Chip(GPUTarget("cuda", 80, 32), 164 * 1024, 163 * 1024, 65536, 2048),
-    "sm90": Chip(GPUTarget("cuda", 90, 32), 228 * 1024, 227 * 1024, 65536, 2048),
-    # 512 vector registers (with the accumulators) for each lane of four SIMDs of 64.
-    "gfx90a": Chip(GPUTarget("hip", "gfx90a", 64), 64 * 1024, 64 * 1024, 131072, 2048),
-    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 * 1024, 64 * 1024, 131072, 2048),
-}
-_RESERVED_SHARED_BYTES = 1024
-"""CUDA's part of each program's shared memory."""
+SCHEDULE_REQUESTS: Final = (1024, 4096)
+"""Requests of a step for which those are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +76,6 @@ class Variant:
     window: int | None = None
     has_soft_cap: bool = False
     merge_in_launch: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Resources of a compiled kernel."""
-
-    registers: int
-    """Of a thread (lane)."""
-    spill_bytes: int
-    """Of a thread: the larger of bytes written and read."""
-    shared_bytes: int
-    programs: int
-    """Programs that fit a multiprocessor at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result of compiling a kernel."""
-
-    arch: str
-    kernel: str
-    usage: Usage
-    wanted_programs: int
-    """Programs on a multiprocessor, by the settings."""
-    fault: str | None
-    """Why this must not ship."""
 
 
 def shipped_variants(arch: str) -> Iterator[Variant]:
@@ -131,18 +94,22 @@ def fp8_dtype(arch: str) -> torch.dtype:
     return torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
 
 
-def compile_variant(variant: Variant, chip: Chip | None = None) -> Report:
+def compile_variant(
+    variant: Variant, chip: Chip | None = None, *, reads_code: bool = False
+) -> Report:
     """Compile the attention kernel, without its chip.
 
     Args:
+        variant: what to compile.
         chip: the target; None for the variant's architecture, which must have settings.
+        reads_code: whether the report describes the machine code, which takes half a second.
 
     Raises:
         triton.CompilationError: the kernel can't be compiled.
     """
     chip = chip or CHIPS[variant.arch]
     threads = variant.launch.num_warps * chip.target.warp_size
-    usage = _compile(chip, *_source(variant), threads)
+    usage, code = _compile(chip, *_source(variant), threads, reads_code)
     wanted = variant.launch.programs_per_processor
     fault = None
     if usage.shared_bytes > chip.shared_bytes_per_program:
@@ -154,11 +121,11 @@ def compile_variant(variant: Variant, chip: Chip | None = None) -> Report:
     kv_dtype = str(variant.kv_dtype).removeprefix("torch.")
     extras = ", window, soft cap" if variant.window else ""
     name = f"attention, {variant.head_dim}, {kv_dtype}{extras}"
-    return Report(variant.arch, name, usage, wanted, fault)
+    return Report(variant.arch, name, usage, wanted, fault, code)
 
 
-def compile_schedule_kernel(arch: str, name: str, requests: int = 1024) -> Report:
-    """Compile one of the kernels that lay out a step, for a power of two of requests.
+def compile_schedule_kernel(arch: str, name: str, requests: int) -> Report:
+    """Compile one of the kernels that lay out a step, for steps of a power of two of requests.
 
     Raises:
         triton.CompilationError: the kernel can't be compiled.
@@ -181,9 +148,10 @@ def compile_schedule_kernel(arch: str, name: str, requests: int = 1024) -> Repor
         arg: "constexpr" if arg in constants else "i32" if arg in scalars else "*i32"
         for arg in kernel.arg_names
     }
-    usage = _compile(chip, *_ast_source(kernel, types, constants), 4 * chip.target.warp_size)
-    fault = f"spills {usage.spill_bytes} bytes" if usage.spill_bytes > MAX_SPILL_BYTES else None
-    return Report(arch, f"{name}, {requests} requests", usage, 1, fault)
+    threads = 4 * chip.target.warp_size
+    return _report(
+        arch, f"{name}, {requests} requests", _ast_source(kernel, types, constants), threads
+    )
 
 
 def compile_merge_kernel(arch: str, head_dim: int) -> Report:
@@ -198,25 +166,38 @@ def compile_merge_kernel(arch: str, head_dim: int) -> Report:
     constants = merge_constants(_constants(variant))
     types = _types(variant, merge_kernel.arg_names) | dict.fromkeys(constants, "constexpr")
     threads = launch.num_warps * chip.target.warp_size
-    usage = _compile(chip, *_ast_source(merge_kernel, types, constants), threads)
+    return _report(arch, f"merge, {head_dim}", _ast_source(merge_kernel, types, constants), threads)
+
+
+def _report(arch: str, name: str, source: tuple[ASTSource, dict[str, Any]], threads: int) -> Report:
+    """Of a kernel without settings."""
+    usage, code = _compile(CHIPS[arch], *source, threads, reads_code=True)
     fault = f"spills {usage.spill_bytes} bytes" if usage.spill_bytes > MAX_SPILL_BYTES else None
-    return Report(arch, f"merge, {head_dim}", usage, 1, fault)
+    return Report(arch, name, usage, 1, fault, code)
 
 
-def _compile(chip: Chip, source: ASTSource, options: dict[str, Any], threads: int) -> Usage:
+def _compile(
+    chip: Chip, source: ASTSource, options: dict[str, Any], threads: int, reads_code: bool
+) -> tuple[Usage, Code | None]:
     said = io.StringIO()
     # A cached kernel has no assembler output.
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
         compiled = triton.compile(source, target=chip.target, options=options)
-    if chip.target.backend == "cuda":
-        registers, spill_bytes = _ptxas_usage(said.getvalue())
+    is_cuda = chip.target.backend == "cuda"
+    if is_cuda:
+        registers, spill_bytes = ptxas_usage(said.getvalue())
     else:
-        registers, spill_bytes = _amdgcn_usage(compiled.asm["amdgcn"])
+        registers, spill_bytes = amdgcn_usage(compiled.asm["amdgcn"])
     shared = compiled.metadata.shared
-    programs = _programs_at_once(chip, registers, shared, threads)
-    return Usage(registers, spill_bytes, shared, programs)
+    usage = Usage(
+        registers, spill_bytes, shared, programs_at_once(chip, registers, shared, threads)
+    )
+    if not reads_code:
+        return usage, None
+    assembly = disassemble(compiled.asm["cubin"]) if is_cuda else compiled.asm["amdgcn"]
+    return usage, read_code(assembly, is_cuda=is_cuda)
 
 
 def _source(variant: Variant) -> tuple[ASTSource, dict[str, Any]]:
@@ -270,49 +251,18 @@ def _ast_source(
     return source, {"num_stages": 1}
 
 
-def _ptxas_usage(log: str) -> tuple[int, int]:
-    """(registers, bytes spilled) from the assembler's output."""
-    spills = [int(count) for count in re.findall(r"(\d+) bytes spill", log)]
-    return int(re.findall(r"Used (\d+) registers", log)[0]), max(spills)
-
-
-def _amdgcn_usage(assembly: str) -> tuple[int, int]:
-    def value(key: str) -> int:
-        return int(re.findall(rf"\.{key}:\s+(\d+)", assembly)[0])
-
-    return value("vgpr_count"), 4 * value("vgpr_spill_count")
-
-
-def _programs_at_once(chip: Chip, registers: int, shared: int, threads: int) -> int:
-    is_cuda = chip.target.backend == "cuda"
-    granule = 8
-    registers = -(-registers // granule) * granule
-    by_registers = chip.registers // (registers * threads)
-    by_shared = chip.shared_bytes // max(1, shared + (_RESERVED_SHARED_BYTES if is_cuda else 0))
-    return min(by_registers, by_shared, chip.max_threads // threads)
-
-
 def _jobs(arch: str) -> Iterator[partial[Report]]:
     for name in SCHEDULE_KERNELS:
-        for requests in (1024, 4096):
+        for requests in SCHEDULE_REQUESTS:
             yield partial(compile_schedule_kernel, arch, name, requests)
     for head_dim in HEAD_DIMS:
         yield partial(compile_merge_kernel, arch, head_dim)
     for variant in shipped_variants(arch):
-        yield partial(compile_variant, variant)
+        yield partial(compile_variant, variant, reads_code=True)
 
 
 def _run(job: partial[Report]) -> Report:
     return job()
-
-
-def _line(report: Report) -> str:
-    usage = report.usage
-    return (
-        f"{report.arch:<7} {usage.registers:>9} {usage.spill_bytes:>8} {usage.shared_bytes:>7} "
-        f"{usage.programs:>9} ({report.wanted_programs})       {report.kernel}"
-        + (f"  FAULT: {report.fault}" if report.fault else "")
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -321,14 +271,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", action="append", choices=sorted(ARCHITECTURES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once")
     parser.add_argument("--json", type=Path, help="write the reports there")
+    parser.add_argument("--limits", type=Path, default=LIMITS_FILE, help="limits, as TOML")
+    parser.add_argument(
+        "--write-limits", action="store_true", help="renew the limits of what is compiled"
+    )
     options = parser.parse_args(arguments)
-    print("arch    registers  spilled  shared  programs (wanted)  kernel")
+    print(HEADINGS)
     jobs = [job for arch in options.arch or ARCHITECTURES for job in _jobs(arch)]
+    limits = None if options.write_limits else read_limits(options.limits)
     reports = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for report in pool.map(_run, jobs):
+            if limits is not None:
+                report = replace(report, fault=report.fault or check(report, limits))
             reports.append(report)
-            print(_line(report), flush=True)
+            print(table_line(report), flush=True)
+    if limits is None:
+        write_limits(reports, options.limits)
     if options.json:
         options.json.write_text(json.dumps([asdict(report) for report in reports], indent=2))
     return 1 if any(report.fault for report in reports) else 0

@@ -25,7 +25,8 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from batchllm_kernels.compile import CHIPS, Chip, fp8_dtype
+from batchllm_kernels.compile import fp8_dtype
+from batchllm_kernels.compiling.chips import CHIPS, Chip
 from batchllm_kernels.prefix_attention.config import (
     ARCHITECTURES,
     KV_BITS,

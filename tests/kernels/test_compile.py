@@ -1,8 +1,10 @@
-"""Kernels compile for a chip that isn't there; `full/` has all that ship, for all chips."""
+"""Kernels compile for a chip that isn't there, within their limits; `full/` has all chips."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import tomllib
 from pathlib import Path
 
 from support.compiler import run_script
@@ -17,19 +19,32 @@ from batchllm_kernels import compile
 
 def some(arch):
     for name in compile.SCHEDULE_KERNELS:
-        yield partial(compile.compile_schedule_kernel, arch, name)
+        yield partial(compile.compile_schedule_kernel, arch, name, compile.SCHEDULE_REQUESTS[-1])
     yield partial(compile.compile_merge_kernel, arch, 128)
-    plain, _, _, fp8_with_extras = list(compile.shipped_variants(arch))[:4]
+    plain, _, _, fp8_with_extras = (
+        variant for variant in compile.shipped_variants(arch) if variant.head_dim == 128
+    )
     crowded = replace(plain, launch=replace(plain.launch, programs_per_processor=99))
     for variant in (plain, fp8_with_extras, crowded):
-        yield partial(compile.compile_variant, variant)
+        yield partial(compile.compile_variant, variant, reads_code=True)
 
 compile._jobs = some
 sys.exit(compile.main(sys.argv[1:]))
 """
 
+ONE = """
+import sys
+from functools import partial
+from batchllm_kernels import compile
 
-def test_each_kernel_compiles_and_settings_that_do_not_fit_are_noticed(tmp_path: Path) -> None:
+compile._jobs = lambda arch: [partial(compile.compile_schedule_kernel, arch, "find_leaders", 16)]
+sys.exit(compile.main(sys.argv[1:]))
+"""
+
+
+def test_each_kernel_keeps_its_limits_and_settings_that_do_not_fit_are_noticed(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "reports.json"
     args = "--arch", "sm90", "--jobs", "1", "--json", str(file)
     done = run_script(SOME, *args, cache=tmp_path / "cache")
@@ -40,5 +55,38 @@ def test_each_kernel_compiles_and_settings_that_do_not_fit_are_noticed(tmp_path:
         assert report["usage"]["spill_bytes"] <= 64
         assert report["usage"]["programs"] >= report["wanted_programs"]
         assert report["fault"] is None
+    *others, plain, with_window = (
+        [loop["name"] for loop in each["code"]["loops"]] for each in good
+    )
+    assert not any(others)
+    assert sorted(plain) == ["narrow", "wide", "wide masked"]
+    assert sorted(with_window) == ["narrow", "wide masked"]
+    for loop in good[-2]["code"]["loops"]:
+        assert loop["tensor_core"] > 0
+        assert loop["async_depth"] is not None
     assert "the settings want 99" in crowded["fault"]
     assert done.stdout.count("FAULT: ") == 1
+
+
+def test_limits_are_renewed_on_purpose_only(tmp_path: Path) -> None:
+    limits = tmp_path / "limits.toml"
+    limits.write_text("")
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        args = "--arch", "sm90", "--jobs", "1", "--limits", str(limits), *options
+        return run_script(ONE, *args, cache=tmp_path / "cache")
+
+    unknown = run()
+    assert (unknown.returncode, limits.read_text()) == (1, "")
+    assert "find_leaders, 16 requests  FAULT: has no limits; --write-limits writes them" in unknown.stdout
+    written = run("--write-limits")
+    assert written.returncode == 0, written.stderr
+    [kept] = tomllib.loads(limits.read_text())["sm90"].values()
+    tighter = limits.read_text().replace(
+        f"shared_bytes = {kept['shared_bytes']}", "shared_bytes = 0"
+    )
+    limits.write_text(tighter)
+    passed = run()
+    assert passed.returncode == 1
+    assert "FAULT: passes its limits: " in passed.stdout
+    assert "shared_bytes (0)\n" in passed.stdout

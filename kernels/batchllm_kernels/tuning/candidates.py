@@ -12,7 +12,9 @@ from typing import Final
 import torch
 from triton.errors import TritonError
 
-from batchllm_kernels.compile import CHIPS, Chip, Report, Usage, Variant, compile_variant, fp8_dtype
+from batchllm_kernels.compile import Variant, compile_variant, fp8_dtype
+from batchllm_kernels.compiling.chips import CHIPS, Chip
+from batchllm_kernels.compiling.report import Report, Usage
 from batchllm_kernels.prefix_attention.config import LaunchConfig, Tiling
 
 _STEP_BYTES: Final = (4096, 16384)
@@ -123,7 +125,7 @@ class Compiler:
     kv_bits: int
     jobs: int = 1
     chip: Chip | None = None
-    """None for that of `arch` in `compile.CHIPS`."""
+    """None for that of `arch` in `CHIPS`."""
 
     def reports(self, launches: Sequence[LaunchConfig], *, with_extras: bool) -> list[Report]:
         """The worse report of each plain kernel and, if asked, that with window and soft cap."""

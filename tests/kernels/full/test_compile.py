@@ -7,9 +7,11 @@ from pathlib import Path
 
 from support.compiler import run_script
 
-# Each kernel of the schedule and of merging for one chip of each vendor. Each entry of the settings
-# once: half of them plain, half with window and soft cap, so that each chip, head size and width of
-# the cache comes with and without.
+from batchllm_kernels.compile import SCHEDULE_REQUESTS
+
+# Each kernel of the schedule, for steps of each size, and of merging for one chip of each vendor.
+# Each entry of the settings once: half of them plain, half with window and soft cap, so that each
+# chip, head size and width of the cache comes with and without.
 ALL = """
 import sys
 from functools import partial
@@ -20,12 +22,14 @@ chips = list(compile.ARCHITECTURES)
 def half(arch):
     chip = chips.index(arch)
     for name in compile.SCHEDULE_KERNELS[chip % 2::2]:
-        yield partial(compile.compile_schedule_kernel, arch, name)
+        for requests in compile.SCHEDULE_REQUESTS:
+            yield partial(compile.compile_schedule_kernel, arch, name, requests)
     for head_dim in compile.HEAD_DIMS[chip % 2::2]:
         yield partial(compile.compile_merge_kernel, arch, head_dim)
     variants = list(compile.shipped_variants(arch))
     for number, pair in enumerate(zip(variants[::2], variants[1::2], strict=True)):
-        yield partial(compile.compile_variant, pair[(number // 2 + number + chip) % 2])
+        variant = pair[(number // 2 + number + chip) % 2]
+        yield partial(compile.compile_variant, variant, reads_code=True)
 
 compile._jobs = half
 sys.exit(compile.main(sys.argv[1:]))
@@ -40,12 +44,13 @@ print(compile_variant(Variant("sm80", 128, torch.bfloat16, wide)).fault)
 """
 
 
-def test_everything_compiles_and_fits_its_chip(tmp_path: Path) -> None:
+def test_everything_compiles_fits_its_chip_and_keeps_its_limits(tmp_path: Path) -> None:
     file = tmp_path / "reports.json"
     done = run_script(ALL, "--jobs", "1", "--json", str(file), cache=tmp_path / "cache")
     assert done.returncode == 0, done.stdout + done.stderr
     reports = json.loads(file.read_text())
-    assert len(reports) == 4 * (2 + 2 + 4 * 2)  # chips x (schedule, merging, head sizes x widths)
+    schedule = 2 * len(SCHEDULE_REQUESTS)
+    assert len(reports) == 4 * (schedule + 2 + 4 * 2)  # chips x (.., merging, head sizes x widths)
     assert not [report for report in reports if report["fault"]]
 
 
