@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         write_plot,
         write_timeline,
     )
+    from batchllm_operator.simulate.attention import format_attention, predict_attention
     from batchllm_operator.simulate.summary import format_runs, relative_times
 
     options = _simulation_options(args)
@@ -130,6 +131,9 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     if args.out is not None:
         write_plot(runs, machine, args.out)
     print(format_runs(workload, machine, runs))
+    attention = predict_attention(runs, machine)
+    if attention:
+        print("", format_attention(attention, machine), sep="\n")
     return {
         "model": machine.model.name,
         "gpu": machine.gpu.name,
@@ -142,6 +146,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
             {**run.row(), "relative_time": round(relative, 4)}
             for run, relative in zip(runs, relative_times(runs), strict=True)
         ],
+        "attention": [each.row() for each in attention],
     }
 
 

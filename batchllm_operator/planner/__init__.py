@@ -24,6 +24,11 @@ from batchllm_operator.planner.algorithm1 import (
     saving_ratio,
 )
 from batchllm_operator.planner.choice import choose_prefixes
+from batchllm_operator.planner.cost.attention import (
+    AttentionKernels,
+    AttentionRates,
+    attention_kernels,
+)
 from batchllm_operator.planner.cost.gpu import GPU, find_gpu, read_gpu_table
 from batchllm_operator.planner.cost.model_shape import MODEL_SHAPES, ModelShape, model_shape
 from batchllm_operator.planner.cost.roofline import (
@@ -55,6 +60,8 @@ __all__ = [
     "GPU",
     "MODEL_SHAPES",
     "Advance",
+    "AttentionKernels",
+    "AttentionRates",
     "EngineLimits",
     "ModelShape",
     "PlanSharing",
@@ -70,6 +77,7 @@ __all__ = [
     "TokenTable",
     "Work",
     "WorkArrays",
+    "attention_kernels",
     "build_prefix_tree",
     "choose_prefixes",
     "cut_into_shards",

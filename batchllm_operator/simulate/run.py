@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchllm_operator.planner import saving_ratio
+from batchllm_operator.planner import StepWork, saving_ratio
 from batchllm_operator.vllm_plugin.scheduler.step_row import in_valley
 
 
@@ -65,6 +66,8 @@ class Run:
     """Most tokens of a step."""
     optimal_saving_ratio: float
     timeline: Timeline
+    works: Sequence[StepWork] = ()
+    """What each step does, from which its time is predicted."""
 
     @property
     def steps(self) -> int:

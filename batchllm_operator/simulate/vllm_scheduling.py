@@ -7,7 +7,6 @@ lengths are given, and `planner.cost.step_time` predicts the time of steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Final
 
@@ -44,7 +43,6 @@ def simulate(
     settings: SchedulerSettings | None = None,
     arrivals_per_s: float = ARRIVALS_PER_S,
     seed: int = 0,
-    observe: Callable[[StepWork], None] | None = None,
 ) -> Run:
     """Run a workload to its end.
 
@@ -55,13 +53,12 @@ def simulate(
         settings: of our scheduler.
         arrivals_per_s: for policies with arrivals by time.
         seed: for shuffled orders.
-        observe: called with each step's work, from which its time is predicted.
 
     Raises:
         PlanError: a request doesn't fit into the KV cache.
         EngineError: the scheduler doesn't finish the requests.
     """
-    return _Simulation(workload, policy, machine, settings, arrivals_per_s, seed, observe).run()
+    return _Simulation(workload, policy, machine, settings, arrivals_per_s, seed).run()
 
 
 class _Simulation:
@@ -73,10 +70,9 @@ class _Simulation:
         settings: SchedulerSettings | None,
         arrivals_per_s: float,
         seed: int,
-        observe: Callable[[StepWork], None] | None,
     ) -> None:
         self._workload, self._policy, self._machine = workload, policy, machine
-        self._observe = observe
+        self._works: list[StepWork] = []
         self._arrivals_per_s = arrivals_per_s
         self._lengths = workload.tokens.lengths
         self._check_fit()
@@ -123,6 +119,7 @@ class _Simulation:
             ),
             optimal_saving_ratio=self._workload.optimal_saving_ratio(self._machine.block_size),
             timeline=Timeline(**columns),
+            works=self._works,
         )
 
     def _is_busy(self) -> bool:
@@ -227,8 +224,7 @@ class _Simulation:
         self._highest[idxs] = np.maximum(self._highest[idxs], ends)
         self._computed[idxs] = ends
         work = self._work(idxs, begins, num_tokens, is_decode, len(sampled))
-        if self._observe is not None:
-            self._observe(work)
+        self._works.append(work)
         machine = self._machine
         step_s = step_seconds(work, machine.model, machine.gpu, machine.num_gpus)
         self._clock_s += step_s

@@ -145,7 +145,7 @@ def predictions(runs: Sequence[RunWork], gpu: GPU) -> list[dict[str, Any]]:
     return rows
 
 
-def simulate_run(row: Mapping[str, Any], model: ModelShape, gpu: GPU) -> list[StepWork]:
+def simulate_run(row: Mapping[str, Any], model: ModelShape, gpu: GPU) -> Sequence[StepWork]:
     """The steps of a measured run, from the simulator."""
     from batchllm_operator.simulate.vllm_scheduling import simulate  # imports vLLM: seconds
 
@@ -167,16 +167,14 @@ def simulate_run(row: Mapping[str, Any], model: ModelShape, gpu: GPU) -> list[St
         settings = replace(
             settings, memory_threshold=profile.memory_threshold, step_cost=profile.step_cost
         )
-    works: list[StepWork] = []
-    simulate(
+    run = simulate(
         workload,
         SIMULATED[str(POLICIES[row["policy"]].simulated_as)],
         machine,
         settings=settings,
         seed=row["seed"],
-        observe=works.append,
     )
-    return works
+    return run.works
 
 
 def gpu_table(gpu: GPU, name: str) -> str:

@@ -243,8 +243,19 @@ def test_a_plan_is_simulated_into_files_and_a_table(
     assert lines[0].startswith(f"job {DS}, shard 1: 15 requests, ")
     assert lines[1].startswith("Qwen2-7B on 2 x H200: ")
     assert lines[3].split()[:3] == ["policy", "steps", "saved"]
-    assert [line.split()[0] for line in lines[4:]] == ["static", "stock_sorted", "batchllm"]
-    assert len({len(line) for line in lines[3:]}) == 1, "columns are aligned"
+    assert [line.split()[0] for line in lines[4:7]] == ["static", "stock_sorted", "batchllm"]
+    assert lines[8] == "attention kernels on H200, slow to fast: predicted, not measured"
+    assert [(each["policy"], each["kernels"]) for each in body["attention"]] == [
+        ("static", "stock"),
+        ("stock_sorted", "stock"),
+        ("batchllm", "ours"),
+        ("batchllm", "mixed"),
+    ]
+    assert [line.split()[0] for line in lines[10:]] == [
+        each["policy"] for each in body["attention"]
+    ]
+    for table in (lines[3:7], lines[9:]):
+        assert len({len(line) for line in table}) == 1, "columns are aligned"
 
 
 # --runahead

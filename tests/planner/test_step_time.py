@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from batchllm_operator.planner import GPU, ModelShape, StepWork, step_seconds
+from batchllm_operator.planner import GPU, AttentionRates, ModelShape, StepWork, step_seconds
 
 # 2 layers of 144 weights: 576 FLOP a token, 80 for one that is sampled, 32 for a pair; 656 bytes of
 # weights are read in a step, and 16 bytes for each token of a context.
@@ -43,6 +43,17 @@ def test_decoding_reads_contexts_or_computes_whichever_is_slower() -> None:
     slow = dataclasses.replace(BOX, hbm_bytes_per_s=100.0)
     work = StepWork(0, 0, 0, 100, 40)
     assert step_seconds(work, TINY, slow) == pytest.approx((656 + 40 * 16) / 50 + 0.25)
+
+
+def test_attention_may_have_rates_of_its_own() -> None:
+    """10 pairs of prefill at 64 FLOP/s; 20 pairs at 16, which takes longer than 50 bytes/s."""
+    work = StepWork(0, 0, num_prefill_pairs=10, num_decode_pairs=20, num_read_tokens=20)
+    found = step_seconds(work, TINY, BOX, attention=AttentionRates(64.0, 16.0, 50.0))
+    assert found == pytest.approx(WEIGHTS_S + 5 + 40 + 0.25)
+    found = step_seconds(work, TINY, BOX, 2, AttentionRates(64.0, 1000.0, 50.0))
+    assert found == pytest.approx((WEIGHTS_S + 5 + 6.4) / 2 + 0.25)
+    roofline = AttentionRates(1000.0, 1000.0, 500.0)
+    assert step_seconds(work, TINY, BOX, attention=roofline) == step_seconds(work, TINY, BOX)
 
 
 def test_gpus_divide_the_work_but_not_the_overhead() -> None:

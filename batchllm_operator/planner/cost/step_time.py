@@ -3,13 +3,15 @@
 A step takes as long as the slower of computing its tokens and reading the weights, then its
 attention, then an overhead. Attention of prefill is bound by compute, that of decoding by
 reading KV. With shared-prefix attention (paper, Sec. 4.4), a prefix is read once for all requests
-of its group that decode in the step, instead of once for each.
+of its group that decode in the step, instead of once for each. Attention has the GPU's rates, or
+those of a kernel (`attention`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchllm_operator.planner.cost.attention import AttentionRates
 from batchllm_operator.planner.cost.gpu import GPU
 from batchllm_operator.planner.cost.model_shape import ModelShape
 
@@ -38,13 +40,28 @@ def matrix_seconds(model: ModelShape, gpu: GPU, num_gpus: int = 1) -> tuple[floa
     )
 
 
-def step_seconds(work: StepWork, model: ModelShape, gpu: GPU, num_gpus: int = 1) -> float:
-    """Seconds of a step on an engine of `num_gpus`, which divide the work evenly."""
+def step_seconds(
+    work: StepWork,
+    model: ModelShape,
+    gpu: GPU,
+    num_gpus: int = 1,
+    attention: AttentionRates | None = None,
+) -> float:
+    """Seconds of a step on an engine of `num_gpus`, which divide the work evenly.
+
+    Args:
+        work: counts of the step.
+        model: its matrices and heads.
+        gpu: rates and overhead.
+        num_gpus: of the engine.
+        attention: rates of attention; None for the GPU's.
+    """
+    attention = attention or AttentionRates.of(gpu)
     flop = work.num_tokens * model.flop_per_token + work.num_sampled * model.flop_per_sampled_token
     matrices_s = max(flop / gpu.flop_per_s, model.step_weight_bytes / gpu.bytes_per_s)
-    prefill_s = work.num_prefill_pairs * model.flop_per_pair / gpu.flop_per_s
+    prefill_s = work.num_prefill_pairs * model.flop_per_pair / attention.prefill_flop_per_s
     decode_s = max(
-        work.num_read_tokens * model.kv_bytes_per_token / gpu.bytes_per_s,
-        work.num_decode_pairs * model.flop_per_pair / gpu.flop_per_s,
+        work.num_read_tokens * model.kv_bytes_per_token / attention.decode_bytes_per_s,
+        work.num_decode_pairs * model.flop_per_pair / attention.decode_flop_per_s,
     )
     return (matrices_s + prefill_s + decode_s) / num_gpus + gpu.step_overhead_s
