@@ -78,7 +78,8 @@ def test_limits_are_renewed_on_purpose_only(tmp_path: Path) -> None:
 
     unknown = run()
     assert (unknown.returncode, limits.read_text()) == (1, "")
-    assert "find_leaders, 16 requests  FAULT: has no limits; --write-limits writes them" in unknown.stdout
+    fault = "find_leaders, 16 requests  FAULT: has no limits; --write-limits writes them\n"
+    assert fault in unknown.stdout
     written = run("--write-limits")
     assert written.returncode == 0, written.stderr
     [kept] = tomllib.loads(limits.read_text())["sm90"].values()
