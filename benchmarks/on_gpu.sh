@@ -42,7 +42,7 @@ e2e_s=${E2E_S:-${limits[3]}} agreement_s=${AGREEMENT_S:-${limits[4]}}
 least_s=${LEAST_S:-30} kernel_s=${KERNEL_S:-480} profile_s=${PROFILE_S:-200}
 read -ra steps <<<"${STEPS:-$default_steps}"
 read -ra kernel_args <<<"${KERNEL_ARGS:-}"
-read -ra tune_args <<<"${TUNE_ARGS:---step launch --head-dim 128 --kv-bits 16 --candidates 16}"
+read -ra tune_args <<<"${TUNE_ARGS:---step launch --head-dim 128 --kv-bits 16}"
 read -ra e2e_args <<<"${E2E_ARGS:-}"
 known_steps=' imports quick kernel tune case_1 case_1_variants degree_16 end_to_end agreement
   profile_stock profile_ours '

@@ -170,7 +170,8 @@ def _tune_launch(
     tuner.progress.say(f"{arch} {key[0]}/{key[1]}: compiling")
     began_at = time.monotonic()
     found = compiler.shortlist(grid_for(vendor, *key), options.candidates)
-    candidates = [one.launch for one in found]
+    # The most promising first: time may run out.
+    candidates = [one.launch for one in sorted(found, key=lambda one: one.rank, reverse=True)]
     bench = _bench(arch, *key, "launch", device)
     left_s = options.budget_s - (time.monotonic() - began_at)
     timing_s = max(left_s, _LEAST_TIMING * options.budget_s)

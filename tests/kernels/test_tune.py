@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,20 +284,26 @@ def unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("compiling_s", "timing_s"), [(20.0, 70.0), (80.0, 30.0), (200.0, 30.0)])
-def test_compiling_counts_in_the_budget(
+def test_compiling_counts_in_the_budget_and_the_best_come_first(
     unknown_gpu: None, monkeypatch: pytest.MonkeyPatch, compiling_s: float, timing_s: float
 ) -> None:
     clock = iter([1000.0, 1000.0 + compiling_s])
     monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
-    budgets = []
+    found = [SimpleNamespace(launch=f"ranked {rank}", rank=rank) for rank in (1, 3, 2)]
+    monkeypatch.setattr(tune.Compiler, "shortlist", lambda *_: iter(found))
+    budgets, tried = [], []
 
-    def note(one: Tuner, *args: object, budget_s: float) -> None:
+    def note(
+        one: Tuner, head_dim: int, kv_bits: int, candidates: list[str], *_: object, budget_s: float
+    ) -> None:
         budgets.append(budget_s)
+        tried.extend(candidates)
 
     monkeypatch.setattr(Tuner, "tune_launch", note)
     entry = ["--head-dim", "64", "--kv-bits", "16", "--start-from", "sm90", "--step", "launch"]
     assert tune.main([*entry, "--budget-s", "90", "--dry-run"]) == 0
     assert budgets == [timing_s]
+    assert tried == ["ranked 3", "ranked 2", "ranked 1"]  # time may run out before the last
 
 
 def test_command_writes_settings_for_a_new_gpu(unknown_gpu: None, tmp_path: Path) -> None:
