@@ -61,8 +61,10 @@ class Machine:
         """A call."""
         own = {"FAKE": str(self.folder), "PYTHON": str(self._python)}
         own |= {"TMPDIR": str(self.folder / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
+        script = str(ROOT / "benchmarks" / "on_gpu.sh")
         return subprocess.Popen(
-            [str(ROOT / "benchmarks" / "on_gpu.sh"), str(self.folder / "out"), *site],
+            # What a shell starts in the background ignores SIGINT, and so do its children.
+            ["env", "--default-signal=INT", script, str(self.folder / "out"), *site],
             env={"PATH": os.environ["PATH"]} | own | settings,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
