@@ -15,10 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchllm_operator.artifacts.parts import PART_SCHEMA
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import ahead
-from batchllm_operator.spec import OUTPUT_COLUMNS
 
 _BUCKET_ROWS: Final = 1 << 16
 _MAX_BUCKETS: Final = 256
@@ -31,15 +29,20 @@ def _large(field: pa.Field) -> pa.Field:
     return field.with_type(pa.large_string()) if pa.types.is_string(field.type) else field
 
 
-OUTPUT_FIELDS: Final = [_large(field) for field in PART_SCHEMA if field.name in OUTPUT_COLUMNS]
-_BUCKET_SCHEMA: Final = pa.schema([pa.field("row_idx", pa.int64()), *OUTPUT_FIELDS])
+_ROW_FIELD: Final = pa.field("row_idx", pa.int64())
+_KEYS: Final = ("request_idx", "row_idxs")
+
+
+def output_fields(parts: pa.Schema) -> list[pa.Field]:
+    """Fields of a part that each of its rows gets."""
+    return [_large(field) for field in parts if field.name not in _KEYS]
 
 
 class Outputs(Protocol):
     """Finished outputs of a plan's rows."""
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Read these columns of `PART_SCHEMA` in batches of requests."""
+        """Read these columns of parts in batches of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +53,26 @@ class Buckets:
     num_rows_each: int
 
     def __iter__(self) -> Iterator[pa.Table]:
-        """Yield each bucket's outputs, sorted by `row_idx`: that column, then `OUTPUT_FIELDS`."""
+        """Yield each bucket's outputs, sorted by `row_idx`: that column, then `output_fields`."""
         return ahead(self.paths, _read_bucket, num_threads=1)
 
 
-def spread(sources: Sequence[Outputs], num_rows: int, folder: Path) -> Buckets:
+def spread(sources: Sequence[Outputs], parts: pa.Schema, num_rows: int, folder: Path) -> Buckets:
     """Spread outputs, repeated for each row that they stand for, over files in `folder`.
 
     Memory is a few parts, whatever the number of rows. Above 16 million rows buckets grow, so that
-    there are at most 256 files.
+    there are at most 256 files. `parts` is the schema of the sources' parts.
 
     Raises:
         PlanError: an output is for a row beyond `num_rows`.
     """
     bucket_rows = max(_BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
     paths = [folder / f"bucket-{idx}" for idx in range(-(-num_rows // bucket_rows))]
+    schema = pa.schema([_ROW_FIELD, *output_fields(parts)])
     with ExitStack() as stack:
-        writers = [stack.enter_context(pa.ipc.new_stream(path, _BUCKET_SCHEMA)) for path in paths]
-        for part in _merged(sources):
-            for outputs in _one_per_row(part):
+        writers = [stack.enter_context(pa.ipc.new_stream(path, schema)) for path in paths]
+        for part in _merged(sources, schema.names[1:]):
+            for outputs in _one_per_row(part, schema):
                 of_bucket = outputs["row_idx"].to_numpy() // bucket_rows
                 bucket_idxs, starts = np.unique(of_bucket, return_index=True)
                 ends = [*starts[1:], len(of_bucket)]
@@ -85,12 +89,12 @@ def _read_bucket(path: Path) -> pa.Table:
         return outputs.take(pc.sort_indices(outputs["row_idx"]))
 
 
-def _merged(sources: Sequence[Outputs]) -> Iterator[pa.Table]:
+def _merged(sources: Sequence[Outputs], names: Sequence[str]) -> Iterator[pa.Table]:
     """The parts of all sources; small ones are merged, as each costs as much as a large one."""
     kept: list[pa.Table] = []
     num_rows = num_bytes = 0
     for source in sources:
-        for part in source.parts(["row_idxs", *(field.name for field in OUTPUT_FIELDS)]):
+        for part in source.parts(["row_idxs", *names]):
             kept.append(part)
             num_rows += part.num_rows
             num_bytes += part.get_total_buffer_size()
@@ -101,7 +105,7 @@ def _merged(sources: Sequence[Outputs]) -> Iterator[pa.Table]:
         yield pa.concat_tables(kept)
 
 
-def _one_per_row(part: pa.Table) -> Iterator[pa.Table]:
+def _one_per_row(part: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:
     """The outputs of a part's requests, repeated for each row that a request stands for.
 
     Yields slices, as one request may stand for millions of rows; within a slice, rows ascend. For
@@ -112,8 +116,7 @@ def _one_per_row(part: pa.Table) -> Iterator[pa.Table]:
     rows = pc.list_flatten(row_idxs).to_numpy()
     is_repeat = np.zeros(len(request), dtype=bool)
     is_repeat[1:] = request[1:] == request[:-1]
-    names = [field.name for field in OUTPUT_FIELDS]
-    columns = part.select(names).cast(pa.schema(OUTPUT_FIELDS)).combine_chunks()
+    columns = part.select(schema.names[1:]).cast(schema.remove(0)).combine_chunks()
     for start in range(0, len(request), _SLICE_ROWS):
         some = rows[start : start + _SLICE_ROWS]
         order = np.argsort(some, kind="stable")
@@ -124,4 +127,4 @@ def _one_per_row(part: pa.Table) -> Iterator[pa.Table]:
             pa.array(is_repeat[chosen]), table["num_prompt_tokens"], table["num_cached_tokens"]
         )
         position = table.schema.get_field_index("num_cached_tokens")
-        yield table.set_column(position, "num_cached_tokens", cached).cast(_BUCKET_SCHEMA)
+        yield table.set_column(position, "num_cached_tokens", cached).cast(schema)

@@ -229,6 +229,8 @@ class PlanManifest(Frozen):
     tokenizer_fingerprint: str
     model_version: str
     """The hub's commit (`commit:...`) or a digest of the model's folder."""
+    label_token_ids: tuple[Count, ...] = ()
+    """First tokens of the labels, in the order of the spec's, if its task is to classify."""
     max_model_len: Count
     counts: PlanCounts
     planned_saving_ratio: float

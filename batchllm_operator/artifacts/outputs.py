@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from batchllm_operator.artifacts.answers import answer_fields
 from batchllm_operator.artifacts.parts import PART_SCHEMA
-from batchllm_operator.spec import OUTPUT_COLUMNS, JobSpec
+from batchllm_operator.spec import JobSpec
 
 
 def output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
@@ -13,11 +14,11 @@ def output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
 
     `rows_schema` holds the key and the carried columns.
     """
-    own = {field.name: field for field in PART_SCHEMA}
+    own = {field.name: field for field in (*PART_SCHEMA, *answer_fields(spec))}
     return pa.schema(
         [
             *(rows_schema.field(name).remove_metadata() for name in spec.input.key),
-            *(own.get(name, pa.field(name, pa.string())) for name in OUTPUT_COLUMNS),
+            *(own.get(name, pa.field(name, pa.string())) for name in spec.output_columns),
             *(
                 rows_schema.field(name).remove_metadata()
                 for name in spec.kept_columns

@@ -18,12 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, ValidationError
 
+from batchllm_operator.artifacts.answers import raw_fields
 from batchllm_operator.artifacts.attempts import Attempt, attempt_name
 from batchllm_operator.artifacts.counts import Count, Counts
 from batchllm_operator.artifacts.manifest import describe_file
 from batchllm_operator.engine import EngineOutput
 from batchllm_operator.errors import FencedError
 from batchllm_operator.lake import Folder, hash_files, read_files
+from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
 _ENTRY_PATH: Final = re.compile(r"(?:attempt-([0-9]{5,})/)?part-([0-9]{5,})\.json")
@@ -40,7 +42,8 @@ PART_SCHEMA: Final = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-"""One row per request; output columns are named as in the output table."""
+"""One row per request; output columns are named as in the output table. `raw_fields` are
+added for a task."""
 # Halves the time to read thousands of parts in a commit, for 7 % more bytes: texts seldom repeat,
 # and a part has too few numbers to be worth starting a decompressor.
 _PARQUET_OPTIONS: Final[Mapping[str, Any]] = {
@@ -48,6 +51,11 @@ _PARQUET_OPTIONS: Final[Mapping[str, Any]] = {
     "use_dictionary": ["finish_reason", "error"],
     "write_statistics": False,
 }
+
+
+def part_schema(spec: JobSpec) -> pa.Schema:
+    """The schema of a job's parts."""
+    return pa.schema([*PART_SCHEMA, *raw_fields(spec)])
 
 
 class PartEntry(Counts):
@@ -78,11 +86,13 @@ def write_part(
     outputs: Sequence[EngineOutput],
     row_idxs: Mapping[int, Sequence[int]],
     engine_s: float,
+    schema: pa.Schema = PART_SCHEMA,
 ) -> PartEntry:
     """Write a part's file, then its ledger entry, each in one step.
 
     `outputs` has one output for each request of the part, in any order, at least one; `row_idxs`
-    has the rows of each request_idx. For `engine_s` see `Counts`.
+    has the rows of each request_idx. For `engine_s` see `Counts`; `schema` is the job's
+    `part_schema`.
 
     Raises:
         FencedError: a later attempt has begun; no entry is written, but the file may be.
@@ -90,12 +100,12 @@ def write_part(
     outputs = sorted(outputs, key=lambda output: output.request_idx)
     rows = [list(row_idxs[output.request_idx]) for output in outputs]
     columns = {"row_idxs": rows, "generated_text": [output.text for output in outputs]}
-    for name in PART_SCHEMA.names:
+    for name in schema.names:
         if name not in columns:
             columns[name] = [getattr(output, name) for output in outputs]
     with tempfile.TemporaryDirectory(prefix="batchllm-part-") as spool:
         path = Path(spool) / "part.parquet"
-        table = pa.table(columns, schema=PART_SCHEMA)
+        table = pa.table(columns, schema=schema)
         pq.write_table(table, path, **_PARQUET_OPTIONS)
         sha256 = describe_file(path).sha256
         name = _file_name(part_idx, sha256)

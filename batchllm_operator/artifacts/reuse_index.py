@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchllm_operator.artifacts.answers import raw_fields
 from batchllm_operator.artifacts.buckets import Outputs
 from batchllm_operator.artifacts.manifest import FINGERPRINTS_FILE, REUSED_FILE, describe_file
-from batchllm_operator.artifacts.parts import PART_SCHEMA
+from batchllm_operator.artifacts.parts import part_schema
 from batchllm_operator.artifacts.plan_file import PlanFile
 from batchllm_operator.artifacts.row_groups import ROW_GROUP_ROWS, RowGroupWriter
 from batchllm_operator.artifacts.stored_plan import StoredPlan
@@ -43,7 +44,7 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_output_tokens", pa.int32()),
     ]
 )
-"""One row per distinct prompt that has a text."""
+"""One row per distinct prompt that has a text. A task may add `raw_fields`."""
 _IDENTITY_KEY: Final = b"batchllm.reuse_identity"
 _INDEX_VERSION: Final = 1
 _BATCH_ROWS: Final = 1 << 16
@@ -70,7 +71,14 @@ def reuse_identity(
         "sampling": spec.sampling.model_dump(mode="json"),
         "engine": engine,
     }
+    if spec.task == "classify":
+        content["labels"] = spec.labels
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def index_schema(spec: JobSpec) -> pa.Schema:
+    """The schema of a job's index."""
+    return pa.schema([*INDEX_SCHEMA, *raw_fields(spec)])
 
 
 def fingerprints_of(tokens: TokenTable) -> Fingerprints:
@@ -118,6 +126,7 @@ class ReuseIndex:
     ds: str
     path: Path
     fingerprints: Fingerprints
+    schema: pa.Schema = INDEX_SCHEMA
 
     @property
     def num_bytes(self) -> int:
@@ -129,18 +138,18 @@ class ReuseIndex:
 
     def outputs(self) -> Iterator[pa.RecordBatch]:
         """The index in batches, in file order."""
-        with PlanFile(self.path, f"partition {self.ds}: {INDEX_FILE}", INDEX_SCHEMA) as file:
+        with PlanFile(self.path, f"partition {self.ds}: {INDEX_FILE}", self.schema) as file:
             yield from file.iter_batches(ROW_GROUP_ROWS)
 
 
-def index_fault(path: Path, identity: str) -> str | None:
+def index_fault(path: Path, identity: str, schema: pa.Schema = INDEX_SCHEMA) -> str | None:
     """The reason not to use an intact index; None if it may be used.
 
     Raises:
         pyarrow.ArrowException: it isn't Parquet.
     """
     found = pq.read_schema(path)
-    if not found.equals(INDEX_SCHEMA, check_metadata=False):
+    if not found.equals(schema, check_metadata=False):
         return "it is of another release"
     if (found.metadata or {}).get(_IDENTITY_KEY) != identity.encode():
         return "its model, sampling or engine settings are others"
@@ -175,25 +184,26 @@ def write_index(plan: StoredPlan, sources: Sequence[Outputs]) -> str | None:
         manifest.tokenizer_fingerprint,
         manifest.max_model_len,
     )
-    schema = INDEX_SCHEMA.with_metadata({_IDENTITY_KEY: identity.encode()})
+    schema = index_schema(manifest.spec)
     with tempfile.TemporaryDirectory(prefix="batchllm-reuse-") as folder:
         path = Path(folder) / INDEX_FILE
         of_row = _fingerprints_of_rows(plan, Path(folder))
-        with RowGroupWriter(path, schema, compression="zstd") as writer:
+        marked = schema.with_metadata({_IDENTITY_KEY: identity.encode()})
+        with RowGroupWriter(path, marked, compression="zstd") as writer:
             for source in sources:
-                for part in source.parts([*INDEX_SCHEMA.names[1:], "row_idxs", "error"]):
-                    writer.write(_entries(part, of_row))
+                for part in source.parts([*schema.names[1:], "row_idxs", "error"]):
+                    writer.write(_entries(part, of_row, schema))
         plan.folder.publish_file(path, INDEX_FILE)
         return describe_file(path).sha256
 
 
-def _entries(part: pa.Table, of_row: Fingerprints) -> pa.Table:
+def _entries(part: pa.Table, of_row: Fingerprints, schema: pa.Schema) -> pa.Table:
     """Entries of a part's requests with a text; all rows of a request have one fingerprint."""
     has_text = pc.and_(pc.is_null(part["error"]), pc.is_valid(part["generated_text"]))
     answered = part.filter(has_text)
     first_rows = pc.list_element(answered["row_idxs"], 0).to_numpy()
-    columns = [answered[name] for name in INDEX_SCHEMA.names[1:]]
-    return pa.table([fingerprint_array(of_row[first_rows]), *columns], schema=INDEX_SCHEMA)
+    columns = [answered[name] for name in schema.names[1:]]
+    return pa.table([fingerprint_array(of_row[first_rows]), *columns], schema=schema)
 
 
 def _fingerprints_of_rows(plan: StoredPlan, folder: Path) -> Fingerprints:
@@ -221,6 +231,6 @@ class ReusedOutputs:
         """Read the outputs in batches. Raises `PlanError` if the file is missing or altered."""
         if not self.plan.manifest.spec.reuse_outputs:
             return
-        with self.plan.open_parquet(REUSED_FILE, PART_SCHEMA) as file:
+        with self.plan.open_parquet(REUSED_FILE, part_schema(self.plan.manifest.spec)) as file:
             for batch in file.iter_batches(ROW_GROUP_ROWS, columns=list(columns)):
                 yield pa.Table.from_batches([batch])

@@ -12,13 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchllm_operator.artifacts.answers import answer_columns
 from batchllm_operator.artifacts.buckets import Buckets, Outputs, spread
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
 from batchllm_operator.artifacts.outputs import model_name, output_schema
-from batchllm_operator.artifacts.parts import PartEntry
+from batchllm_operator.artifacts.parts import PartEntry, part_schema
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import Folder, ahead, gather, published_schema, write_files
+from batchllm_operator.spec import JobSpec
 
 _ROWS_AT_ONCE: Final = 1 << 13
 _TOKENS_AT_ONCE: Final = 1 << 19  # some 2 MiB of text
@@ -76,14 +78,14 @@ def write_partition(
     """
     spec, manifest = plan.manifest.spec, plan.manifest
     num_rows = manifest.counts.num_rows
-    buckets = spread(sources, num_rows, spool)
+    buckets = spread(sources, part_schema(spec), num_rows, spool)
     values = {"model": model_name(spec), "run_id": plan.publication.run_id}
     constants = {name: pa.repeat(value, _SLICE_ROWS) for name, value in values.items()}
     with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as rows_file:
         _check_kept(plan, rows_file.schema_arrow)
         schema = published_schema(output_schema(spec, rows_file.schema_arrow), plan.publication)
         all_rows = _rebatch(rows_file, buckets.num_rows_each)
-        tables = _join_all(all_rows, buckets, constants, schema)
+        tables = _join_all(spec, all_rows, buckets, constants, schema)
         write_files(gather(tables, most_file_bytes), spool / "data", schema, most_file_bytes)
     return spool / "data"
 
@@ -114,6 +116,7 @@ def _rebatch(rows_file: pq.ParquetFile, bucket_rows: int) -> Iterator[pa.Table]:
 
 
 def _join_all(
+    spec: JobSpec,
     all_rows: Iterable[pa.Table],
     buckets: Buckets,
     constants: Mapping[str, pa.Array],
@@ -121,11 +124,12 @@ def _join_all(
 ) -> Iterator[pa.Table]:
     start = 0
     for rows, outputs in zip(all_rows, buckets, strict=True):
-        yield from _join(rows, outputs, start, constants, schema)
+        yield from _join(spec, rows, outputs, start, constants, schema)
         start += rows.num_rows
 
 
 def _join(
+    spec: JobSpec,
     rows: pa.Table,
     outputs: pa.Table,
     start: int,
@@ -154,6 +158,7 @@ def _join(
         else:
             joined = outputs.take(pa.array(place[chosen], mask=~prompted[chosen]))
         columns = {name: joined[name] for name in joined.column_names}
+        columns |= answer_columns(spec, joined)
         columns[ERROR_COLUMN] = pc.coalesce(
             some[ERROR_COLUMN].cast(pa.large_string()), joined[ERROR_COLUMN]
         )

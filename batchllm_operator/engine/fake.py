@@ -54,6 +54,7 @@ class FakeEngine:
         self._max_tokens = spec.sampling.max_tokens
         self._block_size = block_size_of(spec)
         self._max_model_len = max_model_len
+        self._labels = list(spec.labels)
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         before: list[int] = []
@@ -75,15 +76,26 @@ class FakeEngine:
         if self._error_token_id in request.prompt_token_ids:
             return EngineOutput.failed(request, "error token in the prompt")
         num_prompt_tokens = len(request.prompt_token_ids)
+        text, logprobs = fake_text(request.prompt_token_ids, self._num_characters), None
+        if self._labels:
+            logprobs = fake_logprobs(request.prompt_token_ids, len(self._labels))
+            text = self._labels[logprobs.index(max(logprobs))]
         return EngineOutput(
             request_idx=request.request_idx,
-            text=fake_text(request.prompt_token_ids, self._num_characters),
+            text=text,
+            label_logprobs=logprobs,
             finish_reason="length",
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
             num_output_tokens=min(self._max_tokens, self._max_model_len - num_prompt_tokens),
             error=None,
         )
+
+
+def fake_logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
+    """The fake engine's log-probabilities of labels for a prompt."""
+    digest = hashlib.shake_256(repr(prompt_token_ids).encode()).digest(num_labels)
+    return [-1 - byte / 64 for byte in digest]
 
 
 def fake_text(prompt_token_ids: list[int], num_characters: int = _NUM_CHARACTERS) -> str:

@@ -57,6 +57,8 @@ class EngineJob:
     Replicas other than the first have folders of their own there."""
     spread_groups: frozenset[int] = frozenset()
     """Groups whose requests go to all replicas in turn; each other group goes to one."""
+    label_token_ids: tuple[int, ...] = ()
+    """First tokens of `JobSpec.labels`, in their order, if the task is to classify."""
     chain: ChainJob | None = None
     """None if replicas don't compute prefixes together."""
 
@@ -89,6 +91,8 @@ class EngineOutput:
     """Prompt tokens whose KV was in the cache."""
     num_output_tokens: int
     error: str | None
+    label_logprobs: Sequence[float] | None = None
+    """Of `EngineJob.label_token_ids`, in their order; None unless the task is to classify."""
 
     @classmethod
     def failed(cls, request: EngineRequest, reason: str) -> EngineOutput:

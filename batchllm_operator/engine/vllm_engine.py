@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -80,6 +80,7 @@ class VLLMEngine:
 
     def __init__(self, spec: JobSpec, job: EngineJob, chain: ChainSettings | None = None) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
+        self._label_token_ids = job.label_token_ids
         if chain is not None:
             self._args["kv_transfer_config"] = chain.to_kv_transfer_config()
         with attention_chosen(spec.engine.attention):
@@ -108,7 +109,8 @@ class VLLMEngine:
         if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
             raise RuntimeError("the engine still has requests")
         try:
-            self._params = sampling_params(sampling)
+            self._label_token_ids = job.label_token_ids
+            self._params = sampling_params(sampling, self._label_token_ids)
         except ValueError as error:
             raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
         self._begin(job)
@@ -133,7 +135,7 @@ class VLLMEngine:
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
         try:
-            self._params = sampling_params(spec.sampling)
+            self._params = sampling_params(spec.sampling, self._label_token_ids)
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
             drop_broken_preloads(os.environ)
             SchedulerSettings.from_additional_config(config.additional_config)
@@ -221,7 +223,27 @@ class VLLMEngine:
             # The frames hold the dead engine and its memory, which the next one will need.
             traceback.clear_frames(error.__traceback__)
             raise EngineDiedError(one_line(error), list(self._in_flight.values())) from error
-        return [_convert(self._in_flight.pop(output.request_id), output) for output in finished]
+        return [self._convert(self._in_flight.pop(each.request_id), each) for each in finished]
+
+    def _convert(self, request: EngineRequest, output: Any) -> EngineOutput:
+        completion = output.outputs[0]
+        if completion.finish_reason not in ("stop", "length"):
+            return EngineOutput.failed(request, f"vLLM ended it with {completion.finish_reason!r}")
+        text, logprobs = completion.text, None
+        if self._label_token_ids:
+            found = completion.logprobs[0]
+            logprobs = [found[token_id].logprob for token_id in self._label_token_ids]
+            text = list(self._spec.labels)[logprobs.index(max(logprobs))]
+        return EngineOutput(
+            request_idx=request.request_idx,
+            text=text,
+            finish_reason=completion.finish_reason,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=output.num_cached_tokens or 0,
+            num_output_tokens=len(completion.token_ids),
+            error=None,
+            label_logprobs=logprobs,
+        )
 
     @contextmanager
     def unpaced(self) -> Iterator[Any]:
@@ -294,8 +316,8 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     )
 
 
-def sampling_params(sampling: SamplingSpec) -> SamplingParams:
-    """vLLM's sampling parameters, with finished outputs only."""
+def sampling_params(sampling: SamplingSpec, label_token_ids: Sequence[int] = ()) -> SamplingParams:
+    """vLLM's sampling parameters, with finished outputs only, and logprobs of some tokens."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -308,6 +330,7 @@ def sampling_params(sampling: SamplingSpec) -> SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        logprob_token_ids=list(label_token_ids) or None,
     )
 
 
@@ -325,18 +348,3 @@ def _without_llvmlite() -> Iterator[None]:
     finally:
         if module is not None:
             sys.modules[name] = module
-
-
-def _convert(request: EngineRequest, output: Any) -> EngineOutput:
-    completion = output.outputs[0]
-    if completion.finish_reason not in ("stop", "length"):
-        return EngineOutput.failed(request, f"vLLM ended it with {completion.finish_reason!r}")
-    return EngineOutput(
-        request_idx=request.request_idx,
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=output.num_cached_tokens or 0,
-        num_output_tokens=len(completion.token_ids),
-        error=None,
-    )

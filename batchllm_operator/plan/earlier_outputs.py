@@ -26,6 +26,7 @@ from batchllm_operator.artifacts.reuse_index import (
     fingerprints_of,
     from_array,
     index_fault,
+    index_schema,
     load_fingerprints,
 )
 from batchllm_operator.artifacts.row_groups import RowGroupWriter
@@ -47,14 +48,17 @@ class Reuse:
     The files in the given folder are `FINGERPRINTS_FILE` and `REUSED_FILE`.
     """
 
-    def __init__(self, indexes: Sequence[ReuseIndex], folder: Path) -> None:
+    def __init__(
+        self, indexes: Sequence[ReuseIndex], folder: Path, schema: pa.Schema = PART_SCHEMA
+    ) -> None:
         """Begin with row 0.
 
         Args:
             indexes: where to look; the first that has a prompt decides.
             folder: a local one.
+            schema: of the job's parts.
         """
-        self._indexes, self._folder = indexes, folder
+        self._indexes, self._folder, self._schema = indexes, folder, schema
         self._row_idxs: list[list[npt.NDArray[np.int64]]] = [[] for _ in indexes]
         self._places: list[list[npt.NDArray[np.int64]]] = [[] for _ in indexes]
         self._num_rows_read = 0
@@ -99,13 +103,13 @@ class Reuse:
         self._keep(np.zeros(0, FINGERPRINT_DTYPE), np.zeros(0, np.int64), num_rows)
         self._fingerprints.close()
         num_before = 0
-        with RowGroupWriter(self._folder / REUSED_FILE, PART_SCHEMA, compression="zstd") as writer:
+        with RowGroupWriter(self._folder / REUSED_FILE, self._schema, compression="zstd") as writer:
             for idx, index in enumerate(self._indexes):
                 rows = np.concatenate([np.zeros(0, np.int64), *self._row_idxs[idx]])
                 places = np.concatenate([np.zeros(0, np.int64), *self._places[idx]])
-                for table in _reused(index, rows, places):
+                for table in _reused(index, rows, places, self._schema):
                     numbers = pa.array(np.arange(num_before, num_before + table.num_rows))
-                    writer.write(table.add_column(0, PART_SCHEMA.field(0), numbers))
+                    writer.write(table.add_column(0, self._schema.field(0), numbers))
                     num_before += table.num_rows
                 _log.info("%d rows reuse outputs of partition %s", len(rows), index.ds)
 
@@ -175,7 +179,7 @@ def _open_index(
     """The index of a published plan; empty if it can't be used."""
     try:
         plan = StoredPlan.open(job_folder(spec, ds).child(f"plan-{plan_id}").uri)
-        fault = _copy_index(plan, path) or index_fault(path, identity)
+        fault = _copy_index(plan, path) or index_fault(path, identity, index_schema(spec))
         if fault is None:
             num_entries = pq.read_metadata(path).num_rows
     except (PlanError, TableError, FileNotFoundError, pa.ArrowException) as error:
@@ -186,7 +190,7 @@ def _open_index(
     budget.holding(num_entries * BYTES_PER_ENTRY).check(0)
     fingerprints = load_fingerprints(path)
     fingerprints.sort()
-    return [ReuseIndex(ds, path, fingerprints)]
+    return [ReuseIndex(ds, path, fingerprints, index_schema(spec))]
 
 
 def _copy_index(plan: StoredPlan, path: Path) -> str | None:
@@ -207,9 +211,12 @@ def _copy_index(plan: StoredPlan, path: Path) -> str | None:
 
 
 def _reused(
-    index: ReuseIndex, row_idxs: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    index: ReuseIndex,
+    row_idxs: npt.NDArray[np.int64],
+    places: npt.NDArray[np.int64],
+    schema: pa.Schema,
 ) -> Iterator[pa.Table]:
-    """Outputs of the index with the rows that reuse them, as `PART_SCHEMA` without its first field.
+    """Outputs of the index with the rows that reuse them, as `schema` without its first field.
 
     Args:
         index: holds the outputs.
@@ -231,15 +238,10 @@ def _reused(
         of_entry = row_idxs[first + np.arange(offsets[-1])]
         outputs = batch.take(pa.array(chosen))
         num_prompt_tokens = outputs.column("num_prompt_tokens")
-        yield pa.table(
-            [
-                pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(of_entry)),
-                outputs.column("generated_text"),
-                outputs.column("finish_reason"),
-                num_prompt_tokens,
-                num_prompt_tokens,  # as for all rows without computation
-                outputs.column("num_output_tokens"),
-                pa.nulls(len(chosen), pa.string()),
-            ],
-            schema=pa.schema([PART_SCHEMA.field(i) for i in range(1, len(PART_SCHEMA))]),
-        )
+        columns = {name: outputs.column(name) for name in outputs.schema.names}
+        columns |= {
+            "row_idxs": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(of_entry)),
+            "num_cached_tokens": num_prompt_tokens,  # as for all rows without computation
+            "error": pa.nulls(len(chosen), pa.string()),
+        }
+        yield pa.table({name: columns[name] for name in schema.names[1:]}, schema=schema.remove(0))

@@ -26,6 +26,7 @@ from batchllm_operator.artifacts.manifest import (
     describe_file,
 )
 from batchllm_operator.artifacts.outputs import output_schema
+from batchllm_operator.artifacts.parts import part_schema
 from batchllm_operator.artifacts.reuse_index import reuse_identity
 from batchllm_operator.artifacts.stored_plan import (
     StoredPlan,
@@ -47,6 +48,7 @@ from batchllm_operator.plan.input_checks import (
     describe_rows,
 )
 from batchllm_operator.plan.keys import check_keys
+from batchllm_operator.plan.labels import find_label_tokens
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.output_lengths import learn_output_lengths
 from batchllm_operator.plan.rows import Rows, read_rows
@@ -80,6 +82,7 @@ class _Given:
     table: LakeTable
     snapshot: Snapshot
     tokenizer: Tokenizer
+    label_token_ids: tuple[int, ...]
     target: Target | None
     replicas: ReplicaPlanner | None
     budget: MemoryBudget
@@ -122,10 +125,11 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     tokenizer = load_tokenizer(spec, ds)
     check_lengths(spec, tokenizer.max_model_len)
+    label_token_ids = find_label_tokens(spec, tokenizer)
     target = find_target(spec)
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
-    given = _Given(spec, ds, table, snapshot, tokenizer, target, replicas, budget)
+    given = _Given(spec, ds, table, snapshot, tokenizer, label_token_ids, target, replicas, budget)
     try:
         with open_scratch() as scratch:
             return _build(given, scratch)
@@ -192,6 +196,7 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
         tokenizer_fingerprint=tokenizer.fingerprint,
         model_version=tokenizer.model_version,
         max_model_len=tokenizer.max_model_len,
+        label_token_ids=given.label_token_ids,
         counts=counts,
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,
@@ -258,7 +263,8 @@ def _open_reuse(given: _Given, scratch: Path) -> Reuse:
     identity = reuse_identity(
         spec, tokenizer.model_version, tokenizer.fingerprint, tokenizer.max_model_len
     )
-    return Reuse(find_indexes(spec, given.ds, identity, given.budget, scratch), scratch)
+    indexes = find_indexes(spec, given.ds, identity, given.budget, scratch)
+    return Reuse(indexes, scratch, part_schema(spec))
 
 
 @contextmanager

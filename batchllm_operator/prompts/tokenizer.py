@@ -46,6 +46,9 @@ class Tokenizer(Protocol):
             ModelError: the chat template refuses a text, or the tokenizer fails at one.
         """
 
+    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[int | None]:
+        """The token with which a model begins each answer to a prompt; None if it has no tokens."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some tokens, for people: invalid bytes are replaced."""
 
@@ -92,9 +95,26 @@ class ModelTokenizer:
         return self._encoder.library
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
-        if self._chat is not None and texts:
-            texts = self._chat.render_chats(texts, self._system, self._ds)
-        return self._encoder.encode(texts)
+        return self._encoder.encode(self._rendered(texts))
+
+    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[int | None]:
+        (head,) = self._rendered([prompt])
+        before, special, *found = self._encoder.encode(
+            [head, "", *(head + each for each in answers), *answers]
+        ).to_lists()
+        after, alone = found[: len(answers)], found[len(answers) :]
+        # An answer may merge with the prompt's end, which is fixed when the model begins.
+        return [
+            next(iter(whole[len(before) :]), None)
+            if whole[: len(before)] == before
+            else next(iter(text[len(special) :]), None)
+            for whole, text in zip(after, alone, strict=True)
+        ]
+
+    def _rendered(self, texts: Sequence[str]) -> Sequence[str]:
+        if self._chat is None or not texts:
+            return texts
+        return self._chat.render_chats(texts, self._system, self._ds)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._decode(token_ids)
@@ -112,6 +132,9 @@ class Utf8Tokenizer:
     def encode(self, texts: Sequence[str]) -> TokenTable:
         encoded = [text.encode("utf-8", errors="replace") for text in texts]
         return TokenTable.from_lists([np.frombuffer(text, dtype=np.uint8) for text in encoded])
+
+    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[int | None]:
+        return [next(iter(answer.encode("utf-8", errors="replace")), None) for answer in answers]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")

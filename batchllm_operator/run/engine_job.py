@@ -41,6 +41,7 @@ def engine_job(
         step_cost=_step_cost(plan.manifest),
         profiles=profiles,
         trace_folder=trace_folder,
+        label_token_ids=plan.manifest.label_token_ids,
     )
     if (placement := run.placement) is None:
         return job

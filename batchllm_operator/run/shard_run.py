@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from batchllm_operator.artifacts.manifest import ReplicaPlacement
-from batchllm_operator.artifacts.parts import PartEntry, read_ledger, write_part
+from batchllm_operator.artifacts.parts import PartEntry, part_schema, read_ledger, write_part
 from batchllm_operator.artifacts.shard_report import ShardReport, write_report
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import EngineOutput, EngineRequest
@@ -191,7 +191,10 @@ class ShardRun:
     def _write(self, part_idx: int) -> None:
         part = self._open_parts.pop(part_idx)
         plan_id, part_s = self.plan.manifest.plan_id, self._holder.lap()
-        entry = write_part(self.attempt, plan_id, part_idx, part.outputs, part.row_idxs, part_s)
+        schema = part_schema(self.plan.manifest.spec)
+        entry = write_part(
+            self.attempt, plan_id, part_idx, part.outputs, part.row_idxs, part_s, schema
+        )
         self._drain.num_open_parts -= 1
         self.tally.count_part(entry)
         self._entries[part_idx] = entry

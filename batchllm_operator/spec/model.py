@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
 from batchllm_operator.spec.limits import check_values, shown
@@ -14,6 +14,7 @@ from batchllm_operator.spec.secrets import find_secrets
 from batchllm_operator.spec.sections import (
     InputSpec,
     ModelSpec,
+    NonEmpty,
     OutputSpec,
     PromptSpec,
     SamplingSpec,
@@ -27,6 +28,11 @@ OUTPUT_COLUMNS: Final = (
 )
 """Columns that a job adds to the output table; keys and carried columns may not use these names."""
 
+CLASSIFY_COLUMNS: Final = ("label", "probability", "probabilities", "logit_margin")
+"""Further columns of a job that classifies; `score` beside them if its labels have values."""
+
+MAX_LABELS: Final = 128
+"""As many as vLLM gives the log-probabilities of."""
 ROUNDING_ENGINE_FIELDS: Final = {
     *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_memory_bytes"),
     *("tensor_parallel_size", "replicas", "enforce_eager", "block_size"),
@@ -35,8 +41,22 @@ ROUNDING_ENGINE_FIELDS: Final = {
 """Fields of `EngineSpec` that change outputs only by the rounding of sums."""
 
 
+def _as_labels(value: object) -> object:
+    """A list of labels is a mapping of each to itself."""
+    if isinstance(value, list | tuple):
+        if len(set(map(str, value))) < len(value):
+            raise ValueError("names a label twice")
+        return {each: each for each in value}
+    return value
+
+
+def _by_name(labels: dict[str, Any]) -> dict[str, Any]:
+    """In an order that a stored spec keeps: JSON's objects have none."""
+    return dict(sorted(labels.items()))
+
+
 class JobSpec(Section):
-    """A job: rows of a table in, one generated text for each row out."""
+    """A job: rows of a table in, one answer for each row out."""
 
     spec_version: Literal[1]
     """Version of this format; 1."""
@@ -50,6 +70,20 @@ class JobSpec(Section):
     """The model that generates."""
     sampling: SamplingSpec = SamplingSpec()
     """How tokens are chosen; greedy by default."""
+    task: Literal["generate", "classify"] = "generate"
+    """`generate` a text, or `classify`: choose one of `labels` by the probabilities of the tokens
+    with which their answers begin, in one step without decoding. `sampling` is left out then."""
+    labels: Annotated[
+        dict[NonEmpty, NonEmpty],
+        AfterValidator(_by_name),
+        BeforeValidator(_as_labels, json_schema_input_type=dict[str, str] | tuple[str, ...]),
+    ] = Field(default_factory=dict)
+    """Labels of `classify`: a list, or a mapping of each label to the text with which the model
+    would answer (such as `" yes"`, with a space, after a prompt that ends without one). From 2 to
+    128, whose answers begin with different tokens. Output columns have them by name."""
+    label_values: dict[NonEmpty, float] = Field(default_factory=dict)
+    """A number for each label: the output column `score` is their mean, weighted by the labels'
+    probabilities. Without `labels`, its names are the labels."""
     output: OutputSpec
     """The table that the job writes."""
     engine: EngineSpec = EngineSpec()
@@ -78,11 +112,41 @@ class JobSpec(Section):
             )
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_task(cls, data: object) -> object:
+        """What `classify` implies: one token, and labels of the values."""
+        if not isinstance(data, dict) or data.get("task") != "classify":
+            return data
+        values = data.get("label_values")
+        implied: dict[str, object] = {"sampling": {"max_tokens": 1}}
+        if isinstance(values, dict):
+            implied["labels"] = list(values)
+        return implied | data
+
+    @model_validator(mode="after")
+    def _check_task(self) -> JobSpec:
+        if self.task == "generate":
+            if self.labels or self.label_values:
+                raise ValueError("labels and label_values are for task: classify")
+            return self
+        if not 2 <= len(self.labels) <= MAX_LABELS:
+            raise ValueError(f"labels: task classify needs from 2 to {MAX_LABELS}")
+        if len(set(self.labels.values())) < len(self.labels):
+            raise ValueError("labels: two of them have the same answer")
+        if self.label_values and set(self.label_values) != set(self.labels):
+            raise ValueError("label_values: must have a number for each of labels, and no others")
+        if self.sampling != SamplingSpec(max_tokens=1):
+            raise ValueError(
+                "sampling: task classify reads the probabilities of one token; leave sampling out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_columns(self) -> JobSpec:
         fields = {"input.key": self.input.key, "output.carry": self.output.carry}
         for field, column in ((name, each) for name in fields for each in fields[name]):
-            if column in OUTPUT_COLUMNS:
+            if column in self.output_columns:
                 raise ValueError(
                     f"{field}: column {column!r} can't be a key or carried over: the job writes a"
                     " column of that name; rename it in a view of the input"
@@ -128,11 +192,21 @@ class JobSpec(Section):
         }
         if not self.reuse_outputs:  # as in releases without this field
             neutral["reuse_outputs"] = True
+        if self.task == "generate":
+            neutral |= dict.fromkeys(("task", "labels", "label_values"), True)
         settings = self.model_dump(mode="json", exclude=neutral)
         if self.planner.num_shards is None:  # as in releases where that meant 1
             settings["planner"]["num_shards"] = 1
         canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def output_columns(self) -> tuple[str, ...]:
+        """Columns that the job itself writes, in their order."""
+        if self.task == "generate":
+            return OUTPUT_COLUMNS
+        scores = ("score",) if self.label_values else ()
+        return (OUTPUT_COLUMNS[0], *CLASSIFY_COLUMNS, *scores, *OUTPUT_COLUMNS[1:])
 
     @property
     def kept_columns(self) -> tuple[str, ...]:
