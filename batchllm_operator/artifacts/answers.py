@@ -37,7 +37,7 @@ def answer_fields(spec: JobSpec) -> list[pa.Field]:
 
 
 def answer_columns(spec: JobSpec, outputs: pa.Table) -> dict[str, pa.Array]:
-    """Columns of `answer_fields`, by name: null for rows without an answer.
+    """Columns of `answer_fields`, by name, and the text: null for rows without an answer.
 
     Args:
         spec: the job's.
@@ -58,8 +58,10 @@ def answer_columns(spec: JobSpec, outputs: pa.Table) -> dict[str, pa.Array]:
         return pa.array(values, pa.float64(), mask=is_missing)
 
     each = [pa.array(values) for values in probabilities.T]
+    label = pa.array(np.array(list(spec.labels), dtype=object)[best], mask=is_missing)
     columns = {
-        "label": pa.array(np.array(list(spec.labels), dtype=object)[best], mask=is_missing),
+        "generated_text": label,
+        "label": label,
         "probability": column(probabilities.max(axis=1)),
         "probabilities": pa.StructArray.from_arrays(
             each, names=list(spec.labels), mask=pa.array(is_missing)

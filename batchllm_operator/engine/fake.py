@@ -54,7 +54,7 @@ class FakeEngine:
         self._max_tokens = spec.sampling.max_tokens
         self._block_size = block_size_of(spec)
         self._max_model_len = max_model_len
-        self._labels = list(spec.labels)
+        self._num_labels = len(spec.labels)
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         before: list[int] = []
@@ -76,13 +76,12 @@ class FakeEngine:
         if self._error_token_id in request.prompt_token_ids:
             return EngineOutput.failed(request, "error token in the prompt")
         num_prompt_tokens = len(request.prompt_token_ids)
-        text, logprobs = fake_text(request.prompt_token_ids, self._num_characters), None
-        if self._labels:
-            logprobs = fake_logprobs(request.prompt_token_ids, len(self._labels))
-            text = self._labels[logprobs.index(max(logprobs))]
+        logprobs = None
+        if self._num_labels:
+            logprobs = fake_logprobs(request.prompt_token_ids, self._num_labels)
         return EngineOutput(
             request_idx=request.request_idx,
-            text=text,
+            text=fake_text(request.prompt_token_ids, self._num_characters),
             label_logprobs=logprobs,
             finish_reason="length",
             num_prompt_tokens=num_prompt_tokens,

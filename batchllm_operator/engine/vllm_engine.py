@@ -229,14 +229,13 @@ class VLLMEngine:
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             return EngineOutput.failed(request, f"vLLM ended it with {completion.finish_reason!r}")
-        text, logprobs = completion.text, None
+        logprobs = None
         if self._label_token_ids:
             found = completion.logprobs[0]
             logprobs = [found[token_id].logprob for token_id in self._label_token_ids]
-            text = list(self._spec.labels)[logprobs.index(max(logprobs))]
         return EngineOutput(
             request_idx=request.request_idx,
-            text=text,
+            text=completion.text,
             finish_reason=completion.finish_reason,
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=output.num_cached_tokens or 0,
