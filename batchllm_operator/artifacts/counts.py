@@ -28,9 +28,9 @@ class Counts(Frozen):
     num_rows: Count
     num_failed_rows: Count
     num_logical_tokens: Count
-    """Prompt tokens of the rows that got a text, duplicates included."""
+    """Prompt tokens of the rows that were served, duplicates included."""
     num_prompt_tokens: Count
-    """Prompt tokens of the requests that got a text."""
+    """Prompt tokens of the requests that the engine has served, whatever it said."""
     num_cached_tokens: Count
     """Those of them that were found in the cache."""
     num_output_tokens: Count
@@ -42,11 +42,11 @@ class Counts(Frozen):
         """Count outputs, each with the number of rows that its request stands for."""
         outputs = list(outputs)
         num_rows = sum(count for _, count in outputs)
-        answered = [(output, count) for output, count in outputs if output.error is None]
+        answered = [(output, count) for output, count in outputs if output.is_served]
         return cls(
             num_requests=len(outputs),
             num_rows=num_rows,
-            num_failed_rows=num_rows - sum(count for _, count in answered),
+            num_failed_rows=sum(count for output, count in outputs if output.error is not None),
             num_logical_tokens=sum(count * output.num_prompt_tokens for output, count in answered),
             num_prompt_tokens=sum(output.num_prompt_tokens for output, _ in answered),
             num_cached_tokens=sum(output.num_cached_tokens for output, _ in answered),
@@ -75,5 +75,5 @@ class Counts(Frozen):
 
     @property
     def num_request_tokens(self) -> int:
-        """Prompt and output tokens of the requests that got a text."""
+        """Prompt and output tokens of the requests that were served."""
         return self.num_prompt_tokens + self.num_output_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from batchllm_operator.artifacts.answers import answer_fields
+from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.parts import PART_SCHEMA
 from batchllm_operator.spec import JobSpec
 
@@ -14,7 +14,7 @@ def output_schema(spec: JobSpec, rows_schema: pa.Schema) -> pa.Schema:
 
     `rows_schema` holds the key and the carried columns.
     """
-    own = {field.name: field for field in (*PART_SCHEMA, *answer_fields(spec))}
+    own = {field.name: field for field in (*PART_SCHEMA, *Answers.of(spec).fields)}
     return pa.schema(
         [
             *(rows_schema.field(name).remove_metadata() for name in spec.input.key),

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, ValidationError
 
-from batchllm_operator.artifacts.answers import raw_fields
+from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.attempts import Attempt, attempt_name
 from batchllm_operator.artifacts.counts import Count, Counts
 from batchllm_operator.artifacts.manifest import describe_file
@@ -42,8 +42,8 @@ PART_SCHEMA: Final = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-"""One row per request; output columns are named as in the output table. `raw_fields` are
-added for a task."""
+"""One row per request; output columns are named as in the output table. Those of
+`Answers.raw_fields` are added."""
 # Halves the time to read thousands of parts in a commit, for 7 % more bytes: texts seldom repeat,
 # and a part has too few numbers to be worth starting a decompressor.
 _PARQUET_OPTIONS: Final[Mapping[str, Any]] = {
@@ -55,7 +55,7 @@ _PARQUET_OPTIONS: Final[Mapping[str, Any]] = {
 
 def part_schema(spec: JobSpec) -> pa.Schema:
     """The schema of a job's parts."""
-    return pa.schema([*PART_SCHEMA, *raw_fields(spec)])
+    return pa.schema([*PART_SCHEMA, *Answers.of(spec).raw_fields])
 
 
 class PartEntry(Counts):
@@ -101,8 +101,12 @@ def write_part(
     rows = [list(row_idxs[output.request_idx]) for output in outputs]
     columns = {"row_idxs": rows, "generated_text": [output.text for output in outputs]}
     for name in schema.names:
-        if name not in columns:
+        if name in columns:
+            continue
+        if name in PART_SCHEMA.names:
             columns[name] = [getattr(output, name) for output in outputs]
+        else:
+            columns[name] = [output.raw.get(name) for output in outputs]
     with tempfile.TemporaryDirectory(prefix="batchllm-part-") as spool:
         path = Path(spool) / "part.parquet"
         table = pa.table(columns, schema=schema)

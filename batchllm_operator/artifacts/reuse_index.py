@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.answers import raw_fields
+from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.buckets import Outputs
 from batchllm_operator.artifacts.manifest import FINGERPRINTS_FILE, REUSED_FILE, describe_file
 from batchllm_operator.artifacts.parts import part_schema
@@ -44,7 +44,7 @@ INDEX_SCHEMA: Final = pa.schema(
         pa.field("num_output_tokens", pa.int32()),
     ]
 )
-"""One row per distinct prompt that has a text. A task may add `raw_fields`."""
+"""One row per distinct prompt that has a text. `Answers.raw_fields` are added."""
 _IDENTITY_KEY: Final = b"batchllm.reuse_identity"
 _INDEX_VERSION: Final = 1
 _BATCH_ROWS: Final = 1 << 16
@@ -71,14 +71,14 @@ def reuse_identity(
         "sampling": spec.sampling.model_dump(mode="json"),
         "engine": engine,
     }
-    if spec.task == "classify":
+    if spec.labels:
         content["labels"] = spec.labels
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def index_schema(spec: JobSpec) -> pa.Schema:
     """The schema of a job's index."""
-    return pa.schema([*INDEX_SCHEMA, *raw_fields(spec)])
+    return pa.schema([*INDEX_SCHEMA, *Answers.of(spec).raw_fields])
 
 
 def fingerprints_of(tokens: TokenTable) -> Fingerprints:

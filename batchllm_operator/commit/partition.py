@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.answers import answer_columns
+from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.buckets import Buckets, Outputs, spread
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
 from batchllm_operator.artifacts.outputs import model_name, output_schema
@@ -158,7 +158,7 @@ def _join(
         else:
             joined = outputs.take(pa.array(place[chosen], mask=~prompted[chosen]))
         columns = {name: joined[name] for name in joined.column_names}
-        columns |= answer_columns(spec, joined)
+        columns |= Answers.of(spec).columns(joined)
         columns[ERROR_COLUMN] = pc.coalesce(
             some[ERROR_COLUMN].cast(pa.large_string()), joined[ERROR_COLUMN]
         )

@@ -25,6 +25,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
+from batchllm_operator.answers.labels import LOGPROBS_FIELD
+from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
+from batchllm_operator.answers.samples import TEXTS_FIELD
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
 from batchllm_operator.spec import JobSpec
@@ -51,10 +54,9 @@ class FakeEngine:
         self._fatal_token_id = args.get("fatal_token_id")
         self._max_in_flight = int(str(args.get("max_in_flight", 16)))
         self._num_characters = int(str(args.get("num_characters", _NUM_CHARACTERS)))
-        self._max_tokens = spec.sampling.max_tokens
+        self._spec, self._max_tokens = spec, spec.sampling.max_tokens
         self._block_size = block_size_of(spec)
         self._max_model_len = max_model_len
-        self._num_labels = len(spec.labels)
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         before: list[int] = []
@@ -76,19 +78,33 @@ class FakeEngine:
         if self._error_token_id in request.prompt_token_ids:
             return EngineOutput.failed(request, "error token in the prompt")
         num_prompt_tokens = len(request.prompt_token_ids)
-        logprobs = None
-        if self._num_labels:
-            logprobs = fake_logprobs(request.prompt_token_ids, self._num_labels)
         return EngineOutput(
             request_idx=request.request_idx,
             text=fake_text(request.prompt_token_ids, self._num_characters),
-            label_logprobs=logprobs,
+            raw=self._raw(request.prompt_token_ids),
             finish_reason="length",
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
             num_output_tokens=min(self._max_tokens, self._max_model_len - num_prompt_tokens),
             error=None,
         )
+
+    def _raw(self, prompt_token_ids: list[int]) -> dict[str, Any]:
+        """What the job asks for beside a text."""
+        sampling, raw = self._spec.sampling, dict[str, Any]()
+        if labels := self._spec.labels:
+            raw[LOGPROBS_FIELD.name] = fake_logprobs(prompt_token_ids, len(labels))
+        if sampling.n > 1:
+            prompts = ([*prompt_token_ids, -sample] for sample in range(1, sampling.n))
+            others = [fake_text(each, self._num_characters) for each in prompts]
+            first = fake_text(prompt_token_ids, self._num_characters)
+            raw[TEXTS_FIELD.name] = [first, *others]
+        if (num_top := sampling.logprobs) is not None:
+            logprobs = fake_logprobs(prompt_token_ids, sampling.max_tokens)
+            raw[TOKENS_FIELD.name] = logprobs
+            top = [{"token": f"token {rank}", "logprob": -rank / 8} for rank in range(num_top)]
+            raw[TOP_FIELD.name] = [top for _ in logprobs]
+        return raw
 
 
 def fake_logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:

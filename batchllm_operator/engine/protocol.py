@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from batchllm_operator.engine.device_profile import ProfileStore
 from batchllm_operator.errors import EngineError
@@ -80,19 +80,24 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """The result of one request: a text or an error."""
+    """The result of one request: an answer or an error, or an answer that can't be used and why."""
 
     request_idx: int
     text: str | None
     finish_reason: str | None
-    """`stop` or `length`; None with an error."""
+    """`stop` or `length`; None if the engine couldn't serve it."""
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens whose KV was in the cache."""
     num_output_tokens: int
     error: str | None
-    label_logprobs: Sequence[float] | None = None
-    """Of `EngineJob.label_token_ids`, in their order; None unless the task is to classify."""
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    """What the job asks for beside a text: `Answers.raw_fields`, by name."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the engine has answered, even if the answer can't be used."""
+        return self.finish_reason is not None
 
     @classmethod
     def failed(cls, request: EngineRequest, reason: str) -> EngineOutput:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -41,13 +41,13 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 configure_logs()
 
-from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
+from vllm import EngineArgs, LLMEngine  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
 from batchllm_operator.engine.gpus import CPU_BLOCK_SIZE  # noqa: E402
+from batchllm_operator.engine.vllm_answers import GeneratedAnswers  # noqa: E402
 from batchllm_operator.engine.vllm_attention import (  # noqa: E402
     attention_args,
     check_model,
@@ -80,7 +80,7 @@ class VLLMEngine:
 
     def __init__(self, spec: JobSpec, job: EngineJob, chain: ChainSettings | None = None) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
-        self._label_token_ids = job.label_token_ids
+        self._answers = _answers(spec.sampling, job)
         if chain is not None:
             self._args["kv_transfer_config"] = chain.to_kv_transfer_config()
         with attention_chosen(spec.engine.attention):
@@ -108,11 +108,7 @@ class VLLMEngine:
         """
         if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
             raise RuntimeError("the engine still has requests")
-        try:
-            self._label_token_ids = job.label_token_ids
-            self._params = sampling_params(sampling, self._label_token_ids)
-        except ValueError as error:
-            raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
+        self._answers = _answers(sampling, job)
         self._begin(job)
 
     def _begin(self, job: EngineJob) -> None:
@@ -121,6 +117,8 @@ class VLLMEngine:
             config = self._engine.vllm_config.additional_config
             wanted = SchedulerSettings.from_additional_config(config)
             self._trace_folder = job.trace_folder
+            if job.num_requests is not None:
+                job = replace(job, num_requests=job.num_requests * self._answers.num_samples)
             self._settings = scheduler_settings(job, profile, wanted)
             self._begin_schedule(self._settings)
 
@@ -135,7 +133,6 @@ class VLLMEngine:
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
         try:
-            self._params = sampling_params(spec.sampling, self._label_token_ids)
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
             drop_broken_preloads(os.environ)
             SchedulerSettings.from_additional_config(config.additional_config)
@@ -192,12 +189,15 @@ class VLLMEngine:
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
-        params = self._params.clone()
+        params, n = self._answers.params.clone(), self._answers.num_samples
+        num_prefix_tokens = request.num_prefix_tokens
+        if n > 1 and request.group_size == 1:  # all of the prompt is shared by its samples
+            num_prefix_tokens = len(request.prompt_token_ids)
         if self._scheduler is not None:
             params.extra_args = RequestHints(
                 group_id=request.group_id,
-                num_prefix_tokens=request.num_prefix_tokens,
-                group_size=request.group_size,
+                num_prefix_tokens=num_prefix_tokens,
+                group_size=request.group_size * n,
                 num_output_tokens=request.num_output_tokens,
             ).to_extra_args()
         try:
@@ -223,26 +223,8 @@ class VLLMEngine:
             # The frames hold the dead engine and its memory, which the next one will need.
             traceback.clear_frames(error.__traceback__)
             raise EngineDiedError(one_line(error), list(self._in_flight.values())) from error
-        return [self._convert(self._in_flight.pop(each.request_id), each) for each in finished]
-
-    def _convert(self, request: EngineRequest, output: Any) -> EngineOutput:
-        completion = output.outputs[0]
-        if completion.finish_reason not in ("stop", "length"):
-            return EngineOutput.failed(request, f"vLLM ended it with {completion.finish_reason!r}")
-        logprobs = None
-        if self._label_token_ids:
-            found = completion.logprobs[0]
-            logprobs = [found[token_id].logprob for token_id in self._label_token_ids]
-        return EngineOutput(
-            request_idx=request.request_idx,
-            text=completion.text,
-            finish_reason=completion.finish_reason,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_cached_tokens=output.num_cached_tokens or 0,
-            num_output_tokens=len(completion.token_ids),
-            error=None,
-            label_logprobs=logprobs,
-        )
+        answers, in_flight = self._answers, self._in_flight
+        return [answers.convert(in_flight.pop(each.request_id), each) for each in finished]
 
     @contextmanager
     def unpaced(self) -> Iterator[Any]:
@@ -315,22 +297,12 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     )
 
 
-def sampling_params(sampling: SamplingSpec, label_token_ids: Sequence[int] = ()) -> SamplingParams:
-    """vLLM's sampling parameters, with finished outputs only, and logprobs of some tokens."""
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        repetition_penalty=sampling.repetition_penalty,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        logprob_token_ids=list(label_token_ids) or None,
-    )
+def _answers(sampling: SamplingSpec, job: EngineJob) -> GeneratedAnswers:
+    """Raises SpecError if vLLM refuses the sampling parameters."""
+    try:
+        return GeneratedAnswers(sampling, job)
+    except ValueError as error:
+        raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
 
 
 @contextmanager

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple
 
+from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.manifest import ReplicaPlacement
 from batchllm_operator.artifacts.parts import PartEntry, part_schema, read_ledger, write_part
 from batchllm_operator.artifacts.shard_report import ShardReport, write_report
@@ -85,6 +87,7 @@ class ShardRun:
         )
         self.is_given_up = False
         """Set once a later attempt has taken over: nothing is fed any more."""
+        self._answers = Answers.of(plan.manifest.spec)
         self._context = ExitStack()
         self._open_parts: dict[int, _OpenPart] = {}
         self._part_of: dict[int, int] = {}  # request_idx -> part_idx, for requests in the engine
@@ -180,13 +183,20 @@ class ShardRun:
         part_idx = self._part_of.pop(output.request_idx)
         if self.is_given_up:
             return 0
-        part = self._open_parts[part_idx]
+        part, output = self._open_parts[part_idx], self._checked(output)
         part.outputs.append(output)
         num_rows = len(part.row_idxs[output.request_idx])
         self.tally.count_output(output, num_rows)
         if len(part.outputs) == len(part.row_idxs):
             self._write(part_idx)
         return num_rows
+
+    def _checked(self, output: EngineOutput) -> EngineOutput:
+        """The output, with a row error if its answer can't be used."""
+        if not output.is_served or output.text is None:
+            return output
+        fault = self._answers.fault(output.text, output.raw)
+        return output if fault is None else replace(output, error=fault)
 
     def _write(self, part_idx: int) -> None:
         part = self._open_parts.pop(part_idx)

@@ -4,55 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
 from batchllm_operator.spec.limits import check_values, shown
+from batchllm_operator.spec.prompt import PromptSpec
 from batchllm_operator.spec.secrets import find_secrets
 from batchllm_operator.spec.sections import (
     InputSpec,
     ModelSpec,
     NonEmpty,
     OutputSpec,
-    PromptSpec,
     SamplingSpec,
     Section,
 )
+from batchllm_operator.spec.tasks import Labels, Task, check_task, fill_task, output_columns
 
 SPEC_VERSION: Final = 1
-OUTPUT_COLUMNS: Final = (
-    *("generated_text", "finish_reason", "num_prompt_tokens", "num_cached_tokens"),
-    *("num_output_tokens", "error", "model", "run_id"),
-)
-"""Columns that a job adds to the output table; keys and carried columns may not use these names."""
-
-CLASSIFY_COLUMNS: Final = ("label", "probability", "probabilities", "logit_margin")
-"""Further columns of a job that classifies; `score` beside them if its labels have values."""
-
-MAX_LABELS: Final = 128
-"""As many as vLLM gives the log-probabilities of."""
 ROUNDING_ENGINE_FIELDS: Final = {
     *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_memory_bytes"),
     *("tensor_parallel_size", "replicas", "enforce_eager", "block_size"),
     *("scheduler", "attention", "profile"),
 }
 """Fields of `EngineSpec` that change outputs only by the rounding of sums."""
-
-
-def _as_labels(value: object) -> object:
-    """A list of labels is a mapping of each to itself."""
-    if isinstance(value, list | tuple):
-        if len(set(map(str, value))) < len(value):
-            raise ValueError("names a label twice")
-        return {each: each for each in value}
-    return value
-
-
-def _by_name(labels: dict[str, Any]) -> dict[str, Any]:
-    """In an order that a stored spec keeps: JSON's objects have none."""
-    return dict(sorted(labels.items()))
 
 
 class JobSpec(Section):
@@ -70,14 +46,10 @@ class JobSpec(Section):
     """The model that generates."""
     sampling: SamplingSpec = SamplingSpec()
     """How tokens are chosen; greedy by default."""
-    task: Literal["generate", "classify"] = "generate"
+    task: Task = "generate"
     """`generate` a text, or `classify`: choose one of `labels` by the probabilities of the tokens
     with which their answers begin, in one step without decoding. `sampling` is left out then."""
-    labels: Annotated[
-        dict[NonEmpty, NonEmpty],
-        AfterValidator(_by_name),
-        BeforeValidator(_as_labels, json_schema_input_type=dict[str, str] | tuple[str, ...]),
-    ] = Field(default_factory=dict)
+    labels: Labels = Field(default_factory=dict)
     """Labels of `classify`: a list, or a mapping of each label to the text with which the model
     would answer (such as `" yes"`, with a space, after a prompt that ends without one). From 2 to
     128, whose answers begin with different tokens. Output columns have them by name."""
@@ -100,6 +72,7 @@ class JobSpec(Section):
     """Take outputs from what the job has committed before, where a row's prompt, the model and the
     sampling are the same: from the partition itself, or the latest before it (by name). Only with
     greedy sampling."""
+    later_fields = frozenset({"task", "labels", "label_values"})
 
     @model_validator(mode="before")
     @classmethod
@@ -115,31 +88,11 @@ class JobSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_task(cls, data: object) -> object:
-        """What `classify` implies: one token, and labels of the values."""
-        if not isinstance(data, dict) or data.get("task") != "classify":
-            return data
-        values = data.get("label_values")
-        implied: dict[str, object] = {"sampling": {"max_tokens": 1}}
-        if isinstance(values, dict):
-            implied["labels"] = list(values)
-        return implied | data
+        return fill_task(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _check_task(self) -> JobSpec:
-        if self.task == "generate":
-            if self.labels or self.label_values:
-                raise ValueError("labels and label_values are for task: classify")
-            return self
-        if not 2 <= len(self.labels) <= MAX_LABELS:
-            raise ValueError(f"labels: task classify needs from 2 to {MAX_LABELS}")
-        if len(set(self.labels.values())) < len(self.labels):
-            raise ValueError("labels: two of them have the same answer")
-        if self.label_values and set(self.label_values) != set(self.labels):
-            raise ValueError("label_values: must have a number for each of labels, and no others")
-        if self.sampling != SamplingSpec(max_tokens=1):
-            raise ValueError(
-                "sampling: task classify reads the probabilities of one token; leave sampling out"
-            )
+        check_task(self)
         return self
 
     @model_validator(mode="after")
@@ -192,8 +145,6 @@ class JobSpec(Section):
         }
         if not self.reuse_outputs:  # as in releases without this field
             neutral["reuse_outputs"] = True
-        if self.task == "generate":
-            neutral |= dict.fromkeys(("task", "labels", "label_values"), True)
         settings = self.model_dump(mode="json", exclude=neutral)
         if self.planner.num_shards is None:  # as in releases where that meant 1
             settings["planner"]["num_shards"] = 1
@@ -202,11 +153,9 @@ class JobSpec(Section):
 
     @property
     def output_columns(self) -> tuple[str, ...]:
-        """Columns that the job itself writes, in their order."""
-        if self.task == "generate":
-            return OUTPUT_COLUMNS
-        scores = ("score",) if self.label_values else ()
-        return (OUTPUT_COLUMNS[0], *CLASSIFY_COLUMNS, *scores, *OUTPUT_COLUMNS[1:])
+        """Columns that the job itself writes, in their order; keys and carried columns may not use
+        these names."""
+        return output_columns(self)
 
     @property
     def kept_columns(self) -> tuple[str, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from string import Formatter
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -13,8 +12,10 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -27,41 +28,6 @@ def _as_list(value: object) -> object:
     if not isinstance(value, str | list | tuple):
         raise ValueError("must be text or a list of texts")
     return [value] if isinstance(value, str) else value
-
-
-def _check_template(template: str) -> str:
-    for column in template_columns(template):
-        if not column:
-            raise ValueError("has an empty {}: name a column, or write {{}} for braces")
-    return template
-
-
-def template_columns(template: str) -> tuple[str, ...]:
-    """Names of the columns in `template`, in order of first use.
-
-    A place is `{column}`; `{{` and `}}` are literal braces. Other features of Python's format
-    strings (attributes, indexes, conversions, formats) are refused, so that a template can only
-    insert data.
-
-    Raises:
-        ValueError: the template isn't well formed.
-    """
-    columns: dict[str, None] = {}
-    try:
-        places = list(Formatter().parse(template))
-    except ValueError:  # Python's message is obscure
-        raise ValueError(
-            "has a { or } without its other half; write {{ or }} for a brace that is text"
-        ) from None
-    for _, name, format_spec, conversion in places:
-        if name is None:
-            continue
-        if format_spec or conversion:
-            raise ValueError(f"{{{name}}} may not carry a conversion or a format")
-        if any(mark in name for mark in ".[]"):
-            raise ValueError(f"{{{name}}} may not reach into a value; name a column")
-        columns[name] = None
-    return tuple(columns)
 
 
 def _check_address(uri: str) -> str:
@@ -95,13 +61,15 @@ def _check_distinct(columns: tuple[str, ...]) -> tuple[str, ...]:
 
 MAX_COUNT: Final = (1 << 31) - 1
 MAX_BYTES: Final = (1 << 63) - 1
+MAX_SAMPLES: Final = 1024
+MAX_LOGPROBS: Final = 20
+"""As many as vLLM gives by default."""
 _LIST: Final = BeforeValidator(_as_list, json_schema_input_type=str | tuple[str, ...])
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Int64 = Annotated[int, Field(ge=-MAX_BYTES - 1, le=MAX_BYTES)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[str, ...], _LIST]
 TableUri = Annotated[str, Field(min_length=1), AfterValidator(_check_address)]
-Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
 
 
 def _kinds(annotation: object) -> Iterator[object]:
@@ -122,6 +90,19 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    later_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that earlier releases lack. The stored form leaves them out at their defaults, so that
+    plans and identities of specs without them stay the same."""
+
+    @model_serializer(mode="wrap")
+    def _without_later_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        stored: dict[str, Any] = handler(self)
+        for name in self.later_fields:
+            field = type(self).model_fields[name]
+            if getattr(self, name) == field.get_default(call_default_factory=True):
+                stored.pop(name, None)
+        return stored
 
     @field_validator("*", mode="before")
     @classmethod
@@ -178,29 +159,6 @@ class InputSpec(Section):
     """Conditions that a row must meet to take part."""
 
 
-class PromptSpec(Section):
-    """How a row becomes a prompt."""
-
-    system: str | None = None
-    """Constant text that comes first in every prompt (braces are literal): the system
-    message when `chat_template` is on, else put before the template as it is."""
-    template: Template
-    """Text with `{column}` places; `{{` and `}}` are literal braces. Put the columns
-    that many rows share first: what comes first can be shared. Text is placed as it is; integers
-    and decimals as plain digits, floats by the fewest digits (0.1, 3.0, 1e+20), booleans as `true`
-    and `false`, dates and times as in ISO 8601 (in UTC if they have a time zone), lists of these as
-    JSON. A null, NaN or infinity fails its row; a column of anything else is refused.
-    Values mean nothing here, but text that spells a special token of the model (`<|im_start|>`)
-    becomes that token, as in vLLM itself. Untrusted rows can end a chat's turn and begin another
-    that way: remove such text from them first."""
-    chat_template: bool = False
-    """Wrap the prompt in the model's chat template, as one user message."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return template_columns(self.template)
-
-
 class ModelSpec(Section):
     """The model that generates."""
 
@@ -237,11 +195,24 @@ class SamplingSpec(Section):
     """Token ids at which generation ends."""
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says; for benchmarks."""
+    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    """Answers to each row, in the column `generated_texts`; more than one needs a `temperature`.
+    Their prompt is computed once."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Adds the columns `mean_logprob` and `token_logprobs`, of the tokens that were generated; with
+    1 or more `top_logprobs` too, of as many likeliest tokens in each place."""
+    later_fields = frozenset({"n", "logprobs"})
 
     @model_validator(mode="after")
     def _check_lengths(self) -> SamplingSpec:
         if self.min_tokens > self.max_tokens:
             raise ValueError("min_tokens is above max_tokens")
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(
+                "n: greedy sampling gives the same answer each time; set a temperature above 0"
+            )
+        if self.n > 1 and self.logprobs is not None:
+            raise ValueError("logprobs: are given for one answer a row, so leave out n or logprobs")
         return self
 
     @property

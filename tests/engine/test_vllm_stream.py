@@ -55,7 +55,6 @@ class DoubledEngine(vllm_engine.VLLMEngine):  # type: ignore[misc,name-defined]
         super().__init__(fake_spec("/no/lake"), EngineJob(64))
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
-        self._params = vllm_engine.sampling_params(spec.sampling)
         self._engine = self.llm
 
 

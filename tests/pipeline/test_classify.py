@@ -9,17 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.fake_job import DS, document_rows, expected_prompt, fake_spec, job_fields, write_table
+from support.answers_job import asking, published, run_and_commit
+from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 from support.lake_tables import LAKES
 
-from batchllm_operator.artifacts.stored_plan import StoredPlan
-from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.engine.fake import fake_logprobs
 from batchllm_operator.errors import SpecError
-from batchllm_operator.lake import open_table
 from batchllm_operator.plan.stage import plan_job
-from batchllm_operator.run.stage import run_shard
-from batchllm_operator.spec import JobSpec, parse_spec
+from batchllm_operator.spec import JobSpec
 
 NEXT = "2026-02-01"
 LABELS = {"relevant": "yes", "partly": "so", "irrelevant": "no"}
@@ -27,25 +24,7 @@ VALUES = {"1": 1.0, "2": 2.0, "5": 5.0}
 
 
 def classifying(folder: Path | str, **changes: Any) -> JobSpec:
-    fields = {**job_fields(str(folder)), "task": "classify"}
-    del fields["sampling"]
-    return parse_spec({**fields, **changes}, source="test spec")
-
-
-def run_and_commit(spec: JobSpec, ds: str = DS) -> StoredPlan:
-    plan = plan_job(spec, ds)
-    for shard_idx in range(len(plan.manifest.shards)):
-        run_shard(plan.folder.uri, shard_idx)
-    commit_run(plan.folder.uri)
-    return plan
-
-
-def published(spec: JobSpec, ds: str = DS) -> list[dict[str, Any]]:
-    table = open_table(spec.output.uri, spec.input.partition_column)
-    rows: list[dict[str, Any]] = []
-    for batch in table.scan(table.snapshot(ds), ["row_key", *spec.output_columns]):
-        rows += batch.to_pylist()
-    return rows
+    return asking(folder, **{"task": "classify", **changes})
 
 
 def check_row(found: dict[str, Any], row: dict[str, Any], labels: list[str]) -> None:

@@ -1,0 +1,78 @@
+"""All that a job asks for beside a text, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from batchllm_operator.answers.labels import LabelColumns
+from batchllm_operator.answers.logprobs import LogprobColumns
+from batchllm_operator.answers.samples import SampleColumns
+from batchllm_operator.spec import JobSpec
+
+
+class Kind(Protocol):
+    """One thing that a job may ask for. Its columns are derived when rows are committed."""
+
+    @property
+    def raw_fields(self) -> Sequence[pa.Field]:
+        """What parts keep of it, beside a text: as the engine says it."""
+
+    @property
+    def fields(self) -> Sequence[pa.Field]:
+        """Columns of the output table, named as in `JobSpec.output_columns`."""
+
+    def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
+        """The columns `fields`, by name, and others that it replaces; null without an answer.
+
+        Args:
+            outputs: rows with the columns of a part and `raw_fields`.
+        """
+
+    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
+        """The row error (`code: explanation`) of an answer that can't be used, or None.
+
+        Args:
+            text: the answer's.
+            raw: its `raw_fields` by name.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The kinds of a job's answers."""
+
+    kinds: tuple[Kind, ...]
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Answers:
+        kinds: list[Kind] = []
+        if spec.task == "classify":
+            kinds.append(LabelColumns(spec.labels, spec.label_values))
+        if spec.sampling.n > 1:
+            kinds.append(SampleColumns())
+        if spec.sampling.logprobs is not None:
+            kinds.append(LogprobColumns(spec.sampling.logprobs))
+        return cls(tuple(kinds))
+
+    @property
+    def raw_fields(self) -> list[pa.Field]:
+        """Fields of a part, beside those of a text."""
+        return [field for kind in self.kinds for field in kind.raw_fields]
+
+    @property
+    def fields(self) -> list[pa.Field]:
+        """Columns of the output table, beside those of a text."""
+        return [field for kind in self.kinds for field in kind.fields]
+
+    def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
+        """See `Kind.columns`."""
+        return {name: each for kind in self.kinds for name, each in kind.columns(outputs).items()}
+
+    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
+        """See `Kind.fault`."""
+        found = (kind.fault(text, raw) for kind in self.kinds)
+        return next((fault for fault in found if fault is not None), None)

@@ -1,0 +1,91 @@
+"""vLLM's parameters for what a job asks, and its outputs as the engine protocol's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from batchllm_operator.answers.labels import LOGPROBS_FIELD
+from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
+from batchllm_operator.answers.samples import TEXTS_FIELD
+from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.spec import SamplingSpec
+
+_ENDS: Final = ("stop", "length")
+
+
+class GeneratedAnswers:
+    """Answers of a model that generates.
+
+    Attributes:
+        params: vLLM's parameters of each request.
+        num_samples: vLLM's requests for each of ours.
+
+    Raises:
+        ValueError: vLLM refuses the sampling parameters.
+    """
+
+    def __init__(self, sampling: SamplingSpec, job: EngineJob) -> None:
+        self._sampling, self._label_token_ids = sampling, job.label_token_ids
+        self.params = sampling_params(sampling, job.label_token_ids)
+        self.num_samples = sampling.n
+
+    def convert(self, request: EngineRequest, output: Any) -> EngineOutput:
+        """The output of a finished request."""
+        ends = [completion.finish_reason for completion in output.outputs]
+        if wrong := [end for end in ends if end not in _ENDS]:
+            return EngineOutput.failed(request, f"vLLM ended it with {wrong[0]!r}")
+        return EngineOutput(
+            request_idx=request.request_idx,
+            text=output.outputs[0].text,
+            finish_reason="length" if "length" in ends else "stop",
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=output.num_cached_tokens or 0,
+            num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
+            error=None,
+            raw=self._raw(output.outputs),
+        )
+
+    def _raw(self, completions: Sequence[Any]) -> dict[str, Any]:
+        raw: dict[str, Any] = {}
+        first = completions[0]
+        if self._label_token_ids:
+            found = first.logprobs[0]
+            raw[LOGPROBS_FIELD.name] = [found[each].logprob for each in self._label_token_ids]
+        if self._sampling.n > 1:
+            raw[TEXTS_FIELD.name] = [completion.text for completion in completions]
+        if (num_top := self._sampling.logprobs) is not None:
+            places = list(zip(first.token_ids, first.logprobs, strict=True))
+            raw[TOKENS_FIELD.name] = [found[token_id].logprob for token_id, found in places]
+            if num_top:
+                raw[TOP_FIELD.name] = [_likeliest(found, num_top) for _, found in places]
+        return raw
+
+
+def _likeliest(found: Mapping[int, Any], num_top: int) -> list[dict[str, Any]]:
+    """vLLM gives the token that was chosen, too, which may be none of them."""
+    ranked = sorted(found.values(), key=lambda each: each.rank)[:num_top]
+    return [{"token": each.decoded_token, "logprob": each.logprob} for each in ranked]
+
+
+def sampling_params(sampling: SamplingSpec, label_token_ids: Sequence[int] = ()) -> SamplingParams:
+    """vLLM's sampling parameters, with finished outputs only, and logprobs of some tokens."""
+    return SamplingParams(
+        n=sampling.n,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        logprob_token_ids=list(label_token_ids) or None,
+    )

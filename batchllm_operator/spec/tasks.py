@@ -1,0 +1,93 @@
+"""What a job asks of the model: the rules of each task, and the columns that its answers fill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator
+
+from batchllm_operator.spec.sections import NonEmpty, SamplingSpec
+
+if TYPE_CHECKING:
+    from batchllm_operator.spec.model import JobSpec
+
+Task = Literal["generate", "classify"]
+MAX_LABELS: Final = 128
+"""As many as vLLM gives the log-probabilities of."""
+_AFTER: Final = (
+    *("finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+    *("error", "model", "run_id"),
+)
+
+
+def _as_labels(value: object) -> object:
+    """A list of labels is a mapping of each to itself."""
+    if isinstance(value, list | tuple):
+        if len(set(map(str, value))) < len(value):
+            raise ValueError("names a label twice")
+        return {each: each for each in value}
+    return value
+
+
+def _by_name(labels: dict[str, Any]) -> dict[str, Any]:
+    """In an order that a stored spec keeps: JSON's objects have none."""
+    return dict(sorted(labels.items()))
+
+
+Labels = Annotated[
+    dict[NonEmpty, NonEmpty],
+    AfterValidator(_by_name),
+    BeforeValidator(_as_labels, json_schema_input_type=dict[str, str] | tuple[str, ...]),
+]
+
+
+def fill_task(data: dict[str, object]) -> dict[str, object]:
+    """The fields of a spec, with what its task implies: of `classify`, one token, and labels."""
+    if data.get("task") != "classify":
+        return data
+    values = data.get("label_values")
+    implied: dict[str, object] = {"sampling": {"max_tokens": 1}}
+    if isinstance(values, dict):
+        implied["labels"] = list(values)
+    return implied | data
+
+
+def check_task(spec: JobSpec) -> None:
+    """Raise ValueError if a field doesn't go with the task."""
+    if spec.task == "classify":
+        _check_classify(spec)
+    elif spec.labels or spec.label_values:
+        raise ValueError("labels and label_values are for task: classify")
+
+
+def _check_classify(spec: JobSpec) -> None:
+    if not 2 <= len(spec.labels) <= MAX_LABELS:
+        raise ValueError(f"labels: task classify needs from 2 to {MAX_LABELS}")
+    if len(set(spec.labels.values())) < len(spec.labels):
+        raise ValueError("labels: two of them have the same answer")
+    if spec.label_values and set(spec.label_values) != set(spec.labels):
+        raise ValueError("label_values: must have a number for each of labels, and no others")
+    if spec.sampling != SamplingSpec(max_tokens=1):
+        raise ValueError(
+            "sampling: task classify reads the probabilities of one token; leave sampling out"
+        )
+
+
+def output_columns(spec: JobSpec) -> tuple[str, ...]:
+    """Columns that the job itself writes, in their order."""
+    return ("generated_text", *_answer_columns(spec), *_AFTER)
+
+
+def _answer_columns(spec: JobSpec) -> Iterator[str]:
+    """Those that not every job has."""
+    if spec.task == "classify":
+        yield from ("label", "probability", "probabilities", "logit_margin")
+        if spec.label_values:
+            yield "score"
+    if spec.sampling.n > 1:
+        yield "generated_texts"
+    if spec.sampling.logprobs is not None:
+        yield from ("mean_logprob", "token_logprobs")
+        if spec.sampling.logprobs:
+            yield "top_logprobs"

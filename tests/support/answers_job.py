@@ -1,0 +1,39 @@
+"""Runs whole jobs with the fake engine, and reads what they have published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.fake_job import DS, job_fields
+
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.lake import open_table
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
+from batchllm_operator.spec import JobSpec, parse_spec
+
+
+def asking(folder: Path | str, **changes: Any) -> JobSpec:
+    """The spec of a job without sampling; `changes` are of its fields."""
+    fields = job_fields(str(folder))
+    del fields["sampling"]
+    return parse_spec({**fields, **changes}, source="test spec")
+
+
+def run_and_commit(spec: JobSpec, ds: str = DS) -> StoredPlan:
+    plan = plan_job(spec, ds)
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    commit_run(plan.folder.uri)
+    return plan
+
+
+def published(spec: JobSpec, ds: str = DS) -> list[dict[str, Any]]:
+    """The rows of the output table: the key `row_key` and the job's own columns."""
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    rows: list[dict[str, Any]] = []
+    for batch in table.scan(table.snapshot(ds), ["row_key", *spec.output_columns]):
+        rows += batch.to_pylist()
+    return rows
