@@ -88,7 +88,7 @@ class EngineOutput:
     """`stop` or `length`; None if the engine couldn't serve it."""
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens whose KV was in the cache."""
+    """Prompt tokens whose KV was in the cache; of several answers, for the first one."""
     num_output_tokens: int
     error: str | None
     raw: Mapping[str, Any] = field(default_factory=dict)

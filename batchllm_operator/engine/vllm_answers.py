@@ -13,6 +13,7 @@ from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
 from batchllm_operator.answers.samples import TEXTS_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
 from batchllm_operator.spec import SamplingSpec
+from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 
 _ENDS: Final = ("stop", "length")
 
@@ -33,7 +34,25 @@ class GeneratedAnswers:
         self.params = sampling_params(sampling, job.label_token_ids)
         self.num_samples = sampling.n
 
-    def convert(self, request: EngineRequest, output: Any) -> EngineOutput:
+    def hints(self, request: EngineRequest) -> RequestHints:
+        """What our scheduler should know of it."""
+        if self.num_samples > 1:
+            # All of its prompt is a prefix of its samples. What it shares with other requests is
+            # found in the cache, and counted as shared with the group before.
+            return RequestHints(
+                group_id=request.request_idx,
+                num_prefix_tokens=len(request.prompt_token_ids),
+                group_size=self.num_samples,
+                num_output_tokens=request.num_output_tokens,
+            )
+        return RequestHints(
+            group_id=request.group_id,
+            num_prefix_tokens=request.num_prefix_tokens,
+            group_size=request.group_size,
+            num_output_tokens=request.num_output_tokens,
+        )
+
+    def convert(self, request: EngineRequest, output: Any, num_cached_tokens: int) -> EngineOutput:
         """The output of a finished request."""
         ends = [completion.finish_reason for completion in output.outputs]
         if wrong := [end for end in ends if end not in _ENDS]:
@@ -43,7 +62,7 @@ class GeneratedAnswers:
             text=output.outputs[0].text,
             finish_reason="length" if "length" in ends else "stop",
             num_prompt_tokens=len(request.prompt_token_ids),
-            num_cached_tokens=output.num_cached_tokens or 0,
+            num_cached_tokens=num_cached_tokens,
             num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
             error=None,
             raw=self._raw(output.outputs),

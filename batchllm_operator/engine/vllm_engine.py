@@ -27,7 +27,7 @@ from batchllm_operator.engine.vllm_logs import configure_logs, drop_broken_prelo
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
-from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 
 # vLLM reads these when it is imported. The first keeps the engine in this process, the others keep
 # a batch job from phoning home. A user's own setting wins.
@@ -86,8 +86,9 @@ class VLLMEngine:
         with attention_chosen(spec.engine.attention):
             self._start(spec, self._args)
         config = self._engine.vllm_config
-        self.max_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
+        self._most_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
         self._in_flight: dict[str, EngineRequest] = {}
+        self._first_samples: dict[str, Any] = {}
         scheduler = self._engine.engine_core.engine_core.scheduler
         # `extra_args` may name another scheduler.
         self._scheduler = scheduler if isinstance(scheduler, BatchLLMScheduler) else None
@@ -163,8 +164,10 @@ class VLLMEngine:
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
         num_finished, exhausted = 0, False
         while not exhausted or self._in_flight:
-            num_wanted = num_to_feed(len(self._in_flight), num_finished, self.max_in_flight)
-            for _ in range(0 if exhausted else num_wanted):
+            # Of vLLM's requests: each answer to one of ours is one.
+            num_held = self._engine.get_num_unfinished_requests()
+            num_wanted = num_to_feed(num_held, num_finished, self._most_in_flight)
+            for _ in range(0 if exhausted else -(-num_wanted // self._answers.num_samples)):
                 request = next(requests, None)
                 if request is None:
                     exhausted = True
@@ -172,14 +175,20 @@ class VLLMEngine:
                 refusal = self.add(request)
                 if refusal is not None:
                     yield refusal
+            num_held = self._engine.get_num_unfinished_requests()
             outputs = self.step() if self._in_flight else []
-            num_finished = len(outputs)
+            num_finished = num_held - self._engine.get_num_unfinished_requests()
             yield from outputs
 
     @property
     def device_name(self) -> str:
         """vLLM's name of its device."""
         return str(current_platform.get_device_name())
+
+    @property
+    def max_in_flight(self) -> int:
+        """Most requests that it holds at a time."""
+        return -(-self._most_in_flight // self._answers.num_samples)
 
     @property
     def num_in_flight(self) -> int:
@@ -189,24 +198,19 @@ class VLLMEngine:
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
-        params, n = self._answers.params.clone(), self._answers.num_samples
-        num_prefix_tokens = request.num_prefix_tokens
-        if n > 1 and request.group_size == 1:  # all of the prompt is shared by its samples
-            num_prefix_tokens = len(request.prompt_token_ids)
+        params = self._answers.params.clone()
         if self._scheduler is not None:
-            params.extra_args = RequestHints(
-                group_id=request.group_id,
-                num_prefix_tokens=num_prefix_tokens,
-                group_size=request.group_size * n,
-                num_output_tokens=request.num_output_tokens,
-            ).to_extra_args()
+            params.extra_args = self._answers.hints(request).to_extra_args()
         try:
-            self._engine.add_request(str(request.request_idx), prompt, params)
+            name = self._engine.add_request(str(request.request_idx), prompt, params)
         # vLLM checks a request before it takes it, with errors of several families. The fault is
         # the request's, so the engine goes on.
         except Exception as error:  # noqa: BLE001
             return EngineOutput.failed(request, one_line(error))
         self._in_flight[str(request.request_idx)] = request
+        if self._answers.num_samples > 1:
+            states = self._engine.output_processor.request_states
+            self._first_samples[str(request.request_idx)] = states[f"0_{name}"]
         return None
 
     def step(self) -> list[EngineOutput]:
@@ -223,8 +227,13 @@ class VLLMEngine:
             # The frames hold the dead engine and its memory, which the next one will need.
             traceback.clear_frames(error.__traceback__)
             raise EngineDiedError(one_line(error), list(self._in_flight.values())) from error
-        answers, in_flight = self._answers, self._in_flight
-        return [answers.convert(in_flight.pop(each.request_id), each) for each in finished]
+        return [self._take(output) for output in finished]
+
+    def _take(self, output: Any) -> EngineOutput:
+        # Of several samples, vLLM says what the last one found, which the first has computed.
+        first = self._first_samples.pop(output.request_id, output)
+        request = self._in_flight.pop(output.request_id)
+        return self._answers.convert(request, output, first.num_cached_tokens or 0)
 
     @contextmanager
     def unpaced(self) -> Iterator[Any]:
@@ -289,6 +298,8 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
             "block_size": CPU_BLOCK_SIZE,
         }
         args |= {name: value for name, value in on_cpu.items() if args[name] is None}
+        if spec.sampling.seed is not None and not spec.sampling.is_greedy:
+            args["enable_chunked_prefill"] = False  # there vLLM dies of a seeded prompt in pieces
     elif engine.scheduler == "batchllm" and args["max_num_seqs"] is None:
         args["max_num_seqs"] = _GPU_MAX_NUM_SEQS  # an upper bound; memory decides
     args |= attention_args(spec, inspect.signature(EngineArgs).parameters)

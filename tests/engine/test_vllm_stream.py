@@ -34,6 +34,9 @@ class DoubleLLM:
             raise ValueError("the prompt is empty")
         self.held.append(request_id)
 
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.held)
+
     def step(self) -> list[Any]:
         assert self.held, "a step without requests"
         num = self._finishes[len(self.held_at_steps) % len(self._finishes)]

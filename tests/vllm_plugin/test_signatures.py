@@ -43,6 +43,7 @@ SCHEDULER = f"{CORE}.sched.scheduler:Scheduler"
 ASYNC_SCHEDULER = f"{CORE}.sched.async_scheduler:AsyncScheduler"
 QUEUE = f"{CORE}.sched.request_queue:FCFSRequestQueue"
 POOL = f"{CORE}.block_pool:BlockPool"
+ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
 CONFIG = "vllm.config"
 KV = "vllm.v1.kv_cache_interface"
 ATTENTION = "vllm.v1.attention.backend"
@@ -211,7 +212,10 @@ CALLS = (
         "vllm.v1.attention.ops.triton_reshape_and_cache_flash:triton_reshape_and_cache_flash",
         (*CACHE_WRITE, "k_scale", "v_scale"),
     ),
-    Call("vllm.v1.engine.llm_engine:LLMEngine.collective_rpc", ("method",)),
+    # the engine in this process
+    Call(f"{ENGINE}.collective_rpc", ("method",)),
+    Call(f"{ENGINE}.add_request", ("request_id", "prompt", "params")),
+    Call(f"{ENGINE}.get_num_unfinished_requests"),
     # the KV connector's overrides
     Call(CONNECTOR, ("vllm_config", "role", "kv_cache_config")),
     Call(f"{CONNECTOR}.get_num_new_matched_tokens", ("request", "num_computed_tokens")),
