@@ -107,4 +107,5 @@ def sampling_params(sampling: SamplingSpec, label_token_ids: Sequence[int] = ())
         logprobs=sampling.logprobs,
         output_kind=RequestOutputKind.FINAL_ONLY,
         logprob_token_ids=list(label_token_ids) or None,
+        detokenize=not label_token_ids,  # the label is the text
     )

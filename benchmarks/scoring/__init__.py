@@ -1,0 +1,1 @@
+"""A label for each row by one step, against generating it as text."""

@@ -1,0 +1,120 @@
+"""Run as a script: one policy over one job, its time and what it answered.
+
+    python -m benchmarks.scoring.engine_child JOB RESULT
+
+JOB is JSON: `plan` (a plan's folder, for ours) or `prompts` (token ids of each row, for vLLM's
+`LLM.generate`), with `engine` (vLLM's arguments) and `params` (of its sampling). The start of the
+engine and a first prompt aren't timed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Stopwatch:
+    """Wall and CPU seconds of this process, and the part of both that schedules."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.cpu_s = self.scheduling_s = 0.0
+        self.num_steps = 0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        wall_at, cpu_at = self._began
+        self.wall_s += time.perf_counter() - wall_at
+        self.cpu_s += time.process_time() - cpu_at
+
+    def watch(self, scheduler: Any) -> None:
+        """Time the scheduler's own work in each step, from now on."""
+        self.scheduling_s, self.num_steps = 0.0, 0
+        for name in ("schedule", "get_grammar_bitmask"):
+            setattr(scheduler, name, self._timed(getattr(scheduler, name), name == "schedule"))
+
+    def _timed(self, call: Any, is_step: bool) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return call(*args, **options)
+            finally:
+                self.scheduling_s += time.thread_time() - began_s
+                self.num_steps += is_step
+
+        return timed
+
+    def result(self) -> dict[str, float]:
+        return {
+            "wall_s": round(self.wall_s, 3),
+            "cpu_s": round(self.cpu_s, 3),
+            "steps": self.num_steps,
+            "sched_ms_per_step": round(1e3 * self.scheduling_s / max(1, self.num_steps), 3),
+        }
+
+
+def stock(job: dict[str, Any]) -> dict[str, Any]:
+    """`LLM.generate` over the prompts, in their order."""
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over it: see VLLMEngine
+    llm = LLM(disable_log_stats=True, **job["engine"])
+    given = dict(job["params"])
+    if schema := given.pop("schema", None):
+        given["structured_outputs"] = StructuredOutputsParams(json=schema)
+    params = SamplingParams(temperature=0.0, **given)
+    llm.generate(["warm-up"], params, use_tqdm=False)
+    prompts = [{"prompt_token_ids": each} for each in job["prompts"]]
+    watch = Stopwatch()
+    watch.watch(llm.llm_engine.engine_core.engine_core.scheduler)
+    with watch:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    wanted = given.get("logprob_token_ids") or ()
+    return {
+        **watch.result(),
+        "texts": [each.outputs[0].text for each in outputs],
+        "logprobs": [
+            [each.outputs[0].logprobs[0][token_id].logprob for token_id in wanted]
+            for each in outputs
+        ],
+        "finish_reasons": [each.outputs[0].finish_reason for each in outputs],
+        "num_cached_tokens": sum(each.num_cached_tokens or 0 for each in outputs),
+    }
+
+
+def ours(job: dict[str, Any]) -> dict[str, Any]:
+    """All shards of a plan, with parts written; the answers are in the lake."""
+    from batchllm_operator.engine import EngineJob, EngineOutput, EngineRequest
+    from batchllm_operator.engine.vllm_engine import VLLMEngine
+    from batchllm_operator.run.stage import run_worker
+    from batchllm_operator.spec import JobSpec
+
+    watch = Stopwatch()
+
+    class TimedEngine(VLLMEngine):  # type: ignore[misc]
+        def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
+            watch.watch(self.llm_engine.engine_core.engine_core.scheduler)
+            with watch:
+                yield from super().stream(requests)
+
+    def start(spec: JobSpec, engine_job: EngineJob) -> TimedEngine:
+        return TimedEngine(spec, engine_job)
+
+    run_worker(job["plan"], 0, 1, start=start)
+    return watch.result()
+
+
+def main(job_path: str, result_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    result = ours(job) if "plan" in job else stock(job)
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
