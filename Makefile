@@ -43,7 +43,7 @@ help: ## Show this list
 setup: ## Make .venv with the CPU builds of torch and vLLM, Airflow and this package
 	@scripts/setup.sh
 
-demo: setup ## Run the job daily_snippets for one date on a small lake table
+demo: setup ## Run two jobs for one date on a small lake table: snippets, and a ranking (MODEL=, DS=)
 	@bash scripts/demo.sh
 
 airflow: setup ## Run Airflow with the example DAGs here until Ctrl-C (PORT=8080)

@@ -1,4 +1,4 @@
-"""Every day: how well each document answers its query; the rows of a query share its prefix."""
+"""Every day: a score of how well each document answers its query, whose rows share its prefix."""
 
 import os
 from datetime import UTC, datetime, timedelta
