@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from batchllm_operator.errors import ModelError
+from batchllm_operator.model.chat_template import ChatTemplate
 from batchllm_operator.model.stored_tokenizer import fingerprint
 from batchllm_operator.spec import ModelSpec
 
@@ -70,43 +70,9 @@ class TransformersTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
 
-    def render_chats(self, texts: Sequence[str], system: str | None, ds: str) -> list[str]:
-        """Each text as a user's message after the system's, rendered by the chat template.
-
-        Args:
-            texts: the users' messages.
-            system: the system's message, if any.
-            ds: the date, for templates that ask for it, so that a plan can be repeated.
-
-        Raises:
-            ModelError: the chat template refuses a text, or asks for a date and `ds` isn't one.
-        """
-        from jinja2 import TemplateError  # transformers renders chat templates with it
-
-        head = [] if system is None else [{"role": "system", "content": system}]
-
-        def format_date(date_format: str) -> str:
-            try:
-                return datetime.date.fromisoformat(ds).strftime(date_format)
-            except ValueError as error:
-                raise ModelError(
-                    f"model {self._path}: its chat template asks for the date, and partition"
-                    f" {ds!r} isn't one (YYYY-MM-DD); set prompt.chat_template: false"
-                ) from error
-
-        try:
-            chats: list[str] = self._tokenizer.apply_chat_template(
-                [[*head, {"role": "user", "content": text}] for text in texts],
-                tokenize=False,
-                add_generation_prompt=True,
-                strftime_now=format_date,
-            )
-        except TemplateError as error:
-            raise ModelError(
-                f"model {self._path}: its chat template refuses the prompt: {error}; change"
-                " prompt.system, or set prompt.chat_template: false"
-            ) from error
-        return chats
+    def chat_template(self, ds: str, arguments: Mapping[str, Any]) -> ChatTemplate:
+        """Its chat template; see there."""
+        return ChatTemplate(self._tokenizer, self._path, ds, arguments)
 
     def _fingerprint(self, chat_template: str) -> str:
         """The fingerprint by the backend, or by class and vocabulary without one."""

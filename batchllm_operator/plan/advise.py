@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchllm_operator.artifacts.stored_plan import check_partition
 from batchllm_operator.engine.gpus import block_size_of
-from batchllm_operator.errors import EmptyPartitionError
+from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.plan.column_orders import column_orders, take_apart
 from batchllm_operator.plan.input_checks import check_columns, describe_empty
@@ -42,6 +42,11 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
         EmptyPartitionError: there are no rows.
     """
     check_partition(ds)
+    if spec.prompt.template is None:
+        raise SpecError(
+            f"prompt.{spec.prompt.field}: advice is on the order of columns in prompt.template,"
+            " which this job doesn't have"
+        )
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     check_columns(spec, table, snapshot)
@@ -69,6 +74,7 @@ def _try_orders(
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
+    assert spec.prompt.template is not None  # checked by `advise`
     taken_apart = take_apart(spec.prompt.template)
     orders = {
         taken_apart.template(order): order for order in column_orders(len(taken_apart.columns))

@@ -11,7 +11,7 @@ import pyarrow as pa
 from batchllm_operator.artifacts.row_keys import check_key_types
 from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
 from batchllm_operator.lake import LakeTable, Snapshot, listed_columns, row_condition
-from batchllm_operator.prompts import has_text
+from batchllm_operator.prompts import has_messages, has_text
 from batchllm_operator.spec import JobSpec
 
 _MAX_NAMED: Final = 3  # partitions
@@ -38,7 +38,7 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
         KeyColumnError, TableError: a key or filter column can't be compared.
     """
     places = {
-        "prompt.template": spec.prompt.columns,
+        f"prompt.{spec.prompt.field}": spec.prompt.columns,
         "input.key": spec.input.key,
         "output.carry": spec.output.carry,
         "input.filter": tuple(term.column for term in spec.input.filter),
@@ -55,11 +55,18 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     row_condition(table.uri, spec.input.filter, snapshot.schema)
     for column in spec.prompt.columns:
         kind = snapshot.schema.field(column).type
-        if not has_text(kind):
+        if spec.prompt.messages is not None:
+            if not has_messages(kind):
+                raise SpecError(
+                    f"prompt.messages: column {column!r} of table {table.uri} holds {kind}; it"
+                    " must be a list of structs with role and content, without dates or bytes, or"
+                    " such a list as JSON text"
+                )
+        elif not has_text(kind):
             raise SpecError(
-                f"prompt.template: column {column!r} of table {table.uri} holds {kind}; only text,"
-                " numbers, booleans, dates, times and lists of these can be placed: cast it to one"
-                " of them in the table"
+                f"prompt.{spec.prompt.field}: column {column!r} of table {table.uri} holds {kind};"
+                " only text, numbers, booleans, dates, times and lists of these can be placed: cast"
+                " it to one of them in the table"
             )
     for column in spec.planner.estimate_columns:
         kind = snapshot.schema.field(column).type

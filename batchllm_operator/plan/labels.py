@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pyarrow as pa
-
 from batchllm_operator.errors import SpecError
-from batchllm_operator.prompts import PromptRenderer, Tokenizer
+from batchllm_operator.prompts import Tokenizer, renderer_of, sample_chat
 from batchllm_operator.spec import JobSpec
 
 
@@ -19,8 +17,11 @@ def find_label_tokens(spec: JobSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
     """
     if not spec.labels:
         return ()
-    some = pa.record_batch({name: ["x"] for name in spec.prompt.columns} or {"": ["x"]})
-    (prompt,) = PromptRenderer(spec.prompt).render(some).present()
+    some = renderer_of(spec.prompt).render(sample_chat(spec.prompt))
+    sample = tokenizer.apply_chat_template(some)
+    for error in sample.errors.values():
+        raise SpecError(f"labels: can't be tried after a message of a user: {error}")
+    (prompt,) = sample.present()
     answers = list(spec.labels.values())
     known: dict[int, str] = {}
     for (label, answer), token_id in zip(

@@ -20,7 +20,7 @@ from batchllm_operator.plan.input_checks import describe_rows
 from batchllm_operator.plan.neighbours import OneBehind, one_ahead
 from batchllm_operator.planner import PrefixSearch, PromptStore, TokenTable
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import PromptRenderer, RenderedPrompts, Tokenizer, length_fault
+from batchllm_operator.prompts import RenderedPrompts, Tokenizer, length_fault, renderer_of
 from batchllm_operator.spec import JobSpec
 
 _BYTES_AT_ONCE: Final = 4 << 20  # prompts rendered and tokenized together
@@ -79,7 +79,7 @@ def read_rows(
     """
     kept = [snapshot.schema.field(name) for name in spec.kept_columns]
     schema = pa.schema([*kept, pa.field(ERROR_COLUMN, pa.string())])
-    renderer = PromptRenderer(spec.prompt)
+    renderer = renderer_of(spec.prompt)
     where = describe_rows(spec, table, snapshot)
     num_at_once = _FIRST_ROWS
     with (
@@ -96,7 +96,7 @@ def read_rows(
             start = 0
             while start < batch.num_rows:
                 piece = batch.slice(start, num_at_once)
-                rendered = renderer.render(piece)
+                rendered = tokenizer.apply_chat_template(renderer.render(piece))
                 num_at_once = _num_at_once(rendered)
                 found = _tokenize(rendered, _estimates(spec, piece), tokenizer, rows)
                 errors |= {start + row: error for row, error in found.errors.items()}

@@ -1,5 +1,6 @@
 """From rows to token ids: the template, the tokenizer."""
 
+from batchllm_operator.prompts.chats import has_messages, renderer_of, sample_chat
 from batchllm_operator.prompts.prompt_encoder import TokenIdsDifferError
 from batchllm_operator.prompts.template import PromptRenderer, RenderedPrompts
 from batchllm_operator.prompts.tokenizer import Tokenizer, length_fault, load_tokenizer
@@ -10,7 +11,10 @@ __all__ = [
     "RenderedPrompts",
     "TokenIdsDifferError",
     "Tokenizer",
+    "has_messages",
     "has_text",
     "length_fault",
     "load_tokenizer",
+    "renderer_of",
+    "sample_chat",
 ]

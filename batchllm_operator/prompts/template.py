@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Final
@@ -34,10 +35,16 @@ class RenderedPrompts:
         return list(self.texts.drop_null().to_numpy(zero_copy_only=False))
 
 
+def rendered_prompts(texts: Sequence[str | None], errors: dict[int, str]) -> RenderedPrompts:
+    """Texts by row, with the errors of those without one."""
+    return RenderedPrompts(pa.array(texts, pa.large_string()), dict(sorted(errors.items())))
+
+
 class PromptRenderer:
     """Renders the template of a spec over batches of rows."""
 
     def __init__(self, prompt: PromptSpec) -> None:
+        assert prompt.template is not None
         # A chat template places the system text itself.
         head = "" if prompt.chat_template else (prompt.system or "")
         self._head_bytes = len(head.encode())

@@ -11,12 +11,20 @@ from typing import Final, Protocol
 import numpy as np
 
 from batchllm_operator.errors import ModelError
-from batchllm_operator.model import TransformersTokenizer, folder_digest, read_stored
+from batchllm_operator.model import (
+    ChatRefusedError,
+    ChatTemplate,
+    TransformersTokenizer,
+    folder_digest,
+    read_stored,
+)
 from batchllm_operator.planner import TokenTable
 from batchllm_operator.planner.token_table import MAX_TOKEN_ID
+from batchllm_operator.prompts.chats import INVALID_MESSAGES, read_chat, renderer_of, sample_chat
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
-from batchllm_operator.prompts.template import EMPTY_PROMPT
+from batchllm_operator.prompts.template import EMPTY_PROMPT, RenderedPrompts, rendered_prompts
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec.limits import shown
 
 PROMPT_TOO_LONG: Final = "prompt_too_long"
 _UTF8_MAX_LEN: Final = 4096
@@ -46,6 +54,12 @@ class Tokenizer(Protocol):
             ModelError: the chat template refuses a text, or the tokenizer fails at one.
         """
 
+    def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
+        """The texts of rows that are whole chats, for `encode`; other rows unchanged.
+
+        A row whose chat the template refuses gets an error.
+        """
+
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[int | None]:
         """The token with which a model begins each answer to a prompt; None if it has no tokens."""
 
@@ -71,10 +85,12 @@ class ModelTokenizer:
         folder = Path(model.path)
         if folder.is_absolute() and not _is_folder(folder):
             raise ModelError(f"model {model.path}: there is no such folder")
-        self._system, self._ds = spec.prompt.system, ds
+        self._prompt = spec.prompt
         stored = None if chat or model.trust_remote_code else read_stored(folder)
         loaded = TransformersTokenizer(model, chat=chat) if stored is None else None
-        self._chat = loaded if chat else None
+        self._chat = (
+            loaded.chat_template(ds, spec.prompt.chat_arguments) if loaded and chat else None
+        )
         own = loaded or stored
         assert own is not None
         self._decode = own.decode
@@ -88,6 +104,14 @@ class ModelTokenizer:
         self._encoder = PromptEncoder(
             own.encode, own.backend, f"model {model.path}", add_special_tokens=not chat
         )
+        if spec.prompt.turns:
+            self._check_turns(model.path)
+
+    def _check_turns(self, path: str) -> None:
+        """Refuse turns that no row can have: their roles come from the spec."""
+        sample = renderer_of(self._prompt).render(sample_chat(self._prompt))
+        for error in self.apply_chat_template(sample).errors.values():
+            raise ModelError(f"model {path}: prompt.turns: {error}")
 
     @property
     def library(self) -> str:
@@ -111,10 +135,37 @@ class ModelTokenizer:
             for whole, text in zip(after, alone, strict=True)
         ]
 
+    def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
+        if self._chat is None or not self._prompt.is_chat:
+            return prompts
+        chats = [read_chat(text) for text in prompts.present()]
+        try:
+            texts = self._chat.render(chats) if chats else []
+        except ChatRefusedError:
+            return self._one_by_one(self._chat, prompts)
+        left = iter(texts)
+        rows = prompts.texts.is_valid().to_pylist()
+        return rendered_prompts([next(left) if row else None for row in rows], prompts.errors)
+
+    def _one_by_one(self, template: ChatTemplate, prompts: RenderedPrompts) -> RenderedPrompts:
+        texts, errors = prompts.texts.to_pylist(), dict(prompts.errors)
+        for row, text in enumerate(texts):
+            try:
+                texts[row] = None if text is None else template.render([read_chat(text)])[0]
+            except ChatRefusedError as error:
+                reason = shown(" ".join(error.reason.split()))
+                texts[row], errors[row] = (
+                    None,
+                    f"{INVALID_MESSAGES}: the model's chat template refuses them: {reason}",
+                )
+        return rendered_prompts(texts, errors)
+
     def _rendered(self, texts: Sequence[str]) -> Sequence[str]:
-        if self._chat is None or not texts:
+        if self._chat is None or self._prompt.is_chat or not texts:
             return texts
-        return self._chat.render_chats(texts, self._system, self._ds)
+        system = self._prompt.system
+        head = [] if system is None else [{"role": "system", "content": system}]
+        return self._chat.render([[*head, {"role": "user", "content": text}] for text in texts])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._decode(token_ids)
@@ -128,6 +179,9 @@ class Utf8Tokenizer:
 
     def __init__(self, spec: JobSpec) -> None:
         self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
+
+    def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
+        return prompts
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
         encoded = [text.encode("utf-8", errors="replace") for text in texts]

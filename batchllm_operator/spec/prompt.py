@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from string import Formatter
-from typing import Annotated
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
-from batchllm_operator.spec.sections import Section
+from batchllm_operator.spec.limits import check_values
+from batchllm_operator.spec.sections import NonEmpty, Section
+
+Role = Literal["system", "user", "assistant", "tool", "developer"]
+SYSTEM_ROLES: Final = frozenset({"system", "developer"})
+_RESERVED: Final = frozenset(
+    {
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+        *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
+        *("return_tensors", "strftime_now", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    }
+)
+"""Arguments of the call that renders a chat."""
 
 
 def _check_template(template: str) -> str:
@@ -45,16 +58,79 @@ def template_columns(template: str) -> tuple[str, ...]:
     return tuple(columns)
 
 
+def _as_json(value: object) -> str:
+    """A value as JSON text.
+
+    A stored spec doesn't keep the order of fields, but chat templates write them out in theirs.
+    """
+    try:
+        if isinstance(value, str):
+            value = json.loads(value)
+            check_values(value)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("must be JSON: text, numbers, true, false, lists and mappings") from None
+
+
+def _as_arguments(value: object) -> str | None:
+    if value is None:
+        return None
+    text = _as_json(value)
+    arguments = json.loads(text)
+    if not isinstance(arguments, dict):
+        raise ValueError("must be a mapping of names to values")
+    if reserved := sorted(_RESERVED & set(arguments)):
+        raise ValueError(f"{reserved[0]} isn't for the template, or has a field of its own")
+    return text if arguments else None
+
+
+def _as_tools(value: object) -> str | None:
+    if value is None:
+        return None
+    text = _as_json(value)
+    tools = json.loads(text)
+    if not isinstance(tools, list):
+        raise ValueError("must be a list")
+    for idx, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or tool.get("type") != "function":
+            raise ValueError(
+                f"[{idx}] must be like {{type: function, function: {{name: ..., ...}}}}"
+            )
+    return text if tools else None
+
+
 Template = Annotated[str, Field(min_length=1), AfterValidator(_check_template)]
+_Arguments = Annotated[
+    str | None,
+    BeforeValidator(_as_arguments, json_schema_input_type=dict[str, JsonValue] | str | None),
+]
+_Tools = Annotated[
+    str | None,
+    BeforeValidator(
+        _as_tools, json_schema_input_type=tuple[dict[str, JsonValue], ...] | str | None
+    ),
+]
+
+
+class Turn(Section):
+    """One message of a chat."""
+
+    role: Role
+    """Who speaks."""
+    template: Template
+    """Its text, with places as in `prompt.template`."""
 
 
 class PromptSpec(Section):
-    """How a row becomes a prompt."""
+    """How a row becomes a prompt: by `template`, `turns` or `messages`."""
 
     system: str | None = None
     """Constant text that comes first in every prompt (braces are literal): the system
-    message when `chat_template` is on, else put before the template as it is."""
-    template: Template
+    message when `chat_template` is on, else put before the template as it is. A conversation of
+    `messages` that begins with a `system` or `developer` message has its own, and keeps it."""
+    template: Template | None = None
     """Text with `{column}` places; `{{` and `}}` are literal braces. Put the columns
     that many rows share first: what comes first can be shared. Text is placed as it is; integers
     and decimals as plain digits, floats by the fewest digits (0.1, 3.0, 1e+20), booleans as `true`
@@ -63,9 +139,73 @@ class PromptSpec(Section):
     Values mean nothing here, but text that spells a special token of the model (`<|im_start|>`)
     becomes that token, as in vLLM itself. Untrusted rows can end a chat's turn and begin another
     that way: remove such text from them first."""
+    turns: tuple[Turn, ...] = ()
+    """The messages of a chat, each with a `template`; through the model's chat template. A turn
+    without text fails its row."""
+    messages: NonEmpty | None = None
+    """Column that holds each row's chat: a list of structs with `role` and `content`, or such a
+    list as JSON text. `content` is text, or a list of parts `{type: text, text: ...}`. `name`,
+    `tool_calls`, `tool_call_id` and `reasoning` go to the chat template, too; other fields don't,
+    as in vLLM. A row that holds no such list fails."""
     chat_template: bool = False
-    """Wrap the prompt in the model's chat template, as one user message."""
+    """Wrap the prompt in the model's chat template, as one user message. Always on for `turns` and
+    `messages`."""
+    chat_template_kwargs: _Arguments = None
+    """Values that the chat template can ask for, such as `enable_thinking: false`. Stored as JSON
+    text, which may be given as well."""
+    tools: _Tools = None
+    """Functions that the model may call, as in OpenAI's API: a list of
+    `{type: function, function: {name, description, parameters}}`. The chat template describes them;
+    the answer's text is kept as it is. Stored as JSON text, which may be given as well."""
+    later_fields = frozenset({"turns", "messages", "chat_template_kwargs", "tools"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_chat_template(cls, data: object) -> object:
+        if isinstance(data, dict) and (data.get("turns") or data.get("messages")):
+            return {"chat_template": True} | data
+        return data
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> PromptSpec:
+        forms = [self.template, self.turns, self.messages]
+        if (num_given := sum(map(bool, forms))) != 1:
+            have = "is missing" if num_given == 0 else "must be alone"
+            raise ValueError(f"one of template, turns and messages {have}")
+        if self.is_chat and not self.chat_template:
+            raise ValueError(
+                "chat_template: turns and messages always go through the model's chat template;"
+                " leave it out"
+            )
+        if not self.chat_template and (self.chat_template_kwargs or self.tools):
+            raise ValueError(
+                "chat_template_kwargs and tools are for the model's chat template: set"
+                " chat_template: true, or give turns or messages"
+            )
+        if self.system is not None and self.turns and self.turns[0].role in SYSTEM_ROLES:
+            raise ValueError("system: the first of turns is one already; leave one of them out")
+        return self
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a row is a whole chat, not one text."""
+        return self.template is None
+
+    @property
+    def field(self) -> str:
+        """The name of the field that says how a row becomes a prompt."""
+        return "turns" if self.turns else "template" if self.messages is None else "messages"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return template_columns(self.template)
+        """Distinct input columns, in order of first use."""
+        if self.messages is not None:
+            return (self.messages,)
+        templates = [self.template or "", *(turn.template for turn in self.turns)]
+        return tuple(dict.fromkeys(name for each in templates for name in template_columns(each)))
+
+    @property
+    def chat_arguments(self) -> dict[str, Any]:
+        """What a chat template is given beside the messages."""
+        arguments: dict[str, Any] = json.loads(self.chat_template_kwargs or "{}")
+        return arguments | ({"tools": json.loads(self.tools)} if self.tools else {})

@@ -1,0 +1,177 @@
+"""Renders rows into chats: the text of a row is the JSON of its messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, Protocol
+
+import pyarrow as pa
+from pyarrow import types
+
+from batchllm_operator.prompts.messages import InvalidMessagesError, messages_of
+from batchllm_operator.prompts.template import (
+    NULL_VALUE,
+    PromptRenderer,
+    RenderedPrompts,
+    rendered_prompts,
+)
+from batchllm_operator.prompts.values import NOT_UTF8, has_text, text_column
+from batchllm_operator.spec import PromptSpec
+from batchllm_operator.spec.prompt import SYSTEM_ROLES, Turn
+
+INVALID_MESSAGES: Final = "invalid_messages"
+Messages = list[dict[str, Any]]
+
+
+class Renderer(Protocol):
+    """Renders batches of rows."""
+
+    def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
+        """Render each row of `batch`, which must hold all columns of the prompt."""
+
+
+def renderer_of(prompt: PromptSpec) -> Renderer:
+    """The renderer of a spec's prompt. Chats are as `read_chat` reads them."""
+    if prompt.turns:
+        return _TurnsRenderer(prompt.turns, prompt.system)
+    if prompt.messages is not None:
+        return _MessagesRenderer(prompt.messages, prompt.system)
+    return PromptRenderer(prompt)
+
+
+def read_chat(text: str) -> Messages:
+    """The messages of a row."""
+    found: Messages = json.loads(text)
+    return found
+
+
+def sample_chat(prompt: PromptSpec) -> pa.RecordBatch:
+    """A row for a renderer, for what doesn't depend on the data."""
+    if prompt.messages is not None:
+        return pa.record_batch({prompt.messages: ['[{"role": "user", "content": "x"}]']})
+    return pa.record_batch({name: ["x"] for name in prompt.columns} or {"": ["x"]})
+
+
+def has_messages(kind: pa.DataType) -> bool:
+    """Whether a column of this type can hold chats: lists of structs, or JSON text."""
+    while isinstance(kind, pa.BaseExtensionType) or types.is_dictionary(kind):
+        is_dictionary = types.is_dictionary(kind)
+        kind = kind.value_type if is_dictionary else kind.storage_type
+    if _is_list(kind) and types.is_struct(kind.value_type):
+        names = {field.name for field in kind.value_type}
+        return {"role", "content"} <= names and _is_json(kind.value_type)
+    return _is_text(kind)
+
+
+class _TurnsRenderer:
+    """Renders `prompt.turns`; a row has the error of its first turn without a text."""
+
+    def __init__(self, turns: tuple[Turn, ...], system: str | None) -> None:
+        self._head = _head(system)
+        self._turns = [
+            (turn.role, PromptRenderer(PromptSpec(template=turn.template))) for turn in turns
+        ]
+
+    def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
+        turns = [renderer.render(batch) for _, renderer in self._turns]
+        errors: dict[int, str] = {}
+        for turn in reversed(turns):
+            errors |= turn.errors
+        columns = [turn.texts.to_pylist() for turn in turns]
+        texts: list[str | None] = [None] * batch.num_rows
+        for row in range(batch.num_rows):
+            if row not in errors:
+                chat = [
+                    {"role": role, "content": column[row]}
+                    for (role, _), column in zip(self._turns, columns, strict=True)
+                ]
+                texts[row] = _as_text(self._head + chat)
+        return rendered_prompts(texts, errors)
+
+
+class _MessagesRenderer:
+    """Renders `prompt.messages`."""
+
+    def __init__(self, column: str, system: str | None) -> None:
+        self._column, self._head = column, _head(system)
+
+    def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
+        column, where = batch.column(self._column), f"column {self._column!r}"
+        known = text_column(column) if has_text(column.type) else None
+        faults = {} if known is None else known.faults
+        errors = {row: f"{fault.code}: {where} {fault.reason}" for row, fault in faults.items()}
+        texts: list[str | None] = [None] * batch.num_rows
+        for row, value in enumerate(column if known is None else known.texts):
+            try:
+                if row not in errors:
+                    given = value.as_py()
+                    found = _loaded(given) if known is not None else _without_nulls(given)
+                    texts[row] = self._chat(found)
+            except UnicodeDecodeError as error:
+                errors[row] = f"{NOT_UTF8}: {where} isn't valid UTF-8: {error.reason}"
+            except InvalidMessagesError as error:
+                is_null = not value.is_valid
+                code = NULL_VALUE if is_null else INVALID_MESSAGES
+                errors[row] = f"{code}: {where} {'is null' if is_null else error}"
+        return rendered_prompts(texts, errors)
+
+    def _chat(self, value: object) -> str:
+        messages = messages_of(value)
+        head = [] if messages[0]["role"] in SYSTEM_ROLES else self._head
+        return _as_text(head + messages)
+
+
+def _head(system: str | None) -> Messages:
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _as_text(messages: Messages) -> str:
+    """The JSON of a chat, which keeps the order of its fields.
+
+    Raises:
+        InvalidMessagesError: it holds what no tokenizer or JSON has.
+    """
+    try:
+        text = json.dumps(messages, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidMessagesError("holds half a surrogate pair, which is no character") from None
+    except (ValueError, RecursionError):
+        raise InvalidMessagesError("holds NaN or an infinity, or is too deep") from None
+    return text
+
+
+def _loaded(text: str | None) -> object:
+    try:
+        return None if text is None else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidMessagesError(f"isn't JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise InvalidMessagesError(
+            "is JSON with a number of thousands of digits, or too deep"
+        ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the fields that a struct has only for other rows."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    """Whether JSON has all values of this type."""
+    if types.is_struct(kind):
+        return all(_is_json(field.type) for field in kind)
+    if _is_list(kind) or types.is_dictionary(kind):
+        return _is_json(kind.value_type)
+    is_number = types.is_integer(kind) or types.is_floating(kind)
+    return bool(is_number or types.is_boolean(kind) or types.is_null(kind)) or _is_text(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
