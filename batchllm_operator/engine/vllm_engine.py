@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -198,7 +199,7 @@ class VLLMEngine:
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
-        params = self._answers.params.clone()
+        params = copy(self._answers.params)  # vLLM makes a deep copy itself
         if self._scheduler is not None:
             params.extra_args = self._answers.hints(request).to_extra_args()
         try:
