@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 LOGPROBS_FIELD: Final = pa.field("label_logprobs", pa.list_(pa.float64()))
 """Log-probabilities of the labels' first tokens in the model's whole vocabulary, in the order of
@@ -37,13 +39,14 @@ class LabelColumns:
 
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
         raw = outputs[LOGPROBS_FIELD.name].combine_chunks()
-        is_missing = raw.is_null().to_numpy(zero_copy_only=False)
+        is_wrong = pc.or_(raw.is_null(), outputs["error"].combine_chunks().is_valid())
+        is_missing = is_wrong.to_numpy(zero_copy_only=False)
         logprobs = np.zeros((len(raw), len(self._labels)))
-        given = raw.drop_null().flatten().to_numpy()
+        given = raw.filter(pc.invert(is_wrong)).flatten().to_numpy()
         logprobs[~is_missing] = given.reshape(-1, len(self._labels))
         probabilities = label_probabilities(logprobs)
         best = probabilities.argmax(axis=1)
-        ascending = np.sort(logprobs, axis=1)
+        ascending = np.sort(logprobs, axis=1)[:, -2:]
 
         def column(values: npt.NDArray[np.float64]) -> pa.Array:
             return pa.array(values, pa.float64(), mask=is_missing)
@@ -57,7 +60,7 @@ class LabelColumns:
             "probabilities": pa.StructArray.from_arrays(
                 each, names=self._labels, mask=pa.array(is_missing)
             ),
-            "logit_margin": column(ascending[:, -1] - ascending[:, -2]),
+            "logit_margin": column(ascending[:, 1] - ascending[:, 0]),
         }
         if self._values:
             values = np.array([self._values[label] for label in self._labels])
@@ -65,7 +68,10 @@ class LabelColumns:
         return columns
 
     def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
-        return None
+        logprobs = raw[LOGPROBS_FIELD.name]
+        if math.isfinite(max(logprobs)) and not any(map(math.isnan, logprobs)):
+            return None
+        return "not_finite: the model gives the labels no probabilities"
 
 
 def label_probabilities(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

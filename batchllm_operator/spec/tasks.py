@@ -66,6 +66,8 @@ def _check_classify(spec: JobSpec) -> None:
         raise ValueError(f"labels: task classify needs from 2 to {MAX_LABELS}")
     if len(set(spec.labels.values())) < len(spec.labels):
         raise ValueError("labels: two of them have the same answer")
+    if len(set(map(str.casefold, spec.labels))) < len(spec.labels):
+        raise ValueError("labels: two of them differ by case only, which few readers tell apart")
     if spec.label_values and set(spec.label_values) != set(spec.labels):
         raise ValueError("label_values: must have a number for each of labels, and no others")
     if spec.sampling != SamplingSpec(max_tokens=1):

@@ -65,6 +65,28 @@ def test_each_row_has_its_label_and_probabilities(tmp_path: Path, given: dict[st
     assert ("score" in found[0]) == ("label_values" in given)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
+def test_labels_without_probabilities_are_a_row_error(
+    wrong: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = document_rows(2, 2)
+    write_table(tmp_path / "documents", rows)
+
+    def logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
+        is_third = prompt_token_ids == list(expected_prompt(rows[2]).encode())
+        given = fake_logprobs(prompt_token_ids, num_labels)
+        return [wrong] * num_labels if is_third else [*given[:-1], -math.inf]
+
+    monkeypatch.setattr("batchllm_operator.engine.fake.fake_logprobs", logprobs)
+    spec = classifying(tmp_path, labels=LABELS, max_failed_fraction=0.5)
+    run_and_commit(spec)
+    first, _, third, _ = published(spec)
+    assert str(third["error"]).find("not_finite") >= 0
+    assert third["label"] is third["probability"] is None
+    assert sum(first["probabilities"].values()) == pytest.approx(1)
+    assert first["probabilities"]["relevant"] == 0
+
+
 def test_column_types(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(1, 2))
     run_and_commit(classifying(tmp_path, label_values=VALUES))
@@ -95,6 +117,22 @@ def test_every_format_holds_labels(
     assert len(found) == len(rows)
     for row in rows:
         check_row(found[row["row_key"]], row, sorted(VALUES))
+
+
+@pytest.mark.parametrize("kind", LAKES)
+def test_every_format_holds_labels_of_any_name(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = LAKES[kind](str(tmp_path), tmp_path, monkeypatch, "out")
+    rows = document_rows(2, 2)
+    write_table(tmp_path / "documents", rows)
+    labels = {"not relevant": "no", " yes": "yes", "a.b=c, {d};": "a", "無関係": "無", "Ü": "Ü"}
+    output = {"uri": target.address, "staging_uri": target.staging}
+    spec = classifying(tmp_path, labels=labels, output=output)
+    run_and_commit(spec)
+    found = {row["row_key"]: row for row in published(spec)}
+    for row in rows:
+        check_row(found[row["row_key"]], row, sorted(labels))
 
 
 def test_a_later_day_reuses_labels(tmp_path: Path) -> None:
@@ -131,6 +169,7 @@ def test_labels_that_begin_alike_are_refused_by_name(tmp_path: Path) -> None:
         ({"labels": ["yes"]}, "from 2 to 128"),
         ({"labels": ["yes", "no", "yes"]}, "names a label twice"),
         ({"labels": {"a": "yes", "b": "yes"}}, "the same answer"),
+        ({"labels": {"Yes": "1", "yes": "2"}}, "differ by case only"),
         ({"labels": {}}, "from 2 to 128"),
         ({"labels": {f"{n}": f"{n}" for n in range(129)}}, "from 2 to 128"),
         ({"label_values": {"relevant": 1}}, "a number for each of labels"),
