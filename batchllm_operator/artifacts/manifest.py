@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -229,6 +229,8 @@ class PlanManifest(Frozen):
     tokenizer_fingerprint: str
     model_version: str
     """The hub's commit (`commit:...`) or a digest of the model's folder."""
+    adapter_versions: tuple[str, ...] = ()
+    """Those of `model.adapters`, in the order of their names: as `model_version`."""
     label_token_ids: tuple[Count, ...] = ()
     """First tokens of the labels, in the order of the spec's, if its task is to classify."""
     max_model_len: Count
@@ -316,6 +318,7 @@ def compute_plan_id(
     model_version: str,
     files: Mapping[str, DataFile],
     learned: LearnedOutputs | None = None,
+    adapter_versions: Sequence[str] = (),
 ) -> str:
     """16 hex digits that identify the spec, the model and the data."""
     content = {name: file.sha256 for name, file in files.items()}
@@ -323,6 +326,8 @@ def compute_plan_id(
     identity["files"] = content
     if learned is not None:
         identity["learned"] = learned.model_dump(mode="json")
+    if adapter_versions:
+        identity["adapters"] = adapter_versions
     return _digest(identity)[:16]
 
 

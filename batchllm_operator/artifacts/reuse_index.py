@@ -53,7 +53,11 @@ Fingerprints = npt.NDArray[np.bytes_]
 
 
 def reuse_identity(
-    spec: JobSpec, model_version: str, tokenizer_fingerprint: str, max_model_len: int
+    spec: JobSpec,
+    model_version: str,
+    tokenizer_fingerprint: str,
+    max_model_len: int,
+    adapter_versions: Sequence[str] = (),
 ) -> str:
     """SHA-256 (hex) of everything that determines an output, beside the prompt's token ids.
 
@@ -73,6 +77,8 @@ def reuse_identity(
     }
     if spec.labels:
         content["labels"] = spec.labels
+    if adapter_versions:  # a prompt's fingerprint has its adapter's place among them
+        content["adapters"] = adapter_versions
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -183,6 +189,7 @@ def write_index(plan: StoredPlan, sources: Sequence[Outputs]) -> str | None:
         manifest.model_version,
         manifest.tokenizer_fingerprint,
         manifest.max_model_len,
+        manifest.adapter_versions,
     )
     schema = index_schema(manifest.spec)
     with tempfile.TemporaryDirectory(prefix="batchllm-reuse-") as folder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from batchllm_operator.planner.prefixes.search import Advance, ignore
 from batchllm_operator.planner.prompt_store import read_ahead
 from batchllm_operator.planner.requests import Requests
+from batchllm_operator.planner.token_table import TokenTable
 
 PART_TOKENS: Final = 1 << 23
 """Prompt tokens of a full part, whatever `part_rows` is: 32 MiB."""
@@ -31,6 +32,11 @@ SHARD_SCHEMA: Final = pa.schema(
 """One row per request, in plan order. `request_idx` counts through all shards; `group_id` is
 the group's position in the plan; `num_prefix_tokens` is what the request shares with its group;
 `num_output_tokens` is an estimate."""
+
+ADAPTER_FIELD: Final = pa.field("adapter", pa.string())
+"""Name of the request's adapter, null for none; only in plans with adapters."""
+TakeOut = Callable[[TokenTable], tuple[TokenTable, pa.Array]]
+"""Prompts as they were planned -> the engine's prompts, and the adapter of each."""
 
 _SHARD_ENCODING: Final = {"prompt_token_ids.list.element": "BYTE_STREAM_SPLIT"}
 """Smaller than plain, and faster to compress, as half of the ids' bytes are zero."""
@@ -90,6 +96,7 @@ def write_shard(
     num_prefix_tokens: npt.NDArray[np.int64],
     num_output_tokens: npt.NDArray[np.int64],
     part_rows: int,
+    take_out: TakeOut | None = None,
     written: Advance = ignore,
 ) -> int:
     """Write one shard, a row group for each part, and return the number of parts.
@@ -100,6 +107,7 @@ def write_shard(
         request_idxs, group_ids, num_prefix_tokens: int64 [num_requests], in plan order.
         num_output_tokens: int64 [num_requests], estimates.
         part_rows: see `part_bounds`.
+        take_out: if there are adapters.
         written: called with the number of requests of each written part.
     """
     bounds = part_bounds(group_ids, requests.lengths[request_idxs], part_rows)
@@ -108,16 +116,21 @@ def write_shard(
     # Read the next part while one is compressed; more would only take memory.
     wanted = ((requests.prompt_idxs[part], requests.lengths[part]) for part in parts)
     tables = read_ahead(requests.prompts, wanted, most=1)
+    schema = SHARD_SCHEMA if take_out is None else SHARD_SCHEMA.append(ADAPTER_FIELD)
     with pq.ParquetWriter(
         path,
-        SHARD_SCHEMA,
+        schema,
         compression="zstd",
         use_dictionary=False,
         column_encoding=_SHARD_ENCODING,
-        write_statistics=[name for name in SHARD_SCHEMA.names if name != "prompt_token_ids"],
+        write_statistics=[name for name in schema.names if name != "prompt_token_ids"],
         write_batch_size=_SHARD_BATCH,
     ) as writer:
         for (start, end), part, prompts in zip(pairwise(bounds), parts, tables, strict=True):
+            adapters = []
+            if take_out is not None:
+                prompts, names = take_out(prompts)
+                adapters = [names]
             columns = [
                 pa.array(np.arange(start, end) + request_idx_start),
                 pa.array(group_ids[start:end]),
@@ -125,8 +138,9 @@ def write_shard(
                 pa.array(num_output_tokens[start:end]),
                 _list_array(requests.rows_of(part), num_rows[part]),
                 _list_array(prompts.token_ids, prompts.lengths),
+                *adapters,
             ]
-            table = pa.table(columns, schema=SHARD_SCHEMA)
+            table = pa.table(columns, schema=schema)
             writer.write_table(table, row_group_size=max(end - start, 1))
             written(end - start)
     return len(bounds) - 1

@@ -1,7 +1,8 @@
 """An engine without a model, to try and test everything around it.
 
-It answers a prompt with a digest of its token ids, so outputs are deterministic and differ between
-prompts. `engine.extra_args` can ask for faults, delays, and plans without a model's tokenizer:
+It answers a prompt with a digest of its token ids and its adapter's name, so outputs are
+deterministic and differ between prompts. `engine.extra_args` can ask for faults, delays, and plans
+without a model's tokenizer:
 
     byte_tokens        the tokens of a prompt are its bytes (default false: the model's)
     delay_s            seconds for each request
@@ -59,17 +60,19 @@ class FakeEngine:
         self._max_model_len = max_model_len
 
     def stream(self, requests: Iterator[EngineRequest]) -> Iterator[EngineOutput]:
-        before: list[int] = []
+        before: list[int] = []  # with the adapter
         while wave := list(islice(requests, self._max_in_flight)):
             for idx, request in enumerate(wave):
                 if self._fatal_token_id in request.prompt_token_ids:
                     raise EngineDiedError("fatal token in the batch", wave[idx:])
                 if self._delay_s:
                     time.sleep(self._delay_s)
-                prompt = request.prompt_token_ids
+                prompt = _with_adapter(request)
                 num_shared = sum(takewhile(bool, map(eq, before, prompt[:-1])))
+                num_shared -= len(prompt) - len(request.prompt_token_ids)
                 before = prompt
-                yield self._answer(request, num_shared // self._block_size * self._block_size)
+                num_cached = max(num_shared, 0) // self._block_size * self._block_size
+                yield self._answer(request, num_cached)
 
     def close(self) -> None:
         pass
@@ -77,11 +80,11 @@ class FakeEngine:
     def _answer(self, request: EngineRequest, num_cached_tokens: int) -> EngineOutput:
         if self._error_token_id in request.prompt_token_ids:
             return EngineOutput.failed(request, "error token in the prompt")
-        num_prompt_tokens = len(request.prompt_token_ids)
+        num_prompt_tokens, prompt = len(request.prompt_token_ids), _with_adapter(request)
         return EngineOutput(
             request_idx=request.request_idx,
-            text=fake_text(request.prompt_token_ids, self._num_characters),
-            raw=self._raw(request.prompt_token_ids),
+            text=fake_text(prompt, self._num_characters),
+            raw=self._raw(prompt),
             finish_reason="length",
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
@@ -113,9 +116,20 @@ def fake_logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
     return [-1 - byte / 64 for byte in digest]
 
 
-def fake_text(prompt_token_ids: list[int], num_characters: int = _NUM_CHARACTERS) -> str:
+def _with_adapter(request: EngineRequest) -> list[int]:
+    return [*_adapter_ids(request.adapter), *request.prompt_token_ids]
+
+
+def _adapter_ids(adapter: str | None) -> list[int]:
+    """What stands for an adapter in front of a prompt's token ids."""
+    return [-1 - byte for byte in (adapter or "").encode()]
+
+
+def fake_text(
+    prompt_token_ids: list[int], num_characters: int = _NUM_CHARACTERS, adapter: str | None = None
+) -> str:
     """The fake engine's output for a prompt."""
-    prompt = repr(prompt_token_ids).encode()
+    prompt = repr([*_adapter_ids(adapter), *prompt_token_ids]).encode()
     text = "fake " + hashlib.sha256(prompt).hexdigest()[:16]
     if num_characters > len(text):
         text += hashlib.shake_256(prompt).hexdigest((num_characters - len(text) + 1) // 2)

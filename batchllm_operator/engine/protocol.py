@@ -76,6 +76,8 @@ class EngineRequest:
     """Requests with this group_id that the engine will get."""
     num_output_tokens: int | None = None
     """Estimated; None for the spec's maximum."""
+    adapter: str | None = None
+    """Its name in the spec; None for the model itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
 from batchllm_operator.engine.gpus import CPU_BLOCK_SIZE  # noqa: E402
+from batchllm_operator.engine.vllm_adapters import adapter_args, load_adapters  # noqa: E402
 from batchllm_operator.engine.vllm_answers import GeneratedAnswers  # noqa: E402
 from batchllm_operator.engine.vllm_attention import (  # noqa: E402
     attention_args,
@@ -75,7 +76,9 @@ class VLLMEngine:
         chain: its place among replicas that compute prefixes together; None for none.
 
     Raises:
-        SpecError: vLLM refuses a setting, or `engine.attention` doesn't support the model.
+        SpecError: vLLM refuses a setting or an adapter, or `engine.attention` doesn't support the
+            model.
+        ModelError: an adapter is missing, or is for another model.
         EngineError: vLLM can't start.
     """
 
@@ -158,6 +161,7 @@ class VLLMEngine:
             raise EngineError(f"vLLM can't start: {one_line(error)}") from error
         try:
             _log.info("%s", start_attention(spec, self._engine))
+            self._adapters = load_adapters(spec.model, self._engine)
         except SpecError:
             self._engine.engine_core.shutdown()
             raise
@@ -203,7 +207,12 @@ class VLLMEngine:
         if self._scheduler is not None:
             params.extra_args = self._answers.hints(request).to_extra_args()
         try:
-            name = self._engine.add_request(str(request.request_idx), prompt, params)
+            name = self._engine.add_request(
+                str(request.request_idx),
+                prompt,
+                params,
+                lora_request=self._adapters[request.adapter] if request.adapter else None,
+            )
         # vLLM checks a request before it takes it, with errors of several families. The fault is
         # the request's, so the engine goes on.
         except Exception as error:  # noqa: BLE001
@@ -271,7 +280,8 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         max_model_len: most tokens of a prompt with its output.
 
     Raises:
-        SpecError: `engine.attention` is for other platforms.
+        SpecError: `engine.attention` is for other platforms, or see `adapter_args`.
+        ModelError: see `find_adapters`.
     """
     engine = spec.engine
     args: dict[str, Any] = {
@@ -288,6 +298,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         "enforce_eager": engine.enforce_eager,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "enable_prefix_caching": True,
+        **adapter_args(spec),
         "scheduler_cls": _SCHEDULER if engine.scheduler == "batchllm" else None,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

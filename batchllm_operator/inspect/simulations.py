@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm_operator.artifacts.shard_files import read_parts
+from batchllm_operator.artifacts.shard_files import ADAPTER_FIELD, read_parts
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import (
     EngineError,
@@ -33,6 +33,7 @@ from batchllm_operator.planner import (
     MODEL_SHAPES,
     EngineLimits,
     ModelShape,
+    PromptClasses,
     TokenTable,
     find_gpu,
 )
@@ -245,13 +246,24 @@ def _read_workload(plan: StoredPlan, shard_idx: int) -> Workload:
     np.cumsum(
         np.concatenate([part.value_lengths().to_numpy() for part in prompts]), out=offsets[1:]
     )
+    tokens = TokenTable(np.concatenate([part.flatten().to_numpy() for part in prompts]), offsets)
+    if ADAPTER_FIELD.name in table.column_names:
+        tokens = _with_adapters(tokens, table[ADAPTER_FIELD.name])
     outputs = table["num_output_tokens"].to_numpy()
     return Workload(
         f"{manifest.spec.name} {manifest.ds}, shard {shard_idx}",
-        TokenTable(np.concatenate([part.flatten().to_numpy() for part in prompts]), offsets),
+        tokens,
         table["group_id"].to_numpy(),
         table["num_prefix_tokens"].to_numpy().astype(np.int64),
         outputs,
         outputs,
         max_output_tokens=manifest.spec.sampling.max_tokens,
     )
+
+
+def _with_adapters(tokens: TokenTable, adapters: pa.ChunkedArray) -> TokenTable:
+    """Prompts whose KV is their adapter's, so that no two adapters share any."""
+    numbers = adapters.combine_chunks().dictionary_encode(null_encoding="encode").indices
+    classes = numbers.to_numpy().astype(np.int64)
+    bound = int(tokens.token_ids.max()) + 1
+    return PromptClasses(bound, int(classes.max()) + 1).mark(tokens, classes)

@@ -1,15 +1,19 @@
-"""A model's folder or hub name: its version, its tokenizer and its chat template."""
+"""A model's folder or hub name: its version, its tokenizer, its chat template, its adapters."""
 
+from batchllm_operator.model.adapters import Adapter, find_adapters, warn_of_other_models
 from batchllm_operator.model.chat_template import ChatRefusedError, ChatTemplate
 from batchllm_operator.model.folder import folder_digest
 from batchllm_operator.model.stored_tokenizer import StoredTokenizer, read_stored
 from batchllm_operator.model.transformers_tokenizer import TransformersTokenizer
 
 __all__ = [
+    "Adapter",
     "ChatRefusedError",
     "ChatTemplate",
     "StoredTokenizer",
     "TransformersTokenizer",
+    "find_adapters",
     "folder_digest",
     "read_stored",
+    "warn_of_other_models",
 ]

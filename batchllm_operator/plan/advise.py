@@ -13,6 +13,7 @@ from batchllm_operator.artifacts.stored_plan import check_partition
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.plan.adapters import RowAdapters, encode
 from batchllm_operator.plan.column_orders import column_orders, take_apart
 from batchllm_operator.plan.input_checks import check_columns, describe_empty
 from batchllm_operator.planner import TokenTable, optimal_saving_ratio
@@ -51,6 +52,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
     snapshot = table.snapshot(ds)
     check_columns(spec, table, snapshot)
     tokenizer = load_tokenizer(spec, ds)
+    adapters = RowAdapters.of(spec, tokenizer)
     sample = _first_rows(spec, table, snapshot, sample_rows)
     num_sampled = sum(batch.num_rows for batch in sample)
     if num_sampled == 0:
@@ -58,16 +60,19 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
             f"{describe_empty(table, snapshot)}; there is nothing to advise on"
         )
     try:
-        alternatives = _try_orders(spec, sample, tokenizer)
+        alternatives = _try_orders(spec, sample, tokenizer, adapters)
     except TokenIdsDifferError:  # it won't happen again
-        alternatives = _try_orders(spec, sample, tokenizer)
+        alternatives = _try_orders(spec, sample, tokenizer, adapters)
     # The sort is stable, and the given order is the first.
     alternatives.sort(key=lambda alternative: -alternative.saving_ratio)
     return Advice(num_sampled, snapshot.num_rows, tuple(alternatives))
 
 
 def _try_orders(
-    spec: JobSpec, sample: Sequence[pa.RecordBatch], tokenizer: Tokenizer
+    spec: JobSpec,
+    sample: Sequence[pa.RecordBatch],
+    tokenizer: Tokenizer,
+    adapters: RowAdapters | None,
 ) -> list[Alternative]:
     """The savings of each order, the given one first.
 
@@ -82,7 +87,7 @@ def _try_orders(
     alternatives: list[Alternative] = []
     with Progress("try column orders", len(orders), unit="orders") as progress:
         for template, order in orders.items():
-            tokens = _prompts(spec, template, sample, tokenizer)
+            tokens = _prompts(spec, template, sample, tokenizer, adapters)
             saving = optimal_saving_ratio(
                 tokens, block_size_of(spec), merge=spec.sampling.is_greedy
             )
@@ -98,7 +103,9 @@ def _first_rows(
 ) -> list[pa.RecordBatch]:
     batches: list[pa.RecordBatch] = []
     num_left = sample_rows
-    for batch in table.scan(snapshot, spec.prompt.columns, spec.input.filter):
+    adapter = tuple(filter(None, [spec.model.adapter_column]))
+    columns = tuple(dict.fromkeys((*spec.prompt.columns, *adapter)))
+    for batch in table.scan(snapshot, columns, spec.input.filter):
         batches.append(batch.slice(0, num_left))
         num_left -= batches[-1].num_rows
         if num_left == 0:
@@ -107,13 +114,17 @@ def _first_rows(
 
 
 def _prompts(
-    spec: JobSpec, template: str, sample: Sequence[pa.RecordBatch], tokenizer: Tokenizer
+    spec: JobSpec,
+    template: str,
+    sample: Sequence[pa.RecordBatch],
+    tokenizer: Tokenizer,
+    adapters: RowAdapters | None,
 ) -> TokenTable:
     """Token ids of the sampled rows that can be prompted."""
     renderer = PromptRenderer(spec.prompt.model_copy(update={"template": template}))
     prompts: list[npt.NDArray[np.int32]] = []
     for batch in sample:
-        tokens = tokenizer.encode(renderer.render(batch).present())
+        _, tokens = encode(renderer.render(batch), batch, tokenizer, adapters)
         encoded = map(tokens.prompt, range(len(tokens)))
         prompts += [ids for ids in encoded if not length_fault(len(ids), tokenizer.max_model_len)]
     return TokenTable.from_lists(prompts)

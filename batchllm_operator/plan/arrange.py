@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchllm_operator.artifacts.manifest import CostEstimate, ShardInfo
-from batchllm_operator.artifacts.shard_files import shard_file, write_shard
+from batchllm_operator.artifacts.shard_files import TakeOut, shard_file, write_shard
 from batchllm_operator.plan.cut import Cut
 from batchllm_operator.plan.estimate import Target, estimate_cost
 from batchllm_operator.plan.group_lengths import hash_prefixes
@@ -21,6 +21,7 @@ from batchllm_operator.plan.output_lengths import Learned, estimate_output_token
 from batchllm_operator.planner import (
     PrefixGroups,
     PrefixTree,
+    PromptClasses,
     RankedPrompts,
     Requests,
     choose_prefixes,
@@ -67,6 +68,7 @@ def arrange(
     learned: Learned | None,
     target: Target | None,
     max_model_len: int,
+    classes: PromptClasses | None = None,
 ) -> Arrangement:
     """Choose the groups, cut the requests into shards (ADR 32), and sort the groups of each.
 
@@ -78,6 +80,7 @@ def arrange(
         learned: output lengths from an earlier partition.
         target: shards are balanced by this GPU's time; None to balance by tokens.
         max_model_len: upper bound of a prompt with its output.
+        classes: of the prompts, if there are several: each shard has one after the other.
     """
     with Progress("choose and order groups", len(_STEPS), unit="steps", announce=False) as progress:
         tree = ranked.tree(requests.lengths)
@@ -93,7 +96,11 @@ def arrange(
         )
         progress.advance(1, _STEPS[2])
         cut = Cut.of(spec, requests, ranked, output_tokens, target)
-        groups, group_bounds, origins = _order(choice.groups, tree, cut, output_tokens)
+        groups, shards, origins = _split(choice.groups, tree, cut, output_tokens)
+        if classes is not None:
+            by_class = np.lexsort((classes.of_groups(groups, requests), shards))
+            groups, shards, origins = groups.take(by_class), shards[by_class], origins[by_class]
+        group_bounds = np.searchsorted(shards, np.arange(len(cut.bounds)))
         if len(prefix_hashes):
             prefix_hashes = prefix_hashes[origins]
         progress.advance(1, _STEPS[3])
@@ -108,16 +115,15 @@ def arrange(
     )
 
 
-def _order(
+def _split(
     chosen: PrefixGroups, tree: PrefixTree, cut: Cut, output_tokens: npt.NDArray[np.int64]
 ) -> tuple[PrefixGroups, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The groups of the shards in order, their bounds, and the chosen group that each is from."""
+    """The groups of the shards in order, each one's shard, and the chosen group that it is from."""
     parts, shards = split_groups(chosen, cut.shard_of_request)
     order = order_groups_by_subtree(parts, tree, output_tokens)
     order = order[np.argsort(shards[order], kind="stable")]
-    bounds = np.searchsorted(shards[order], np.arange(len(cut.bounds)))
     origins = np.searchsorted(chosen.offsets, parts.offsets[order], side="right") - 1
-    return parts.take(order), bounds, origins
+    return parts.take(order), shards[order], origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,7 @@ def write_shards(
     target: Target | None,
     replicas: ReplicaPlanner | None,
     scratch: Path,
+    take_out: TakeOut | None = None,
 ) -> WrittenShards:
     """Write the shards, and predict their time.
 
@@ -143,6 +150,7 @@ def write_shards(
         target: the GPU to predict it for, if any.
         replicas: places the groups of each shard; None with one replica.
         scratch: folder for the files.
+        take_out: see `write_shard`.
     """
     cut, output_tokens = arrangement.cut, arrangement.output_tokens
     estimated = estimate_cost(
@@ -151,7 +159,7 @@ def write_shards(
     estimate, gpu_s = estimated or (None, None)
     infos = []
     shards = arrangement.shard_groups()
-    all_parts = _write_files(spec, requests, arrangement, shards, scratch)
+    all_parts = _write_files(spec, requests, arrangement, shards, scratch, take_out)
     num_prefill_tokens = cut.num_prefill_tokens.tolist()
     for shard_idx, (groups, num_parts) in enumerate(zip(shards, all_parts, strict=True)):
         placement = None
@@ -184,6 +192,7 @@ def _write_files(
     arrangement: Arrangement,
     shards: Sequence[PrefixGroups],
     scratch: Path,
+    take_out: TakeOut | None,
 ) -> list[int]:
     """Write the groups of each shard to its file; returns the number of parts of each."""
     cut, first_groups = arrangement.cut, arrangement.group_bounds
@@ -199,6 +208,7 @@ def _write_files(
             num_prefix_tokens=np.repeat(shard.num_prefix_tokens, shard.sizes),
             num_output_tokens=arrangement.output_tokens[shard.member_idxs],
             part_rows=spec.planner.part_rows,
+            take_out=take_out,
             written=written,
         )
 

@@ -43,6 +43,7 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
         "output.carry": spec.output.carry,
         "input.filter": tuple(term.column for term in spec.input.filter),
         "planner.estimated_output_tokens": spec.planner.estimate_columns,
+        "model.adapter_column": tuple(filter(None, [spec.model.adapter_column])),
     }
     for place, columns in places.items():
         for column in columns:
@@ -68,6 +69,13 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 " only text, numbers, booleans, dates, times and lists of these can be placed: cast"
                 " it to one of them in the table"
             )
+    for column in filter(None, [spec.model.adapter_column]):
+        kind = snapshot.schema.field(column).type
+        if not _is_text(kind):
+            raise SpecError(
+                f"model.adapter_column: column {column!r} of table {table.uri} holds {kind}, not"
+                " text"
+            )
     for column in spec.planner.estimate_columns:
         kind = snapshot.schema.field(column).type
         if not pa.types.is_integer(kind):
@@ -75,6 +83,19 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
                 f" {kind}, not integers"
             )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return any(
+        (
+            pa.types.is_string(kind),
+            pa.types.is_large_string(kind),
+            pa.types.is_string_view(kind),
+            pa.types.is_null(kind),
+        )
+    )
 
 
 def check_lengths(spec: JobSpec, max_model_len: int) -> None:

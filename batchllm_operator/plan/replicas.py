@@ -74,7 +74,7 @@ class ReplicaPlanner:
                     " planner.target_gpu, and a model whose config.json says its shape"
                 )
             return None
-        can_chain = planner.runahead != "off" and engine.reason_against_chains is None
+        can_chain = planner.runahead != "off" and spec.reason_against_chains is None
         cost, measured = ReplicaCost.of(target.model, target.gpu), None
         if can_chain:
             cost, measured = _measured(spec, cost)

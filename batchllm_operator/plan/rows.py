@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
 from batchllm_operator.lake import LakeTable, Snapshot
+from batchllm_operator.plan.adapters import RowAdapters, encode
 from batchllm_operator.plan.broken_text import check_text
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.input_checks import describe_rows
@@ -69,6 +70,7 @@ def read_rows(
     tokenizer: Tokenizer,
     rows: Rows,
     path: Path,
+    adapters: RowAdapters | None = None,
 ) -> None:
     """Read a table into the empty `rows`; write keys, carried columns and faults to a new file.
 
@@ -98,7 +100,8 @@ def read_rows(
                 piece = batch.slice(start, num_at_once)
                 rendered = tokenizer.apply_chat_template(renderer.render(piece))
                 num_at_once = _num_at_once(rendered)
-                found = _tokenize(rendered, _estimates(spec, piece), tokenizer, rows)
+                rendered, tokens = encode(rendered, piece, tokenizer, adapters)
+                found = _choose(rendered, tokens, _estimates(spec, piece), tokenizer, rows)
                 errors |= {start + row: error for row, error in found.errors.items()}
                 rows.num_rows += piece.num_rows
                 start += piece.num_rows
@@ -138,13 +141,15 @@ class _Tokenized:
     """Faults by row of the piece, too long prompts included."""
 
 
-def _tokenize(
-    rendered: RenderedPrompts, estimates: list[int] | None, tokenizer: Tokenizer, rows: Rows
+def _choose(
+    rendered: RenderedPrompts,
+    tokens: TokenTable,
+    estimates: list[int] | None,
+    tokenizer: Tokenizer,
+    rows: Rows,
 ) -> _Tokenized:
-    """Token ids of the next rows, except those that reuse an output, which `rows.reuse` keeps."""
-    is_prompt = rendered.texts.is_valid().to_numpy(zero_copy_only=False)
-    idxs = np.flatnonzero(is_prompt)
-    tokens = tokenizer.encode(rendered.present())
+    """The prompts of the next rows, except those that reuse an output, which `rows.reuse` keeps."""
+    idxs = rendered.idxs
     errors = dict(rendered.errors)
     lengths = tokens.lengths
     fits = (lengths > 0) & (lengths < tokenizer.max_model_len)

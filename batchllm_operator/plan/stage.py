@@ -37,6 +37,7 @@ from batchllm_operator.artifacts.stored_plan import (
 from batchllm_operator.engine import check_arguments
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import Folder, LakeTable, Snapshot, open_table
+from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.plan.arrange import Arrangement, WrittenShards, arrange, write_shards
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import Target, find_target
@@ -83,9 +84,14 @@ class _Given:
     snapshot: Snapshot
     tokenizer: Tokenizer
     label_token_ids: tuple[int, ...]
+    adapters: RowAdapters | None
     target: Target | None
     replicas: ReplicaPlanner | None
     budget: MemoryBudget
+
+    @property
+    def adapter_versions(self) -> tuple[str, ...]:
+        return self.adapters.versions if self.adapters is not None else ()
 
 
 def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
@@ -129,7 +135,18 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     target = find_target(spec)
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
-    given = _Given(spec, ds, table, snapshot, tokenizer, label_token_ids, target, replicas, budget)
+    given = _Given(
+        spec,
+        ds,
+        table,
+        snapshot,
+        tokenizer,
+        label_token_ids,
+        RowAdapters.of(spec, tokenizer),
+        target,
+        replicas,
+        budget,
+    )
     try:
         with open_scratch() as scratch:
             return _build(given, scratch)
@@ -168,21 +185,26 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
     Raises:
         TokenIdsDifferError: see `Tokenizer.encode`.
     """
-    spec, target, tokenizer = given.spec, given.target, given.tokenizer
+    spec, target, tokenizer, adapters = given.spec, given.target, given.tokenizer, given.adapters
     with ExitStack() as stack:
         rows, budget = _read(given, scratch, stack)
         requests, ranked = _find_prefixes(spec, rows)
         where = describe_rows(spec, given.table, given.snapshot)
         check_keys(scratch / ROWS_FILE, spec.input.key, where)
         learned = learn_output_lengths(spec, given.ds, budget)
-        chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len)
-        sharing = describe_sharing(requests, chosen.groups, tokenizer.decode)
-        shards = write_shards(spec, requests, chosen, target, given.replicas, scratch)
+        classes = adapters.classes if adapters is not None else None
+        chosen = arrange(spec, requests, ranked, learned, target, tokenizer.max_model_len, classes)
+        decode = tokenizer.decode if adapters is None else adapters.decode
+        sharing = describe_sharing(requests, chosen.groups, decode)
+        take_out = adapters.take_out if adapters is not None else None
+        shards = write_shards(spec, requests, chosen, target, given.replicas, scratch, take_out)
     files = _write_files(spec, chosen, shards, scratch)
     by_length = learned.by_length if learned is not None else None
     counts = _counts(rows, requests, chosen)
     manifest = PlanManifest(
-        plan_id=compute_plan_id(spec, given.ds, tokenizer.model_version, files, by_length),
+        plan_id=compute_plan_id(
+            spec, given.ds, tokenizer.model_version, files, by_length, given.adapter_versions
+        ),
         spec_version=SPEC_VERSION,
         spec=spec,
         spec_identity=spec.identity,
@@ -195,6 +217,7 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
         ),
         tokenizer_fingerprint=tokenizer.fingerprint,
         model_version=tokenizer.model_version,
+        adapter_versions=given.adapter_versions,
         max_model_len=tokenizer.max_model_len,
         label_token_ids=given.label_token_ids,
         counts=counts,
@@ -234,7 +257,8 @@ def _read(given: _Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryB
     if not spec.input.filter:  # a filter may skip any number of rows
         budget.check(snapshot.num_rows)
     rows = Rows(prompts, PrefixSearch(budget.row_bytes(snapshot.num_rows)), reuse)
-    read_rows(spec, given.table, snapshot, given.tokenizer, rows, scratch / ROWS_FILE)
+    path = scratch / ROWS_FILE
+    read_rows(spec, given.table, snapshot, given.tokenizer, rows, path, given.adapters)
     _check_rows(spec, rows, given.table, snapshot)
     budget.check(rows.num_rows)
     return rows, budget
@@ -261,7 +285,11 @@ def _open_reuse(given: _Given, scratch: Path) -> Reuse:
     """Copy and load the indexes for reuse."""
     spec, tokenizer = given.spec, given.tokenizer
     identity = reuse_identity(
-        spec, tokenizer.model_version, tokenizer.fingerprint, tokenizer.max_model_len
+        spec,
+        tokenizer.model_version,
+        tokenizer.fingerprint,
+        tokenizer.max_model_len,
+        given.adapter_versions,
     )
     indexes = find_indexes(spec, given.ds, identity, given.budget, scratch)
     return Reuse(indexes, scratch, part_schema(spec))

@@ -49,6 +49,7 @@ from batchllm_operator.planner.prefixes.lcp_tree import RankedPrompts, build_pre
 from batchllm_operator.planner.prefixes.prefix_tree import PrefixTree
 from batchllm_operator.planner.prefixes.search import Advance, PrefixSearch
 from batchllm_operator.planner.prefixes.segment_hashes import SegmentHasher
+from batchllm_operator.planner.prompt_classes import PromptClasses
 from batchllm_operator.planner.prompt_store import PromptStore
 from batchllm_operator.planner.requests import Requests, make_requests
 from batchllm_operator.planner.shards import cut_into_shards, imbalance, split_groups
@@ -69,6 +70,7 @@ __all__ = [
     "PrefixGroups",
     "PrefixSearch",
     "PrefixTree",
+    "PromptClasses",
     "PromptStore",
     "RankedPrompts",
     "Requests",

@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -29,6 +30,11 @@ class RenderedPrompts:
 
     texts: pa.LargeStringArray
     errors: dict[int, str]
+
+    @property
+    def idxs(self) -> npt.NDArray[np.int64]:
+        """The rows that have texts: int64 [num_texts]."""
+        return np.flatnonzero(self.texts.is_valid().to_numpy(zero_copy_only=False))
 
     def present(self) -> list[str]:
         """All texts that aren't null, in order."""

@@ -46,6 +46,10 @@ class Tokenizer(Protocol):
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its output together."""
 
+    @property
+    def vocabulary_bound(self) -> int:
+        """Above all token ids."""
+
     def encode(self, texts: Sequence[str]) -> TokenTable:
         """Token ids of each text, chat template and special tokens included.
 
@@ -96,7 +100,7 @@ class ModelTokenizer:
         self._decode = own.decode
         # Before encoding, which changes the tokenizer's own JSON.
         self.fingerprint = own.fingerprint
-        _check_token_ids(own.vocabulary(), model.path)
+        self.vocabulary_bound = _vocabulary_bound(own.vocabulary(), model.path)
         limit = spec.engine.max_model_len or _position_limit(own.position_limit, model.path)
         self.max_model_len = limit
         self.model_version = f"commit:{own.commit}" if own.commit else folder_digest(folder)
@@ -176,6 +180,7 @@ class Utf8Tokenizer:
 
     fingerprint = "utf-8"
     model_version = "none"
+    vocabulary_bound = 256
 
     def __init__(self, spec: JobSpec) -> None:
         self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
@@ -232,14 +237,15 @@ def length_fault(num_prompt_tokens: int, max_model_len: int) -> str | None:
     )
 
 
-def _check_token_ids(vocabulary: dict[str, int], path: str) -> None:
-    """Refuse a vocabulary whose ids don't fit into 31 bits, before any row is read."""
+def _vocabulary_bound(vocabulary: dict[str, int], path: str) -> int:
+    """One more than the largest id. Refuses ids that don't fit into 31 bits."""
     token, token_id = max(vocabulary.items(), key=itemgetter(1), default=("", 0))
     if token_id > MAX_TOKEN_ID:
         raise ModelError(
             f"model {path}: token {token!r} of its vocabulary has the id {token_id}; ids above"
             f" {MAX_TOKEN_ID} can't be planned"
         )
+    return token_id + 1
 
 
 def _position_limit(limit: object, path: str) -> int:

@@ -27,7 +27,7 @@ def chain_job(
     """
     if not (placement.num_chained or placement.measure):
         return None
-    if (reason := spec.engine.reason_against_chains) is not None:
+    if (reason := spec.reason_against_chains) is not None:
         _log.warning("replicas compute no prefix together: %s", reason)
         return None
     sizes = work.sizes

@@ -21,6 +21,7 @@ from batchllm_operator.engine.gpus import (
     runs_on_cpu,
 )
 from batchllm_operator.errors import PlanError, SpecError
+from batchllm_operator.model import find_adapters
 from batchllm_operator.prompts import load_tokenizer
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import Observe, interval_s
@@ -197,6 +198,18 @@ def _check_model(plan: StoredPlan) -> None:
             raise PlanError(
                 f"plan {plan.folder.uri}: the {what} of model {manifest.spec.model.path} isn't"
                 " the one that the plan was made with; make the plan again"
+            )
+    _check_adapters(plan)
+
+
+def _check_adapters(plan: StoredPlan) -> None:
+    """Check that the adapters are those of the plan."""
+    model, planned = plan.manifest.spec.model, plan.manifest.adapter_versions
+    for adapter, version in zip(find_adapters(model), planned, strict=True):
+        if adapter.version != version:
+            raise PlanError(
+                f"plan {plan.folder.uri}: model.adapters.{adapter.name} isn't the one that the plan"
+                " was made with; make the plan again"
             )
 
 

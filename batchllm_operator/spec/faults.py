@@ -55,6 +55,7 @@ _KINDS: Final = frozenset(
 )
 """Parts of pydantic's `loc` that name the tried type, not a field or an index."""
 _WITHOUT_INPUT: Final = ("value_error", "extra_forbidden", "invalid_key")
+_MAPPINGS: Final = ("engine.extra_args", "model.adapters")
 _OF_ANY_KIND: Final = "must be text, a finite number, true or false, or a list of these"
 _CLOSENESS: Final = 0.6
 _CLOSENESS_ELSEWHERE: Final = 0.8
@@ -158,7 +159,7 @@ def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
         elif inner is not None and part in inner.model_fields:
             owner, where = inner, f"{where}.{part}".lstrip(".")
             inner = _section_in(inner.model_fields[str(part)].annotation)
-        elif inner is not None or where.startswith("engine.extra_args"):
+        elif inner is not None or where.startswith(_MAPPINGS):
             where = where if part in _KINDS else f"{where}.{part}".lstrip(".")
         else:
             return where, None

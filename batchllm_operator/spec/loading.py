@@ -171,12 +171,16 @@ def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
     def resolve_table(uri: str, field: str) -> str:
         return TableAddress.parse(uri).resolved(lambda folder: resolve(folder, field)).uri
 
-    resolved: dict[str, dict[str, str]] = {
+    resolved: dict[str, dict[str, Any]] = {
         "input": {"uri": resolve_table(spec.input.uri, "input.uri")},
         "output": {"uri": resolve_table(spec.output.uri, "output.uri")},
     }
-    if spec.model.path.startswith(("/", "./", "../", "~/")):
+    if _is_folder(spec.model.path):
         resolved["model"] = {"path": resolve(spec.model.path, "model.path")}
+    resolved.setdefault("model", {})["adapters"] = {
+        name: resolve(path, f"model.adapters.{name}") if _is_folder(path) else path
+        for name, path in spec.model.adapters.items()
+    }
     if spec.planner.gpu_table is not None:
         table = resolve(spec.planner.gpu_table, "planner.gpu_table")
         resolved["planner"] = {"gpu_table": table}
@@ -187,3 +191,8 @@ def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
         name: getattr(spec, name).model_copy(update=fields) for name, fields in resolved.items()
     }
     return spec.model_copy(update=sections)
+
+
+def _is_folder(path: str) -> bool:
+    """Whether a model's path is a folder, not a name on the hub."""
+    return path.startswith(("/", "./", "../", "~/"))

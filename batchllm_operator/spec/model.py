@@ -122,7 +122,7 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _check_runahead(self) -> JobSpec:
-        if self.planner.runahead == "on" and (reason := self.engine.reason_against_chains):
+        if self.planner.runahead == "on" and (reason := self.reason_against_chains):
             raise ValueError(f"planner.runahead is on, but {reason}")
         return self
 
@@ -165,5 +165,14 @@ class JobSpec(Section):
     @property
     def input_columns(self) -> tuple[str, ...]:
         """Distinct input columns that the job reads; the partition column only if it is used."""
-        columns = (*self.kept_columns, *self.prompt.columns, *self.planner.estimate_columns)
+        columns = [*self.kept_columns, *self.prompt.columns, *self.planner.estimate_columns]
+        if self.model.adapter_column is not None:
+            columns.append(self.model.adapter_column)
         return tuple(dict.fromkeys(columns))
+
+    @property
+    def reason_against_chains(self) -> str | None:
+        """The setting that keeps replicas from computing a prefix together, or None."""
+        if self.model.adapters:
+            return "model.adapters: a chain computes prefixes without an adapter"
+        return self.engine.reason_against_chains

@@ -53,6 +53,11 @@ def _check_model(path: str) -> str:
     return path
 
 
+def _by_name(adapters: dict[str, str]) -> dict[str, str]:
+    """In an order that a stored spec keeps: JSON's objects have none."""
+    return dict(sorted(adapters.items()))
+
+
 def _check_distinct(columns: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(columns)) < len(columns):
         raise ValueError("names a column twice")
@@ -70,6 +75,8 @@ Int64 = Annotated[int, Field(ge=-MAX_BYTES - 1, le=MAX_BYTES)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Columns = Annotated[tuple[str, ...], _LIST]
 TableUri = Annotated[str, Field(min_length=1), AfterValidator(_check_address)]
+ModelPath = Annotated[NonEmpty, AfterValidator(_check_model)]
+Adapters = Annotated[dict[NonEmpty, ModelPath], AfterValidator(_by_name)]
 
 
 def _kinds(annotation: object) -> Iterator[object]:
@@ -162,13 +169,34 @@ class InputSpec(Section):
 class ModelSpec(Section):
     """The model that generates."""
 
-    path: Annotated[NonEmpty, AfterValidator(_check_model)]
+    path: ModelPath
     """Folder with the model (starting with `/`, `./`, `../` or `~/`; relative to the
     spec file) or the model's name on the Hugging Face hub."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository brings along. Off unless you vouch for it."""
+    adapters: Adapters = Field(default_factory=dict)
+    """LoRA adapters of the model by name: for each, a folder or a name on the hub, as in `path`."""
+    adapter: NonEmpty | None = None
+    """The adapter, of `adapters`, of all rows."""
+    adapter_column: NonEmpty | None = None
+    """Input column of text with the name of each row's adapter. Null and empty: the model itself;
+    an unknown name is a row error."""
+    later_fields = frozenset({"adapters", "adapter", "adapter_column"})
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> ModelSpec:
+        if self.adapter is not None and self.adapter_column is not None:
+            raise ValueError("adapter is for all rows, adapter_column for each: give one of them")
+        chosen = self.adapter is not None or self.adapter_column is not None
+        if chosen and not self.adapters:
+            raise ValueError("adapter and adapter_column choose from adapters, which are missing")
+        if self.adapters and not chosen:
+            raise ValueError("adapters: choose one as adapter, or by row in adapter_column")
+        if self.adapter is not None and self.adapter not in self.adapters:
+            raise ValueError("adapter: isn't the name of one of adapters")
+        return self
 
 
 class SamplingSpec(Section):

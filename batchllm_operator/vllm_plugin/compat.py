@@ -10,13 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 
 def make_request(
-    request_id: str, prompt_token_ids: list[int], params: SamplingParams, block_hasher: Any
+    request_id: str,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    block_hasher: Any,
+    adapter: LoRARequest | None = None,
 ) -> Request:
     """A request as the engine passes it to a scheduler."""
     given = {
@@ -25,6 +30,7 @@ def make_request(
         "sampling_params": params,
         "pooling_params": None,
         "eos_token_id": None,  # before 0.27
+        "lora_request": adapter,
         "block_hasher": block_hasher,
     }
     request: Request = _call(Request, given)

@@ -29,7 +29,9 @@ class DoubleLLM:
         self.held_at_steps: list[int] = []
         self.num_finished: list[int] = []
 
-    def add_request(self, request_id: str, prompt: Mapping[str, Any], params: object) -> None:
+    def add_request(
+        self, request_id: str, prompt: Mapping[str, Any], params: object, lora_request: None
+    ) -> None:
         if not prompt["prompt_token_ids"]:
             raise ValueError("the prompt is empty")
         self.held.append(request_id)
@@ -58,7 +60,7 @@ class DoubledEngine(vllm_engine.VLLMEngine):  # type: ignore[misc,name-defined]
         super().__init__(fake_spec("/no/lake"), EngineJob(64))
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
-        self._engine = self.llm
+        self._engine, self._adapters = self.llm, {}
 
 
 def requests(begin: int, end: int, empty: frozenset[int] = frozenset()) -> Iterator[EngineRequest]:

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -87,6 +88,7 @@ class EngineSteps:
         *,
         hints: RequestHints | None = None,
         max_tokens: int | None = None,
+        adapter: LoRARequest | None = None,
     ) -> None:
         """A request that will generate `output` tokens."""
         params = SamplingParams(
@@ -95,7 +97,7 @@ class EngineSteps:
             extra_args=hints.to_extra_args() if hints else None,
         )
         self._lengths[request_id] = output
-        self.scheduler.add_request(make_request(request_id, prompt, params, self._hasher))
+        self.scheduler.add_request(make_request(request_id, prompt, params, self._hasher, adapter))
 
     def add_raw(self, request_id: str, prompt: list[int], extra_args: dict[str, Any]) -> None:
         """A request with any `extra_args`."""

@@ -24,7 +24,8 @@ def main(model: str, jobs_path: str, outputs_path: str) -> None:
     jobs = json.loads(Path(jobs_path).read_text())
     paths = sorted({path for job in jobs for path in job.get("adapters", ()) if path})
     numbers = {path: number for number, path in enumerate(paths, start=1)}
-    lora = {"enable_lora": True, "max_loras": len(paths)} if paths else {}
+    # On a CPU, vLLM adds the adapter in the last slot to prompts without one.
+    lora = {"enable_lora": True, "max_loras": len(paths) + 1} if paths else {}
     llm = LLM(
         model,
         dtype="float32",

@@ -24,6 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from batchllm_operator.errors import SpecError
+from batchllm_operator.vllm_plugin.scheduler.adapter_slots import has_adapter_slot
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 from batchllm_operator.vllm_plugin.scheduler.pacing import Pace, fill_share
 from batchllm_operator.vllm_plugin.scheduler.planned_requests import PlannedRequests
@@ -175,7 +176,8 @@ class BatchLLMScheduler(AsyncScheduler):
         self._count_admitted()
         if not self.running:
             return False
-        return not self._requests.has_prefix(request) or not self._has_room_for(request)
+        has_slot = has_adapter_slot(request, self.running, self.lora_config)
+        return not (has_slot and self._requests.has_prefix(request) and self._has_room_for(request))
 
     def taken_out(self, request: Request) -> None:
         """Note that a waiting request left the queue."""
@@ -291,8 +293,7 @@ class BatchLLMScheduler(AsyncScheduler):
 
     def _end_step(self, output: SchedulerOutput) -> None:
         self._count_admitted()
-        now = self._now
-        scheduled = output.num_scheduled_tokens
+        now, scheduled = self._now, output.num_scheduled_tokens
         now.num_cached_tokens = sum(
             request.num_computed_tokens - scheduled.get(request.request_id, 0)
             for request in now.admitted

@@ -1,0 +1,89 @@
+"""Rows with LoRA adapters get what stock vLLM's `LLM.generate` gives with them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.adapters import write_adapter
+from support.demo_job import DS, Demo
+
+from batchllm_operator.model.adapter_weights import weight_shapes
+
+NAMES = ("formal", "terse")
+TABLE = "documents-by-style"
+
+
+@pytest.fixture(scope="module")
+def modules(demo: Demo) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the model's matrices by the module's name."""
+    return {
+        name.removesuffix(".weight"): (shape[1], shape[0])
+        for name, shape in weight_shapes(demo.model).items()
+        if "_proj.weight" in name
+    }
+
+
+@pytest.fixture(scope="module")
+def adapters(demo: Demo, modules: dict[str, tuple[int, int]]) -> dict[str, str]:
+    """Paths of two adapters by name, relative to the specs."""
+    for seed, name in enumerate(NAMES):
+        write_adapter(demo.folder / name, modules, seed=seed, rank=4 * (1 + seed))
+    return {name: f"./{name}" for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def rows(demo: Demo) -> list[dict[str, Any]]:
+    """Rows of the demo table by turns without an adapter and with each."""
+    found = pq.read_table(demo.folder / "documents").drop_columns("ds").to_pylist()
+    found = [row for row in found if row["package"] < "h"]
+    for number, row in enumerate(found):
+        row["style"] = (None, *NAMES)[number % 3]
+    partition = demo.folder / TABLE / f"ds={DS}"
+    partition.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(found), partition / "rows.parquet")
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock(demo: Demo, rows: list[dict[str, Any]], adapters: dict[str, str]) -> list[str]:
+    """The text of each row."""
+    job = {
+        "prompts": [
+            "Write a short snippet that answers the query.\n"
+            f"Document: {row['document']}\nQuery: {row['query']}\nSnippet:"
+            for row in rows
+        ],
+        "adapters": [row["style"] and str(demo.folder / row["style"]) for row in rows],
+        "sampling": {"max_tokens": 12, "temperature": 0.0},
+    }
+    jobs, outputs = demo.folder / "adapters-jobs.json", demo.folder / "adapters.json"
+    jobs.write_text(json.dumps([job]))
+    demo.run_module("support.stock_answers", demo.model, jobs, outputs)
+    [found] = json.loads(outputs.read_text())
+    return [text for [(text, _)] in found]
+
+
+@pytest.mark.parametrize("scheduler", ["batchllm", "stock"])
+def test_texts_equal_those_of_stock_vllm(
+    demo: Demo,
+    rows: list[dict[str, Any]],
+    adapters: dict[str, str],
+    stock: list[str],
+    scheduler: str,
+) -> None:
+    job = demo.run_job(
+        f"adapters-{scheduler}",
+        input={"uri": TABLE},
+        model={"adapters": adapters, "adapter_column": "style"},
+        sampling={"max_tokens": 12},
+        engine={"scheduler": scheduler},
+    )
+    table = job.table.to_pylist()
+    assert [row["snippet_id"] for row in table] == [row["snippet_id"] for row in rows]
+    assert [row["generated_text"] for row in table] == stock
+    assert len(set(stock)) > 50
+    assert job.report["achieved_saving_ratio"] > job.report["planned_saving_ratio"] - 0.01

@@ -1,0 +1,59 @@
+"""Small random LoRA adapters in folders."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def write_adapter(
+    folder: Path,
+    modules: Mapping[str, tuple[int, int]],
+    *,
+    seed: int = 0,
+    rank: int = 4,
+    scale: float = 1.0,
+    **config: Any,
+) -> Path:
+    """Write an adapter with random weights, as PEFT does.
+
+    Args:
+        modules: (inputs, outputs) by the module's name in the model.
+        config: fields of `adapter_config.json` to add or replace.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        **config,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    generator = np.random.default_rng(seed)
+    weights = {}
+    for name, (num_inputs, num_outputs) in modules.items():
+        for side, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
+            values = generator.normal(0, scale / shape[1] ** 0.5, shape)
+            weights[f"base_model.model.{name}.lora_{side}.weight"] = values.astype("<f4")
+    write_safetensors(folder / "adapter_model.safetensors", weights)
+    return folder
+
+
+def write_safetensors(path: Path, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Write float32 arrays."""
+    header, start = {}, 0
+    for name, values in weights.items():
+        end = start + values.nbytes
+        shape = list(values.shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    data = b"".join(values.tobytes() for values in weights.values())
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
