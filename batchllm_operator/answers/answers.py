@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from batchllm_operator.answers.labels import LabelColumns
 from batchllm_operator.answers.logprobs import LogprobColumns
+from batchllm_operator.answers.reasoning import ReasoningColumns
 from batchllm_operator.answers.samples import SampleColumns
 from batchllm_operator.spec import JobSpec
 
@@ -54,6 +55,8 @@ class Answers:
             kinds.append(LabelColumns(spec.labels, spec.label_values))
         if spec.sampling.n > 1:
             kinds.append(SampleColumns())
+        if spec.model.reasoning_parser is not None:
+            kinds.append(ReasoningColumns())
         if spec.sampling.logprobs is not None:
             kinds.append(LogprobColumns(spec.sampling.logprobs))
         return cls(tuple(kinds))

@@ -79,6 +79,9 @@ def reuse_identity(
         content["labels"] = spec.labels
     if adapter_versions:  # a prompt's fingerprint has its adapter's place among them
         content["adapters"] = adapter_versions
+    if spec.model.reasoning_parser is not None:
+        content["reasoning_parser"] = spec.model.reasoning_parser
+        content["chat_template_kwargs"] = spec.prompt.chat_template_kwargs
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

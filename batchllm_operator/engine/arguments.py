@@ -20,6 +20,9 @@ from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 
 _WHERE: Final = "engine.extra_args"
 _SOURCE: Final = Path("engine", "arg_utils.py")
+_PARSERS: Final = Path("reasoning", "__init__.py")
+_PARSERS_BY_NAME: Final = "_REASONING_PARSERS_TO_REGISTER"
+_PARSER_PLUGIN: Final = "reasoning_parser_plugin"
 _CLASS: Final = "EngineArgs"
 _BUILTINS: Final = {each.__name__: each for each in (bool, dict, float, int, list, set, str)}
 
@@ -38,6 +41,7 @@ def check_arguments(spec: JobSpec) -> None:
         faults = list(_faults(given, FAKE_ARGUMENTS, "the fake engine"))
     else:
         _check_choices(spec)
+        _check_reasoning_parser(spec)
         known = vllm_arguments() if given else None
         faults = list(_faults(given, known, "the installed vLLM")) if known else []
     if faults:
@@ -50,19 +54,35 @@ def vllm_arguments() -> dict[str, Any] | None:
     Reads the source: importing it takes many seconds and a gigabyte, and a GPU's build may not be
     importable without a GPU. A type that isn't made of builtins is `Any`.
     """
-    try:
-        package = find_spec("vllm")
-        folders = package.submodule_search_locations if package is not None else None
-        tree = ast.parse(Path((folders or [""])[0], _SOURCE).read_bytes())
-    except (OSError, SyntaxError, ValueError):  # absent, or another layout
-        return None
     return {
         field.target.id: _type(field.annotation)
-        for each in tree.body
+        for each in _statements(_SOURCE)
         if isinstance(each, ast.ClassDef) and each.name == _CLASS
         for field in each.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     } or None
+
+
+def vllm_reasoning_parsers() -> set[str]:
+    """The names of vLLM's reasoning parsers; none if vLLM isn't installed."""
+    return {
+        key.value
+        for each in _statements(_PARSERS)
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Dict)
+        if [ast.unparse(target) for target in each.targets] == [_PARSERS_BY_NAME]
+        for key in each.value.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
+
+
+def _statements(source: Path) -> list[ast.stmt]:
+    """Of a module of the installed vLLM; none if it is absent, or has another layout."""
+    try:
+        package = find_spec("vllm")
+        folders = package.submodule_search_locations if package is not None else None
+        return ast.parse(Path((folders or [""])[0], source).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
 
 
 def _type(annotation: ast.expr) -> Any:
@@ -90,6 +110,15 @@ def _faults(given: Mapping[str, Any], known: Mapping[str, Any], whose: str) -> I
             except ValidationError as error:
                 [fault, *_] = error.errors(include_input=False, include_url=False)
                 yield f"{where}: {fault['msg']}"
+
+
+def _check_reasoning_parser(spec: JobSpec) -> None:
+    name, known = spec.model.reasoning_parser, vllm_reasoning_parsers()
+    if name and known and name not in known and not spec.engine.extra_args.get(_PARSER_PLUGIN):
+        raise SpecError(
+            f"model.reasoning_parser: the installed vLLM has no parser {shown(name)!r}; it has"
+            f" {', '.join(sorted(known))}"
+        )
 
 
 def _check_choices(spec: JobSpec) -> None:

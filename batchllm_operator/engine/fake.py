@@ -28,6 +28,7 @@ from pydantic import Field
 
 from batchllm_operator.answers.labels import LOGPROBS_FIELD
 from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
+from batchllm_operator.answers.reasoning import REASONING_FIELD
 from batchllm_operator.answers.samples import TEXTS_FIELD
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
@@ -102,6 +103,8 @@ class FakeEngine:
             others = [fake_text(each, self._num_characters) for each in prompts]
             first = fake_text(prompt_token_ids, self._num_characters)
             raw[TEXTS_FIELD.name] = [first, *others]
+        if self._spec.model.reasoning_parser is not None:
+            raw[REASONING_FIELD.name] = "reasoning of " + fake_text(prompt_token_ids)
         if (num_top := sampling.logprobs) is not None:
             logprobs = fake_logprobs(prompt_token_ids, sampling.max_tokens)
             raw[TOKENS_FIELD.name] = logprobs

@@ -10,8 +10,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from batchllm_operator.answers.labels import LOGPROBS_FIELD
 from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
+from batchllm_operator.answers.reasoning import REASONING_FIELD
 from batchllm_operator.answers.samples import TEXTS_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.engine.vllm_logs import one_line
+from batchllm_operator.engine.vllm_reasoning import ReasoningSplitter
 from batchllm_operator.spec import SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 
@@ -21,6 +24,11 @@ _ENDS: Final = ("stop", "length")
 class GeneratedAnswers:
     """Answers of a model that generates.
 
+    Args:
+        sampling: how tokens are chosen.
+        job: the engine's work.
+        splitter: takes reasoning and answer apart, if the job asks for it.
+
     Attributes:
         params: vLLM's parameters of each request.
         num_samples: vLLM's requests for each of ours.
@@ -29,9 +37,14 @@ class GeneratedAnswers:
         ValueError: vLLM refuses the sampling parameters.
     """
 
-    def __init__(self, sampling: SamplingSpec, job: EngineJob) -> None:
+    def __init__(
+        self, sampling: SamplingSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
+    ) -> None:
         self._sampling, self._label_token_ids = sampling, job.label_token_ids
+        self._splitter = splitter
         self.params = sampling_params(sampling, job.label_token_ids)
+        if splitter is not None:
+            splitter.adjust(self.params)
         self.num_samples = sampling.n
 
     def hints(self, request: EngineRequest) -> RequestHints:
@@ -57,15 +70,24 @@ class GeneratedAnswers:
         ends = [completion.finish_reason for completion in output.outputs]
         if wrong := [end for end in ends if end not in _ENDS]:
             return EngineOutput.failed(request, f"vLLM ended it with {wrong[0]!r}")
+        first, raw = output.outputs[0], self._raw(output.outputs)
+        text = first.text
+        if self._splitter is not None:
+            try:
+                reasoning, text = self._splitter.split(request.prompt_token_ids, first)
+            # Parsers of many models, which read whatever a model writes.
+            except Exception as error:  # noqa: BLE001
+                return EngineOutput.failed(request, f"the reasoning parser: {one_line(error)}")
+            raw[REASONING_FIELD.name] = reasoning
         return EngineOutput(
             request_idx=request.request_idx,
-            text=output.outputs[0].text,
+            text=text,
             finish_reason="length" if "length" in ends else "stop",
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
             num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
             error=None,
-            raw=self._raw(output.outputs),
+            raw=raw,
         )
 
     def _raw(self, completions: Sequence[Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import gc
 import inspect
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,12 @@ from batchllm_operator.engine.protocol import (
     EngineOutput,
     EngineRequest,
 )
-from batchllm_operator.engine.vllm_logs import configure_logs, drop_broken_preloads, one_line
+from batchllm_operator.engine.vllm_logs import (
+    configure_logs,
+    drop_broken_preloads,
+    one_line,
+    without_llvmlite,
+)
 from batchllm_operator.errors import EngineError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
@@ -56,6 +60,7 @@ from batchllm_operator.engine.vllm_attention import (  # noqa: E402
     start_attention,
 )
 from batchllm_operator.engine.vllm_profiling import find_profile, scheduler_settings  # noqa: E402
+from batchllm_operator.engine.vllm_reasoning import ReasoningSplitter, load_parsers  # noqa: E402
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler  # noqa: E402
 
@@ -84,11 +89,12 @@ class VLLMEngine:
 
     def __init__(self, spec: JobSpec, job: EngineJob, chain: ChainSettings | None = None) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
-        self._answers = _answers(spec.sampling, job)
+        _answers(spec.sampling, job)  # to refuse before the start what can't be
         if chain is not None:
             self._args["kv_transfer_config"] = chain.to_kv_transfer_config()
         with attention_chosen(spec.engine.attention):
             self._start(spec, self._args)
+        self._answers = _answers(spec.sampling, job, self._splitter)
         config = self._engine.vllm_config
         self._most_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
         self._in_flight: dict[str, EngineRequest] = {}
@@ -113,7 +119,7 @@ class VLLMEngine:
         """
         if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
             raise RuntimeError("the engine still has requests")
-        self._answers = _answers(sampling, job)
+        self._answers = _answers(sampling, job, self._splitter)
         self._begin(job)
 
     def _begin(self, job: EngineJob) -> None:
@@ -137,6 +143,7 @@ class VLLMEngine:
         self._scheduler.begin(settings)
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
+        load_parsers(spec)
         try:
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
             drop_broken_preloads(os.environ)
@@ -148,11 +155,15 @@ class VLLMEngine:
             if not spec.engine.extra_args:
                 raise EngineError(f"vLLM can't start: {one_line(error)}") from error
             raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
+        except RuntimeError as error:  # a parser misses its tokens
+            if spec.model.reasoning_parser is None:
+                raise
+            raise SpecError(f"model.reasoning_parser: {one_line(error)}") from error
         check_model(spec, config)
         if spec.model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
         try:
-            with _without_llvmlite():
+            with without_llvmlite():
                 self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except SpecError:  # from our attention
             raise
@@ -162,6 +173,8 @@ class VLLMEngine:
         try:
             _log.info("%s", start_attention(spec, self._engine))
             self._adapters = load_adapters(spec.model, self._engine)
+            reasons = spec.model.reasoning_parser is not None
+            self._splitter = ReasoningSplitter(spec, self._engine) if reasons else None
         except SpecError:
             self._engine.engine_core.shutdown()
             raise
@@ -288,6 +301,7 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         "model": spec.model.path,
         "revision": spec.model.revision,
         "trust_remote_code": spec.model.trust_remote_code,
+        "reasoning_parser": spec.model.reasoning_parser,  # grammars begin after the reasoning
         "dtype": engine.dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": engine.max_num_seqs,
@@ -320,25 +334,11 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
     )
 
 
-def _answers(sampling: SamplingSpec, job: EngineJob) -> GeneratedAnswers:
+def _answers(
+    sampling: SamplingSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
+) -> GeneratedAnswers:
     """Raises SpecError if vLLM refuses the sampling parameters."""
     try:
-        return GeneratedAnswers(sampling, job)
+        return GeneratedAnswers(sampling, job, splitter)
     except ValueError as error:
         raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error
-
-
-@contextmanager
-def _without_llvmlite() -> Iterator[None]:
-    """Remove one module of llvmlite (numba's compiler) from `sys.modules` inside the context.
-
-    vLLM 0.32 on CPU searches all loaded modules when it starts, and fails at an object in that one
-    whose `__dict__` isn't a dict.
-    """
-    name = "llvmlite.binding.ffi"
-    module = sys.modules.pop(name, None)
-    try:
-        yield
-    finally:
-        if module is not None:
-            sys.modules[name] = module

@@ -1,4 +1,4 @@
-"""Filters vLLM's log lines that appear in every run.
+"""Filters vLLM's log lines that appear in every run, and clears what it stumbles over.
 
 Imported before vLLM, which reads the environment when it is imported.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, MutableMapping
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -82,6 +84,22 @@ def drop_broken_preloads(environment: MutableMapping[str, str]) -> None:
     kept = [path for path in paths if " " not in path or not Path(path).exists()]
     if kept != paths:
         environment["LD_PRELOAD"] = ":".join(kept)
+
+
+@contextmanager
+def without_llvmlite() -> Iterator[None]:
+    """Remove one module of llvmlite (numba's compiler) from `sys.modules` inside the context.
+
+    vLLM 0.32 on CPU searches all loaded modules when it starts, and fails at an object in that one
+    whose `__dict__` isn't a dict.
+    """
+    name = "llvmlite.binding.ffi"
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
 
 
 def one_line(error: BaseException) -> str:

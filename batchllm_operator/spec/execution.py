@@ -100,6 +100,7 @@ class EngineSpec(Section):
     def _check_extra_args(cls, value: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
         fields = {name: f"engine.{name}" for name in cls.model_fields}
         fields |= {name: f"model.{name}" for name in ("revision", "trust_remote_code")}
+        fields["reasoning_parser"] = "model.reasoning_parser"
         fields |= dict.fromkeys(("model", "tokenizer"), "model.path")
         for name in sorted(set(value) & set(fields)):
             raise ValueError(f"{name!r} has a field of its own: {fields[name]}")

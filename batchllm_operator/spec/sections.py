@@ -176,6 +176,9 @@ class ModelSpec(Section):
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository brings along. Off unless you vouch for it."""
+    reasoning_parser: NonEmpty | None = None
+    """vLLM's parser for how this model reasons, such as `qwen3` or `deepseek_r1`: what the model
+    thinks goes to the column `reasoning`, and `generated_text` is the answer alone."""
     adapters: Adapters = Field(default_factory=dict)
     """LoRA adapters of the model by name: for each, a folder or a name on the hub, as in `path`."""
     adapter: NonEmpty | None = None
@@ -183,7 +186,7 @@ class ModelSpec(Section):
     adapter_column: NonEmpty | None = None
     """Input column of text with the name of each row's adapter. Null and empty: the model itself;
     an unknown name is a row error."""
-    later_fields = frozenset({"adapters", "adapter", "adapter_column"})
+    later_fields = frozenset({"adapters", "adapter", "adapter_column", "reasoning_parser"})
 
     @model_validator(mode="after")
     def _check_adapters(self) -> ModelSpec:

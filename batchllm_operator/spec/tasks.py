@@ -59,6 +59,11 @@ def check_task(spec: JobSpec) -> None:
         _check_classify(spec)
     elif spec.labels or spec.label_values:
         raise ValueError("labels and label_values are for task: classify")
+    if spec.model.reasoning_parser is not None and (spec.task != "generate" or spec.sampling.n > 1):
+        raise ValueError(
+            "model.reasoning_parser: takes one text a row apart, so it is for task: generate with"
+            " sampling.n: 1"
+        )
 
 
 def _check_classify(spec: JobSpec) -> None:
@@ -89,6 +94,8 @@ def _answer_columns(spec: JobSpec) -> Iterator[str]:
             yield "score"
     if spec.sampling.n > 1:
         yield "generated_texts"
+    if spec.model.reasoning_parser is not None:
+        yield "reasoning"
     if spec.sampling.logprobs is not None:
         yield from ("mean_logprob", "token_logprobs")
         if spec.sampling.logprobs:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.demo_job import DS, Demo
 
+from batchllm_operator.errors import ExitCode
 from batchllm_operator.prompts import load_tokenizer, renderer_of
 from batchllm_operator.spec import load_spec
 
@@ -74,12 +75,12 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"tools": TOOLS},
     {"chat_template_kwargs": {"enable_thinking": False, "unknown": 1}},
 ]
-QUICK: dict[str, Any] = {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+PLUGIN = str(Path(__file__).parents[1] / "support" / "reasoning_plugin.py")
 
 
 @dataclass(frozen=True)
 class Stock:
-    """What stock vLLM gives: for each call, token ids, text and finish reason of each chat."""
+    """What stock vLLM gives: for each chat token ids, finish reason, reasoning and text."""
 
     prompts: dict[tuple[str, int], list[Any]]
     rows: list[dict[str, Any]]
@@ -114,7 +115,8 @@ def stock(demo: Demo, model: Path) -> Stock:
         for row in rows
     ]
     calls.append({"messages": turns, "max_tokens": 1, "tools": TOOLS})
-    calls.append({"messages": [row["chat"] for row in rows], "max_tokens": 16, **QUICK})
+    chats = [row["chat"] for row in rows]
+    calls.append({"messages": chats, "max_tokens": 16, "tools": TOOLS, "plugin": PLUGIN})
     given, outputs = demo.folder / "chat-calls.json", demo.folder / "chat-outputs.json"
     given.write_text(json.dumps(calls))
     demo.run_module("support.stock_chat", model, given, outputs)
@@ -155,7 +157,7 @@ def test_token_ids_equal_those_of_stock_chat(demo: Demo, stock: Stock, template:
         rendered = tokenizer.apply_chat_template(renderer_of(spec.prompt).render(batch))
         assert not rendered.errors
         found = tokenizer.encode(rendered.present()).to_lists()
-        assert found == [ids for ids, _, _ in stock.prompts[template, idx]]
+        assert found == [ids for ids, *_ in stock.prompts[template, idx]]
 
 
 def test_turns_have_the_token_ids_of_stock_chat(demo: Demo, model: Path, stock: Stock) -> None:
@@ -166,23 +168,35 @@ def test_turns_have_the_token_ids_of_stock_chat(demo: Demo, model: Path, stock: 
     batch = pa.RecordBatch.from_pylist(stock.rows)
     rendered = tokenizer.apply_chat_template(renderer_of(spec.prompt).render(batch))
     found = tokenizer.encode(rendered.present()).to_lists()
-    assert found == [ids for ids, _, _ in stock.turns]
+    assert found == [ids for ids, *_ in stock.turns]
 
 
-def test_every_row_equals_stock_chat(demo: Demo, model: Path, stock: Stock) -> None:
+def test_every_row_equals_stock_chat_and_its_parser(demo: Demo, model: Path, stock: Stock) -> None:
     partition = demo.folder / "chats" / f"ds={DS}"
     partition.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(stock.rows), partition / "a.parquet")
     job = demo.run_job(
         "chats",
-        model={"path": str(model)},
+        model={"path": str(model), "reasoning_parser": "demo"},
         input={"uri": "chats", "key": "key"},
-        prompt={"messages": "chat", **in_spec(QUICK)},
+        prompt={"messages": "chat", **in_spec({"tools": TOOLS})},
+        engine={"extra_args": {"reasoning_parser_plugin": PLUGIN}},
     )
     table = job.table
     assert table["error"].null_count == table.num_rows == len(stock.answers)
-    names = ("num_prompt_tokens", "generated_text", "finish_reason")
+    names = ("num_prompt_tokens", "finish_reason", "reasoning", "generated_text")
     found = zip(*(table[name].to_pylist() for name in names), strict=True)
-    assert list(found) == [(len(ids), text, reason) for ids, text, reason in stock.answers]
+    assert list(found) == [(len(ids), *answer) for ids, *answer in stock.answers]
+    num_answers = sum(map(bool, table["generated_text"].to_pylist()))
+    assert 5 < num_answers < len(stock.answers) - 5, "all the others end while they reason"
     planned = job.report["planned_saving_ratio"]
     assert job.report["achieved_saving_ratio"] > planned - 0.01 > 0.1
+
+
+def test_a_parser_whose_tokens_the_model_lacks_is_refused(demo: Demo) -> None:
+    model = {"path": "./model", "reasoning_parser": "deepseek_r1"}
+    plan = demo.run("plan", "--job", str(demo.write_spec("thinks", model=model)), "--ds", DS)
+    code, output = demo.start("run", "--plan", plan["plan_uri"], "--shard", "0").end()
+    assert code == ExitCode.INVALID, output
+    assert "error: model.reasoning_parser: " in output
+    assert "could not locate think start/end tokens" in output

@@ -60,6 +60,27 @@ def test_what_vllm_lacks_is_named(extra_args: dict[str, Any], reason: str) -> No
 
 
 @with_vllm
+def test_a_reasoning_parser_that_vllm_lacks_is_refused_with_those_it_has() -> None:
+    def check_parser(name: str, **extra_args: Any) -> None:
+        engine = {"backend": "vllm", "extra_args": extra_args}
+        model = {"path": "x", "reasoning_parser": name}
+        check_arguments(fake_spec("/lake", engine=engine, model=model))
+
+    for name in ("qwen3", "deepseek_r1"):
+        check_parser(name)
+    check_parser("mine", reasoning_parser_plugin="mine.py")
+    with pytest.raises(SpecError, match=r"has no parser 'qwen33'; it has .*deepseek_r1.* qwen3"):
+        check_parser("qwen33")
+
+
+@with_vllm
+def test_reasoning_parsers_are_those_that_vllm_registers() -> None:
+    from vllm.reasoning import ReasoningParserManager
+
+    assert sorted(arguments.vllm_reasoning_parsers()) == ReasoningParserManager.list_registered()
+
+
+@with_vllm
 def test_a_run_refuses_it_without_importing_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan may have been made where there is none."""
     monkeypatch.setitem(sys.modules, "batchllm_operator.engine.vllm_engine", None)
