@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.answers_job import asking
 from support.fake_job import fake_spec
 
 from batchllm_operator.engine import EngineJob, EngineRequest
@@ -63,6 +64,40 @@ class DoubledEngine(vllm_engine.VLLMEngine):  # type: ignore[misc,name-defined]
         self._engine, self._adapters = self.llm, {}
 
 
+class SamplingLLM(DoubleLLM):
+    """Answers each request three times; each step finishes one answer."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        super().__init__(max_num_seqs, [1])
+        self.output_processor = SimpleNamespace(request_states={})
+        self.hints: list[dict[str, Any]] = []
+
+    def add_request(
+        self, request_id: str, prompt: Mapping[str, Any], params: Any, lora_request: None
+    ) -> str:
+        for sample in range(3):
+            name = f"{sample}_{request_id}-x"
+            super().add_request(name, prompt, params, lora_request)
+            state = SimpleNamespace(num_cached_tokens=10 * sample)
+            self.output_processor.request_states[name] = state
+        return f"{request_id}-x"
+
+    def step(self) -> list[Any]:
+        [output] = super().step()
+        sample, _, parent = output.request_id.partition("_")
+        self.output_processor.request_states.pop(output.request_id)
+        output.request_id, output.finished = parent.removesuffix("-x"), sample == "2"
+        output.outputs, output.num_cached_tokens = output.outputs * 3, 20
+        return [output]
+
+
+class SamplingEngine(DoubledEngine):
+    def __init__(self, max_num_seqs: int) -> None:
+        self.llm = SamplingLLM(max_num_seqs)
+        spec = asking("/no/lake", sampling={"temperature": 1.0, "n": 3})
+        vllm_engine.VLLMEngine.__init__(self, spec, EngineJob(64))
+
+
 def requests(begin: int, end: int, empty: frozenset[int] = frozenset()) -> Iterator[EngineRequest]:
     for idx in range(begin, end):
         yield EngineRequest(idx, [] if idx in empty else [5, 6, 7], idx, 0)
@@ -105,6 +140,18 @@ def test_requests_that_are_all_refused_do_not_end_the_stream() -> None:
     outputs = list(engine.stream(requests(0, 201, frozenset(range(200)))))
     assert [each.error is None for each in outputs] == [False] * 200 + [True]
     assert engine.llm.held_at_steps == [1]
+
+
+def test_of_several_answers_each_is_a_request_of_vllm() -> None:
+    engine = SamplingEngine(max_num_seqs=20)
+    outputs = list(engine.stream(requests(0, 50)))
+    assert [each.request_idx for each in outputs] == list(range(50))
+    assert [len(each.raw["generated_texts"]) for each in outputs] == [3] * 50
+    assert all(each.num_cached_tokens == 0 for each in outputs)  # as the first answer
+    held = engine.llm.held_at_steps
+    assert max(held) in range(40, 40 + 3)
+    assert engine.max_in_flight == 14
+    assert all(each > 20 for each in held[: -2 * 20])  # it never runs dry
 
 
 def test_a_stream_that_ends_at_once_takes_no_step() -> None:
