@@ -350,7 +350,7 @@ def test_bad_rows_get_an_error_and_the_others_a_text(job: Job) -> None:
     assert [row["id"] for row in rows] == ["k0", "k1", "k2", "k3", "k4", "k5"]
     assert [row["doc"] for row in rows] == docs
     errors = [row["error"] for row in rows]
-    assert [error and error.partition(":")[0] for error in errors] == [
+    assert [error and error["kind"] for error in errors] == [
         None,
         "null_value",
         "empty_prompt",
@@ -375,7 +375,7 @@ def test_a_column_of_numbers(job: Job) -> None:
     assert job.commit(plan).code == 0
     first, second = job.published()
     assert (first["error"], first["generated_text"]) == (None, fake_text(list(b"x|1")))
-    assert second["error"] == "null_value: column 'q' is null"
+    assert second["error"] == {"kind": "null_value", "message": "column 'q' is null"}
 
 
 @pytest.mark.parametrize(
@@ -671,7 +671,8 @@ def test_a_failed_row_is_an_error_in_the_output(job: Job) -> None:
     job.run_all(plan)
     assert job.commit(plan).code == 0
     errors = [row["error"] for row in job.published()]
-    assert errors == [None, "engine_error: error token in the prompt", None, None]
+    failed = {"kind": "engine_error", "message": "error token in the prompt"}
+    assert errors == [None, failed, None, None]
 
 
 def test_a_row_that_kills_the_engine_costs_only_itself(job: Job) -> None:

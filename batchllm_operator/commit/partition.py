@@ -9,7 +9,6 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.answers import Answers
@@ -18,8 +17,16 @@ from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ERRORS_SCHEMA, RO
 from batchllm_operator.artifacts.outputs import model_name, output_schema
 from batchllm_operator.artifacts.parts import PartEntry, part_schema
 from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.outcomes import outcomes
 from batchllm_operator.errors import PlanError
-from batchllm_operator.lake import Folder, ahead, gather, published_schema, write_files
+from batchllm_operator.lake import (
+    Folder,
+    LakeTable,
+    ahead,
+    gather,
+    published_schema,
+    write_files,
+)
 from batchllm_operator.spec import JobSpec
 
 _ROWS_AT_ONCE: Final = 1 << 13
@@ -60,7 +67,7 @@ class FinishedShard:
 
 
 def write_partition(
-    plan: StoredPlan, sources: Sequence[Outputs], spool: Path, most_file_bytes: int | None = None
+    plan: StoredPlan, sources: Sequence[Outputs], spool: Path, table: LakeTable
 ) -> Path:
     """Write the partition's rows, in input order, to files in a folder; returns the folder.
 
@@ -71,7 +78,7 @@ def write_partition(
         plan: the plan of the rows.
         sources: their outputs.
         spool: a local folder.
-        most_file_bytes: upper bound of a file; None for one file.
+        table: where they will be published; tells the form of `error`, and how large a file may be.
 
     Raises:
         PlanError: a row has no output, or more than one.
@@ -83,10 +90,12 @@ def write_partition(
     constants = {name: pa.repeat(value, _SLICE_ROWS) for name, value in values.items()}
     with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as rows_file:
         _check_kept(plan, rows_file.schema_arrow)
-        schema = published_schema(output_schema(spec, rows_file.schema_arrow), plan.publication)
+        columns = output_schema(spec, rows_file.schema_arrow, table.columns(manifest.ds))
+        schema = published_schema(columns, plan.publication)
         all_rows = _rebatch(rows_file, buckets.num_rows_each)
         tables = _join_all(spec, all_rows, buckets, constants, schema)
-        write_files(gather(tables, most_file_bytes), spool / "data", schema, most_file_bytes)
+        most = table.most_file_bytes
+        write_files(gather(tables, most), spool / "data", schema, most)
     return spool / "data"
 
 
@@ -159,9 +168,7 @@ def _join(
             joined = outputs.take(pa.array(place[chosen], mask=~prompted[chosen]))
         columns = {name: joined[name] for name in joined.column_names}
         columns |= Answers.of(spec).columns(joined)
-        columns[ERROR_COLUMN] = pc.coalesce(
-            some[ERROR_COLUMN].cast(pa.large_string()), joined[ERROR_COLUMN]
-        )
+        columns |= outcomes(spec, schema, some[ERROR_COLUMN], joined)
         for name, value in constants.items():  # zero-copy
             columns[name] = value.slice(0, some.num_rows)
         for name in some.column_names:

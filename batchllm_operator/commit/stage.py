@@ -66,7 +66,7 @@ def commit_run(plan_uri: str) -> RunReport:
     _check_failed_fraction(plan, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         sources: list[Outputs] = [*shards, ReusedOutputs(plan)]
-        data = write_partition(plan, sources, Path(spool), table.most_file_bytes)
+        data = write_partition(plan, sources, Path(spool), table)
         plan.mark_committing()  # again, as writing may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)

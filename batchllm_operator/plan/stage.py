@@ -127,7 +127,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     _check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
-    columns = output_schema(spec, snapshot.schema)
+    columns = output_schema(spec, snapshot.schema, output.columns(ds))
     output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     tokenizer = load_tokenizer(spec, ds)
     check_lengths(spec, tokenizer.max_model_len)

@@ -20,7 +20,14 @@ from batchllm_operator.spec.sections import (
     SamplingSpec,
     Section,
 )
-from batchllm_operator.spec.tasks import Labels, Task, check_task, fill_task, output_columns
+from batchllm_operator.spec.tasks import (
+    Labels,
+    Task,
+    check_task,
+    ends_answers,
+    fill_task,
+    output_columns,
+)
 
 SPEC_VERSION: Final = 1
 ROUNDING_ENGINE_FIELDS: Final = {
@@ -156,6 +163,11 @@ class JobSpec(Section):
         """Columns that the job itself writes, in their order; keys and carried columns may not use
         these names."""
         return output_columns(self)
+
+    @property
+    def ends_answers(self) -> bool:
+        """Whether the model ends its answers, so that one that a limit ends lacks a part."""
+        return ends_answers(self)
 
     @property
     def kept_columns(self) -> tuple[str, ...]:

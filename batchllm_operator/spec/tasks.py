@@ -81,6 +81,11 @@ def _check_classify(spec: JobSpec) -> None:
         )
 
 
+def ends_answers(spec: JobSpec) -> bool:
+    """Whether the model ends its answers, so that one that a limit ends lacks a part."""
+    return spec.task == "generate" and not spec.sampling.ignore_eos
+
+
 def output_columns(spec: JobSpec) -> tuple[str, ...]:
     """Columns that the job itself writes, in their order."""
     return ("generated_text", *_answer_columns(spec), *_AFTER)

@@ -17,7 +17,7 @@ from batchllm_operator.cli import main
 PAGE = (Path(__file__).parents[2] / "docs" / "lake.md").read_text(encoding="utf-8")
 COLUMNS = [
     *("row_key", "generated_text", "finish_reason", "num_prompt_tokens", "num_cached_tokens"),
-    *("num_output_tokens", "error", "model", "run_id", "query"),
+    *("num_output_tokens", "status", "error", "model", "run_id", "query"),
 ]
 
 
@@ -76,7 +76,7 @@ def test_the_iceberg_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     table.append(documents())
     run_spec("# iceberg\n", lake, tmp_path)
     written = catalog.load_table("search.snippets")
-    assert sorted(written.schema().column_names) == sorted([*COLUMNS, "ds"])
+    assert sorted(field.name for field in written.schema().fields) == sorted([*COLUMNS, "ds"])
     assert written.current_snapshot().summary["batchllm.job"] == "snippets"
     assert len(written.scan().to_arrow()) == 12
     assert not (lake / "warehouse" / "_batchllm").exists()

@@ -114,7 +114,8 @@ def test_an_unknown_name_is_a_row_error(folder: Path) -> None:
         if row["language"] == "german":
             assert found["generated_text"] == text_of(row)
         else:
-            assert found["error"] == r"unknown_adapter: model.adapters has no 'dutch\n'"
+            message = r"model.adapters has no 'dutch\n'"
+            assert found["error"] == {"kind": "unknown_adapter", "message": message}
 
 
 def test_a_column_of_categories_and_one_of_numbers(folder: Path) -> None:

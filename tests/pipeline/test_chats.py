@@ -85,9 +85,11 @@ def test_rows_that_hold_no_chat_have_an_error(tmp_path: Path) -> None:
     assert plan.manifest.counts.num_rejected_rows == len(BAD)
     good, *bad = published(spec)
     assert good["generated_text"] == fake_text(prompt_of(USER))
-    codes = [row["error"].partition(":")[0] for row in bad]
+    codes = [row["error"]["kind"] for row in bad]
     assert codes == ["null_value" if each is None else "invalid_messages" for each in BAD.values()]
-    assert all("column 'chat'" in row["error"] and row["generated_text"] is None for row in bad)
+    assert all(
+        "column 'chat'" in row["error"]["message"] and row["generated_text"] is None for row in bad
+    )
 
 
 def test_a_chat_that_the_model_refuses_has_an_error(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_a_chat_that_the_model_refuses_has_an_error(tmp_path: Path) -> None:
     )
     run_and_commit(spec)
     one, refused, three = published(spec)
-    assert refused["error"].endswith("refuses them: roles must alternate")
+    assert refused["error"]["message"].endswith("refuses them: roles must alternate")
     assert one["generated_text"] != three["generated_text"]
 
 

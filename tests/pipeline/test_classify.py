@@ -57,7 +57,7 @@ def test_each_row_has_its_label_and_probabilities(tmp_path: Path, given: dict[st
     assert [row["row_key"] for row in found] == [row["row_key"] for row in rows]
     for published_row, row in zip(found, rows, strict=True):
         if row["document"] is None:
-            assert published_row["error"].startswith("null_value")
+            assert published_row["error"]["kind"] == "null_value"
             assert published_row["label"] is published_row["probabilities"] is None
             assert published_row["probability"] is None
         else:
@@ -81,7 +81,8 @@ def test_labels_without_probabilities_are_a_row_error(
     spec = classifying(tmp_path, labels=LABELS, max_failed_fraction=0.5)
     run_and_commit(spec)
     first, _, third, _ = published(spec)
-    assert str(third["error"]).find("not_finite") >= 0
+    assert third["error"]["kind"] == "not_finite"
+    assert third["status"] == "failed"
     assert third["label"] is third["probability"] is None
     assert sum(first["probabilities"].values()) == pytest.approx(1)
     assert first["probabilities"]["relevant"] == 0

@@ -62,7 +62,8 @@ def test_rows_come_out_in_input_order(
         assert found["run_id"] == f"job/{DS}/{plan.manifest.plan_id}"
         if idx == 3:
             assert found["generated_text"] is None
-            assert found["error"] == "null_value: column 'document' is null"
+            message = "column 'document' is null"
+            assert found["error"] == {"kind": "null_value", "message": message}
         else:
             assert (found["generated_text"], found["error"]) == (expected_text(row), None)
             assert found["num_prompt_tokens"] == len(expected_prompt(row))

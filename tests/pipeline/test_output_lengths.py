@@ -367,7 +367,7 @@ def with_row(table: pa.Table, idx: int, **values: Any) -> pa.Table:
         (lambda table: with_row(table, 0, row_key="new", num_output_tokens=499), [3, 3]),
         (lambda table: with_row(table, 0, row_key=None, num_output_tokens=499), [3, 3]),
         (lambda table: pa.concat_tables([table, table, table.slice(2, 2)]), [3, 3]),
-        (lambda table: with_row(table.slice(1), 1, error="engine_error: x"), [2, 3]),
+        (lambda table: with_row(table.slice(1), 1, error={"kind": "engine_error"}), [2, 3]),
         (lambda table: with_row(table.slice(1), 0, num_output_tokens=None), [2, 3]),
     ],
     ids=[

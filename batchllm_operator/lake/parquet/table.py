@@ -7,7 +7,6 @@ names the publication.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 import time
@@ -29,6 +28,7 @@ from batchllm_operator.lake.parquet.hive_names import (
     visible,
 )
 from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
+from batchllm_operator.lake.parquet.versions import etag_version, listing_version
 from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
 from batchllm_operator.lake.publishing import check_name, is_published, looking_again
 from batchllm_operator.lake.row_stream import read_batches
@@ -75,7 +75,7 @@ class ParquetTable:
             pinned.append(file)
         return Snapshot(
             partition=partition,
-            version=_listing_version(pinned),
+            version=listing_version(pinned),
             files=tuple(pinned),
             schema=self._merge(schemas or self._newest_schema(files, partition)),
         )
@@ -130,6 +130,10 @@ class ParquetTable:
     def published(self, partition: str) -> Publication | None:
         return self._look(partition)[0]
 
+    def columns(self, partition: str) -> pa.Schema | None:
+        """Read from the last other partition by name, or from the one itself."""
+        return self._published_schema([partition, *self._others(partition)])
+
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> None:
@@ -141,7 +145,7 @@ class ParquetTable:
         names = self._folder.subfolder_names()
         if not any(self._partition_column in hive_values(f"{name}/") for name in names):
             self._check_free()
-        known = self._published_schema(but=partition) or columns
+        known = self._published_schema(self._others(partition)) or columns
         check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
 
     def publish(
@@ -218,14 +222,16 @@ class ParquetTable:
             )
         return found, etag
 
-    def _published_schema(self, but: str) -> pa.Schema | None:
-        """Columns of the last partition by name that has a published file, `but` left out."""
-        for partition in reversed(self.partitions()):
+    def _others(self, partition: str) -> list[str]:
+        return [name for name in self.partitions() if name != partition]
+
+    def _published_schema(self, partitions: Sequence[str]) -> pa.Schema | None:
+        """Columns of the last of these partitions that has a published file."""
+        for partition in reversed(partitions):
             folder, files = self._partition_folder(partition)
-            if partition == but or DATA_FILE not in files:
-                continue
-            footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
-            return file_schema(footer)
+            if DATA_FILE in files:
+                footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
+                return file_schema(footer)
         return None
 
     def _check_free(self) -> None:
@@ -314,7 +320,7 @@ class ParquetTable:
         now = self._chosen(self._files_near(snapshot.partition), snapshot.partition)
         sizes = {name: int(details["size"]) for name, details in now.items()}
         return sizes == {file.name: file.size_bytes for file in snapshot.files} and all(
-            (_etag_version(now[file.name]) or self._pin(file.name, now[file.name])[1].version)
+            (etag_version(now[file.name]) or self._pin(file.name, now[file.name])[1].version)
             == file.version
             for file in snapshot.files
         )
@@ -323,7 +329,7 @@ class ParquetTable:
         """A file's footer, and its entry in a snapshot."""
         size_bytes = int(details["size"])
         footer, digest = read_footer(self._folder, name, size_bytes)
-        version = _etag_version(details) or f"footer-sha256:{digest}"
+        version = etag_version(details) or f"footer-sha256:{digest}"
         return footer, InputFile(name, size_bytes, footer.num_rows, version)
 
     def _merge(self, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
@@ -332,16 +338,6 @@ class ParquetTable:
         hive_columns = hive_values(next(iter(schemas)))
         fields = [field for field in merged if field.name not in hive_columns]
         return pa.schema([*fields, *(pa.field(column, pa.string()) for column in hive_columns)])
-
-
-def _etag_version(details: Mapping[str, Any]) -> str | None:
-    etag = str(details.get("ETag", "")).strip('"')
-    return f"etag:{etag}" if etag else None
-
-
-def _listing_version(files: Sequence[InputFile]) -> str:
-    listed = "".join(f"{file.name}\0{file.size_bytes}\0{file.version}\n" for file in files)
-    return f"listing:{hashlib.sha256(listed.encode()).hexdigest()}"
 
 
 def _folder_values(snapshot: Snapshot, name: str) -> dict[str, str | None]:

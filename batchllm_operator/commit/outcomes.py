@@ -1,0 +1,41 @@
+"""What became of each row: the columns `error` and `status`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchllm_operator.artifacts.manifest import ERROR_COLUMN
+from batchllm_operator.artifacts.outputs import ERROR_FIELD, STATUS_COLUMN
+from batchllm_operator.spec import JobSpec
+
+_KIND_AND_MESSAGE: Final = "(?s)^(?P<kind>.*?)(?:: (?P<message>.*))?$"
+
+
+def outcomes(
+    spec: JobSpec, schema: pa.Schema, rejected: pa.ChunkedArray, outputs: pa.Table
+) -> dict[str, pa.ChunkedArray]:
+    """The columns `error` and, if `schema` has `error` as a struct, `status`, by name.
+
+    Args:
+        spec: the job's.
+        schema: the output table's; see `output_schema`.
+        rejected: why a row can't be prompted, as text; null if it can.
+        outputs: the rows' outputs, with the columns of a part; all null without one.
+    """
+    failed = outputs[ERROR_COLUMN]
+    texts = pc.coalesce(rejected.cast(pa.large_string()), failed)
+    if schema.field(ERROR_COLUMN).type != ERROR_FIELD.type:
+        return {ERROR_COLUMN: texts}
+    errors = pc.extract_regex(texts, pattern=_KIND_AND_MESSAGE)
+    is_cut_off = pc.equal(outputs["finish_reason"], "length")
+    conditions = {
+        "rejected": pc.is_valid(rejected),
+        "invalid_output": pc.equal(pc.struct_field(errors, "kind"), "invalid_output"),
+        "failed": pc.is_valid(failed),
+        "cut_off": pc.and_(is_cut_off, pa.scalar(spec.ends_answers)),
+    }
+    status = pc.case_when(pc.make_struct(*conditions.values()), *conditions, "ok")
+    return {ERROR_COLUMN: errors, STATUS_COLUMN: status}
