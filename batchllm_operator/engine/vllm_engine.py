@@ -29,7 +29,7 @@ from batchllm_operator.engine.vllm_logs import (
     one_line,
     without_llvmlite,
 )
-from batchllm_operator.errors import EngineError, SpecError
+from batchllm_operator.errors import EngineError, ModelError, SpecError
 from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
@@ -175,7 +175,7 @@ class VLLMEngine:
             self._adapters = load_adapters(spec.model, self._engine)
             reasons = spec.model.reasoning_parser is not None
             self._splitter = ReasoningSplitter(spec, self._engine) if reasons else None
-        except SpecError:
+        except (ModelError, SpecError):
             self._engine.engine_core.shutdown()
             raise
 

@@ -61,7 +61,7 @@ class DoubledEngine(vllm_engine.VLLMEngine):  # type: ignore[misc,name-defined]
         super().__init__(fake_spec("/no/lake"), EngineJob(64))
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
-        self._engine, self._adapters = self.llm, {}
+        self._engine, self._adapters, self._splitter = self.llm, {}, None
 
 
 class SamplingLLM(DoubleLLM):
