@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,10 +115,15 @@ def _faults(given: Mapping[str, Any], known: Mapping[str, Any], whose: str) -> I
 def _check_reasoning_parser(spec: JobSpec) -> None:
     name, known = spec.model.reasoning_parser, vllm_reasoning_parsers()
     if name and known and name not in known and not spec.engine.extra_args.get(_PARSER_PLUGIN):
-        raise SpecError(
-            f"model.reasoning_parser: the installed vLLM has no parser {shown(name)!r}; it has"
-            f" {', '.join(sorted(known))}"
-        )
+        raise SpecError(unknown_parser(name, known))
+
+
+def unknown_parser(name: str, known: Iterable[str]) -> str:
+    """What to say of a reasoning parser that vLLM doesn't have."""
+    return (
+        f"model.reasoning_parser: the installed vLLM has no parser {shown(name)!r}; it has"
+        f" {', '.join(sorted(known))}"
+    )
 
 
 def _check_choices(spec: JobSpec) -> None:

@@ -60,7 +60,7 @@ from batchllm_operator.engine.vllm_attention import (  # noqa: E402
     start_attention,
 )
 from batchllm_operator.engine.vllm_profiling import find_profile, scheduler_settings  # noqa: E402
-from batchllm_operator.engine.vllm_reasoning import ReasoningSplitter, load_parsers  # noqa: E402
+from batchllm_operator.engine.vllm_reasoning import ReasoningSplitter, choose_parser  # noqa: E402
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
 from batchllm_operator.vllm_plugin.scheduler.scheduler import BatchLLMScheduler  # noqa: E402
 
@@ -143,7 +143,6 @@ class VLLMEngine:
         self._scheduler.begin(settings)
 
     def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
-        load_parsers(spec)
         try:
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
             drop_broken_preloads(os.environ)
@@ -155,11 +154,8 @@ class VLLMEngine:
             if not spec.engine.extra_args:
                 raise EngineError(f"vLLM can't start: {one_line(error)}") from error
             raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
-        except RuntimeError as error:  # a parser misses its tokens
-            if spec.model.reasoning_parser is None:
-                raise
-            raise SpecError(f"model.reasoning_parser: {one_line(error)}") from error
         check_model(spec, config)
+        choose_parser(spec.model.reasoning_parser, config)
         if spec.model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
         try:
@@ -301,7 +297,6 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         "model": spec.model.path,
         "revision": spec.model.revision,
         "trust_remote_code": spec.model.trust_remote_code,
-        "reasoning_parser": spec.model.reasoning_parser,  # grammars begin after the reasoning
         "dtype": engine.dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": engine.max_num_seqs,

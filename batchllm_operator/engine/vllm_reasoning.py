@@ -6,18 +6,34 @@ from typing import Any
 
 from vllm import SamplingParams
 
+from batchllm_operator.engine.arguments import unknown_parser
 from batchllm_operator.engine.vllm_logs import one_line
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import JobSpec
 
 
-def load_parsers(spec: JobSpec) -> None:
-    """Load the file with parsers that a spec brings along, as vLLM's server does at its start."""
-    plugin = spec.engine.extra_args.get("reasoning_parser_plugin")
-    if spec.model.reasoning_parser is not None and plugin:
-        from vllm.reasoning import ReasoningParserManager
+def choose_parser(name: str | None, config: Any) -> None:
+    """Set vLLM's parser, so that grammars begin where the reasoning ends.
 
-        ReasoningParserManager.import_reasoning_parser(str(plugin))
+    Not by its argument `reasoning_parser`, which turns on budgets of thinking, too.
+
+    Args:
+        name: see `ModelSpec.reasoning_parser`.
+        config: vLLM's, which is changed.
+
+    Raises:
+        SpecError: there is no such parser.
+    """
+    if name is None:
+        return
+    from vllm.reasoning import ReasoningParserManager
+
+    outputs = config.structured_outputs_config
+    if outputs.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(outputs.reasoning_parser_plugin)
+    if name not in (known := ReasoningParserManager.list_registered()):
+        raise SpecError(unknown_parser(name, known))
+    outputs.reasoning_parser = name
 
 
 class ReasoningSplitter:
@@ -28,7 +44,7 @@ class ReasoningSplitter:
         engine: vLLM's.
 
     Raises:
-        SpecError: the parser doesn't suit the model, or its plugin doesn't have it.
+        SpecError: the parser doesn't suit the model.
     """
 
     def __init__(self, spec: JobSpec, engine: Any) -> None:

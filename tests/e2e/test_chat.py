@@ -193,10 +193,21 @@ def test_every_row_equals_stock_chat_and_its_parser(demo: Demo, model: Path, sto
     assert job.report["achieved_saving_ratio"] > planned - 0.01 > 0.1
 
 
-def test_a_parser_whose_tokens_the_model_lacks_is_refused(demo: Demo) -> None:
-    model = {"path": "./model", "reasoning_parser": "deepseek_r1"}
-    plan = demo.run("plan", "--job", str(demo.write_spec("thinks", model=model)), "--ds", DS)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("deepseek_r1", "could not locate think start/end tokens"),
+        ("dem", "has no parser 'dem'; it has cohere_command3, "),
+    ],
+)
+def test_a_parser_that_cannot_be_used_is_refused(demo: Demo, name: str, reason: str) -> None:
+    spec = demo.write_spec(
+        name,
+        model={"path": "./model", "reasoning_parser": name},
+        engine={"extra_args": {"reasoning_parser_plugin": PLUGIN}},
+    )
+    plan = demo.run("plan", "--job", str(spec), "--ds", DS)
     code, output = demo.start("run", "--plan", plan["plan_uri"], "--shard", "0").end()
     assert code == ExitCode.INVALID, output
     assert "error: model.reasoning_parser: " in output
-    assert "could not locate think start/end tokens" in output
+    assert reason in output

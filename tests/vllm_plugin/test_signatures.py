@@ -51,6 +51,8 @@ REGISTRY = "vllm.v1.attention.backends.registry"
 BACKENDS = "vllm.v1.attention.backends"
 FLASH = f"{BACKENDS}.flash_attn:FlashAttention"
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+REASONING = "vllm.reasoning:ReasoningParserManager"
+PARSER = "vllm.parser.abstract_parser:DelegatingParser"
 CACHE_WRITE = ("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")
 
 CALLS = (
@@ -236,6 +238,13 @@ CALLS = (
     Call(f"{CORE}.kv_cache_manager:KVCacheBlocks.get_block_ids"),
     Call("vllm.v1.worker.worker_base:WorkerBase.get_model"),
     Call("vllm:EngineArgs", keywords=("model", "attention_backend")),
+    # reasoning and answer taken apart
+    Call(f"{REASONING}.list_registered"),
+    Call(f"{REASONING}.import_reasoning_parser", ("plugin_path",)),
+    Call("vllm.parser:ParserManager.get_parser", keywords=("reasoning_parser_name", "is_harmony")),
+    Call(PARSER, ("tokenizer", "tools"), ("model_config",)),
+    Call(f"{PARSER}.adjust_request", ("request",)),
+    Call(f"{PARSER}.parse", ("model_output", "request"), ("model_output_token_ids",)),
 )
 
 # What objects have, by the name of the object in `Objects`.
@@ -286,6 +295,7 @@ FIELDS = {
     f"{CONFIG}:SchedulerConfig": ("max_num_seqs", "max_num_batched_tokens"),
     f"{CONFIG}:CompilationConfig": ("static_forward_context",),
     f"{CONFIG}:AttentionConfig": ("backend",),
+    f"{CONFIG}:StructuredOutputsConfig": ("reasoning_parser", "reasoning_parser_plugin"),
     f"{CONFIG}:VllmConfig": ("compilation_config", "speculative_config", "attention_config"),
 }
 """What the attention backend reads, by the dataclass that has it."""
