@@ -12,7 +12,8 @@ from batchllm_operator.answers.labels import LabelColumns
 from batchllm_operator.answers.logprobs import LogprobColumns
 from batchllm_operator.answers.reasoning import ReasoningColumns
 from batchllm_operator.answers.samples import SampleColumns
-from batchllm_operator.spec import JobSpec
+from batchllm_operator.answers.structured import ChosenText, JsonColumns
+from batchllm_operator.spec import JobSpec, JsonSchemaFormat
 
 
 class Kind(Protocol):
@@ -50,9 +51,14 @@ class Answers:
 
     @classmethod
     def of(cls, spec: JobSpec) -> Answers:
+        """Raises SpecError if a schema can't be columns; see `JsonColumns`."""
         kinds: list[Kind] = []
         if spec.task == "classify":
             kinds.append(LabelColumns(spec.labels, spec.label_values))
+        if isinstance(spec.response_format, JsonSchemaFormat):
+            kinds.append(JsonColumns.of(spec.response_format))
+        elif spec.response_format is not None:
+            kinds.append(ChosenText(spec.response_format))
         if spec.sampling.n > 1:
             kinds.append(SampleColumns())
         if spec.model.reasoning_parser is not None:

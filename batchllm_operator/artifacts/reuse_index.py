@@ -82,6 +82,9 @@ def reuse_identity(
     if spec.model.reasoning_parser is not None:
         content["reasoning_parser"] = spec.model.reasoning_parser
         content["chat_template_kwargs"] = spec.prompt.chat_template_kwargs
+    if spec.response_format is not None:
+        form = spec.response_format.model_dump(mode="json", exclude={"prefix_columns"})
+        content["response_format"] = form
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import count
 
 from batchllm_operator.engine.arguments import check_arguments
+from batchllm_operator.engine.formats import check_format
 from batchllm_operator.engine.isolation import IsolatingEngine
 from batchllm_operator.engine.protocol import (
     ChainedGroup,
@@ -29,6 +30,7 @@ __all__ = [
     "EngineOutput",
     "EngineRequest",
     "check_arguments",
+    "check_format",
     "start_engine",
 ]
 

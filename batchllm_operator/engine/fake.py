@@ -8,6 +8,8 @@ without a model's tokenizer:
     delay_s            seconds for each request
     error_token_id     a request whose prompt has this token gets an error
     fatal_token_id     ... kills the engine
+    invalid_every      of so many prompts, about one has answers without the `response_format`
+    invalid_tries      ... until it has been tried so often (default: always)
     max_in_flight      requests that run at a time (default 16)
     num_characters     of each text (default 21)
 
@@ -30,15 +32,19 @@ from batchllm_operator.answers.labels import LOGPROBS_FIELD
 from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
 from batchllm_operator.answers.reasoning import REASONING_FIELD
 from batchllm_operator.answers.samples import TEXTS_FIELD
+from batchllm_operator.engine.fake_answers import digest_of, fake_answer
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec.sections import MAX_COUNT
 
 ARGUMENTS: Final[dict[str, Any]] = {
     "byte_tokens": bool,
     "delay_s": Annotated[float, Field(ge=0)],
     "error_token_id": int,
     "fatal_token_id": int,
+    "invalid_every": Annotated[int, Field(ge=1)],
+    "invalid_tries": Annotated[int, Field(ge=1)],
     "max_in_flight": Annotated[int, Field(ge=1)],
     "num_characters": Annotated[int, Field(ge=0)],
 }
@@ -54,6 +60,8 @@ class FakeEngine:
         self._delay_s = float(str(args.get("delay_s", 0)))
         self._error_token_id = args.get("error_token_id")
         self._fatal_token_id = args.get("fatal_token_id")
+        self._invalid_every = int(str(args.get("invalid_every", 0)))
+        self._invalid_tries = int(str(args.get("invalid_tries", MAX_COUNT)))
         self._max_in_flight = int(str(args.get("max_in_flight", 16)))
         self._num_characters = int(str(args.get("num_characters", _NUM_CHARACTERS)))
         self._spec, self._max_tokens = spec, spec.sampling.max_tokens
@@ -84,7 +92,7 @@ class FakeEngine:
         num_prompt_tokens, prompt = len(request.prompt_token_ids), _with_adapter(request)
         return EngineOutput(
             request_idx=request.request_idx,
-            text=fake_text(prompt, self._num_characters),
+            text=self._text(request, prompt),
             raw=self._raw(prompt),
             finish_reason="length",
             num_prompt_tokens=num_prompt_tokens,
@@ -92,6 +100,16 @@ class FakeEngine:
             num_output_tokens=min(self._max_tokens, self._max_model_len - num_prompt_tokens),
             error=None,
         )
+
+    def _text(self, request: EngineRequest, prompt: list[int]) -> str:
+        form = self._spec.response_format
+        if form is None:
+            return fake_text(prompt, self._num_characters)
+        answer = fake_answer(form, prompt)
+        every = self._invalid_every
+        if every and not digest_of(prompt) % every and request.num_tries < self._invalid_tries:
+            return answer[: len(answer) // 2]
+        return answer
 
     def _raw(self, prompt_token_ids: list[int]) -> dict[str, Any]:
         """What the job asks for beside a text."""

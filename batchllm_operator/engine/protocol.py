@@ -78,6 +78,8 @@ class EngineRequest:
     """Estimated; None for the spec's maximum."""
     adapter: str | None = None
     """Its name in the spec; None for the model itself."""
+    num_tries: int = 0
+    """Answers to it that couldn't be used; each has a seed of its own."""
 
 
 @dataclass(frozen=True, slots=True)

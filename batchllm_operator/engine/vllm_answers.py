@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, Final
 
 from vllm import SamplingParams
@@ -13,12 +14,16 @@ from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
 from batchllm_operator.answers.reasoning import REASONING_FIELD
 from batchllm_operator.answers.samples import TEXTS_FIELD
 from batchllm_operator.engine.protocol import EngineJob, EngineOutput, EngineRequest
+from batchllm_operator.engine.vllm_formats import structured_outputs
 from batchllm_operator.engine.vllm_logs import one_line
 from batchllm_operator.engine.vllm_reasoning import ReasoningSplitter
-from batchllm_operator.spec import SamplingSpec
+from batchllm_operator.spec import ResponseFormat, SamplingSpec
+from batchllm_operator.spec.sections import MAX_SAMPLES
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints
 
 _ENDS: Final = ("stop", "length")
+_SEEDS: Final = 1 << 64
+"""Seeds are signed integers of 64 bits."""
 
 
 class GeneratedAnswers:
@@ -38,14 +43,27 @@ class GeneratedAnswers:
     """
 
     def __init__(
-        self, sampling: SamplingSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
+        self,
+        sampling: SamplingSpec,
+        job: EngineJob,
+        splitter: ReasoningSplitter | None = None,
+        form: ResponseFormat | None = None,
     ) -> None:
         self._sampling, self._label_token_ids = sampling, job.label_token_ids
         self._splitter = splitter
-        self.params = sampling_params(sampling, job.label_token_ids)
+        self.params = sampling_params(sampling, job.label_token_ids, form)
         if splitter is not None:
             splitter.adjust(self.params)
         self.num_samples = sampling.n
+
+    def params_of(self, request: EngineRequest) -> SamplingParams:
+        """vLLM's parameters of one request; each try of it has another seed."""
+        params = copy(self.params)  # vLLM makes a deep copy itself
+        if params.seed is not None and request.num_tries:
+            # vLLM takes the seeds that follow a request's for its samples.
+            seed = params.seed + request.num_tries * MAX_SAMPLES
+            params.seed = (seed + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+        return params
 
     def hints(self, request: EngineRequest) -> RequestHints:
         """What our scheduler should know of it."""
@@ -112,8 +130,17 @@ def _likeliest(found: Mapping[int, Any], num_top: int) -> list[dict[str, Any]]:
     return [{"token": each.decoded_token, "logprob": each.logprob} for each in ranked]
 
 
-def sampling_params(sampling: SamplingSpec, label_token_ids: Sequence[int] = ()) -> SamplingParams:
-    """vLLM's sampling parameters, with finished outputs only, and logprobs of some tokens."""
+def sampling_params(
+    sampling: SamplingSpec,
+    label_token_ids: Sequence[int] = (),
+    form: ResponseFormat | None = None,
+) -> SamplingParams:
+    """vLLM's sampling parameters, with finished outputs only.
+
+    Args:
+        label_token_ids: tokens whose log-probabilities it gives.
+        form: what the answers have to be.
+    """
     return SamplingParams(
         n=sampling.n,
         max_tokens=sampling.max_tokens,
@@ -129,5 +156,6 @@ def sampling_params(sampling: SamplingSpec, label_token_ids: Sequence[int] = ())
         logprobs=sampling.logprobs,
         output_kind=RequestOutputKind.FINAL_ONLY,
         logprob_token_ids=list(label_token_ids) or None,
+        structured_outputs=structured_outputs(form),
         detokenize=not label_token_ids,  # the label is the text
     )

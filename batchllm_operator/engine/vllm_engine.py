@@ -13,7 +13,6 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +29,7 @@ from batchllm_operator.engine.vllm_logs import (
     without_llvmlite,
 )
 from batchllm_operator.errors import EngineError, ModelError, SpecError
-from batchllm_operator.spec import JobSpec, SamplingSpec
+from batchllm_operator.spec import JobSpec, ResponseFormat, SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 
@@ -59,6 +58,7 @@ from batchllm_operator.engine.vllm_attention import (  # noqa: E402
     check_model,
     start_attention,
 )
+from batchllm_operator.engine.vllm_formats import check_engine  # noqa: E402
 from batchllm_operator.engine.vllm_profiling import find_profile, scheduler_settings  # noqa: E402
 from batchllm_operator.engine.vllm_reasoning import ReasoningSplitter, choose_parser  # noqa: E402
 from batchllm_operator.vllm_plugin.register import attention_chosen  # noqa: E402
@@ -89,13 +89,15 @@ class VLLMEngine:
 
     def __init__(self, spec: JobSpec, job: EngineJob, chain: ChainSettings | None = None) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
-        _answers(spec.sampling, job)  # to refuse before the start what can't be
+        # To refuse before the start what can't be.
+        _answers(spec.sampling, job, form=spec.response_format)
         if chain is not None:
             self._args["kv_transfer_config"] = chain.to_kv_transfer_config()
         with attention_chosen(spec.engine.attention):
             self._start(spec, self._args)
-        self._answers = _answers(spec.sampling, job, self._splitter)
+        self._answers = _answers(spec.sampling, job, self._splitter, spec.response_format)
         config = self._engine.vllm_config
+        check_engine(self._answers.params, self._engine)
         self._most_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
         self._in_flight: dict[str, EngineRequest] = {}
         self._first_samples: dict[str, Any] = {}
@@ -212,7 +214,7 @@ class VLLMEngine:
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
-        params = copy(self._answers.params)  # vLLM makes a deep copy itself
+        params = self._answers.params_of(request)
         if self._scheduler is not None:
             params.extra_args = self._answers.hints(request).to_extra_args()
         try:
@@ -330,10 +332,13 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
 
 
 def _answers(
-    sampling: SamplingSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
+    sampling: SamplingSpec,
+    job: EngineJob,
+    splitter: ReasoningSplitter | None = None,
+    form: ResponseFormat | None = None,
 ) -> GeneratedAnswers:
     """Raises SpecError if vLLM refuses the sampling parameters."""
     try:
-        return GeneratedAnswers(sampling, job, splitter)
+        return GeneratedAnswers(sampling, job, splitter, form)
     except ValueError as error:
         raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error

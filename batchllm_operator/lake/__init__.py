@@ -17,6 +17,7 @@ from batchllm_operator.lake.parquet.table import ParquetTable as ParquetTable
 from batchllm_operator.lake.parquet_footer import published_schema as published_schema
 from batchllm_operator.lake.scanning import listed_columns as listed_columns
 from batchllm_operator.lake.scanning import row_condition as row_condition
+from batchllm_operator.lake.schema import check_names as check_names
 from batchllm_operator.lake.table import InputFile as InputFile
 from batchllm_operator.lake.table import LakeTable as LakeTable
 from batchllm_operator.lake.table import Publication as Publication

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 from pyarrow import types
@@ -77,6 +77,47 @@ def check_cases(where: str, names: Sequence[str]) -> None:
                 f"{where}: the job's column {name!r} differs from its column {other!r} by case"
                 " only, which the table can't hold; rename one in a view of the input"
             )
+
+
+def check_names(where: str, columns: Sequence[pa.Field], forbidden: str) -> None:
+    """Check names of new columns and of the fields inside them.
+
+    Args:
+        where: the table, in errors.
+        forbidden: see `LakeTable.forbidden_in_names`.
+
+    Raises:
+        TableError: a name is empty or has a forbidden character, or two fields of a struct differ
+            by case only.
+    """
+    for place, names in _names("", columns):
+        known: set[str] = set()
+        for name in names:
+            full_name = f"{place}{name}"
+            if not name:
+                raise TableError(f"{where}: there is a field without a name in {place[:-1]!r}")
+            if found := sorted(set(name) & set(forbidden)):
+                raise TableError(
+                    f"{where}: the name {full_name!r} has {', '.join(map(repr, found))}, which the"
+                    " table's format doesn't allow in names; rename it"
+                )
+            if name.casefold() in known:
+                raise TableError(
+                    f"{where}: two fields {full_name!r} differ by case only, which the table can't"
+                    " hold; rename one"
+                )
+            known.add(name.casefold())
+
+
+def _names(place: str, fields: Sequence[pa.Field]) -> Iterator[tuple[str, list[str]]]:
+    """The names of fields that stand beside each other, and the place before them."""
+    yield place, [field.name for field in fields]
+    for field in fields:
+        kind = field.type
+        while types.is_list(kind):
+            kind = kind.value_type
+        if types.is_struct(kind):
+            yield from _names(f"{place}{field.name}.", list(kind))
 
 
 def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: bool) -> list[str]:

@@ -85,6 +85,10 @@ class LakeTable(Protocol):
     def most_file_bytes(self) -> int | None:
         """Upper bound of a data file; None if a partition is one file of any size."""
 
+    @property
+    def forbidden_in_names(self) -> str:
+        """Characters that the format doesn't allow in names of columns."""
+
     def partitions(self) -> list[str]:
         """Names of the partitions, ascending; none if there is no table."""
 

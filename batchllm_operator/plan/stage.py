@@ -38,6 +38,7 @@ from batchllm_operator.engine import check_arguments
 from batchllm_operator.errors import EmptyPartitionError, SpecError
 from batchllm_operator.lake import Folder, LakeTable, Snapshot, open_table
 from batchllm_operator.plan.adapters import RowAdapters
+from batchllm_operator.plan.answer_columns import check_response_format
 from batchllm_operator.plan.arrange import Arrangement, WrittenShards, arrange, write_shards
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import Target, find_target
@@ -103,8 +104,8 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     Raises:
         SpecError: input and output overlap; a file is in the place of an output folder; the spec
             names a column that the table lacks or that can't be placed in a prompt, or an argument
-            that the engine lacks; no output can have `min_tokens`; or the memory budget is too
-            small.
+            that the engine lacks, or a form of answers that it can't have; no output can have
+            `min_tokens`; or the memory budget is too small.
         TableError: the table or a column is missing, the output partition holds rows of another job
             or program, or the output table doesn't accept the job's columns.
         KeyColumnError: keys aren't unique or are null; names up to ten.
@@ -127,6 +128,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     _check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
+    check_response_format(spec, output)
     columns = output_schema(spec, snapshot.schema, output.columns(ds))
     output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     tokenizer = load_tokenizer(spec, ds)

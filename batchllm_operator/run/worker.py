@@ -14,6 +14,7 @@ from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequ
 from batchllm_operator.errors import FencedError
 from batchllm_operator.progress import Progress
 from batchllm_operator.run.engine_job import engine_job, pin_revision
+from batchllm_operator.run.retries import Retries
 from batchllm_operator.run.shard_run import Holder, ShardRun
 from batchllm_operator.run.shards import Shards
 from batchllm_operator.run.traces import traced
@@ -61,6 +62,7 @@ class Worker:
         self._engine: Engine | None = None
         self._context = ExitStack()
         """Of the engine."""
+        self._retries = Retries(plan.manifest.spec)
         self._progress: Progress | None = None
         self._expected: set[int] = set()
         """Shards whose rows are in the progress line's total from the beginning."""
@@ -129,7 +131,7 @@ class Worker:
         if self._progress is None:
             self._progress = lines.enter_context(self._progress_of(run))
         self._holder.lap.begin()
-        for output in engine.stream(self._requests(run)):
+        for output in self._retries.stream(engine, self._requests(run)):
             self._keep(output)
             yield 0.0
         self._given_up.clear()

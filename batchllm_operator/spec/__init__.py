@@ -15,6 +15,10 @@ from batchllm_operator.spec.model import SPEC_VERSION as SPEC_VERSION
 from batchllm_operator.spec.model import JobSpec as JobSpec
 from batchllm_operator.spec.prompt import PromptSpec as PromptSpec
 from batchllm_operator.spec.prompt import template_columns as template_columns
+from batchllm_operator.spec.response_format import ChoiceFormat as ChoiceFormat
+from batchllm_operator.spec.response_format import JsonSchemaFormat as JsonSchemaFormat
+from batchllm_operator.spec.response_format import RegexFormat as RegexFormat
+from batchllm_operator.spec.response_format import ResponseFormat as ResponseFormat
 from batchllm_operator.spec.secrets import holds_credentials as holds_credentials
 from batchllm_operator.spec.sections import TARGET_FILE_BYTES as TARGET_FILE_BYTES
 from batchllm_operator.spec.sections import FilterTerm as FilterTerm

@@ -45,6 +45,8 @@ _REASONS: Final[Mapping[str, str]] = {
     "too_short": "must not be empty",
     "dict_type": "must be a mapping of names to values",
     "mapping_type": "must be a mapping of names to values",
+    "union_tag_invalid": "type must be {expected_tags}",
+    "union_tag_not_found": "must be a section of fields with a type",
     "byte_size": _BYTES,
     "byte_size_unit": _BYTES,
     "invalid_key": "names of fields must be text; put it in quotes",
@@ -153,12 +155,17 @@ def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
     """
     where, owner = "", spec
     inner: type[BaseModel] | None = spec
+    forms: dict[str, type[BaseModel]] = {}
     for part in loc:
-        if isinstance(part, int) and where:
+        if part in forms:  # pydantic names the chosen form of a section
+            inner, forms = forms[str(part)], {}
+        elif isinstance(part, int) and where:
             where += f"[{part}]"
         elif inner is not None and part in inner.model_fields:
             owner, where = inner, f"{where}.{part}".lstrip(".")
-            inner = _section_in(inner.model_fields[str(part)].annotation)
+            field = inner.model_fields[str(part)]
+            inner = _section_in(field.annotation)
+            forms = _forms(field.annotation)
         elif inner is not None or where.startswith(_MAPPINGS):
             where = where if part in _KINDS else f"{where}.{part}".lstrip(".")
         else:
@@ -166,8 +173,19 @@ def _place(spec: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
     return where, inner or owner
 
 
+def _forms(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The sections of a union, by what they have for `type`."""
+    sections = [each for each in _sections_in(annotation) if "type" in each.model_fields]
+    return {get_args(each.model_fields["type"].annotation)[0]: each for each in sections}
+
+
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section in a field's type, also as an option or as an element."""
+    """The section in a field's type, also as an option or as an element; the first of a union."""
+    return next(_sections_in(annotation), None)
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)
+        yield annotation
+    for each in get_args(annotation):
+        yield from _sections_in(each)

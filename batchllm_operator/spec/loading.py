@@ -50,11 +50,12 @@ def load_spec(path: str | Path) -> JobSpec:
             message names the file and every offending field, never a value.
     """
     path = Path(path)
-    data, fault = _parse_yaml(_read_text(path))
+    data, fault = _parse_yaml(_read_text(path, f"job spec {path}"))
     if fault is not None:
         raise SpecError(f"job spec {path}: {fault}")
     if not isinstance(data, dict):
         raise SpecError(f"job spec {path}: must be a mapping of fields, such as 'name: my_job'")
+    data = _with_schema(data, path)
     spec = parse_spec(data, source=f"job spec {path}")
     try:
         return _resolve_paths(spec, path.resolve().parent)
@@ -86,6 +87,10 @@ def parse_spec_json(text: str, *, source: str) -> JobSpec:
     Raises:
         SpecError: it isn't a JSON object, or not a valid spec.
     """
+    return parse_spec(_parse_object(text, source), source=source)
+
+
+def _parse_object(text: str, source: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=_unique_fields)
     except ValueError as error:
@@ -94,10 +99,32 @@ def parse_spec_json(text: str, *, source: str) -> JobSpec:
         raise SpecError(f"{source}: not JSON: nested too deeply") from error
     if not isinstance(data, dict):
         raise SpecError(f"{source}: must be an object of fields")
-    return parse_spec(data, source=source)
+    return data
 
 
-def _read_text(path: Path) -> str:
+def _with_schema(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of the spec file `path`, with a schema that lies in a file of its own."""
+    form = data.get("response_format")
+    if not isinstance(form, dict):
+        return data
+    name = form.get("json_schema")
+    if not isinstance(name, str) or not name.endswith((".json", ".yaml", ".yml")):
+        return data
+    source = f"job spec {path}: response_format.json_schema: {shown(name)}"
+    try:
+        text = _read_text(path.resolve().parent / Path(name).expanduser(), source)
+    except RuntimeError:  # ~user
+        raise SpecError(f"{source}: there is no such home folder") from None
+    if name.endswith(".json"):
+        schema: object = _parse_object(text, source)
+    else:
+        schema, fault = _parse_yaml(text)
+        if fault is not None:
+            raise SpecError(f"{source}: {fault}")
+    return {**data, "response_format": {**form, "json_schema": schema}}
+
+
+def _read_text(path: Path, source: str) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -105,12 +132,12 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise SpecError(
-            f"job spec {path}: isn't text in UTF-8, from line {line} on; save it as UTF-8"
+            f"{source}: isn't text in UTF-8, from line {line} on; save it as UTF-8"
         ) from None
     except (OSError, ValueError) as error:
-        raise SpecError(f"job spec {path}: can't be read: {error}") from error
+        raise SpecError(f"{source}: can't be read: {error}") from error
     if len(data) > MAX_FILE_BYTES:
-        raise SpecError(f"job spec {path}: is larger than {MAX_FILE_BYTES:,} bytes")
+        raise SpecError(f"{source}: is larger than {MAX_FILE_BYTES:,} bytes")
     return text
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from batchllm_operator.spec.execution import EngineSpec, PlannerSpec
 from batchllm_operator.spec.limits import check_values, shown
 from batchllm_operator.spec.prompt import PromptSpec
+from batchllm_operator.spec.response_format import ResponseFormat
 from batchllm_operator.spec.secrets import find_secrets
 from batchllm_operator.spec.sections import (
     InputSpec,
@@ -30,6 +31,7 @@ from batchllm_operator.spec.tasks import (
 )
 
 SPEC_VERSION: Final = 1
+MAX_RETRIES: Final = 10
 ROUNDING_ENGINE_FIELDS: Final = {
     *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_memory_bytes"),
     *("tensor_parallel_size", "replicas", "enforce_eager", "block_size"),
@@ -63,6 +65,13 @@ class JobSpec(Section):
     label_values: dict[NonEmpty, float] = Field(default_factory=dict)
     """A number for each label: the output column `score` is their mean, weighted by the labels'
     probabilities. Without `labels`, its names are the labels."""
+    response_format: ResponseFormat | None = None
+    """The form of the answers, which the engine enforces as it generates: `json_schema`, whose
+    properties become columns; `choice`, one of some texts; or `regex`. An answer without it (cut
+    off by `max_tokens`) is a row error, `invalid_output`, and its text is kept."""
+    retry_invalid: int = Field(default=0, ge=0, le=MAX_RETRIES)
+    """How often a row is generated again, with another seed, while its answer is `invalid_output`.
+    Needs a `response_format`, and a `temperature` above 0."""
     output: OutputSpec
     """The table that the job writes."""
     engine: EngineSpec = EngineSpec()
@@ -79,7 +88,7 @@ class JobSpec(Section):
     """Take outputs from what the job has committed before, where a row's prompt, the model and the
     sampling are the same: from the partition itself, or the latest before it (by name). Only with
     greedy sampling."""
-    later_fields = frozenset({"task", "labels", "label_values"})
+    later_fields = frozenset({"task", "labels", "label_values", "response_format", "retry_invalid"})
 
     @model_validator(mode="before")
     @classmethod

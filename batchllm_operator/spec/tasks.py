@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
+from batchllm_operator.spec.limits import shown
+from batchllm_operator.spec.response_format import JsonSchemaFormat
 from batchllm_operator.spec.sections import NonEmpty, SamplingSpec
 
 if TYPE_CHECKING:
@@ -64,6 +66,13 @@ def check_task(spec: JobSpec) -> None:
             "model.reasoning_parser: takes one text a row apart, so it is for task: generate with"
             " sampling.n: 1"
         )
+    if spec.response_format is not None:
+        _check_response_format(spec)
+    if spec.retry_invalid and (spec.response_format is None or spec.sampling.is_greedy):
+        raise ValueError(
+            "retry_invalid: needs a response_format, and a sampling.temperature above 0 (greedy"
+            " sampling would give the same answer again)"
+        )
 
 
 def _check_classify(spec: JobSpec) -> None:
@@ -86,9 +95,33 @@ def ends_answers(spec: JobSpec) -> bool:
     return spec.task == "generate" and not spec.sampling.ignore_eos
 
 
+def _check_response_format(spec: JobSpec) -> None:
+    if spec.task != "generate":
+        raise ValueError("response_format: is for task: generate")
+    if spec.sampling.n > 1:
+        raise ValueError("response_format: is for one answer a row, so leave out sampling.n")
+    if not isinstance(spec.response_format, JsonSchemaFormat):
+        return
+    others = ("generated_text", *_answer_columns(spec), "status", *_AFTER)
+    kept = (spec.input.partition_column, *spec.kept_columns)
+    taken = {name.casefold() for name in (*others, *kept)}
+    for name in spec.response_format.columns:
+        if not name:
+            raise ValueError("response_format: a property has an empty name; set prefix_columns")
+        if name.casefold() in taken:
+            raise ValueError(
+                f"response_format: there is another column {shown(name)!r} (names that differ by"
+                " case only are the same to many readers); set prefix_columns, such as answer_,"
+                " or rename the property"
+            )
+        taken.add(name.casefold())
+
+
 def output_columns(spec: JobSpec) -> tuple[str, ...]:
     """Columns that the job itself writes, in their order."""
-    return ("generated_text", *_answer_columns(spec), *_AFTER)
+    form = spec.response_format
+    properties = form.columns if isinstance(form, JsonSchemaFormat) else ()
+    return ("generated_text", *properties, *_answer_columns(spec), *_AFTER)
 
 
 def _answer_columns(spec: JobSpec) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import kubernetes_validate  # type: ignore[import-untyped]
 import kubernetes_validate.utils  # type: ignore[import-untyped]
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from batchllm_operator.planner import MODEL_SHAPES, find_gpu
 from batchllm_operator.simulate.machine import POLICIES, Machine
@@ -89,15 +91,21 @@ class EngineSteps:
         hints: RequestHints | None = None,
         max_tokens: int | None = None,
         adapter: LoRARequest | None = None,
+        grammar: Future[StructuredOutputGrammar] | None = None,
     ) -> None:
-        """A request that will generate `output` tokens."""
+        """A request that will generate `output` tokens, and may wait for a grammar."""
         params = SamplingParams(
             max_tokens=max_tokens or output,
             stop_token_ids=[STOP],
             extra_args=hints.to_extra_args() if hints else None,
         )
+        if grammar is not None:
+            params.structured_outputs = StructuredOutputsParams(choice=["any"])
         self._lengths[request_id] = output
-        self.scheduler.add_request(make_request(request_id, prompt, params, self._hasher, adapter))
+        request = make_request(request_id, prompt, params, self._hasher, adapter)
+        if request.structured_output_request is not None:
+            request.structured_output_request.grammar = grammar
+        self.scheduler.add_request(request)
 
     def add_raw(self, request_id: str, prompt: list[int], extra_args: dict[str, Any]) -> None:
         """A request with any `extra_args`."""

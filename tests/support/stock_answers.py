@@ -3,9 +3,10 @@
     python -m support.stock_answers MODEL JOBS OUTPUTS
 
 JOBS is JSON: for each job `prompts` (texts) and `sampling` (of `SamplingParams`), and maybe
-`adapters` (for each prompt the path of a LoRA adapter, or null). OUTPUTS is written as JSON: for
-each prompt of each job, its completions as [text, places], where places are null or, for each
-token, [its log-probability, [[token, log-probability] of the likeliest, in order]].
+`adapters` (for each prompt the path of a LoRA adapter, or null) and `structured_outputs` (of
+`StructuredOutputsParams`). OUTPUTS is written as JSON: for each prompt of each job, its completions
+as [text, places], where places are null or, for each token, [its log-probability, [[token,
+log-probability] of the likeliest, in order]].
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+WITHOUT_SPACES = {"backend": "xgrammar", "disable_any_whitespace": True}
+"""Of structured outputs: a random model would write spaces wherever it may."""
+
 
 def main(model: str, jobs_path: str, outputs_path: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
 
     sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over it: see VLLMEngine
     jobs = json.loads(Path(jobs_path).read_text())
@@ -32,12 +37,15 @@ def main(model: str, jobs_path: str, outputs_path: str) -> None:
         kv_cache_memory_bytes=1 << 27,
         block_size=32,
         enforce_eager=True,
+        structured_outputs_config=WITHOUT_SPACES,
         enable_chunked_prefill=False,  # on a CPU, vLLM dies of a seeded prompt in pieces
         **lora,
     )
     found = []
     for job in jobs:
         sampling = SamplingParams(**job["sampling"])
+        if form := job.get("structured_outputs"):
+            sampling.structured_outputs = StructuredOutputsParams(**form)
         adapters = [
             path and LoRARequest(path, numbers[path], path) for path in job.get("adapters", ())
         ]

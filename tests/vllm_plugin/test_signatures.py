@@ -60,6 +60,7 @@ CALLS = (
     Call(f"{ASYNC_SCHEDULER}.add_request", ("request",)),
     Call(f"{ASYNC_SCHEDULER}.schedule"),
     Call(f"{ASYNC_SCHEDULER}._free_request", ("request",)),
+    Call(f"{ASYNC_SCHEDULER}._enqueue_waiting_request", ("request",)),
     Call(f"{ASYNC_SCHEDULER}.shutdown"),
     Call(f"{ASYNC_SCHEDULER}.reset_prefix_cache"),
     Call(f"{CORE}.kv_cache_manager:KVCacheManager.get_blocks", ("request_id",)),
@@ -144,6 +145,13 @@ CALLS = (
     Call(f"{KV}:KVCacheConfig", keywords=("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     Call(f"{KV}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
     Call("vllm.v1.structured_output:StructuredOutputManager", ("vllm_config",)),
+    # structured outputs, and whether a backend takes them
+    Call("vllm.sampling_params:StructuredOutputsParams", keywords=("json", "regex", "choice")),
+    Call(
+        "vllm.sampling_params:SamplingParams._validate_structured_outputs",
+        ("model_config", "structured_outputs_config", "tokenizer"),
+    ),
+    Call("vllm.tokenizers:get_tokenizer", ("tokenizer_name",), ("revision", "trust_remote_code")),
     # the attention backend's overrides, and what it calls in turn
     Call(
         f"{ATTENTION}:AttentionMetadataBuilder",

@@ -46,6 +46,8 @@ _LONGEST_PAUSE_S: Final = 2.0
 class DeltaTable:
     """A Delta table; its partition column holds strings, integers or dates."""
 
+    forbidden_in_names = " ,;{}()\n\t="  # without column mapping
+
     def __init__(
         self, uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
     ) -> None:

@@ -27,6 +27,8 @@ _VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapsh
 class IcebergTable:
     """A `LakeTable` in an Iceberg catalog."""
 
+    forbidden_in_names = ""
+
     def __init__(self, address: TableAddress, partition_column: str, most_file_bytes: int) -> None:
         """The table need not exist yet. `most_file_bytes` bounds new data files.
 

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 class ParquetTable:
     """A Parquet dataset whose folders are named `column=value`."""
 
-    most_file_bytes = None
+    most_file_bytes, forbidden_in_names = None, ""
 
     def __init__(self, folder: Folder, partition_column: str) -> None:
         self.uri = folder.uri

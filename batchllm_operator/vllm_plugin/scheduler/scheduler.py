@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.scheduler.adapter_slots import has_adapter_slot
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
+from batchllm_operator.vllm_plugin.scheduler.one_queue import OneQueueScheduler
 from batchllm_operator.vllm_plugin.scheduler.pacing import Pace, fill_share
 from batchllm_operator.vllm_plugin.scheduler.planned_requests import PlannedRequests
 from batchllm_operator.vllm_plugin.scheduler.preemption import Preemption
@@ -39,7 +39,7 @@ _RECOUNT_STEPS = 64
 _RESERVED_PART = 1000  # one block in so many, for a prefill that takes a step longer than planned
 
 
-class BatchLLMScheduler(AsyncScheduler):
+class BatchLLMScheduler(OneQueueScheduler):
     """vLLM's scheduler with planned admission, prefix lifetimes and paced prefill.
 
     Raises:

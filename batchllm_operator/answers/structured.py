@@ -1,0 +1,129 @@
+"""Answers in a form that the spec describes: columns of a JSON object, a choice, a pattern."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Final, NoReturn
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchllm_operator.answers.json_columns import ValueFaultError, property_columns
+from batchllm_operator.errors import SpecError
+from batchllm_operator.spec import ChoiceFormat, JsonSchemaFormat, RegexFormat
+from batchllm_operator.spec.limits import shown
+
+INVALID_OUTPUT: Final = "invalid_output"
+_MAX_NAME: Final = 100
+
+
+class JsonColumns:
+    """The properties of JSON objects.
+
+    Raises:
+        SpecError: the schema isn't a JSON schema, or has no columns; see `property_columns`.
+    """
+
+    raw_fields = ()
+
+    def __init__(self, form: JsonSchemaFormat) -> None:
+        from jsonschema import SchemaError, validators
+
+        schema = form.schema_fields
+        kind = validators.validator_for(schema, default=validators.Draft202012Validator)
+        try:
+            kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
+        except SchemaError as error:
+            where = ".".join(map(str, error.absolute_path))
+            raise SpecError(
+                f"response_format.json_schema: isn't a JSON schema: {shown(where)}:"
+                f" {shown(error.message)}"
+            ) from None
+        self._columns = property_columns(schema)
+        self._validator = kind(schema)
+        self.fields = tuple(
+            pa.field(name, column.type)
+            for name, column in zip(form.columns, self._columns.values(), strict=True)
+        )
+
+    @classmethod
+    @lru_cache(maxsize=8)
+    def of(cls, form: JsonSchemaFormat) -> JsonColumns:
+        """The kind of a format; made once, because a commit asks for it often."""
+        return cls(form)
+
+    def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
+        answered = pc.if_else(pc.is_null(outputs["error"]), outputs["generated_text"], None)
+        texts = answered.to_pylist()
+        rows = [None if text is None else self._values(_parsed(text)) for text in texts]
+        return {
+            field.name: pa.array([row and row[place] for row in rows], field.type)
+            for place, field in enumerate(self.fields)
+        }
+
+    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
+        try:
+            answer = _parsed(text)
+            if (error := next(self._validator.iter_errors(answer), None)) is not None:
+                where = shown(".".join(map(str, error.absolute_path)) or "the answer", _MAX_NAME)
+                return f"{INVALID_OUTPUT}: {where} doesn't meet the schema's {error.validator!r}"
+            self._values(answer)
+        except ValueFaultError as error:
+            return f"{INVALID_OUTPUT}: {error}"
+        except RecursionError:
+            return f"{INVALID_OUTPUT}: is nested too deeply"
+        return None
+
+    def _values(self, answer: Mapping[str, Any]) -> list[Any]:
+        """The columns' values of a row."""
+        values = []
+        for name, column in self._columns.items():
+            try:
+                values.append(column.value(answer.get(name)))
+            except ValueFaultError as error:
+                raise ValueFaultError(f"{name} {error}") from None
+        return values
+
+
+class ChosenText:
+    """Texts that are one of some, or match a pattern; they have no columns of their own."""
+
+    raw_fields = ()
+    fields = ()
+
+    def __init__(self, form: ChoiceFormat | RegexFormat) -> None:
+        self._fits: Callable[[str], object]
+        if isinstance(form, ChoiceFormat):
+            self._fits, self._reason = frozenset(form.choices).__contains__, "isn't a choice"
+        else:
+            self._fits, self._reason = re.compile(form.regex).fullmatch, "doesn't match the regex"
+
+    def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
+        return {}
+
+    def fault(self, text: str, raw: Mapping[str, Any]) -> str | None:
+        return None if self._fits(text) else f"{INVALID_OUTPUT}: {self._reason}"
+
+
+def _parsed(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueFaultError: it isn't JSON.
+    """
+    try:
+        # Grammars of vLLM's backends let tabs and other control characters into strings.
+        return json.loads(text, parse_constant=_refuse, strict=False)
+    except json.JSONDecodeError as error:
+        raise ValueFaultError(f"isn't JSON: {error.msg} at character {error.pos + 1}") from None
+    except ValueFaultError:
+        raise
+    except ValueError:  # a number of thousands of digits
+        raise ValueFaultError("isn't JSON: a number is too long") from None
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueFaultError(f"isn't JSON: {name} isn't a number in it")

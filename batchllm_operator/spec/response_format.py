@@ -1,0 +1,114 @@
+"""The form that answers must have: JSON by a schema, one of some texts, or a pattern."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+
+from batchllm_operator.spec.sections import NonEmpty, Section
+
+
+def _as_json(value: object) -> object:
+    """A schema as JSON text, which keeps the order of its properties; a stored spec's is one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError(
+                "must be a mapping (a JSON schema), or in a spec file the path of a .json or .yaml"
+                " file with one"
+            ) from None
+    if not isinstance(value, dict):
+        raise ValueError("must be a mapping: a JSON schema")
+    wrapped = value.get("schema")
+    if isinstance(wrapped, dict) and "properties" not in value:  # OpenAI's form
+        value = wrapped
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError("holds a value that isn't JSON (put a date in quotes)") from None
+
+
+def _check_schema(text: str) -> str:
+    schema = json.loads(text)
+    properties = schema.get("properties")
+    if schema.get("type") != "object" or not isinstance(properties, dict) or not properties:
+        raise ValueError("must be of type object at its top level, with properties")
+    return text
+
+
+def _check_choices(choices: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(choices)) < len(choices):
+        raise ValueError("names a choice twice")
+    return choices
+
+
+def _check_regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        raise ValueError("isn't a regular expression") from None
+    return pattern
+
+
+class JsonSchemaFormat(Section):
+    """Each answer is a JSON object by a schema, whose properties become columns."""
+
+    type: Literal["json_schema"]
+    """JSON objects, whose properties become columns."""
+    json_schema: Annotated[
+        str,
+        AfterValidator(_check_schema),
+        BeforeValidator(_as_json, json_schema_input_type=dict[str, Any] | str),
+    ]
+    """The JSON schema of an answer: a mapping, or the path of a `.json` or `.yaml` file (relative
+    to the spec file), which is read with the spec. It is of type `object`; each of its `properties`
+    becomes a column: string, int64, double, bool, timestamp (format `date-time`), date, list or
+    struct; anything else is JSON text. OpenAI's form (`name`, `schema`) is taken, too."""
+    prefix_columns: str = ""
+    """Put before the names of the properties to name their columns, where other columns have the
+    same names."""
+
+    @property
+    def schema_fields(self) -> dict[str, Any]:
+        """The schema, parsed."""
+        fields: dict[str, Any] = json.loads(self.json_schema)
+        return fields
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the properties' columns, in the schema's order."""
+        return tuple(f"{self.prefix_columns}{name}" for name in self.schema_fields["properties"])
+
+
+class ChoiceFormat(Section):
+    """Each answer is one of some texts."""
+
+    type: Literal["choice"]
+    """One of some texts."""
+    choices: Annotated[tuple[NonEmpty, ...], Field(min_length=1), AfterValidator(_check_choices)]
+    """The texts, of which each answer is one."""
+
+
+class RegexFormat(Section):
+    """Each answer matches a regular expression."""
+
+    type: Literal["regex"]
+    """Texts that a regular expression describes."""
+    regex: Annotated[NonEmpty, AfterValidator(_check_regex)]
+    """What the whole answer matches, in the syntax that Python and vLLM's grammars share."""
+
+
+def _type_of(value: object) -> object:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+ResponseFormat = Annotated[
+    Annotated[JsonSchemaFormat, Tag("json_schema")]
+    | Annotated[ChoiceFormat, Tag("choice")]
+    | Annotated[RegexFormat, Tag("regex")],
+    Discriminator(_type_of),
+]
