@@ -67,20 +67,20 @@ def stock(demo: Demo, rows: list[dict[str, Any]], adapters: dict[str, str]) -> l
     return [text for [(text, _)] in found]
 
 
-@pytest.mark.parametrize("scheduler", ["batchllm", "stock"])
+@pytest.mark.parametrize("ours", ["batchllm", "stock"])
 def test_texts_equal_those_of_stock_vllm(
     demo: Demo,
     rows: list[dict[str, Any]],
     adapters: dict[str, str],
     stock: list[str],
-    scheduler: str,
+    ours: str,
 ) -> None:
     job = demo.run_job(
-        f"adapters-{scheduler}",
+        f"adapters-{ours}",
         input={"uri": TABLE},
         model={"adapters": adapters, "adapter_column": "style"},
         sampling={"max_tokens": 12},
-        engine={"scheduler": scheduler},
+        engine={"scheduler": ours, "attention": ours},
     )
     table = job.table.to_pylist()
     assert [row["snippet_id"] for row in table] == [row["snippet_id"] for row in rows]
