@@ -21,14 +21,14 @@ SCHEMA = {
         "price": {"type": "number", "minimum": 0, "maximum": 100},
         "kind": {"enum": ["bug", "feature", "question"]},
         "open": {"type": "boolean"},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 6},
     },
     "required": ["title", "stars", "price", "kind", "open", "tags"],
     "additionalProperties": False,
 }
 TYPES = [pa.string(), pa.int64(), pa.float64(), pa.string(), pa.bool_(), pa.list_(pa.string())]
-GREEDY = {"max_tokens": 96, "temperature": 0.0}
-SAMPLED = {"max_tokens": 60, "temperature": 1.0, "seed": 11}
+GREEDY = {"max_tokens": 128, "temperature": 0.0}
+SAMPLED = {"max_tokens": 66, "temperature": 1.0, "seed": 11}
 CHOICES = ["relevant", "partly relevant", "irrelevant"]
 FORM = {"type": "json_schema", "json_schema": "schema.json"}
 
