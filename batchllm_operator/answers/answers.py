@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -43,6 +43,19 @@ class Kind(Protocol):
         """
 
 
+@runtime_checkable
+class Summarized(Protocol):
+    """A kind that reports say something of. Both name columns that it derives, or of a part."""
+
+    @property
+    def counted(self) -> Sequence[str]:
+        """Columns of texts of which there are few: rows are counted by them."""
+
+    @property
+    def averaged(self) -> Sequence[str]:
+        """Columns of numbers, of which there is a mean."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answers:
     """The kinds of a job's answers."""
@@ -66,6 +79,11 @@ class Answers:
         if spec.sampling.logprobs is not None:
             kinds.append(LogprobColumns(spec.sampling.logprobs))
         return cls(tuple(kinds))
+
+    @property
+    def summarized(self) -> tuple[Summarized, ...]:
+        """The kinds that reports say something of."""
+        return tuple(kind for kind in self.kinds if isinstance(kind, Summarized))
 
     @property
     def raw_fields(self) -> list[pa.Field]:

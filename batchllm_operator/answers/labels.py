@@ -25,10 +25,12 @@ class LabelColumns:
     """
 
     raw_fields = (LOGPROBS_FIELD,)
+    counted = ("label",)
 
     def __init__(self, labels: Mapping[str, str], values: Mapping[str, float]) -> None:
         self._labels, self._values = list(labels), values
         score = [pa.field("score", pa.float64())] if values else []
+        self.averaged = ("probability", *(field.name for field in score))
         self.fields = (
             pa.field("label", pa.string()),
             pa.field("probability", pa.float64()),

@@ -23,6 +23,9 @@ class LogprobColumns:
         num_top: likeliest tokens for each place.
     """
 
+    counted = ()
+    averaged = (MEAN_FIELD.name,)
+
     def __init__(self, num_top: int) -> None:
         self.raw_fields = (TOKENS_FIELD, TOP_FIELD) if num_top else (TOKENS_FIELD,)
         self.fields = (MEAN_FIELD, *self.raw_fields)

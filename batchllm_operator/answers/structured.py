@@ -15,8 +15,8 @@ from batchllm_operator.answers.json_columns import ValueFaultError, property_col
 from batchllm_operator.errors import SpecError
 from batchllm_operator.spec import ChoiceFormat, JsonSchemaFormat, RegexFormat
 from batchllm_operator.spec.limits import shown
+from batchllm_operator.spec.tasks import INVALID_OUTPUT
 
-INVALID_OUTPUT: Final = "invalid_output"
 _MAX_NAME: Final = 100
 
 
@@ -93,8 +93,10 @@ class ChosenText:
 
     raw_fields = ()
     fields = ()
+    averaged = ()
 
     def __init__(self, form: ChoiceFormat | RegexFormat) -> None:
+        self.counted = ("generated_text",) if isinstance(form, ChoiceFormat) else ()
         self._fits: Callable[[str], object]
         if isinstance(form, ChoiceFormat):
             self._fits, self._reason = frozenset(form.choices).__contains__, "isn't a choice"

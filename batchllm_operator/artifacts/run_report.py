@@ -9,6 +9,7 @@ from pydantic import AwareDatetime, Field, ValidationError, model_validator
 from batchllm_operator.artifacts.counts import Count, Frozen, Seconds
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.sharing import PlanSharing
+from batchllm_operator.spec.tasks import INVALID_OUTPUT
 
 REPORT_FILE: Final = "report.json"
 PAGE_FILE: Final = "report.html"
@@ -107,6 +108,20 @@ class Bill(Frozen):
     @property
     def predicted_cost_usd(self) -> float | None:
         return self.usd(self.predicted_gpu_s)
+
+
+class AnswerSummary(Frozen):
+    """What a job's answers are as a whole, over the rows without an error; by output column."""
+
+    counts: dict[str, dict[str, Count]] = Field(default_factory=dict)
+    """Rows by value, the most frequent first: by label, or by choice."""
+    means: dict[str, Annotated[float, Field(ge=-1e24, le=1e24)]] = Field(default_factory=dict)
+    """Of probabilities, scores, mean log-probabilities; not of infinite ones."""
+
+    def share(self, column: str, value: str) -> float | None:
+        """Share of the rows that have the value, 0 to 1; None without rows."""
+        found = self.counts.get(column, {})
+        return found.get(value, 0) / sum(found.values()) if found else None
 
 
 class Timeline(Frozen):
@@ -210,10 +225,23 @@ class RunReport(Frozen):
     sharing: PlanSharing | None = None
     num_workers: Count | None = None
     """Workers that have finished a shard, by number and host; None with `run --shard`."""
+    answers: AnswerSummary | None = None
+    """None if the job asks for texts only."""
 
     @property
     def page_uri(self) -> str:
         return f"{self.plan_uri}/{PAGE_FILE}"
+
+    @property
+    def num_rows_invalid(self) -> int:
+        """Rows whose answer can't be used."""
+        return self.errors_by_kind.get(INVALID_OUTPUT, 0)
+
+    @property
+    def invalid_share(self) -> float | None:
+        """Share of the answers that can't be used, 0 to 1; None without answers."""
+        num_answers = self.num_rows_out + self.num_rows_invalid
+        return self.num_rows_invalid / num_answers if num_answers else None
 
     @property
     def optimal_saving(self) -> float | None:

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
 from batchllm_operator.artifacts.outputs import ERROR_FIELD, STATUS_COLUMN
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec.tasks import INVALID_OUTPUT
 
 _KIND_AND_MESSAGE: Final = "(?s)^(?P<kind>.*?)(?:: (?P<message>.*))?$"
 
@@ -33,7 +34,7 @@ def outcomes(
     is_cut_off = pc.equal(outputs["finish_reason"], "length")
     conditions = {
         "rejected": pc.is_valid(rejected),
-        "invalid_output": pc.equal(pc.struct_field(errors, "kind"), "invalid_output"),
+        INVALID_OUTPUT: pc.equal(pc.struct_field(errors, "kind"), INVALID_OUTPUT),
         "failed": pc.is_valid(failed),
         "cut_off": pc.and_(is_cut_off, pa.scalar(spec.ends_answers)),
     }

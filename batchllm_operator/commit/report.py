@@ -14,6 +14,7 @@ from batchllm_operator.artifacts.counts import Counts
 from batchllm_operator.artifacts.job_status import ShardAttempts, read_attempts
 from batchllm_operator.artifacts.manifest import PlanManifest
 from batchllm_operator.artifacts.outputs import model_name
+from batchllm_operator.artifacts.reuse_index import ReusedOutputs
 from batchllm_operator.artifacts.row_keys import key_texts
 from batchllm_operator.artifacts.run_report import (
     PAGE_FILE,
@@ -27,6 +28,7 @@ from batchllm_operator.artifacts.run_report import (
 )
 from batchllm_operator.artifacts.shard_progress import ShardProgress
 from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.answer_summary import summarize_answers
 from batchllm_operator.commit.partition import FinishedShard
 from batchllm_operator.commit.row_errors import RowErrors
 from batchllm_operator.commit.timelines import read_timeline
@@ -87,6 +89,7 @@ def describe_run(
         timelines=_timelines(plan, runs, attempts),
         sharing=manifest.sharing,
         num_workers=len({each for each in map(_finisher, attempts.values()) if each}) or None,
+        answers=summarize_answers(spec, [*shards, ReusedOutputs(plan)]),
     )
 
 

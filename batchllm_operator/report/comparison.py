@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from batchllm_operator.artifacts.run_report import Bill, RunReport
-from batchllm_operator.report.pages import Trail, count, duration, ratio, render, usd
+from batchllm_operator.artifacts.run_report import AnswerSummary, Bill, RunReport
+from batchllm_operator.report.pages import Trail, count, duration, mean, ratio, render, usd
 
 Verdict = Literal["better", "worse", "same", "changed"]
 """`changed`: neither better nor worse, such as more rows. A tiny change counts as `same`."""
@@ -68,6 +68,7 @@ def compare(before: RunReport, after: RunReport) -> Comparison:
     Costs and GPU times are compared as absolute values, speeds as tokens per second, and failures
     as shares of the rows, because partitions differ in size.
     """
+    answers = _answers(before, after)
     return Comparison(
         before=before,
         after=after,
@@ -76,6 +77,7 @@ def compare(before: RunReport, after: RunReport) -> Comparison:
             Section("Saving", _saving(before, after)),
             Section("Speed and cost", _speed(before, after)),
             Section("Failures", _failures(before, after)),
+            *([Section("Answers", answers)] if answers else []),
         ),
         cautions=_cautions(before, after),
     )
@@ -156,6 +158,35 @@ def _failures(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
 def _failed(report: RunReport, kind: str | None) -> float | None:
     number = report.num_rows_failed if kind is None else report.errors_by_kind.get(kind, 0)
     return number / report.num_rows_in if report.num_rows_in else None
+
+
+def _answers(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
+    """Shares of labels and choices, means, and the share of answers that can't be used."""
+    old, new = before.answers or AnswerSummary(), after.answers or AnswerSummary()
+    measures = [
+        _share(f"{column} {shown}", old.share(column, value), new.share(column, value), None)
+        for column in dict.fromkeys([*old.counts, *new.counts])
+        for value in dict.fromkeys([*old.counts.get(column, {}), *new.counts.get(column, {})])
+        for shown in [value if value.isprintable() else repr(value)]
+    ]
+    for name in dict.fromkeys([*old.means, *new.means]):
+        measures.append(_mean(f"Mean {name}", old.means.get(name), new.means.get(name)))
+    if before.num_rows_invalid or after.num_rows_invalid:
+        measures.append(
+            _share(
+                "Invalid outputs",
+                *(before.invalid_share, after.invalid_share, False),
+                notable=_NOTABLE_FAILURES,
+            )
+        )
+    return tuple(measures)
+
+
+def _mean(name: str, before: float | None, after: float | None) -> Measure:
+    change, verdict = "", _verdict(None, None)
+    if before is not None and after is not None:
+        change, verdict = f"{after - before:+.3f}", _verdict(after - before, None)
+    return Measure(name, mean(before), mean(after), change, verdict)
 
 
 def _cautions(before: RunReport, after: RunReport) -> tuple[str, ...]:

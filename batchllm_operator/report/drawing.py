@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,11 +148,16 @@ def _rounded(number: re.Match[str]) -> str:
 
 @contextmanager
 def _quiet_matplotlib() -> Iterator[None]:
-    """Silence matplotlib's warning about an unwritable home, which is harmless."""
+    """Silence matplotlib's warnings about an unwritable home, and about characters without a glyph.
+
+    Both are harmless: text is drawn by the reader's browser.
+    """
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            yield
     finally:
         logger.setLevel(level)

@@ -19,6 +19,7 @@ from batchllm_operator.report.plots import (
     shard_plot,
     timeline_plot,
     token_plot,
+    value_plot,
 )
 
 _NUM_SLOWEST: Final = 10
@@ -32,6 +33,8 @@ class _Plots:
 
     saving: Plot
     tokens: Plot | None
+    values: tuple[Plot, ...]
+    """Rows by label or choice."""
     timelines: tuple[tuple[Timeline, Plot], ...]
     lengths: Plot | None
     degrees: Plot | None
@@ -65,6 +68,11 @@ def _draw(report_json: str) -> _Plots:
         tokens=token_plot(report.tokens)
         if report.tokens is not None and report.num_requests
         else None,
+        values=tuple(
+            value_plot(column, found)
+            for column, found in (report.answers.counts.items() if report.answers else ())
+            if found
+        ),
         timelines=tuple((line, timeline_plot(line)) for line in report.timelines),
         lengths=length_plot(lengths) if lengths is not None and lengths.counts else None,
         degrees=degree_plot(degrees) if degrees is not None and degrees.counts else None,
@@ -73,5 +81,6 @@ def _draw(report_json: str) -> _Plots:
 
 
 def _svg(plot: Plot, shape: str) -> Markup:
-    """A plot's picture, which is safe: it has no text from tables or prompts."""
+    """A plot's picture, which is safe: it has no text from tables or prompts, and labels as
+    matplotlib escapes them."""
     return Markup(plot.narrow if shape == "narrow" else plot.wide)

@@ -36,6 +36,10 @@ def ratio(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{100 * value:.1f}\N{NO-BREAK SPACE}%"
 
 
+def mean(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:,.4g}"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds in a readable unit, such as `12 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds is None:
@@ -58,5 +62,5 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(count=count, ratio=ratio, duration=duration, usd=usd)
+    environment.filters.update(count=count, mean=mean, ratio=ratio, duration=duration, usd=usd)
     return environment

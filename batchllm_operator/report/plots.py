@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.ticker import Locator
 
 _MOST_BARS: Final = 40
+_MAX_BAR_NAME: Final = 24
 _VALLEY_BIN: Final = 0.5
 """A bin is shaded from this share of its time in valleys on."""
 _FEWEST_SLOTS: Final = 8
@@ -96,6 +97,41 @@ def token_plot(tokens: TokenKinds) -> Plot:
         paint,
         wide_height=1.9,
         narrow_height=2.1,
+    )
+
+
+def value_plot(column: str, counts: Mapping[str, int]) -> Plot:
+    """Rows by value of a column, such as its labels; `counts` has the most frequent first."""
+    shown = list(counts.items())[:_MOST_BARS]
+    names = [_bar_name(value) for value, _ in shown]
+    numbers = [number for _, number in shown]
+    total = max(1, sum(counts.values()))
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axes = figure.subplots()
+        places = range(len(names))
+        bars = axes.barh(places, numbers, color=colour("prefix"), height=0.7)
+        axes.bar_label(bars, labels=[ratio(number / total) for number in numbers], padding=3)
+        axes.set_yticks(places, names, parse_math=False)
+        axes.invert_yaxis()
+        axes.set_xlim(0, (1.45 if narrow else 1.15) * max(1, *numbers))
+        axes.xaxis.set_major_locator(_few_ticks(3 if narrow else 6))
+        axes.xaxis.set_major_formatter(_short_number)
+        axes.set_xlabel("rows")
+        plain_axes(axes, values_along="x")
+
+    height = 0.24 * len(names) + 0.9
+    return draw(
+        f"Rows by {column}",
+        f"Bars of rows by {column}: {count(len(counts))} values, most of the rows,"
+        f" {ratio(numbers[0] / total)}, with {names[0]}",
+        Table(
+            (column.capitalize(), "Rows", "Share"),
+            [(value, count(number), ratio(number / total)) for value, number in counts.items()],
+        ),
+        paint,
+        wide_height=height,
+        narrow_height=height,
     )
 
 
@@ -269,6 +305,12 @@ def _timeline_table(line: Timeline) -> Table:
 
 def _bin_name(low: int, high: int) -> str:
     return count(low) if high == low + 1 else f"{_short_number(low)} to {_short_number(high - 1)}"
+
+
+def _bar_name(value: str) -> str:
+    """A text of the spec as the name of a bar."""
+    text = value if value.isprintable() else repr(value)
+    return text if len(text) <= _MAX_BAR_NAME else text[: _MAX_BAR_NAME - 1] + "…"
 
 
 def _short_number(value: float, position: float = 0.0) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from batchllm_operator.artifacts.run_report import RunReport
+from batchllm_operator.artifacts.run_report import AnswerSummary, RunReport
 
 _MAX_TEXT_CHARS: Final = 70
+_NUM_VALUES: Final = 5
 
 
 def format_summary(report: RunReport) -> str:
@@ -22,6 +23,7 @@ def format_summary(report: RunReport) -> str:
         f" {report.num_rows_duplicate:,} duplicates generated once{reused}",
         f"  prompt tokens  {report.num_logical_tokens:,} logical,"
         f" {report.num_computed_tokens:,} computed; output tokens {report.num_output_tokens:,}",
+        *_answer_lines(report),
         f"  saving ratio   {_ratio(report.achieved_saving)} achieved,"
         f" {_ratio(report.planned_saving)} planned, {_ratio(report.optimal_saving)} optimal",
         f"  plan           {report.num_requests:,} requests in {report.num_groups:,} groups"
@@ -39,6 +41,28 @@ def format_summary(report: RunReport) -> str:
         key = ", ".join(f"{name}={_printable(value)}" for name, value in row.key.items())
         lines.append(f"    {key}: {_clip(row.generated_text)!r}")
     return "\n".join(lines)
+
+
+def _answer_lines(report: RunReport) -> list[str]:
+    """What is known of the answers as a whole."""
+    lines = []
+    answers = report.answers or AnswerSummary()
+    for column, found in answers.counts.items():
+        total = sum(found.values())
+        named = [
+            f"{_printable(_clip(value))} {share(number, total)}"
+            for value, number in list(found.items())[:_NUM_VALUES]
+        ]
+        more = f", {len(found) - _NUM_VALUES} more" if len(found) > _NUM_VALUES else ""
+        lines.append(f"  {column:<14} {', '.join(named) or 'none'}{more}")
+    if answers.means:
+        means = (f"{name} {value:,.4g}" for name, value in answers.means.items())
+        lines.append(f"  means          {', '.join(means)}")
+    if report.num_rows_invalid:
+        num_answers = report.num_rows_out + report.num_rows_invalid
+        of_answers = share(report.num_rows_invalid, num_answers)
+        lines.append(f"  invalid        {report.num_rows_invalid:,} answers, {of_answers}")
+    return lines
 
 
 def share(num_some: int, num_all: int) -> str:

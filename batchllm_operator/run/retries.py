@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from batchllm_operator.answers import Answers
-from batchllm_operator.answers.structured import INVALID_OUTPUT
 from batchllm_operator.engine import Engine, EngineOutput, EngineRequest
 from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec.tasks import INVALID_OUTPUT
 
 _log = logging.getLogger(__name__)
 

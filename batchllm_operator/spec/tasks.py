@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from batchllm_operator.spec.model import JobSpec
 
 Task = Literal["generate", "classify"]
+INVALID_OUTPUT: Final = "invalid_output"
+"""The kind of the row error of an answer that can't be used."""
 MAX_LABELS: Final = 128
 """As many as vLLM gives the log-probabilities of."""
 _AFTER: Final = (
@@ -91,8 +93,12 @@ def _check_classify(spec: JobSpec) -> None:
 
 
 def ends_answers(spec: JobSpec) -> bool:
-    """Whether the model ends its answers, so that one that a limit ends lacks a part."""
-    return spec.task == "generate" and not spec.sampling.ignore_eos
+    """Whether the model ends its answers, so that one that a limit ends lacks a part.
+
+    In a form (`response_format`) an answer is whole, or invalid.
+    """
+    is_free = spec.task == "generate" and spec.response_format is None
+    return is_free and not spec.sampling.ignore_eos
 
 
 def _check_response_format(spec: JobSpec) -> None:

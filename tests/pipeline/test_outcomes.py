@@ -44,6 +44,7 @@ FOUND = {
     "ok": ("ok", None),
 }
 LEFT_OUT = {"sampling": {"max_tokens": 8, "ignore_eos": True}}
+CHOICE = {"response_format": {"type": "choice", "choices": ["no", "yes"]}}
 CLASSIFY = {"task": "classify", "labels": ["no", "yes"]}
 
 
@@ -160,8 +161,10 @@ def test_a_column_of_that_name_is_carried_as_before(lakes: tuple[Lake, Lake], en
     assert {row["Status"] for row in read(lakes[1]).values()} == {"mine"}
 
 
-@pytest.mark.parametrize("ask", [LEFT_OUT, CLASSIFY], ids=["ignore_eos", "classify"])
-def test_where_every_answer_has_the_same_length_none_is_cut_off(
+@pytest.mark.parametrize(
+    "ask", [LEFT_OUT, CLASSIFY, CHOICE], ids=["ignore_eos", "classify", "choice"]
+)
+def test_where_each_answer_is_whole_none_is_cut_off(
     lakes: tuple[Lake, Lake], engine: None, ask: dict[str, Any]
 ) -> None:
     run_and_commit(spec_of(lakes, **ask))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.run_reports import PLAN_URI, make_full_report, make_report, make_timeline
 
-from batchllm_operator.artifacts.run_report import Bill
+from batchllm_operator.artifacts.run_report import AnswerSummary, Bill
 from batchllm_operator.report.comparison import (
     Comparison,
     Measure,
@@ -51,6 +51,42 @@ def against(**changes: Any) -> Comparison:
 def test_what_has_changed(changes: dict[str, Any], name: str, change: str, verdict: str) -> None:
     found = measures(against(**changes))[name]
     assert (found.change, found.verdict) == (change, verdict)
+
+
+def test_answers_are_compared_by_share() -> None:
+    before = AnswerSummary(
+        counts={"label": {"yes": 30, "no": 10}}, means={"probability": 0.75, "mean_logprob": -1.0}
+    )
+    after = AnswerSummary(
+        counts={"label": {"yes": 20, "maybe": 20}}, means={"probability": 0.5, "score": 2.0}
+    )
+    comparison = compare(
+        make_full_report(answers=before, errors_by_kind={"invalid_output": 300}),
+        make_full_report(answers=after, errors_by_kind={}),
+    )
+    assert comparison.sections[-1].title == "Answers"
+    found = {each.name: (each.change, each.verdict) for each in comparison.sections[-1].measures}
+    assert found == {
+        "label yes": ("-25.0 points", "changed"),
+        "label no": ("-25.0 points", "changed"),
+        "label maybe": ("+50.0 points", "changed"),
+        "Mean probability": ("-0.250", "changed"),
+        "Mean mean_logprob": ("", "same"),
+        "Mean score": ("", "same"),
+        "Invalid outputs": ("-20.0 points", "better"),
+    }
+    assert "label maybe" in format_comparison(comparison)
+    assert "label maybe" in render_comparison(comparison)
+    assert all(each.title != "Answers" for each in against().sections)
+
+
+def test_a_label_that_is_no_line_of_text_is_shown_as_one() -> None:
+    answers = AnswerSummary(counts={"label": {"a\nb": 1, "<b>": 1}})
+    comparison = compare(make_full_report(), make_full_report(answers=answers))
+    assert "label 'a\\nb'" in format_comparison(comparison)
+    assert "&lt;b&gt;" in render_comparison(comparison)
+    [measure, _] = comparison.sections[-1].measures
+    assert (measure.before, measure.change) == ("unknown", "")
 
 
 def test_cost_counts_by_row() -> None:

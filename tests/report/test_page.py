@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
-from batchllm_operator.artifacts.run_report import Bill, ErrorKind, RunReport, TokenKinds
+from batchllm_operator.artifacts.run_report import (
+    AnswerSummary,
+    Bill,
+    ErrorKind,
+    RunReport,
+    TokenKinds,
+)
 from batchllm_operator.planner.sharing import Histogram, LargeGroup, PlanSharing
 from batchllm_operator.report import page
 from batchllm_operator.report.drawing import Table, draw
@@ -95,6 +101,51 @@ def test_what_no_gpu_ran_is_marked_as_predicted(no_pictures: None) -> None:
     assert "Cost, predicted $0.04 for H100; none was measured" in text
     unknown = Bill(gpu_s=None, usd_per_hour=None)
     assert "predicted" not in Page(render_report(make_full_report(bill=unknown, shards=()))).text
+
+
+def labelled(**counts: int) -> AnswerSummary:
+    return AnswerSummary(counts={"label": counts}, means={"probability": 0.75})
+
+
+def test_labels_are_a_chart_with_the_mean_probability() -> None:
+    errors = {"invalid_output": 300}
+    answers = labelled(relevant=900, irrelevant=300)
+    html = render_report(make_full_report(answers=answers, errors_by_kind=errors))
+    text = Page(html).text.replace("\xa0", " ")
+    for shown in (
+        "Bars of rows by label: 2 values, most of the rows, 75.0 %, with relevant",
+        *("Mean probability 0.75", "Invalid outputs 300 20.0 % of the answers"),
+    ):
+        assert shown in text, shown
+    chart = html.split("<h2>Answers</h2>")[1].split("</figure>")[0]
+    assert re.findall(r'<th scope="row">(\w+)</th><td class="number">(\d+)', chart) == [
+        ("relevant", "900"),
+        ("irrelevant", "300"),
+    ]
+    assert "<h2>Answers</h2>" not in render_report(make_full_report())
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        EVIL,
+        "]]>--><!-- $x^2$ \\frac{",
+        "\u4e2d\u6587 \u0639\u0631\u0628\u064a",
+        "a\nb\x00",
+        "\U0001f642",
+    ],
+)
+def test_a_chart_takes_any_label(label: str) -> None:
+    answers = AnswerSummary(counts={"label": {label: 3, "other": 1}})
+    html = render_report(make_full_report(answers=answers))
+    assert "<script" not in html
+    chart = html.split("<h2>Answers</h2>")[1].split("</figure>")[0]
+    pictures = [ET.fromstring(each) for each in SVG.findall(chart)]
+    assert len(pictures) == 2
+    clipped = label if label.isprintable() else repr(label)
+    name = clipped if len(clipped) <= 24 else f"{clipped[:23]}\u2026"
+    for picture in pictures:
+        assert name in "".join(picture.itertext())
 
 
 def evil_reports() -> list[dict[str, Any]]:

@@ -1,0 +1,144 @@
+"""What a report says of a run's answers as a whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from support.answers_job import asking, published, run_and_commit
+from support.fake_job import document_rows, write_table
+
+from batchllm_operator.artifacts.run_report import REPORT_FILE, RunReport
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.answer_summary import summarize_answers
+from batchllm_operator.commit.report import load_report
+from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.report.summary import format_summary
+from batchllm_operator.spec import JobSpec
+
+CLASSIFY = {"task": "classify", "label_values": {"no": 0, "partly": 1, "yes": 3}}
+CHOICES = {"response_format": {"type": "choice", "choices": ["red", "green", "blue"]}}
+SCORED = {"sampling": {"max_tokens": 4, "logprobs": 1}}
+
+
+def rows_of_table() -> list[dict[str, Any]]:
+    """With three rows of one prompt, and one that can't be prompted."""
+    rows = [*document_rows(6, 5), {"row_key": "none", "document": None, "query": "q"}]
+    for copy in (7, 13):
+        rows[copy] = {**rows[2], "row_key": f"copy {copy}"}
+    return rows
+
+
+def report_of(plan: StoredPlan) -> RunReport:
+    return load_report(plan.folder.uri)
+
+
+@pytest.mark.parametrize(
+    ("ask", "counted", "averaged"),
+    [
+        (CLASSIFY, ["label"], ["probability", "score"]),
+        (CHOICES, ["generated_text"], []),
+        (SCORED, [], ["mean_logprob"]),
+    ],
+    ids=["classify", "choice", "logprobs"],
+)
+def test_answers_count_for_each_row(
+    tmp_path: Path, ask: dict[str, Any], counted: list[str], averaged: list[str]
+) -> None:
+    write_table(tmp_path / "documents", rows_of_table())
+    spec = asking(tmp_path, **ask, max_failed_fraction=0.5)
+    plan = run_and_commit(spec)
+    assert plan.manifest.counts.num_duplicate_rows == 2
+    answers = report_of(plan).answers
+    assert answers is not None
+    assert (list(answers.counts), list(answers.means)) == (counted, averaged)
+    answered = [row for row in published(spec) if row["error"] is None]
+    assert len(answered) == 30
+    for name in counted:
+        assert answers.counts[name] == Counter(row[name] for row in answered)
+        numbers = list(answers.counts[name].values())
+        assert numbers == sorted(numbers, reverse=True)
+    for name in averaged:
+        assert answers.means[name] == pytest.approx(fmean(row[name] for row in answered), abs=1e-6)
+
+
+def test_reused_answers_count_too(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", rows_of_table())
+    spec = asking(tmp_path, **CLASSIFY, max_failed_fraction=0.5, reuse_outputs=True)
+    first = report_of(run_and_commit(spec))
+    write_table(tmp_path / "documents", rows_of_table()[::-1])
+    second = report_of(run_and_commit(spec))
+    assert second.num_rows_reused == 30
+    assert first.answers is not None
+    assert second.answers == first.answers
+
+
+def test_a_report_that_was_lost_is_written_again(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", rows_of_table())
+    plan = run_and_commit(asking(tmp_path, **CLASSIFY, max_failed_fraction=0.5))
+    before = report_of(plan)
+    plan.folder.remove(REPORT_FILE)
+    assert commit_run(plan.folder.uri).answers == before.answers
+    assert before.answers is not None
+    assert report_of(plan).answers == before.answers
+
+
+def test_a_job_of_texts_has_none(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(1, 2))
+    report = report_of(run_and_commit(asking(tmp_path)))
+    assert report.answers is None
+    assert "means" not in format_summary(report)
+
+
+def test_the_summary_names_the_most_frequent_labels(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", rows_of_table())
+    report = report_of(run_and_commit(asking(tmp_path, **CLASSIFY, max_failed_fraction=0.5)))
+    assert report.answers is not None
+    [(label, number), *_] = report.answers.counts["label"].items()
+    lines = format_summary(report).splitlines()
+    [line] = [line for line in lines if line.startswith("  label ")]
+    assert line.split()[1:4] == [label, f"{100 * number / 30:.1f}", "%,"]
+    [line] = [line for line in lines if line.startswith("  means ")]
+    assert f"score {report.answers.means['score']:.4g}" in line
+
+
+class Parts:
+    """Outputs of one part."""
+
+    def __init__(self, logprobs: list[list[float] | None], errors: list[str | None]) -> None:
+        kind = pa.list_(pa.float64())
+        self._table = pa.table(
+            {
+                "row_idxs": [[idx] for idx in range(len(logprobs))],
+                "generated_text": ["x"] * len(logprobs),
+                "error": pa.array(errors, pa.string()),
+                "token_logprobs": pa.array(logprobs, kind),
+                "top_logprobs": pa.nulls(
+                    len(logprobs),
+                    pa.list_(pa.list_(pa.struct({"token": pa.string(), "logprob": pa.float64()}))),
+                ),
+            }
+        )
+
+    def parts(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        yield self._table.select(list(columns))
+
+
+def scored(tmp_path: Path) -> JobSpec:
+    return asking(tmp_path, **SCORED)
+
+
+def test_only_finite_numbers_of_answers_without_an_error_have_a_mean(tmp_path: Path) -> None:
+    parts = Parts([[-1.0], [-3.0], [float("-inf")], [], [-9.0]], [None, None, None, None, "x: y"])
+    found = summarize_answers(scored(tmp_path), [parts])
+    assert found is not None and found.means == {"mean_logprob": -2.0}
+
+
+def test_without_an_answer_there_is_no_mean(tmp_path: Path) -> None:
+    found = summarize_answers(scored(tmp_path), [Parts([None], ["engine_error: x"])])
+    assert found is not None and found.means == {}
