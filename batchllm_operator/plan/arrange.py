@@ -48,6 +48,8 @@ class Arrangement:
     cut: Cut
     output_tokens: npt.NDArray[np.int64]
     """int64 [num_requests], estimates."""
+    decode_tokens: npt.NDArray[np.int64]
+    """int64 [num_requests]: those that take decode steps; 0 in a job without decode."""
     prefix_hashes: npt.NDArray[np.int64]
     """int64 [num_groups, 2], see `hash_prefixes`; [0, 2] if nothing is to be learned."""
     num_algorithm_1_saved_tokens: int
@@ -95,7 +97,8 @@ def arrange(
             max_model_len - requests.lengths,
         )
         progress.advance(1, _STEPS[2])
-        cut = Cut.of(spec, requests, ranked, output_tokens, target)
+        decode_tokens = output_tokens if spec.decodes else np.zeros_like(output_tokens)
+        cut = Cut.of(spec, requests, ranked, decode_tokens, target)
         groups, shards, origins = _split(choice.groups, tree, cut, output_tokens)
         if classes is not None:
             by_class = np.lexsort((classes.of_groups(groups, requests), shards))
@@ -109,6 +112,7 @@ def arrange(
         group_bounds,
         cut,
         output_tokens,
+        decode_tokens,
         prefix_hashes,
         choice.algorithm_1_saved_tokens,
         choice.exact_saved_tokens,
@@ -152,9 +156,9 @@ def write_shards(
         scratch: folder for the files.
         take_out: see `write_shard`.
     """
-    cut, output_tokens = arrangement.cut, arrangement.output_tokens
+    cut, decode_tokens = arrangement.cut, arrangement.decode_tokens
     estimated = estimate_cost(
-        target, requests, output_tokens, cut.work, cut.bounds, spec.engine.replicas
+        target, requests, decode_tokens, cut.work, cut.bounds, spec.engine.replicas
     )
     estimate, gpu_s = estimated or (None, None)
     infos = []
@@ -167,7 +171,7 @@ def write_shards(
             begin, end = arrangement.group_bounds[shard_idx : shard_idx + 2]
             costs = np.add.reduceat(cut.costs[groups.member_idxs], groups.offsets[:-1])
             placement = replicas.place(
-                groups, requests.lengths, output_tokens, costs, np.arange(begin, end)
+                groups, requests.lengths, decode_tokens, costs, np.arange(begin, end)
             )
             if placement is not None and placement.measure:  # one shard's run measures
                 replicas = replace(replicas, wants_profile=False)

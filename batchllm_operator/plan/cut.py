@@ -75,18 +75,18 @@ class Cut:
         spec: JobSpec,
         requests: Requests,
         ranked: RankedPrompts,
-        output_tokens: npt.NDArray[np.int64],
+        decode_tokens: npt.NDArray[np.int64],
         target: Target | None,
     ) -> Cut:
         """Cut shards of about equal work, where neighbours share little.
 
         Args:
             ranked: the requests' prompts in order.
-            output_tokens: int64 [num_requests], estimates.
+            decode_tokens: int64 [num_requests], estimates.
             target: shards are balanced by this GPU's time; None to balance by tokens.
         """
         idxs = ranked.prompt_idxs
-        lengths, outputs = requests.lengths[idxs], output_tokens[idxs]
+        lengths, outputs = requests.lengths[idxs], decode_tokens[idxs]
         # Not the spec's blocks: tuning of the engine must not change shards.
         usual = ranked.cached_tokens(requests.lengths, BLOCK_SIZE)
         costs, cut_costs = work_costs(target, lengths, outputs, usual)

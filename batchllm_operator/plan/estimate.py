@@ -182,8 +182,13 @@ def _assumptions(target: Target, total: Work) -> tuple[str, ...]:
     kv = f"{share:.0%} of {gpu.memory_bytes / 2**30:,.0f} GiB for weights and KV"
     if limits.kv_cache_bytes is not None:
         kv = f"{limits.kv_cache_bytes / 2**30:,.1f} GiB for KV"
+    outputs = "no decode steps"
+    if total.num_decode_tokens:
+        outputs = (
+            f"{total.num_decode_tokens:,} output tokens, at most {total.max_output_tokens:,} each"
+        )
     return (
-        f"{total.num_decode_tokens:,} output tokens, at most {total.max_output_tokens:,} each;"
+        f"{outputs};"
         f" {model.num_parameters / 1e9:,.3g} B parameters in {model.bytes_per_weight:g} bytes,"
         f" {model.kv_bytes_per_token:,.0f} bytes of KV a token",
         f"{gpu.achievable_compute:.0%} of {gpu.bf16_flop_per_s / 1e12:,.0f} bf16 TFLOP/s,"

@@ -63,13 +63,19 @@ def _format_replicas(manifest: PlanManifest) -> list[str]:
 
 
 def _format_estimate(estimate: CostEstimate) -> list[str]:
+    steps = f"{estimate.num_steps:,.0f} steps"
+    phases = f"prefill {_duration(estimate.prefill_s)} in {steps}, without decode"
+    if estimate.num_output_tokens:
+        phases = (
+            f"prefill {_duration(estimate.prefill_s)}, decode {_duration(estimate.decode_s)} with"
+            f" {estimate.attention_bytes / 1e12:,.3g} TB of KV read in {steps}"
+        )
     return [
         f"predicted for {estimate.gpu.name}: {_duration(estimate.gpu_s)} of GPU time,"
         f" {_price(estimate.cost_usd)} (each row alone: {_duration(estimate.unshared_gpu_s)},"
         f" {_price(estimate.unshared_cost_usd)});"
         f" {estimate.num_saved_tokens:,} prefill tokens saved",
-        f"  prefill {_duration(estimate.prefill_s)}, decode {_duration(estimate.decode_s)} with"
-        f" {estimate.attention_bytes / 1e12:,.3g} TB of KV read in {estimate.num_steps:,.0f} steps",
+        f"  {phases}",
         *(f"  assumed: {assumption}" for assumption in estimate.assumptions),
     ]
 

@@ -179,6 +179,11 @@ class JobSpec(Section):
         return ends_answers(self)
 
     @property
+    def decodes(self) -> bool:
+        """Whether answers take steps after the one that ends prefill, which gives a token too."""
+        return self.task == "generate"
+
+    @property
     def kept_columns(self) -> tuple[str, ...]:
         """Input columns in the output table, the key first, without duplicates."""
         return tuple(dict.fromkeys((*self.input.key, *self.output.carry)))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.answers_job import asking
 from support.fake_job import DS, document_rows, fake_spec, job_fields, write_table
 
 from batchllm_operator.artifacts.stored_plan import StoredPlan
@@ -91,6 +92,27 @@ def test_the_estimate_is_that_of_the_cost_model(tmp_path: Path, targeted: object
     assert "predicted for H100: " in printed
     assert "96 output tokens, at most 8 each" in printed
     assert "not measured" in printed
+
+
+def test_a_job_that_classifies_is_predicted_without_decode(
+    tmp_path: Path, targeted: object
+) -> None:
+    rows = document_rows(4, 3)
+    write_table(tmp_path / "documents", rows)
+    spec = asking(tmp_path, task="classify", labels=["yes", "no"], planner={"num_shards": 2})
+    plan = plan_job(spec, DS)
+    estimate = plan.manifest.estimate
+    assert estimate is not None
+    assert estimate.num_output_tokens == estimate.decode_s == estimate.attention_bytes == 0
+    assert estimate.gpu_s == estimate.prefill_s < estimate.unshared_gpu_s
+    num_tokens = sum(shard.num_prefill_tokens for shard in plan.manifest.shards)
+    chunk = TARGET.limits.max_num_batched_tokens
+    assert estimate.num_steps == pytest.approx(num_tokens / chunk, rel=1e-5)
+    by_shard = [shard.predicted_gpu_s or 0.0 for shard in plan.manifest.shards]
+    assert sum(by_shard) == pytest.approx(estimate.gpu_s, rel=1e-5)
+    printed = format_plan(plan.manifest, "URI")
+    assert " steps, without decode\n" in printed
+    assert "assumed: no decode steps;" in printed
 
 
 def test_the_estimate_is_the_same_whatever_the_order_of_rows(

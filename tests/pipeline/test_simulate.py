@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from support.answers_job import asking
 from support.fake_job import DS, document_rows, fake_spec, write_table
 
 from batchllm_operator.commands import simulate as simulate_command
@@ -256,6 +257,26 @@ def test_a_plan_is_simulated_into_files_and_a_table(
     ]
     for table in (lines[3:7], lines[9:]):
         assert len({len(line) for line in table}) == 1, "columns are aligned"
+
+
+def test_a_plan_without_decode_is_simulated(tmp_path: Path, batchllm: Batchllm) -> None:
+    """Each request ends in the step that ends its prefill."""
+    write_table(tmp_path / "documents", document_rows(3, 4))
+    spec = asking(tmp_path, task="classify", labels=["yes", "no"], planner={"num_shards": 1})
+    plan, result = plan_job(spec, DS), tmp_path / "result.json"
+    outcome = batchllm(
+        *("simulate", "--plan", plan.folder.uri, "--policies", "stock_sorted", "batchllm"),
+        *("--gpu", "H200", "--model", "Qwen2-7B", "--result", result),
+    )
+    assert outcome.code == ExitCode.OK, outcome.err
+    workload, _ = shard_to_simulate(
+        plan.folder.uri, 0, SimulationOptions(gpu="H200", model="Qwen2-7B")
+    )
+    assert workload.output_tokens.tolist() == [1] * 12
+    stock, ours = json.loads(result.read_text())["runs"]
+    assert plan.manifest.counts.num_logical_tokens < 8192, "all fit into one step"
+    assert stock["steps"] == 1
+    assert 1 <= ours["steps"] <= plan.manifest.counts.num_groups
 
 
 # --runahead

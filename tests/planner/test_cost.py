@@ -85,6 +85,18 @@ def test_a_job_bound_by_the_number_of_requests_by_hand() -> None:
     assert found.decode_s == pytest.approx(max(40 * 0.656, 20 * 1.312) + 20 * 0.25)
 
 
+def test_a_job_without_decode_by_hand() -> None:
+    """Two steps' worth of tokens: their overhead is prefill's, and nothing drains."""
+    work = prompt_work(np.array([60, 40]), np.array([0, 0])).total()
+    for spreads in (False, True):
+        limits = EngineLimits(max_num_batched_tokens=50, spreads_prefill=spreads)
+        found = predict(work, TINY, BOX, limits)
+        pairs = 60 * 61 // 2 + 40 * 41 // 2
+        assert found.prefill_s == pytest.approx(100 * 0.576 + pairs * 0.032 + 2 * 0.25)
+        assert (found.decode_s, found.attention_bytes, found.num_steps) == (0, 0, 2)
+        assert found.gpu_s == found.prefill_s
+
+
 def test_small_chunks_read_the_weights_more_often_than_they_compute() -> None:
     limits = EngineLimits(max_num_batched_tokens=2)
     assert predict(Work(100), TINY, BOX, limits).gpu_s == pytest.approx(50 * (1.312 + 0.25))

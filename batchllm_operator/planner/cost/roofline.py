@@ -26,7 +26,8 @@ as the prefill matrices take.
 
 Not counted: loading the model, communication between GPUs (they divide all work evenly), sampling,
 preemption, idle steps, and reads of KV during prefill, which compute hides. The first output token
-counts as decoded, though prefill yields it. All numbers are for the whole job, in seconds of one
+counts as decoded, though prefill yields it. Without any decode tokens, the overhead of the steps is
+part of `prefill_s`. All numbers are for the whole job, in seconds of one
 GPU. `batchllm simulate` simulates each step, with the same constants (`step_time`).
 """
 
@@ -231,12 +232,16 @@ def predict(
     overhead_s = gpu.step_overhead_s * limits.num_gpus
     attention_bytes = work.num_context_tokens * model.kv_bytes_per_token
     prefill_s = matrices.prefill_s + work.num_pairs * model.flop_per_pair / gpu.flop_per_s
-    decode_s = (
-        max(matrices.decode_s, matrices.unhidden_weights_s)
-        + attention_bytes / gpu.bytes_per_s
-        + steps.num * overhead_s
-        + num_ramp * (model.step_weight_bytes / gpu.bytes_per_s + overhead_s)
-    )
+    decode_s = 0.0
+    if work.num_decode_tokens:
+        decode_s = (
+            max(matrices.decode_s, matrices.unhidden_weights_s)
+            + attention_bytes / gpu.bytes_per_s
+            + steps.num * overhead_s
+            + num_ramp * (model.step_weight_bytes / gpu.bytes_per_s + overhead_s)
+        )
+    else:
+        prefill_s += steps.num * overhead_s
     return Prediction(
         prefill_s=prefill_s,
         decode_s=decode_s,
