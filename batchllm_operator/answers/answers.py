@@ -13,6 +13,7 @@ from batchllm_operator.answers.logprobs import LogprobColumns
 from batchllm_operator.answers.reasoning import ReasoningColumns
 from batchllm_operator.answers.samples import SampleColumns
 from batchllm_operator.answers.structured import ChosenText, JsonColumns
+from batchllm_operator.answers.vectors import VectorColumns
 from batchllm_operator.spec import JobSpec, JsonSchemaFormat
 
 
@@ -63,11 +64,23 @@ class Answers:
     kinds: tuple[Kind, ...]
 
     @classmethod
-    def of(cls, spec: JobSpec) -> Answers:
-        """Raises SpecError if a schema can't be columns; see `JsonColumns`."""
+    def of(
+        cls, spec: JobSpec, *, vector_size: int | None = None, score_labels: Sequence[str] = ()
+    ) -> Answers:
+        """Those that a spec asks for; parts need no more, columns what the plan found, too.
+
+        Args:
+            vector_size: numbers of an embedding.
+            score_labels: names of the scores of a pooling head.
+
+        Raises:
+            SpecError: a schema can't be columns; see `JsonColumns`.
+        """
         kinds: list[Kind] = []
         if spec.task == "classify":
             kinds.append(LabelColumns(spec.labels, spec.label_values))
+        if spec.task == "embed" or spec.task == "pool":
+            kinds.append(VectorColumns(spec.task, vector_size, score_labels))
         if isinstance(spec.response_format, JsonSchemaFormat):
             kinds.append(JsonColumns.of(spec.response_format))
         elif spec.response_format is not None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from pydantic import Field, ValidationError, model_validator
 
 from batchllm_operator.artifacts.counts import Count, Frozen
+from batchllm_operator.artifacts.planned_pooling import PlannedPooling
 from batchllm_operator.artifacts.shard_files import shard_file
 from batchllm_operator.errors import PlanError
 from batchllm_operator.planner.algorithm1 import saving_ratio
@@ -233,6 +234,8 @@ class PlanManifest(Frozen):
     """Those of `model.adapters`, in the order of their names: as `model_version`."""
     label_token_ids: tuple[Count, ...] = ()
     """First tokens of the labels, in the order of the spec's, if its task is to classify."""
+    pooling: PlannedPooling | None = None
+    """For the tasks `embed` and `pool`; stored for them only."""
     max_model_len: Count
     counts: PlanCounts
     planned_saving_ratio: float
@@ -273,7 +276,7 @@ class PlanManifest(Frozen):
 
     def to_bytes(self) -> bytes:
         """The stored form: JSON with a digest of itself."""
-        body = self.model_dump(mode="json")
+        body = self.model_dump(mode="json", exclude={} if self.pooling else {"pooling"})
         return _dump({**body, "manifest_sha256": _digest(body)})
 
     @classmethod

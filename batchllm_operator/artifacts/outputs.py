@@ -10,6 +10,7 @@ from pyarrow import types
 from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
 from batchllm_operator.artifacts.parts import PART_SCHEMA
+from batchllm_operator.artifacts.planned_pooling import PlannedPooling
 from batchllm_operator.spec import JobSpec
 
 STATUS_COLUMN: Final = "status"
@@ -18,8 +19,18 @@ ERROR_FIELD: Final = pa.field(
 )
 
 
+def planned_answers(spec: JobSpec, pooling: PlannedPooling | None) -> Answers:
+    """The kinds of a job's answers, with what its plan says of vectors."""
+    if pooling is None:
+        return Answers.of(spec)
+    return Answers.of(spec, vector_size=pooling.embedding_size, score_labels=pooling.score_labels)
+
+
 def output_schema(
-    spec: JobSpec, rows_schema: pa.Schema, table_schema: pa.Schema | None
+    spec: JobSpec,
+    rows_schema: pa.Schema,
+    table_schema: pa.Schema | None,
+    pooling: PlannedPooling | None,
 ) -> pa.Schema:
     """Columns of the output table: key, the job's own, carried ones.
 
@@ -27,8 +38,10 @@ def output_schema(
         spec: the job's.
         rows_schema: holds the key and the carried columns.
         table_schema: the table's columns (`LakeTable.columns`); None if there is no table yet.
+        pooling: the plan's.
     """
-    own = {field.name: field for field in (*PART_SCHEMA, *Answers.of(spec).fields)}
+    answers = planned_answers(spec, pooling)
+    own = {field.name: field for field in (*PART_SCHEMA, *answers.fields)}
     names = list(spec.output_columns)
     if _has_status(spec, table_schema):
         own[ERROR_COLUMN] = ERROR_FIELD

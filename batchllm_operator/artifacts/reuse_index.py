@@ -85,6 +85,9 @@ def reuse_identity(
     if spec.response_format is not None:
         form = spec.response_format.model_dump(mode="json", exclude={"prefix_columns"})
         content["response_format"] = form
+    if spec.is_pooled:
+        content["task"] = spec.task
+        content["embedding"] = spec.embedding.model_dump(mode="json")
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.buckets import Buckets, Outputs, spread
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
-from batchllm_operator.artifacts.outputs import model_name, output_schema
+from batchllm_operator.artifacts.outputs import model_name, output_schema, planned_answers
 from batchllm_operator.artifacts.parts import PartEntry, part_schema
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.outcomes import outcomes
@@ -90,10 +90,12 @@ def write_partition(
     constants = {name: pa.repeat(value, _SLICE_ROWS) for name, value in values.items()}
     with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as rows_file:
         _check_kept(plan, rows_file.schema_arrow)
-        columns = output_schema(spec, rows_file.schema_arrow, table.columns(manifest.ds))
+        pooling = manifest.pooling
+        columns = output_schema(spec, rows_file.schema_arrow, table.columns(manifest.ds), pooling)
         schema = published_schema(columns, plan.publication)
         all_rows = _rebatch(rows_file, buckets.num_rows_each)
-        tables = _join_all(spec, all_rows, buckets, constants, schema)
+        answers = planned_answers(spec, pooling)
+        tables = _join_all(spec, answers, all_rows, buckets, constants, schema)
         most = table.most_file_bytes
         write_files(gather(tables, most), spool / "data", schema, most)
     return spool / "data"
@@ -126,6 +128,7 @@ def _rebatch(rows_file: pq.ParquetFile, bucket_rows: int) -> Iterator[pa.Table]:
 
 def _join_all(
     spec: JobSpec,
+    answers: Answers,
     all_rows: Iterable[pa.Table],
     buckets: Buckets,
     constants: Mapping[str, pa.Array],
@@ -133,12 +136,13 @@ def _join_all(
 ) -> Iterator[pa.Table]:
     start = 0
     for rows, outputs in zip(all_rows, buckets, strict=True):
-        yield from _join(spec, rows, outputs, start, constants, schema)
+        yield from _join(spec, answers, rows, outputs, start, constants, schema)
         start += rows.num_rows
 
 
 def _join(
     spec: JobSpec,
+    answers: Answers,
     rows: pa.Table,
     outputs: pa.Table,
     start: int,
@@ -167,7 +171,7 @@ def _join(
         else:
             joined = outputs.take(pa.array(place[chosen], mask=~prompted[chosen]))
         columns = {name: joined[name] for name in joined.column_names}
-        columns |= Answers.of(spec).columns(joined)
+        columns |= answers.columns(joined)
         columns |= outcomes(spec, schema, some[ERROR_COLUMN], joined)
         for name, value in constants.items():  # zero-copy
             columns[name] = value.slice(0, some.num_rows)

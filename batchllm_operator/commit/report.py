@@ -257,6 +257,8 @@ def _first_attempts(attempts: Mapping[int, ShardAttempts]) -> dict[_Worker, Shar
 
 def _sample(table: LakeTable, manifest: PlanManifest) -> tuple[SampleRow, ...]:
     key = manifest.spec.input.key
+    if manifest.spec.is_pooled:  # a vector says nothing to a reader
+        return ()
     samples: list[SampleRow] = []
     for batch in table.scan(table.snapshot(manifest.ds), [*key, "generated_text"]):
         for idx, text in enumerate(batch.column("generated_text").to_pylist()):

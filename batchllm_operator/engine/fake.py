@@ -11,6 +11,7 @@ without a model's tokenizer:
     invalid_every      of so many prompts, about one has answers without the `response_format`
     invalid_tries      ... until it has been tried so often (default: always)
     max_in_flight      requests that run at a time (default 16)
+    nan_token_id       a vector of a prompt with this token isn't of numbers
     num_characters     of each text (default 21)
 
 What a prompt has in common with the one before counts as cached, in whole KV blocks.
@@ -20,6 +21,7 @@ What a prompt has in common with the one before counts as cached, in whole KV bl
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from itertools import islice, takewhile
@@ -32,6 +34,7 @@ from batchllm_operator.answers.labels import LOGPROBS_FIELD
 from batchllm_operator.answers.logprobs import TOKENS_FIELD, TOP_FIELD
 from batchllm_operator.answers.reasoning import REASONING_FIELD
 from batchllm_operator.answers.samples import TEXTS_FIELD
+from batchllm_operator.answers.vectors import VECTOR_FIELD
 from batchllm_operator.engine.fake_answers import digest_of, fake_answer
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.engine.protocol import EngineDiedError, EngineOutput, EngineRequest
@@ -46,10 +49,13 @@ ARGUMENTS: Final[dict[str, Any]] = {
     "invalid_every": Annotated[int, Field(ge=1)],
     "invalid_tries": Annotated[int, Field(ge=1)],
     "max_in_flight": Annotated[int, Field(ge=1)],
+    "nan_token_id": int,
     "num_characters": Annotated[int, Field(ge=0)],
 }
 """Types by name."""
 _NUM_CHARACTERS = 21
+FAKE_SIZE: Final = 8
+"""Numbers of a vector, unless the spec says otherwise."""
 
 
 class FakeEngine:
@@ -62,6 +68,7 @@ class FakeEngine:
         self._fatal_token_id = args.get("fatal_token_id")
         self._invalid_every = int(str(args.get("invalid_every", 0)))
         self._invalid_tries = int(str(args.get("invalid_tries", MAX_COUNT)))
+        self._nan_token_id = args.get("nan_token_id")
         self._max_in_flight = int(str(args.get("max_in_flight", 16)))
         self._num_characters = int(str(args.get("num_characters", _NUM_CHARACTERS)))
         self._spec, self._max_tokens = spec, spec.sampling.max_tokens
@@ -90,14 +97,15 @@ class FakeEngine:
         if self._error_token_id in request.prompt_token_ids:
             return EngineOutput.failed(request, "error token in the prompt")
         num_prompt_tokens, prompt = len(request.prompt_token_ids), _with_adapter(request)
+        pooled, num_left = self._spec.is_pooled, self._max_model_len - num_prompt_tokens
         return EngineOutput(
             request_idx=request.request_idx,
-            text=self._text(request, prompt),
+            text="" if pooled else self._text(request, prompt),
             raw=self._raw(prompt),
             finish_reason="length",
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
-            num_output_tokens=min(self._max_tokens, self._max_model_len - num_prompt_tokens),
+            num_output_tokens=0 if pooled else min(self._max_tokens, num_left),
             error=None,
         )
 
@@ -116,6 +124,12 @@ class FakeEngine:
         sampling, raw = self._spec.sampling, dict[str, Any]()
         if labels := self._spec.labels:
             raw[LOGPROBS_FIELD.name] = fake_logprobs(prompt_token_ids, len(labels))
+        if self._spec.is_pooled:
+            size = self._spec.embedding.dimensions or FAKE_SIZE
+            is_nan = self._nan_token_id in prompt_token_ids
+            raw[VECTOR_FIELD.name] = (
+                [math.nan] * size if is_nan else fake_vector(prompt_token_ids, size)
+            )
         if sampling.n > 1:
             prompts = ([*prompt_token_ids, -sample] for sample in range(1, sampling.n))
             others = [fake_text(each, self._num_characters) for each in prompts]
@@ -135,6 +149,12 @@ def fake_logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
     """The fake engine's log-probabilities of labels for a prompt."""
     digest = hashlib.shake_256(repr(prompt_token_ids).encode()).digest(num_labels)
     return [-1 - byte / 64 for byte in digest]
+
+
+def fake_vector(prompt_token_ids: list[int], size: int) -> list[float]:
+    """The fake engine's vector for a prompt."""
+    digest = hashlib.shake_256(repr(prompt_token_ids).encode()).digest(size)
+    return [byte / 128 - 1 for byte in digest]
 
 
 def _with_adapter(request: EngineRequest) -> list[int]:

@@ -59,6 +59,8 @@ class EngineJob:
     """Groups whose requests go to all replicas in turn; each other group goes to one."""
     label_token_ids: tuple[int, ...] = ()
     """First tokens of `JobSpec.labels`, in their order, if the task is to classify."""
+    embedding_size: int | None = None
+    """Numbers of an embedding, if the task is to embed."""
     chain: ChainJob | None = None
     """None if replicas don't compute prefixes together."""
 

@@ -56,17 +56,22 @@ class GeneratedAnswers:
             splitter.adjust(self.params)
         self.num_samples = sampling.n
 
-    def params_of(self, request: EngineRequest) -> SamplingParams:
-        """vLLM's parameters of one request; each try of it has another seed."""
+    def params_of(self, request: EngineRequest, *, hint: bool = False) -> SamplingParams:
+        """vLLM's parameters of one request; each try of it has another seed.
+
+        Args:
+            hint: whether to say what our scheduler should know of it.
+        """
         params = copy(self.params)  # vLLM makes a deep copy itself
+        if hint:
+            params.extra_args = self._hints(request).to_extra_args()
         if params.seed is not None and request.num_tries:
             # vLLM takes the seeds that follow a request's for its samples.
             seed = params.seed + request.num_tries * MAX_SAMPLES
             params.seed = (seed + _SEEDS // 2) % _SEEDS - _SEEDS // 2
         return params
 
-    def hints(self, request: EngineRequest) -> RequestHints:
-        """What our scheduler should know of it."""
+    def _hints(self, request: EngineRequest) -> RequestHints:
         if self.num_samples > 1:
             # All of its prompt is a prefix of its samples. What it shares with other requests is
             # found in the cache, and counted as shared with the group before.

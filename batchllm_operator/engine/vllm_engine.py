@@ -29,7 +29,7 @@ from batchllm_operator.engine.vllm_logs import (
     without_llvmlite,
 )
 from batchllm_operator.errors import EngineError, ModelError, SpecError
-from batchllm_operator.spec import JobSpec, ResponseFormat, SamplingSpec
+from batchllm_operator.spec import JobSpec, SamplingSpec
 from batchllm_operator.vllm_plugin.scheduler.feeding import most_in_flight, num_to_feed
 from batchllm_operator.vllm_plugin.scheduler.hints import SchedulerSettings
 
@@ -50,6 +50,7 @@ from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
+from batchllm_operator.engine import vllm_pooling  # noqa: E402
 from batchllm_operator.engine.gpus import CPU_BLOCK_SIZE  # noqa: E402
 from batchllm_operator.engine.vllm_adapters import adapter_args, load_adapters  # noqa: E402
 from batchllm_operator.engine.vllm_answers import GeneratedAnswers  # noqa: E402
@@ -90,14 +91,15 @@ class VLLMEngine:
     def __init__(self, spec: JobSpec, job: EngineJob, chain: ChainSettings | None = None) -> None:
         self._spec, self._args = spec, engine_args(spec, job.max_model_len)
         # To refuse before the start what can't be.
-        _answers(spec.sampling, job, form=spec.response_format)
+        _answers(spec, job)
         if chain is not None:
             self._args["kv_transfer_config"] = chain.to_kv_transfer_config()
         with attention_chosen(spec.engine.attention):
-            self._start(spec, self._args)
-        self._answers = _answers(spec.sampling, job, self._splitter, spec.response_format)
+            self._start(spec, self._args, job)
+        self._answers = _answers(spec, job, self._splitter)
         config = self._engine.vllm_config
-        check_engine(self._answers.params, self._engine)
+        if isinstance(self._answers, GeneratedAnswers):
+            check_engine(self._answers.params, self._engine)
         self._most_in_flight = most_in_flight(config.scheduler_config.max_num_seqs)
         self._in_flight: dict[str, EngineRequest] = {}
         self._first_samples: dict[str, Any] = {}
@@ -121,7 +123,8 @@ class VLLMEngine:
         """
         if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
             raise RuntimeError("the engine still has requests")
-        self._answers = _answers(sampling, job, self._splitter)
+        spec = self._spec.model_copy(update={"sampling": sampling})
+        self._answers = _answers(spec, job, self._splitter)
         self._begin(job)
 
     def _begin(self, job: EngineJob) -> None:
@@ -144,7 +147,7 @@ class VLLMEngine:
             settings = replace(settings, trace_path=str(path))
         self._scheduler.begin(settings)
 
-    def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
+    def _start(self, spec: JobSpec, args: Mapping[str, Any], job: EngineJob) -> None:
         try:
             config = EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
             drop_broken_preloads(os.environ)
@@ -157,6 +160,7 @@ class VLLMEngine:
                 raise EngineError(f"vLLM can't start: {one_line(error)}") from error
             raise SpecError(f"engine: vLLM refuses the settings: {one_line(error)}") from error
         check_model(spec, config)
+        vllm_pooling.choose_scheduler(spec, config)
         choose_parser(spec.model.reasoning_parser, config)
         if spec.model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
@@ -169,6 +173,8 @@ class VLLMEngine:
         except Exception as error:
             raise EngineError(f"vLLM can't start: {one_line(error)}") from error
         try:
+            if spec.is_pooled:
+                vllm_pooling.check_pooling(spec, job, self._engine)
             _log.info("%s", start_attention(spec, self._engine))
             self._adapters = load_adapters(spec.model, self._engine)
             reasons = spec.model.reasoning_parser is not None
@@ -214,9 +220,7 @@ class VLLMEngine:
     def add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; returns its output, with the reason, if vLLM refuses it."""
         prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
-        params = self._answers.params_of(request)
-        if self._scheduler is not None:
-            params.extra_args = self._answers.hints(request).to_extra_args()
+        params = self._answers.params_of(request, hint=self._scheduler is not None)
         try:
             name = self._engine.add_request(
                 str(request.request_idx),
@@ -308,7 +312,9 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
         "tensor_parallel_size": engine.tensor_parallel_size,
         "enforce_eager": engine.enforce_eager,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "enable_prefix_caching": True,
+        # vLLM knows which pooling models share prefixes.
+        "enable_prefix_caching": None if spec.is_pooled else True,
+        "runner": "pooling" if spec.is_pooled else None,
         **adapter_args(spec),
         "scheduler_cls": _SCHEDULER if engine.scheduler == "batchllm" else None,
         "disable_log_stats": True,
@@ -332,13 +338,12 @@ def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
 
 
 def _answers(
-    sampling: SamplingSpec,
-    job: EngineJob,
-    splitter: ReasoningSplitter | None = None,
-    form: ResponseFormat | None = None,
-) -> GeneratedAnswers:
+    spec: JobSpec, job: EngineJob, splitter: ReasoningSplitter | None = None
+) -> GeneratedAnswers | vllm_pooling.PooledAnswers:
     """Raises SpecError if vLLM refuses the sampling parameters."""
+    if spec.is_pooled:
+        return vllm_pooling.PooledAnswers(spec)
     try:
-        return GeneratedAnswers(sampling, job, splitter, form)
+        return GeneratedAnswers(spec.sampling, job, splitter, spec.response_format)
     except ValueError as error:
         raise SpecError(f"sampling: vLLM refuses it: {one_line(error)}") from error

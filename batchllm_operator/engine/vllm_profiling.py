@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import vllm
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 
@@ -135,7 +135,10 @@ def measure_device(
     prompt_tokens = max(1, min(_PROMPT_TOKENS, config.model_config.max_model_len - 1))
     vocabulary = config.model_config.get_vocab_size()
     generator, names = np.random.default_rng(0), count()
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    params: Any = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    if config.model_config.runner_type == "pooling":
+        (task, *_) = engine.get_supported_tasks()
+        params = PoolingParams(task=task)
 
     def seconds(size: int) -> float:
         rest = _STEPS * size

@@ -27,6 +27,7 @@ from batchllm_operator.artifacts.manifest import (
 )
 from batchllm_operator.artifacts.outputs import output_schema
 from batchllm_operator.artifacts.parts import part_schema
+from batchllm_operator.artifacts.planned_pooling import PlannedPooling
 from batchllm_operator.artifacts.reuse_index import reuse_identity
 from batchllm_operator.artifacts.stored_plan import (
     StoredPlan,
@@ -53,6 +54,7 @@ from batchllm_operator.plan.keys import check_keys
 from batchllm_operator.plan.labels import find_label_tokens
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.output_lengths import learn_output_lengths
+from batchllm_operator.plan.pooling import find_pooling
 from batchllm_operator.plan.rows import Rows, read_rows
 from batchllm_operator.plan.scratch import open_scratch
 from batchllm_operator.planner import (
@@ -86,6 +88,7 @@ class _Given:
     tokenizer: Tokenizer
     label_token_ids: tuple[int, ...]
     adapters: RowAdapters | None
+    pooling: PlannedPooling | None
     target: Target | None
     replicas: ReplicaPlanner | None
     budget: MemoryBudget
@@ -129,7 +132,8 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
     check_response_format(spec, output)
-    columns = output_schema(spec, snapshot.schema, output.columns(ds))
+    pooling = find_pooling(spec)
+    columns = output_schema(spec, snapshot.schema, output.columns(ds), pooling)
     output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
     tokenizer = load_tokenizer(spec, ds)
     check_lengths(spec, tokenizer.max_model_len)
@@ -137,18 +141,8 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     target = find_target(spec)
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
-    given = _Given(
-        spec,
-        ds,
-        table,
-        snapshot,
-        tokenizer,
-        label_token_ids,
-        RowAdapters.of(spec, tokenizer),
-        target,
-        replicas,
-        budget,
-    )
+    known = (label_token_ids, RowAdapters.of(spec, tokenizer), pooling, target, replicas)
+    given = _Given(spec, ds, table, snapshot, tokenizer, *known, budget)
     try:
         with open_scratch() as scratch:
             return _build(given, scratch)
@@ -191,6 +185,8 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
     with ExitStack() as stack:
         rows, budget = _read(given, scratch, stack)
         requests, ranked = _find_prefixes(spec, rows)
+        if given.pooling is not None and given.pooling.reason_against_sharing is not None:
+            ranked = ranked.apart()
         where = describe_rows(spec, given.table, given.snapshot)
         check_keys(scratch / ROWS_FILE, spec.input.key, where)
         learned = learn_output_lengths(spec, given.ds, budget)
@@ -222,6 +218,7 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
         adapter_versions=given.adapter_versions,
         max_model_len=tokenizer.max_model_len,
         label_token_ids=given.label_token_ids,
+        pooling=given.pooling,
         counts=counts,
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,

@@ -35,6 +35,7 @@ def engine_job(
         num_later_requests: those of further shards that are expected.
     """
     profiles = StoredProfiles(profiles_folder(plan.manifest.spec))
+    pooling = plan.manifest.pooling
     job = EngineJob(
         max_model_len=plan.manifest.max_model_len,
         num_requests=run.work.num_requests + num_later_requests,
@@ -42,6 +43,7 @@ def engine_job(
         profiles=profiles,
         trace_folder=trace_folder,
         label_token_ids=plan.manifest.label_token_ids,
+        embedding_size=pooling.embedding_size if pooling is not None else None,
     )
     if (placement := run.placement) is None:
         return job

@@ -14,6 +14,7 @@ from batchllm_operator.spec.prompt import PromptSpec
 from batchllm_operator.spec.response_format import ResponseFormat
 from batchllm_operator.spec.secrets import find_secrets
 from batchllm_operator.spec.sections import (
+    EmbeddingSpec,
     InputSpec,
     ModelSpec,
     NonEmpty,
@@ -56,8 +57,10 @@ class JobSpec(Section):
     sampling: SamplingSpec = SamplingSpec()
     """How tokens are chosen; greedy by default."""
     task: Task = "generate"
-    """`generate` a text, or `classify`: choose one of `labels` by the probabilities of the tokens
-    with which their answers begin, in one step without decoding. `sampling` is left out then."""
+    """`generate` a text, or an answer without decoding: `classify`, which chooses one of `labels`
+    by the probabilities of the tokens with which their answers begin; `embed`, a vector for each
+    row; or `pool`, the scores of a model with a classification or reward head. `sampling` is left
+    out then."""
     labels: Labels = Field(default_factory=dict)
     """Labels of `classify`: a list, or a mapping of each label to the text with which the model
     would answer (such as `" yes"`, with a space, after a prompt that ends without one). From 2 to
@@ -72,6 +75,8 @@ class JobSpec(Section):
     retry_invalid: int = Field(default=0, ge=0, le=MAX_RETRIES)
     """How often a row is generated again, with another seed, while its answer is `invalid_output`.
     Needs a `response_format`, and a `temperature` above 0."""
+    embedding: EmbeddingSpec = EmbeddingSpec()
+    """The vectors of `embed`."""
     output: OutputSpec
     """The table that the job writes."""
     engine: EngineSpec = EngineSpec()
@@ -88,7 +93,9 @@ class JobSpec(Section):
     """Take outputs from what the job has committed before, where a row's prompt, the model and the
     sampling are the same: from the partition itself, or the latest before it (by name). Only with
     greedy sampling."""
-    later_fields = frozenset({"task", "labels", "label_values", "response_format", "retry_invalid"})
+    later_fields = frozenset(
+        {"task", "labels", "label_values", "response_format", "retry_invalid", "embedding"}
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -168,6 +175,11 @@ class JobSpec(Section):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether the answer is a vector of the prompt, and no token is generated."""
+        return self.task in ("embed", "pool")
+
+    @property
     def output_columns(self) -> tuple[str, ...]:
         """Columns that the job itself writes, in their order; keys and carried columns may not use
         these names."""
@@ -201,4 +213,6 @@ class JobSpec(Section):
         """The setting that keeps replicas from computing a prefix together, or None."""
         if self.model.adapters:
             return "model.adapters: a chain computes prefixes without an adapter"
+        if self.is_pooled:
+            return f"task {self.task}: a chain is for models that generate"
         return self.engine.reason_against_chains

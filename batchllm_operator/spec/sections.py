@@ -252,6 +252,17 @@ class SamplingSpec(Section):
         return self.temperature == 0.0
 
 
+class EmbeddingSpec(Section):
+    """What an embedding is like."""
+
+    normalize: bool = True
+    """Whether each has the length 1, so that a dot product is a cosine. It holds whatever the
+    model's own files say."""
+    dimensions: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Keep so many of its first numbers; only for models that are trained for it (Matryoshka).
+    Unset: all."""
+
+
 class OutputSpec(Section):
     """The table that the job writes."""
 

@@ -9,12 +9,12 @@ from pydantic import AfterValidator, BeforeValidator
 
 from batchllm_operator.spec.limits import shown
 from batchllm_operator.spec.response_format import JsonSchemaFormat
-from batchllm_operator.spec.sections import NonEmpty, SamplingSpec
+from batchllm_operator.spec.sections import EmbeddingSpec, NonEmpty, SamplingSpec
 
 if TYPE_CHECKING:
     from batchllm_operator.spec.model import JobSpec
 
-Task = Literal["generate", "classify"]
+Task = Literal["generate", "classify", "embed", "pool"]
 INVALID_OUTPUT: Final = "invalid_output"
 """The kind of the row error of an answer that can't be used."""
 MAX_LABELS: Final = 128
@@ -23,6 +23,8 @@ _AFTER: Final = (
     *("finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
     *("error", "model", "run_id"),
 )
+_OF_TEXTS: Final = frozenset({"generated_text", "finish_reason", "num_output_tokens"})
+"""Columns that a vector hasn't."""
 
 
 def _as_labels(value: object) -> object:
@@ -47,12 +49,13 @@ Labels = Annotated[
 
 
 def fill_task(data: dict[str, object]) -> dict[str, object]:
-    """The fields of a spec, with what its task implies: of `classify`, one token, and labels."""
-    if data.get("task") != "classify":
+    """The fields of a spec, with what its task implies: one token (the least that a spec can say)
+    unless it generates; of `classify`, labels."""
+    if data.get("task") not in ("classify", "embed", "pool"):
         return data
     values = data.get("label_values")
     implied: dict[str, object] = {"sampling": {"max_tokens": 1}}
-    if isinstance(values, dict):
+    if data["task"] == "classify" and isinstance(values, dict):
         implied["labels"] = list(values)
     return implied | data
 
@@ -75,6 +78,10 @@ def check_task(spec: JobSpec) -> None:
             "retry_invalid: needs a response_format, and a sampling.temperature above 0 (greedy"
             " sampling would give the same answer again)"
         )
+    if spec.task != "embed" and spec.embedding != EmbeddingSpec():
+        raise ValueError("embedding is for task: embed")
+    if spec.is_pooled:
+        _check_pooled(spec)
 
 
 def _check_classify(spec: JobSpec) -> None:
@@ -123,11 +130,21 @@ def _check_response_format(spec: JobSpec) -> None:
         taken.add(name.casefold())
 
 
+def _check_pooled(spec: JobSpec) -> None:
+    if spec.sampling != SamplingSpec(max_tokens=1):
+        raise ValueError(f"sampling: task {spec.task} generates no tokens; leave sampling out")
+    if spec.planner.estimated_output_tokens is not None:
+        raise ValueError(
+            f"planner.estimated_output_tokens: task {spec.task} generates no tokens; leave it out"
+        )
+
+
 def output_columns(spec: JobSpec) -> tuple[str, ...]:
     """Columns that the job itself writes, in their order."""
     form = spec.response_format
     properties = form.columns if isinstance(form, JsonSchemaFormat) else ()
-    return ("generated_text", *properties, *_answer_columns(spec), *_AFTER)
+    columns = ("generated_text", *properties, *_answer_columns(spec), *_AFTER)
+    return tuple(name for name in columns if not (spec.is_pooled and name in _OF_TEXTS))
 
 
 def _answer_columns(spec: JobSpec) -> Iterator[str]:
@@ -136,6 +153,10 @@ def _answer_columns(spec: JobSpec) -> Iterator[str]:
         yield from ("label", "probability", "probabilities", "logit_margin")
         if spec.label_values:
             yield "score"
+    if spec.task == "embed":
+        yield "embedding"
+    if spec.task == "pool":
+        yield "scores"
     if spec.sampling.n > 1:
         yield "generated_texts"
     if spec.model.reasoning_parser is not None:

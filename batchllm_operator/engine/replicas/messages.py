@@ -106,6 +106,7 @@ def job_to_json(job: EngineJob, trace_folder: Path | None) -> dict[str, Any]:
         "max_model_len": job.max_model_len,
         "num_requests": job.num_requests,
         "label_token_ids": job.label_token_ids,
+        "embedding_size": job.embedding_size,
         "step_cost": asdict(job.step_cost) if job.step_cost is not None else None,
         "trace_folder": str(trace_folder) if trace_folder is not None else None,
     }
@@ -118,6 +119,7 @@ def job_from_json(content: Mapping[str, Any]) -> EngineJob:
         max_model_len=content["max_model_len"],
         num_requests=content["num_requests"],
         label_token_ids=tuple(content["label_token_ids"]),
+        embedding_size=content["embedding_size"],
         step_cost=StepCost(**step_cost) if step_cost is not None else None,
         trace_folder=Path(folder) if folder is not None else None,
     )

@@ -66,6 +66,12 @@ class RankedPrompts:
         num_shared = self.num_shared_tokens // _checked(block_size) * block_size
         return RankedPrompts(self.prompt_idxs, num_shared, self.is_repeat)
 
+    def apart(self) -> RankedPrompts:
+        """The same order, as if no prompt had anything in common with others."""
+        return RankedPrompts(
+            self.prompt_idxs, np.zeros_like(self.num_shared_tokens), self.is_repeat
+        )
+
     def cached_tokens(self, lengths: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
         """Tokens of each prompt that an engine with enough memory finds in its KV cache.
 

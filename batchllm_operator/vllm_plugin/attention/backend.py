@@ -232,11 +232,14 @@ def check_model(vllm_config: Any) -> None:
     """Refuse an unsupported model before it is loaded, by name; vLLM would just fail to start.
 
     Raises:
-        SpecError: the GPU, the model's head size or its dtype isn't supported.
+        SpecError: the GPU, the model's kind of attention, its head size or its dtype isn't
+            supported.
     """
+    model = vllm_config.model_config
+    if model.attn_type == "encoder_only":
+        raise refusal("models whose tokens see those after them (encoders)")
     if current_platform.is_cpu():
         return
-    model = vllm_config.model_config
     capability = current_platform.get_device_capability()
     if capability and not PrefixAttentionBackend.supports_compute_capability(capability):
         known = ", ".join(ARCHITECTURES)

@@ -1,18 +1,22 @@
 """The plan's data about requests and jobs, as vLLM carries it to the scheduler.
 
-A request's hints travel in `SamplingParams.extra_args`, a job's in `additional_config`: both
-are plain JSON, reach the scheduler in any process, and change nothing else in vLLM.
+A request's hints travel in `SamplingParams.extra_args` or `PoolingParams.extra_kwargs`, a job's in
+`additional_config`: all are plain JSON, reach the scheduler in any process, and change nothing else
+in vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
 from batchllm_operator.errors import SpecError
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 KEY: Final = "batchllm"
 """Key in `extra_args` and in `additional_config`."""
@@ -42,8 +46,20 @@ class RequestHints:
                 raise SpecError(f"{KEY}.{name}: must be at least {least[name]}, not {value}")
 
     def to_extra_args(self) -> dict[str, Any]:
-        """For `SamplingParams.extra_args`."""
+        """For `SamplingParams.extra_args` and `PoolingParams.extra_kwargs`."""
         return {KEY: asdict(self)}
+
+    @classmethod
+    def of(cls, request: Request) -> RequestHints | None:
+        """The hints of vLLM's request; None if there are none.
+
+        Raises:
+            SpecError: they aren't valid.
+        """
+        if request.pooling_params is not None:
+            return cls.from_extra_args(request.pooling_params.extra_kwargs)
+        params = request.sampling_params
+        return cls.from_extra_args(params.extra_args if params is not None else None)
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RequestHints | None:

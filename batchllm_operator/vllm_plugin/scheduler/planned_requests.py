@@ -108,8 +108,7 @@ class PlannedRequests:
         Raises:
             SpecError: its hints aren't valid. Nothing has changed then.
         """
-        params = request.sampling_params
-        hints = RequestHints.from_extra_args(params.extra_args if params else None)
+        hints = RequestHints.of(request)
         size = self._block_size
         group = None
         if hints is not None and self._shares and reads_prefix_cache(request):

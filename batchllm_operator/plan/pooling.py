@@ -1,0 +1,145 @@
+"""What a model's files say of its vectors: size, names, and whether prompts share prefixes.
+
+As vLLM decides it (`ModelConfig.is_prefix_caching_supported`), as far as files tell: a model whose
+tokens see only those before them, pooled at the last token, may take a prefix from its cache.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from batchllm_operator.artifacts.planned_pooling import PlannedPooling
+from batchllm_operator.engine.fake import FAKE_SIZE
+from batchllm_operator.errors import ModelError
+from batchllm_operator.spec import JobSpec
+
+_log = logging.getLogger(__name__)
+_CONFIG: Final = "config.json"
+_SIZES: Final = ("embedding_size", "hidden_size", "n_embd", "d_model")
+_POOLED_TOKENS: Final = {"mean": "the mean of all tokens", "cls": "the first token"}
+
+
+def find_pooling(spec: JobSpec) -> PlannedPooling | None:
+    """What the plan of an `embed` or `pool` job says of its vectors; None for other tasks.
+
+    Raises:
+        ModelError: the model's `config.json` can't be read, or doesn't say the size of embeddings.
+    """
+    if not spec.is_pooled:
+        return None
+    config = _read_json(spec, _CONFIG)
+    if config is None and spec.engine.backend != "fake":
+        raise ModelError(f"model {spec.model.path}: its {_CONFIG} can't be read")
+    modules = _modules(spec)
+    reason = None if config is None else _reason_against_sharing(spec, config, modules)
+    if reason is not None:
+        _log.info("planned without shared prefixes: %s", reason)
+    size = None
+    if spec.task == "embed":
+        size = _embedding_size(spec, config or {}, modules)
+    return PlannedPooling(
+        embedding_size=size,
+        score_labels=_labels(config or {}) if spec.task == "pool" else (),
+        reason_against_sharing=reason,
+    )
+
+
+def _embedding_size(
+    spec: JobSpec, config: Mapping[str, Any], modules: Mapping[str, Mapping[str, Any]]
+) -> int:
+    if spec.embedding.dimensions is not None:
+        return spec.embedding.dimensions
+    if spec.engine.backend == "fake":
+        return FAKE_SIZE
+    dense = modules.get("Dense", {}).get("out_features")
+    text = config.get("text_config") or {}
+    found = (config.get("embedding_size"), dense, *map(text.get, _SIZES), *map(config.get, _SIZES))
+    size = next((each for each in found if isinstance(each, int) and each > 0), None)
+    if size is None:
+        raise ModelError(f"model {spec.model.path}: its {_CONFIG} has no size of embeddings")
+    return size
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the scores, in their order; none where the config numbers them at most."""
+    names = config.get("id2label")
+    if not isinstance(names, Mapping) or {str(idx) for idx in range(len(names))} != set(names):
+        return ()
+    return tuple(str(names[str(idx)]) for idx in range(len(names)))
+
+
+def _reason_against_sharing(
+    spec: JobSpec, config: Mapping[str, Any], modules: Mapping[str, Mapping[str, Any]]
+) -> str | None:
+    from transformers.models.auto.modeling_auto import (  # seconds to import
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    kind = str((config.get("text_config") or config).get("model_type"))
+    is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_causal or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return f"tokens of a model of type {kind} may see those after them"
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        return "the model's config says that tokens see those after them"
+    pooled = _pooled_tokens(spec, modules)
+    return f"the model pools {_POOLED_TOKENS[pooled]}" if pooled in _POOLED_TOKENS else None
+
+
+def _pooled_tokens(spec: JobSpec, modules: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """`mean`, `cls`, another word, or None for the last token."""
+    given = spec.engine.extra_args.get("pooler_config")
+    if isinstance(given, Mapping):
+        for name in ("seq_pooling_type", "pooling_type"):
+            if isinstance(given.get(name), str):
+                return str(given[name]).lower()
+    pooling = modules.get("Pooling", {})
+    if isinstance(mode := pooling.get("pooling_mode"), str):
+        return mode.lower()
+    modes = [name for name, value in pooling.items() if value is True]
+    return next((name for name in _POOLED_TOKENS if f"_{name}_" in " ".join(modes)), None)
+
+
+def _modules(spec: JobSpec) -> dict[str, Mapping[str, Any]]:
+    """The configs of a sentence-transformers model's modules by kind, of equal ones the last."""
+    found = _read_json(spec, "modules.json")
+    if not isinstance(found, list):
+        return {}
+    modules: dict[str, Mapping[str, Any]] = {}
+    for module in found:
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind in ("Pooling", "Dense"):
+            modules[kind] = _read_json(spec, f"{module.get('path')}/{_CONFIG}") or {}
+    return modules
+
+
+def _read_json(spec: JobSpec, name: str) -> Any:
+    """A JSON file of the model, in its folder or on the hub; None if there is none.
+
+    Raises:
+        ModelError: it isn't JSON.
+    """
+    path: str | None = str(Path(spec.model.path) / name)
+    if not Path(spec.model.path).is_dir():
+        if spec.engine.backend == "fake":
+            return None
+        from transformers.utils.hub import cached_file
+
+        path = cached_file(
+            spec.model.path,
+            name,
+            revision=spec.model.revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    if path is None or not Path(path).is_file():
+        return None
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"model {spec.model.path}: its {name} isn't JSON") from error

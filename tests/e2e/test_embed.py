@@ -1,0 +1,89 @@
+"""Vectors of jobs that embed or pool are those of stock vLLM, and prefixes are shared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.demo_job import DS, Demo, Job
+from support.pooling_models import LABELS, encoder, with_head
+
+PROMPT: dict[str, Any] = {"system": None, "template": "Document: {document}\nQuery: {query}"}
+FEW: dict[str, Any] = {"filter": [{"column": "package", "op": "<", "value": "h"}]}
+
+
+def stock_vectors(demo: Demo, model: Path, task: str) -> np.ndarray[Any, Any]:
+    """float64 [num_rows, size], in the table's order."""
+    rows = pq.read_table(demo.folder / "documents").to_pylist()
+    texts = [
+        f"Document: {row['document']}\nQuery: {row['query']}"
+        for row in rows
+        if row["package"] < "h"
+    ]
+    prompts, outputs = demo.folder / f"{task}-in.json", demo.folder / f"{task}-out.json"
+    prompts.write_text(json.dumps(texts))
+    demo.run_module("support.stock_pooling", model, task, prompts, outputs)
+    return np.array(json.loads(outputs.read_text()))
+
+
+def pooled(demo: Demo, name: str, model: Path, task: str, **changes: Any) -> Job:
+    spec: dict[str, Any] = {"task": task, "sampling": {"max_tokens": 1}, "prompt": PROMPT}
+    return demo.run_job(name, **{**spec, "input": FEW, "model": {"path": str(model)}, **changes})
+
+
+def vectors(job: Job, column: str) -> np.ndarray[Any, Any]:
+    """float64 [num_rows, size], in the table's order."""
+    assert job.table["error"].null_count == len(job.table)
+    return np.array(job.table[column].to_pylist(), dtype=np.float64)
+
+
+def test_embeddings_equal_stock(demo: Demo) -> None:
+    wanted = stock_vectors(demo, demo.model, "embed")
+    assert len(wanted) > 50
+    for scheduler in ("batchllm", "stock"):
+        job = pooled(
+            demo, f"embed-{scheduler}", demo.model, "embed", engine={"scheduler": scheduler}
+        )
+        found = vectors(job, "embedding")
+        assert job.table.schema.field("embedding").type == pa.list_(pa.float32(), wanted.shape[1])
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-4)
+        report = job.report
+        assert report["planned_saving_ratio"] > 0.3
+        assert report["achieved_saving_ratio"] > report["planned_saving_ratio"] - 0.01
+    assert len(np.unique(wanted[:, 0].round(3))) > 10
+
+
+def test_scores_of_a_head_equal_stock(demo: Demo) -> None:
+    model = with_head(demo.model, demo.folder / "head")
+    wanted = stock_vectors(demo, model, "classify")
+    job = pooled(demo, "pool", model, "pool")
+    np.testing.assert_allclose(vectors(job, "scores"), wanted, atol=1e-4)
+    assert wanted.std(axis=0).min() > 0.01
+    assert job.report["achieved_saving_ratio"] > job.report["planned_saving_ratio"] - 0.01
+    names = pq.read_schema(demo.folder / "out-pool" / f"ds={DS}" / "data.parquet").field("scores")
+    assert json.loads(names.metadata[b"batchllm.labels"]) == list(LABELS)
+
+
+def test_an_encoder_is_planned_without_sharing(demo: Demo) -> None:
+    model = encoder(demo.model, demo.folder / "bert")
+    wanted = stock_vectors(demo, model, "embed")
+    job = pooled(demo, "bert", model, "embed")
+    np.testing.assert_allclose(vectors(job, "embedding"), wanted, atol=1e-4)
+    assert job.plan["num_shared_groups"] == 0
+    assert job.report["achieved_saving_ratio"] == pytest.approx(
+        job.report["planned_saving_ratio"], abs=1e-3
+    )
+
+
+def test_a_model_without_a_head_is_refused(demo: Demo) -> None:
+    spec = demo.write_spec("no-head", task="pool", sampling={"max_tokens": 1})
+    plan = demo.run("plan", "--job", str(spec), "--ds", DS)
+    code, output = demo.start("run", "--plan", plan["plan_uri"], "--shard", "0").end()
+    assert code == 2, output
+    assert "vLLM can't on this model" in output
