@@ -98,7 +98,7 @@ def measured(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
     as_given = list(range(len(shape.prompts)))
     in_order = sorted(as_given, key=shape.prompts.__getitem__)
     label = {"max_tokens": 1, "logprob_token_ids": list(shape.label_token_ids)}
-    stock = {
+    stock: dict[str, tuple[list[int], dict[str, Any]]] = {
         "stock_sorted": (in_order, label),
         "stock_given": (as_given, label),
         "stock_sorted_text": (in_order, {"max_tokens": 4, "ignore_eos": True}),
