@@ -99,18 +99,9 @@ def write_part(
     """
     outputs = sorted(outputs, key=lambda output: output.request_idx)
     rows = [list(row_idxs[output.request_idx]) for output in outputs]
-    columns = {"row_idxs": rows, "generated_text": [output.text for output in outputs]}
-    for name in schema.names:
-        if name in columns:
-            continue
-        if name in PART_SCHEMA.names:
-            columns[name] = [getattr(output, name) for output in outputs]
-        else:
-            columns[name] = [output.raw.get(name) for output in outputs]
     with tempfile.TemporaryDirectory(prefix="batchllm-part-") as spool:
         path = Path(spool) / "part.parquet"
-        table = pa.table(columns, schema=schema)
-        pq.write_table(table, path, **_PARQUET_OPTIONS)
+        pq.write_table(_table(outputs, rows, schema), path, **_PARQUET_OPTIONS)
         sha256 = describe_file(path).sha256
         name = _file_name(part_idx, sha256)
         attempt.folder.publish_file(path, name)
@@ -133,6 +124,18 @@ def write_part(
             " same attempt; does this storage know conditional writes (If-None-Match)?"
         )
     return entry
+
+
+def _table(outputs: Sequence[EngineOutput], rows: list[list[int]], schema: pa.Schema) -> pa.Table:
+    columns = {"row_idxs": rows, "generated_text": [output.text for output in outputs]}
+    for name in schema.names:
+        if name in columns:
+            continue
+        if name in PART_SCHEMA.names:
+            columns[name] = [getattr(output, name) for output in outputs]
+        else:
+            columns[name] = [output.raw.get(name) for output in outputs]
+    return pa.table(columns, schema=schema)
 
 
 def read_ledger(

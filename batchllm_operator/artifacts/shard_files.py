@@ -117,15 +117,7 @@ def write_shard(
     wanted = ((requests.prompt_idxs[part], requests.lengths[part]) for part in parts)
     tables = read_ahead(requests.prompts, wanted, most=1)
     schema = SHARD_SCHEMA if take_out is None else SHARD_SCHEMA.append(ADAPTER_FIELD)
-    with pq.ParquetWriter(
-        path,
-        schema,
-        compression="zstd",
-        use_dictionary=False,
-        column_encoding=_SHARD_ENCODING,
-        write_statistics=[name for name in schema.names if name != "prompt_token_ids"],
-        write_batch_size=_SHARD_BATCH,
-    ) as writer:
+    with _writer(path, schema) as writer:
         for (start, end), part, prompts in zip(pairwise(bounds), parts, tables, strict=True):
             adapters = []
             if take_out is not None:
@@ -144,6 +136,18 @@ def write_shard(
             writer.write_table(table, row_group_size=max(end - start, 1))
             written(end - start)
     return len(bounds) - 1
+
+
+def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        use_dictionary=False,
+        column_encoding=_SHARD_ENCODING,
+        write_statistics=[name for name in schema.names if name != "prompt_token_ids"],
+        write_batch_size=_SHARD_BATCH,
+    )
 
 
 def read_parts(file: pq.ParquetFile, part_idxs: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:

@@ -7,14 +7,13 @@ parallelism, vLLM's workers watch this process and end with it.
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from batchllm_operator.engine.protocol import (
     EngineDiedError,
@@ -51,11 +50,10 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
 from batchllm_operator.engine import vllm_pooling  # noqa: E402
-from batchllm_operator.engine.gpus import CPU_BLOCK_SIZE  # noqa: E402
-from batchllm_operator.engine.vllm_adapters import adapter_args, load_adapters  # noqa: E402
+from batchllm_operator.engine.vllm_adapters import load_adapters  # noqa: E402
 from batchllm_operator.engine.vllm_answers import GeneratedAnswers  # noqa: E402
+from batchllm_operator.engine.vllm_arguments import engine_args  # noqa: E402
 from batchllm_operator.engine.vllm_attention import (  # noqa: E402
-    attention_args,
     check_model,
     start_attention,
 )
@@ -69,9 +67,6 @@ if TYPE_CHECKING:
     from batchllm_operator.vllm_plugin.runahead.plan import ChainSettings
 
 _log = logging.getLogger(__name__)
-_SCHEDULER: Final = f"{BatchLLMScheduler.__module__}.{BatchLLMScheduler.__qualname__}"
-_GPU_MAX_NUM_SEQS: Final = 1024
-_CPU_KV_CACHE_BYTES: Final = 1 << 30
 
 
 class VLLMEngine:
@@ -282,59 +277,6 @@ class VLLMEngine:
         self._engine = self._scheduler = None
         gc.collect()
         cleanup_dist_env_and_memory()
-
-
-def engine_args(spec: JobSpec, max_model_len: int) -> dict[str, Any]:
-    """vLLM's engine arguments for a spec on this machine's platform.
-
-    On a CPU: eager mode (compilation takes longer than a small job), 1 GiB of KV cache
-    and blocks of 32 tokens, unless the spec says otherwise.
-
-    Args:
-        spec: the job's, after `check_arguments`.
-        max_model_len: most tokens of a prompt with its output.
-
-    Raises:
-        SpecError: `engine.attention` is for other platforms, or see `adapter_args`.
-        ModelError: see `find_adapters`.
-    """
-    engine = spec.engine
-    args: dict[str, Any] = {
-        "model": spec.model.path,
-        "revision": spec.model.revision,
-        "trust_remote_code": spec.model.trust_remote_code,
-        "dtype": engine.dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": engine.max_num_seqs,
-        "max_num_batched_tokens": engine.max_num_batched_tokens,
-        "block_size": engine.block_size,
-        "kv_cache_memory_bytes": engine.kv_cache_memory_bytes,
-        "tensor_parallel_size": engine.tensor_parallel_size,
-        "enforce_eager": engine.enforce_eager,
-        "gpu_memory_utilization": engine.gpu_memory_utilization,
-        # vLLM knows which pooling models share prefixes.
-        "enable_prefix_caching": None if spec.is_pooled else True,
-        "runner": "pooling" if spec.is_pooled else None,
-        **adapter_args(spec),
-        "scheduler_cls": _SCHEDULER if engine.scheduler == "batchllm" else None,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-    if current_platform.is_cpu():
-        on_cpu = {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
-            "block_size": CPU_BLOCK_SIZE,
-        }
-        args |= {name: value for name, value in on_cpu.items() if args[name] is None}
-        if spec.sampling.seed is not None and not spec.sampling.is_greedy:
-            args["enable_chunked_prefill"] = False  # there vLLM dies of a seeded prompt in pieces
-    elif engine.scheduler == "batchllm" and args["max_num_seqs"] is None:
-        args["max_num_seqs"] = _GPU_MAX_NUM_SEQS  # an upper bound; memory decides
-    args |= attention_args(spec, inspect.signature(EngineArgs).parameters)
-    return {name: value for name, value in args.items() if value is not None} | dict(
-        engine.extra_args
-    )
 
 
 def _answers(

@@ -89,13 +89,11 @@ def arrange(
         progress.advance(1, _STEPS[0])
         choice = choose_prefixes(tree)
         progress.advance(1, _STEPS[1])
-        prefix_hashes = np.zeros((0, 2), dtype=np.int64)
-        if spec.planner.learns_output_tokens:
-            prefix_hashes = hash_prefixes(requests, choice.groups)
-        output_tokens = np.minimum(
-            estimate_output_tokens(spec, requests, learned, choice.groups, prefix_hashes),
-            max_model_len - requests.lengths,
-        )
+        learns = spec.planner.learns_output_tokens
+        none = np.zeros((0, 2), dtype=np.int64)
+        prefix_hashes = hash_prefixes(requests, choice.groups) if learns else none
+        estimated = estimate_output_tokens(spec, requests, learned, choice.groups, prefix_hashes)
+        output_tokens = np.minimum(estimated, max_model_len - requests.lengths)
         progress.advance(1, _STEPS[2])
         decode_tokens = output_tokens if spec.decodes else np.zeros_like(output_tokens)
         cut = Cut.of(spec, requests, ranked, decode_tokens, target)
@@ -104,8 +102,6 @@ def arrange(
             by_class = np.lexsort((classes.of_groups(groups, requests), shards))
             groups, shards, origins = groups.take(by_class), shards[by_class], origins[by_class]
         group_bounds = np.searchsorted(shards, np.arange(len(cut.bounds)))
-        if len(prefix_hashes):
-            prefix_hashes = prefix_hashes[origins]
         progress.advance(1, _STEPS[3])
     return Arrangement(
         groups,
@@ -113,7 +109,7 @@ def arrange(
         cut,
         output_tokens,
         decode_tokens,
-        prefix_hashes,
+        prefix_hashes[origins] if learns else none,
         choice.algorithm_1_saved_tokens,
         choice.exact_saved_tokens,
     )

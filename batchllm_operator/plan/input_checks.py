@@ -54,6 +54,24 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 )
     check_key_types(snapshot.schema, spec.input.key, f"input.key: table {table.uri}")
     row_condition(table.uri, spec.input.filter, snapshot.schema)
+    _check_prompt_columns(spec, table, snapshot)
+    for column in filter(None, [spec.model.adapter_column]):
+        kind = snapshot.schema.field(column).type
+        if not _is_text(kind):
+            raise SpecError(
+                f"model.adapter_column: column {column!r} of table {table.uri} holds {kind}, not"
+                " text"
+            )
+    for column in spec.planner.estimate_columns:
+        kind = snapshot.schema.field(column).type
+        if not pa.types.is_integer(kind):
+            raise SpecError(
+                f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
+                f" {kind}, not integers"
+            )
+
+
+def _check_prompt_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     for column in spec.prompt.columns:
         kind = snapshot.schema.field(column).type
         if spec.prompt.messages is not None:
@@ -68,20 +86,6 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 f"prompt.{spec.prompt.field}: column {column!r} of table {table.uri} holds {kind};"
                 " only text, numbers, booleans, dates, times and lists of these can be placed: cast"
                 " it to one of them in the table"
-            )
-    for column in filter(None, [spec.model.adapter_column]):
-        kind = snapshot.schema.field(column).type
-        if not _is_text(kind):
-            raise SpecError(
-                f"model.adapter_column: column {column!r} of table {table.uri} holds {kind}, not"
-                " text"
-            )
-    for column in spec.planner.estimate_columns:
-        kind = snapshot.schema.field(column).type
-        if not pa.types.is_integer(kind):
-            raise SpecError(
-                f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
-                f" {kind}, not integers"
             )
 
 

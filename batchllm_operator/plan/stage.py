@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,10 +35,9 @@ from batchllm_operator.artifacts.stored_plan import (
     job_folder,
 )
 from batchllm_operator.engine import check_arguments
-from batchllm_operator.errors import EmptyPartitionError, SpecError
-from batchllm_operator.lake import Folder, LakeTable, Snapshot, open_table
+from batchllm_operator.errors import EmptyPartitionError
+from batchllm_operator.lake import LakeTable, Snapshot, open_table
 from batchllm_operator.plan.adapters import RowAdapters
-from batchllm_operator.plan.answer_columns import check_response_format
 from batchllm_operator.plan.arrange import Arrangement, WrittenShards, arrange, write_shards
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
 from batchllm_operator.plan.estimate import Target, find_target
@@ -53,6 +51,7 @@ from batchllm_operator.plan.input_checks import (
 from batchllm_operator.plan.keys import check_keys
 from batchllm_operator.plan.labels import find_label_tokens
 from batchllm_operator.plan.memory import MemoryBudget
+from batchllm_operator.plan.output_checks import check_apart, check_folders, check_response_format
 from batchllm_operator.plan.output_lengths import learn_output_lengths
 from batchllm_operator.plan.pooling import find_pooling
 from batchllm_operator.plan.rows import Rows, read_rows
@@ -68,7 +67,7 @@ from batchllm_operator.planner import (
 )
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
-from batchllm_operator.spec import SPEC_VERSION, JobSpec, TableAddress
+from batchllm_operator.spec import SPEC_VERSION, JobSpec
 
 if TYPE_CHECKING:
     from batchllm_operator.plan.replicas import ReplicaPlanner
@@ -117,18 +116,14 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         EmptyPartitionError: there is no such partition, or it has no rows, and the spec says
             `on_empty: fail`.
     """
-    if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
-        raise SpecError(
-            f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
-            " one would be read or overwritten as a part of the other"
-        )
+    check_apart(spec)
     check_partition(ds)
     check_arguments(spec)
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     check_input(spec, table, snapshot)
     # Faults that would stop the commit should show before the GPU runs.
-    _check_folders(spec, ds)
+    check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
     check_response_format(spec, output)
@@ -161,20 +156,6 @@ def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | N
     return ReplicaPlanner.of(spec, target)
 
 
-def _check_folders(spec: JobSpec, ds: str) -> None:
-    """Raises SpecError if a local file is in the place of a folder."""
-    table = TableAddress.parse(spec.output.uri).folder
-    folders = [("output.uri", Folder.open(table))] if table is not None else []
-    staging = "output.uri" if spec.output.staging_uri is None else "output.staging_uri"
-    for field, folder in [*folders, (staging, job_folder(spec, ds))]:
-        if not folder.is_local:
-            continue
-        path = Path(folder.path)
-        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
-        if not there.is_dir():
-            raise SpecError(f"{field}: {there} isn't a folder; choose another place")
-
-
 def _build(given: _Given, scratch: Path) -> StoredPlan:
     """Build the plan, with temporary files in `scratch`.
 
@@ -184,9 +165,7 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
     spec, target, tokenizer, adapters = given.spec, given.target, given.tokenizer, given.adapters
     with ExitStack() as stack:
         rows, budget = _read(given, scratch, stack)
-        requests, ranked = _find_prefixes(spec, rows)
-        if given.pooling is not None and given.pooling.reason_against_sharing is not None:
-            ranked = ranked.apart()
+        requests, ranked = _find_prefixes(given, rows)
         where = describe_rows(spec, given.table, given.snapshot)
         check_keys(scratch / ROWS_FILE, spec.input.key, where)
         learned = learn_output_lengths(spec, given.ds, budget)
@@ -209,10 +188,7 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
         ds=given.ds,
         input_uri=given.table.uri,
         input_version=given.snapshot.version,
-        input_files=tuple(
-            SnapshotFile(name=file.name, size_bytes=file.size_bytes, version=file.version)
-            for file in given.snapshot.files
-        ),
+        input_files=_input_files(given.snapshot),
         tokenizer_fingerprint=tokenizer.fingerprint,
         model_version=tokenizer.model_version,
         adapter_versions=given.adapter_versions,
@@ -230,6 +206,13 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
         shards=shards.infos,
     )
     return _persist(manifest, files, scratch)
+
+
+def _input_files(snapshot: Snapshot) -> tuple[SnapshotFile, ...]:
+    return tuple(
+        SnapshotFile(name=file.name, size_bytes=file.size_bytes, version=file.version)
+        for file in snapshot.files
+    )
 
 
 def _write_files(
@@ -301,12 +284,15 @@ def _shown(name: str, total: int) -> Iterator[Advance]:
         yield progress.advance
 
 
-def _find_prefixes(spec: JobSpec, rows: Rows) -> tuple[Requests, RankedPrompts]:
+def _find_prefixes(given: _Given, rows: Rows) -> tuple[Requests, RankedPrompts]:
     """Sort the prompts, and merge equal ones into one request."""
-    ranked = rows.search.finish(rows.prompts, _shown)
-    return make_requests(
-        rows.prompts, ranked, rows.row_idxs(), rows.output_tokens(), merge=spec.sampling.is_greedy
+    ranked, merge = rows.search.finish(rows.prompts, _shown), given.spec.sampling.is_greedy
+    requests, ranked = make_requests(
+        rows.prompts, ranked, rows.row_idxs(), rows.output_tokens(), merge=merge
     )
+    if given.pooling is not None and given.pooling.reason_against_sharing is not None:
+        ranked = ranked.apart()
+    return requests, ranked
 
 
 def _check_rows(spec: JobSpec, rows: Rows, table: LakeTable, snapshot: Snapshot) -> None:

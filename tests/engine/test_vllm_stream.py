@@ -60,7 +60,7 @@ class DoubledEngine(vllm_engine.VLLMEngine):  # type: ignore[misc,name-defined]
         self.llm = DoubleLLM(max_num_seqs, finishes)
         super().__init__(fake_spec("/no/lake"), EngineJob(64))
 
-    def _start(self, spec: JobSpec, args: Mapping[str, Any]) -> None:
+    def _start(self, spec: JobSpec, args: Mapping[str, Any], job: EngineJob) -> None:
         self._engine, self._adapters, self._splitter = self.llm, {}, None
 
 

@@ -1,0 +1,51 @@
+"""Checks of a job's output, before anything is generated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from batchllm_operator.answers import Answers
+from batchllm_operator.artifacts.stored_plan import job_folder
+from batchllm_operator.engine import check_format
+from batchllm_operator.errors import SpecError, TableError
+from batchllm_operator.lake import Folder, LakeTable, check_names
+from batchllm_operator.spec import JobSpec, TableAddress
+
+
+def check_response_format(spec: JobSpec, output: LakeTable) -> None:
+    """Check that a schema's properties can be columns of the output, and that the engine takes it.
+
+    Raises:
+        SpecError: names the property, or gives vLLM's reason.
+    """
+    if spec.response_format is None:
+        return
+    try:
+        check_names(f"table {output.uri}", Answers.of(spec).fields, output.forbidden_in_names)
+    except TableError as error:
+        raise SpecError(f"response_format: {error}") from error
+    check_format(spec)
+
+
+def check_apart(spec: JobSpec) -> None:
+    """Raise SpecError if input and output overlap."""
+    if TableAddress.parse(spec.input.uri).overlaps(TableAddress.parse(spec.output.uri)):
+        raise SpecError(
+            f"output.uri: {spec.output.uri} and the input table {spec.input.uri} must be apart:"
+            " one would be read or overwritten as a part of the other"
+        )
+
+
+def check_folders(spec: JobSpec, ds: str) -> None:
+    """Raise SpecError if a local file is in the place of a folder."""
+    table = TableAddress.parse(spec.output.uri).folder
+    folders = [("output.uri", Folder.open(table))] if table is not None else []
+    staging = "output.uri" if spec.output.staging_uri is None else "output.staging_uri"
+    for field, folder in [*folders, (staging, job_folder(spec, ds))]:
+        if not folder.is_local:
+            continue
+        path = Path(folder.path)
+        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        if not there.is_dir():
+            raise SpecError(f"{field}: {there} isn't a folder; choose another place")
