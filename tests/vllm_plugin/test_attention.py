@@ -353,7 +353,7 @@ def test_models_are_refused_before_anything_is_loaded(
     on(monkeypatch, "cuda")
     platform: Any = attention.current_platform
     platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: capability)
-    model = SimpleNamespace(get_head_size=lambda: head_size, dtype=dtype)
+    model = SimpleNamespace(attn_type="decoder", get_head_size=lambda: head_size, dtype=dtype)
     config = SimpleNamespace(model_config=model, speculative_config=None)
     if named is None:
         attention.check_model(config)
@@ -362,11 +362,19 @@ def test_models_are_refused_before_anything_is_loaded(
             attention.check_model(config)
 
 
+@pytest.mark.parametrize("name", ["cuda", "cpu"])
+def test_encoders_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, name)
+    model = SimpleNamespace(attn_type="encoder_only")
+    with pytest.raises(SpecError, match=r"tokens see those after them .*stock does"):
+        attention.check_model(SimpleNamespace(model_config=model))
+
+
 def test_drafts_on_rocm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "rocm")
     platform: Any = attention.current_platform
     platform.get_device_capability = lambda: SimpleNamespace(to_int=lambda: 94)
-    model = SimpleNamespace(get_head_size=lambda: 128, dtype=torch.bfloat16)
+    model = SimpleNamespace(attn_type="decoder", get_head_size=lambda: 128, dtype=torch.bfloat16)
     attention.check_model(SimpleNamespace(model_config=model, speculative_config=None))
     with pytest.raises(SpecError, match="speculative decoding on ROCm"):
         attention.check_model(SimpleNamespace(model_config=model, speculative_config=object()))

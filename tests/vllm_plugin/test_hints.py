@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import PoolingParams
 
 from batchllm_operator.errors import SpecError
 from batchllm_operator.vllm_plugin.scheduler.hints import RequestHints, SchedulerSettings, StepCost
@@ -18,6 +20,15 @@ def through_json(value: dict[str, Any]) -> dict[str, Any]:
 def test_hints_come_out_as_they_went_in() -> None:
     hints = RequestHints(group_id=7, num_prefix_tokens=1100, group_size=12, num_output_tokens=90)
     assert RequestHints.from_extra_args(through_json(hints.to_extra_args())) == hints
+
+
+def test_hints_of_a_request_that_pools() -> None:
+    hints = RequestHints(group_id=7, num_prefix_tokens=64, group_size=3, num_output_tokens=1)
+    params = PoolingParams(task="embed", extra_kwargs=hints.to_extra_args())
+    request: Any = SimpleNamespace(sampling_params=None, pooling_params=params)
+    assert RequestHints.of(request) == hints
+    request.pooling_params = PoolingParams(task="embed")
+    assert RequestHints.of(request) is None
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"somebody": "else's"}])
