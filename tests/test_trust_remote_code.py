@@ -120,6 +120,7 @@ def test_each_place_that_loads_a_model_takes_it_from_the_spec() -> None:
                         assert ast.unparse(value).endswith("model.trust_remote_code"), path
     assert found == {
         ("engine/vllm_engine.py", "EngineArgs"),
+        ("engine/vllm_formats.py", "get_tokenizer"),
         ("model/transformers_tokenizer.py", "from_pretrained"),
         ("simulate/vllm_config.py", "ModelConfig"),
     }

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+
+import yaml
 
 from batchllm_operator.engine.vllm_logs import configure_logs, one_line
 from batchllm_operator.errors import SpecError
@@ -81,7 +85,18 @@ def check_params(params: SamplingParams, model_config: Any, config: Any, tokeniz
         SpecError: vLLM refuses them.
     """
     try:
-        params.clone()._validate_structured_outputs(model_config, config, tokenizer)
+        with _yaml_as_it_is():
+            params.clone()._validate_structured_outputs(model_config, config, tokenizer)
     # Its backends are libraries with errors of their own.
     except Exception as error:
         raise SpecError(f"response_format: vLLM refuses it: {one_line(error)}") from error
+
+
+@contextmanager
+def _yaml_as_it_is() -> Iterator[None]:
+    """Undo what lm-format-enforcer, which vLLM imports, does to PyYAML: dates become texts."""
+    known = dict(yaml.SafeLoader.yaml_constructors)
+    try:
+        yield
+    finally:
+        yaml.SafeLoader.yaml_constructors.update(known)

@@ -57,7 +57,7 @@ class ReasoningSplitter:
             "chat_template_kwargs": spec.prompt.chat_arguments,
             "model_config": config,
         }
-        self._tokenizer = engine.get_tokenizer()
+        self._tokenizer = engine.tokenizer
         request = ChatCompletionRequest.model_validate(
             {"messages": [{"role": "user", "content": ""}]}
         )

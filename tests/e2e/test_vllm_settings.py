@@ -20,7 +20,8 @@ SAMPLING = (
 
 def show(demo: Demo, **changes: Any) -> dict[str, dict[str, Any]]:
     """What of a spec is passed on to vLLM."""
-    from batchllm_operator.engine.vllm_engine import engine_args, sampling_params
+    from batchllm_operator.engine.vllm_answers import sampling_params
+    from batchllm_operator.engine.vllm_arguments import engine_args
 
     spec = load_spec(demo.write_spec("settings", **changes))
     params = sampling_params(spec.sampling)

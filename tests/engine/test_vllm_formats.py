@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from support.fake_job import fake_spec
 
 from batchllm_operator.demo.model import build_demo_model
@@ -106,3 +108,20 @@ def test_each_try_has_a_seed_of_its_own(seed: int | None, wanted: int | None) ->
 
     assert answers.params_of(request(0)).seed == seed
     assert answers.params_of(request(2)).seed == wanted
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_tokenizer_runs_code_of_its_own_only_if_the_spec_says_so(
+    model: Path, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Mock(side_effect=OSError("no tokenizer"))
+    monkeypatch.setattr(vllm_formats, "get_tokenizer", load)
+    spec = spec_of(model, {"type": "regex", "regex": "[0-9]+"})
+    trusting = spec.model.model_copy(update={"trust_remote_code": trusted})
+    vllm_formats.check_planned(spec.model_copy(update={"model": trusting}))
+    assert load.call_args.kwargs["trust_remote_code"] is trusted
+
+
+def test_dates_in_yaml_stay_dates(model: Path) -> None:
+    check_format(spec_of(model, {"type": "regex", "regex": "[0-9]{4}"}))
+    assert yaml.safe_load("2026-01-31") == date(2026, 1, 31)
