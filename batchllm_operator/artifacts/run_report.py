@@ -117,6 +117,8 @@ class AnswerSummary(Frozen):
     """Rows by value, the most frequent first: by label, or by choice."""
     means: dict[str, Annotated[float, Field(ge=-1e24, le=1e24)]] = Field(default_factory=dict)
     """Of probabilities, scores, mean log-probabilities; not of infinite ones."""
+    embedding_size: Count | None = None
+    """Numbers of each embedding, which say nothing one by one."""
 
     def share(self, column: str, value: str) -> float | None:
         """Share of the rows that have the value, 0 to 1; None without rows."""

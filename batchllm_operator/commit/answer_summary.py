@@ -37,11 +37,18 @@ class _Mean:
         return round(self._sum / self._num_rows, _DIGITS) if self._num_rows else None
 
 
-def summarize_answers(spec: JobSpec, sources: Sequence[Outputs]) -> AnswerSummary | None:
+def summarize_answers(
+    spec: JobSpec, sources: Sequence[Outputs], embedding_size: int | None = None
+) -> AnswerSummary | None:
     """Count and average the answers of `sources`, each for the rows that its request stands for.
 
     Memory is one part. None if the job asks for nothing that can be counted or averaged.
+
+    Args:
+        embedding_size: the plan's, if the answers are embeddings.
     """
+    if embedding_size is not None:
+        return AnswerSummary(embedding_size=embedding_size)
     answers = Answers.of(spec)
     counts = {name: Counter[str]() for kind in answers.summarized for name in kind.counted}
     means = {name: _Mean() for kind in answers.summarized for name in kind.averaged}

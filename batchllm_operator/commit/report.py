@@ -89,7 +89,11 @@ def describe_run(
         timelines=_timelines(plan, runs, attempts),
         sharing=manifest.sharing,
         num_workers=len({each for each in map(_finisher, attempts.values()) if each}) or None,
-        answers=summarize_answers(spec, [*shards, ReusedOutputs(plan)]),
+        answers=summarize_answers(
+            spec,
+            [*shards, ReusedOutputs(plan)],
+            manifest.pooling.embedding_size if manifest.pooling is not None else None,
+        ),
     )
 
 

@@ -171,6 +171,8 @@ def _answers(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
     ]
     for name in dict.fromkeys([*old.means, *new.means]):
         measures.append(_mean(f"Mean {name}", old.means.get(name), new.means.get(name)))
+    if old.embedding_size or new.embedding_size:
+        measures.append(_amount("Embedding size", old.embedding_size, new.embedding_size))
     if before.num_rows_invalid or after.num_rows_invalid:
         measures.append(
             _share(

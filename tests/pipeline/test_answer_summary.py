@@ -18,6 +18,9 @@ from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.answer_summary import summarize_answers
 from batchllm_operator.commit.report import load_report
 from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.engine.fake import FAKE_SIZE
+from batchllm_operator.report.comparison import compare
+from batchllm_operator.report.page import render_report
 from batchllm_operator.report.summary import format_summary
 from batchllm_operator.spec import JobSpec
 
@@ -142,3 +145,15 @@ def test_only_finite_numbers_of_answers_without_an_error_have_a_mean(tmp_path: P
 def test_without_an_answer_there_is_no_mean(tmp_path: Path) -> None:
     found = summarize_answers(scored(tmp_path), [Parts([None], ["engine_error: x"])])
     assert found is not None and found.means == {}
+
+
+def test_embeddings_are_told_by_their_size(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(2, 2))
+    report = report_of(run_and_commit(asking(tmp_path, task="embed")))
+    assert report.answers is not None
+    assert report.answers.embedding_size == FAKE_SIZE
+    assert f"  embeddings     {FAKE_SIZE} numbers each\n" in format_summary(report)
+    assert report.sample_rows == ()
+    [section] = [each for each in compare(report, report).sections if each.title == "Answers"]
+    assert [measure.name for measure in section.measures] == ["Embedding size"]
+    assert "numbers each" in render_report(report)
