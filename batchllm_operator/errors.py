@@ -16,6 +16,8 @@ ERROR_MARK: Final = "batchllm: error: "
 _EXTRAS: Final = {
     "airflow": ("airflow",),
     "deltalake": ("delta",),
+    "pandas": ("spark",),
+    "pyspark": ("spark",),
     "pyiceberg": ("iceberg",),
     "torch": ("cpu", "gpu"),
     "vllm": ("gpu", "cpu"),

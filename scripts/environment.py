@@ -69,7 +69,9 @@ _PACKAGES = frozenset({"batchllm_operator", "batchllm_kernels"})
 _OURS = _PACKAGES | {"torch", "vllm"}
 ENVIRONMENTS = {
     "cpu": Environment(
-        _lock("cpu"), _OURS | {"airflow"}, extras=("cpu", "airflow", "iceberg", "delta", "dev")
+        _lock("cpu"),
+        _OURS | {"airflow"},
+        extras=("cpu", "airflow", "iceberg", "delta", "spark", "dev"),
     ),
     "compat": Environment(
         _lock("compat"), _OURS, groups=("compat",), left_out=COMPANIONS | {"triton"}

@@ -204,6 +204,13 @@ class LearnedOutputs(Frozen):
         return sum(bucket.num_output_tokens for bucket in self.buckets) / self.num_rows
 
 
+class RowFile(Frozen):
+    """A file with one row per input row: key, carried columns, error."""
+
+    file: str
+    num_rows: Count
+
+
 class SnapshotFile(Frozen):
     """One input file as it was when the plan read it."""
 
@@ -249,19 +256,33 @@ class PlanManifest(Frozen):
     imbalance: float = 1.0
     """Predicted work of the largest shard / that of the average shard."""
     files: Mapping[str, DataFile]
+    row_parts: tuple[Count, ...] = ()
+    """Rows of each file of rows, in plans with several; stored for them only."""
     shards: tuple[ShardInfo, ...]
 
     @model_validator(mode="after")
     def _check_files(self) -> PlanManifest:
         """Check that the manifest names the expected files: paths are never taken from it."""
-        expected = [ROWS_FILE, *(shard_file(idx) for idx in range(len(self.shards)))]
+        shards = [shard_file(idx) for idx in range(len(self.shards))]
+        expected = [*(rows.file for rows in self.row_files), *shards]
         if self.spec.reuse_outputs:
             expected += [FINGERPRINTS_FILE, REUSED_FILE]
-        if [shard.file for shard in self.shards] != expected[1 : 1 + len(self.shards)]:
+        if [shard.file for shard in self.shards] != shards:
             raise ValueError("shards have other files than theirs")
+        if sum(rows.num_rows for rows in self.row_files) != self.counts.num_rows:
+            raise ValueError("files of rows don't have all rows")
         if not self.files.keys() >= set(expected):
             raise ValueError("files of the plan aren't named")
         return self
+
+    @property
+    def row_files(self) -> tuple[RowFile, ...]:
+        """The files of rows, in the order of the rows."""
+        if not self.row_parts:
+            return (RowFile(file=ROWS_FILE, num_rows=self.counts.num_rows),)
+        return tuple(
+            RowFile(file=rows_file(idx), num_rows=num) for idx, num in enumerate(self.row_parts)
+        )
 
     @property
     def run_id(self) -> str:
@@ -276,7 +297,8 @@ class PlanManifest(Frozen):
 
     def to_bytes(self) -> bytes:
         """The stored form: JSON with a digest of itself."""
-        body = self.model_dump(mode="json", exclude={} if self.pooling else {"pooling"})
+        unused = {name for name in ("pooling", "row_parts") if not getattr(self, name)}
+        body = self.model_dump(mode="json", exclude=unused)
         return _dump({**body, "manifest_sha256": _digest(body)})
 
     @classmethod
@@ -313,6 +335,11 @@ class PlanManifest(Frozen):
                 f"plan {source}: this release refuses it ({describe(error, cls)}); make the plan"
                 " again, with a spec that this release takes"
             ) from error
+
+
+def rows_file(idx: int) -> str:
+    """One of several files of rows; see `PlanManifest.row_files`."""
+    return f"rows-{idx:05d}.parquet"
 
 
 def compute_plan_id(

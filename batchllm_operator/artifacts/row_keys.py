@@ -90,6 +90,10 @@ def key_texts(batch: pa.RecordBatch, idx: int, key: tuple[str, ...]) -> dict[str
 def _in_python(value: pa.Scalar) -> object:
     """The value in Python; the stored number or text if Python has no such value."""
     try:
+        if getattr(value.type, "unit", None) == "ns":  # where pandas is installed, it would be its
+            if (value.value or 0) % 1000:
+                return value.value
+            value = value.cast(_in_microseconds(value.type))
         return value.as_py()
     except (ValueError, OverflowError, KeyError):  # KeyError: an unknown time zone
         if isinstance(value, pa.DictionaryScalar | pa.ExtensionScalar):
@@ -99,3 +103,9 @@ def _in_python(value: pa.Scalar) -> object:
         if any(is_bytes(value.type) for is_bytes in _BYTES):  # text that isn't UTF-8
             return value.cast(pa.binary()).as_py()
         return value.cast(pa.string()).as_py()  # a date beyond the year 9999
+
+
+def _in_microseconds(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    return pa.time64("us") if pa.types.is_time(kind) else pa.duration("us")

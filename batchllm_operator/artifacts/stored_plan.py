@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, Final
@@ -13,7 +13,12 @@ from urllib.parse import quote
 
 import pyarrow as pa
 
-from batchllm_operator.artifacts.manifest import MANIFEST_FILE, PlanManifest, ShardInfo
+from batchllm_operator.artifacts.manifest import (
+    ERRORS_SCHEMA,
+    MANIFEST_FILE,
+    PlanManifest,
+    ShardInfo,
+)
 from batchllm_operator.artifacts.plan_file import PlanFile
 from batchllm_operator.artifacts.shard_files import REQUIRED_SHARD_SCHEMA
 from batchllm_operator.errors import PlanError, SpecError, TableError
@@ -25,6 +30,8 @@ COMMITTING_FILE: Final = "committing.json"
 TURN_FILE: Final = "turn.json"
 RUNS_FOLDER: Final = "runs"
 PLAN_FOLDER: Final = re.compile(r"plan-([0-9a-f]{16})")
+STAGED_FOLDER: Final = re.compile(r"staged-[0-9a-f]{32}")
+"""Files of a plan that Spark is making, beside the plans."""
 _log = logging.getLogger(__name__)
 
 
@@ -102,6 +109,36 @@ class StoredPlan:
             where = f"plan {self.folder.uri}: {name}"
             with PlanFile(file, where, columns, num_rows) as parquet:
                 yield parquet
+
+    def row_batches(
+        self, columns: Sequence[str], first_row: int = 0, end_row: int | None = None, **options: Any
+    ) -> Iterator[pa.RecordBatch]:
+        """Columns of the plan's rows [first_row, end_row), in input order, all by default.
+
+        Batches lie within one of `PlanManifest.row_files`; `options` are those of
+        `pyarrow.parquet.ParquetFile.iter_batches`. Only files that are read are checked.
+
+        Raises:
+            PlanError: see `open_parquet`.
+        """
+        start = 0
+        for rows in self.manifest.row_files:
+            end = start + rows.num_rows
+            if end > first_row and (end_row is None or start < end_row):
+                with self.open_parquet(rows.file, ERRORS_SCHEMA, rows.num_rows) as file:
+                    for batch in file.iter_batches(columns=list(columns), **options):
+                        skipped = max(0, first_row - start)
+                        most = None if end_row is None else max(0, end_row - start - skipped)
+                        start += batch.num_rows
+                        if skipped < batch.num_rows and most != 0:
+                            yield batch.slice(skipped, most)
+            start = end
+
+    def rows_schema(self) -> pa.Schema:
+        """The columns of the plan's rows."""
+        rows = self.manifest.row_files[0]
+        with self.open_parquet(rows.file, ERRORS_SCHEMA, rows.num_rows) as file:
+            return file.schema_arrow
 
     def shard(self, shard_idx: int) -> ShardInfo:
         """The manifest's entry of a shard. Raises `PlanError` if the plan has no such shard."""

@@ -17,6 +17,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--record", metavar="NAME", help="keep the result in the output table too, for `verify`"
     )
     command.add_argument(
+        "--on",
+        choices=("local", "spark"),
+        help="in place of the spec's planner.engine: one process, or Spark",
+    )
+    command.add_argument(
         "--advise",
         action="store_true",
         help="only print what other orders of the template's columns would save, on a sample",
@@ -32,7 +37,12 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     if args.advise:
         return _advise(args)
     spec = load_job(args)
-    plan = plan_job(spec, args.ds)
+    if (args.on or spec.planner.engine) == "spark":
+        from batchllm_operator.spark.stage import plan_on_spark
+
+        plan = plan_on_spark(spec, args.ds)
+    else:
+        plan = plan_job(spec, args.ds)
     counts, estimate = plan.manifest.counts, plan.manifest.estimate
     print_unmasked(format_plan(plan.manifest, plan.folder.uri))
     result = {

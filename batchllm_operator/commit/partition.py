@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.buckets import Buckets, Outputs, spread
-from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
+from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.artifacts.outputs import model_name, output_schema, planned_answers
 from batchllm_operator.artifacts.parts import PartEntry, part_schema
 from batchllm_operator.artifacts.stored_plan import StoredPlan
@@ -88,16 +88,15 @@ def write_partition(
     buckets = spread(sources, part_schema(spec), num_rows, spool)
     values = {"model": model_name(spec), "run_id": plan.publication.run_id}
     constants = {name: pa.repeat(value, _SLICE_ROWS) for name, value in values.items()}
-    with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as rows_file:
-        _check_kept(plan, rows_file.schema_arrow)
-        pooling = manifest.pooling
-        columns = output_schema(spec, rows_file.schema_arrow, table.columns(manifest.ds), pooling)
-        schema = published_schema(columns, plan.publication)
-        all_rows = _rebatch(rows_file, buckets.num_rows_each)
-        answers = planned_answers(spec, pooling)
-        tables = _join_all(spec, answers, all_rows, buckets, constants, schema)
-        most = table.most_file_bytes
-        write_files(gather(tables, most), spool / "data", schema, most)
+    rows_schema, pooling = plan.rows_schema(), manifest.pooling
+    _check_kept(plan, rows_schema)
+    columns = output_schema(spec, rows_schema, table.columns(manifest.ds), pooling)
+    schema = published_schema(columns, plan.publication)
+    all_rows = _rebatch(plan, rows_schema.names, buckets.num_rows_each)
+    answers = planned_answers(spec, pooling)
+    tables = _join_all(spec, answers, all_rows, buckets, constants, schema)
+    most = table.most_file_bytes
+    write_files(gather(tables, most), spool / "data", schema, most)
     return spool / "data"
 
 
@@ -110,10 +109,10 @@ def _check_kept(plan: StoredPlan, rows_schema: pa.Schema) -> None:
         )
 
 
-def _rebatch(rows_file: pq.ParquetFile, bucket_rows: int) -> Iterator[pa.Table]:
+def _rebatch(plan: StoredPlan, columns: Sequence[str], bucket_rows: int) -> Iterator[pa.Table]:
     kept: list[pa.RecordBatch] = []
     num_kept = 0
-    for batch in rows_file.iter_batches(batch_size=min(bucket_rows, _BATCH_ROWS)):
+    for batch in plan.row_batches(columns, batch_size=min(bucket_rows, _BATCH_ROWS)):
         while num_kept + batch.num_rows >= bucket_rows:
             head = batch.slice(0, bucket_rows - num_kept)
             yield pa.Table.from_batches([*kept, head])

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import pyarrow.compute as pc
 
-from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ERRORS_SCHEMA, ROWS_FILE
+from batchllm_operator.artifacts.manifest import ERROR_COLUMN
 from batchllm_operator.artifacts.row_keys import key_texts
 from batchllm_operator.artifacts.run_report import ErrorKind
 from batchllm_operator.artifacts.stored_plan import StoredPlan
@@ -62,16 +62,14 @@ class RowErrors:
 def find_errors(plan: StoredPlan, shards: Sequence[FinishedShard]) -> RowErrors:
     """Collect the errors of planning and of the shards' parts."""
     errors = RowErrors()
-    num_rows = plan.manifest.counts.num_rows
     start = 0
-    with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, num_rows) as file:
-        for batch in file.iter_batches(columns=[ERROR_COLUMN]):
-            column = batch.column(0)
-            if column.null_count < len(column):
-                failed = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-                for offset, error in zip(failed, column.drop_null().to_pylist(), strict=True):
-                    errors.add(error, [start + int(offset)])
-            start += batch.num_rows
+    for batch in plan.row_batches([ERROR_COLUMN]):
+        column = batch.column(0)
+        if column.null_count < len(column):
+            failed = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+            for offset, error in zip(failed, column.drop_null().to_pylist(), strict=True):
+                errors.add(error, [start + int(offset)])
+        start += batch.num_rows
     for shard in shards:
         for error, row_idxs in _failed_requests(shard):
             errors.add(error, row_idxs)
@@ -93,12 +91,11 @@ def _read_keys(plan: StoredPlan, row_idxs: Sequence[int]) -> dict[int, dict[str,
     names = plan.manifest.spec.input.key
     found: dict[int, dict[str, str]] = {}
     start = 0
-    with plan.open_parquet(ROWS_FILE, ERRORS_SCHEMA, plan.manifest.counts.num_rows) as file:
-        for batch in file.iter_batches(columns=list(names)):
-            here = [idx for idx in row_idxs if start <= idx < start + batch.num_rows]
-            for row_idx in here:
-                found[row_idx] = key_texts(batch, row_idx - start, names)
-            start += batch.num_rows
-            if len(found) == len(row_idxs):
-                break
+    for batch in plan.row_batches(names):
+        here = [idx for idx in row_idxs if start <= idx < start + batch.num_rows]
+        for row_idx in here:
+            found[row_idx] = key_texts(batch, row_idx - start, names)
+        start += batch.num_rows
+        if len(found) == len(row_idxs):
+            break
     return found

@@ -20,11 +20,11 @@ from batchllm_operator.artifacts.manifest import (
     GROUPS_FILE,
     MANIFEST_FILE,
     REUSED_FILE,
-    ROWS_FILE,
 )
 from batchllm_operator.artifacts.stored_plan import (
     COMMITTING_FILE,
     PLAN_FOLDER,
+    STAGED_FOLDER,
     SUPERSEDED_FILE,
     StoredPlan,
     check_publisher,
@@ -38,6 +38,7 @@ from batchllm_operator.spec import JobSpec, TableAddress
 _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 """Temporary files of `Folder` on local disk; on S3 there are none."""
 _SHARD: Final = re.compile(r"shard-[0-9]+\.parquet")
+_ROWS: Final = re.compile(r"rows(-[0-9]+)?\.parquet")
 
 Files = Mapping[str, StoredFile]
 
@@ -98,7 +99,7 @@ def find_garbage(
             top, _, rest = name.partition("/")
             if rest and PLAN_FOLDER.fullmatch(top):
                 plans[top][rest] = file
-            elif top == "records" or _is_temporary(folder, name):
+            elif top == "records" or STAGED_FOLDER.fullmatch(top) or _is_temporary(folder, name):
                 loose[name] = file
         for name, files in plans.items():
             found = _of_plan(spec, folder.child(name), files, before)
@@ -180,7 +181,7 @@ def _of_plan(spec: JobSpec, folder: Folder, files: Files, before: float) -> Garb
         for name, file in files.items()
         if name.startswith("runs/")
         or name in (FINGERPRINTS_FILE, REUSED_FILE, COMMITTING_FILE)
-        or ((name == ROWS_FILE or _SHARD.fullmatch(name)) and not learns)
+        or ((_ROWS.fullmatch(name) or _SHARD.fullmatch(name)) and not learns)
         or _is_temporary(folder, name)
     }
     return Garbage(folder, "is published: parts and shards", chosen, files) if chosen else None

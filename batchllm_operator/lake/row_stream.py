@@ -34,6 +34,7 @@ def read_batches(
     schema: pa.Schema,
     folder_values: Mapping[str, Any],
     condition: pds.Expression | None = None,
+    row_groups: tuple[int, int] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """The file's rows that meet `condition`, in file order, as columns of `schema`.
 
@@ -45,6 +46,7 @@ def read_batches(
         file: seekable; stays open.
         schema: all wanted columns, including those of `condition`.
         folder_values: texts, or Python values of the columns' types; None is null.
+        row_groups: the only ones to read, half-open.
 
     Returns:
         Batches of at most 4,096 rows and about 16 MiB, decoded; one row may be larger.
@@ -57,8 +59,10 @@ def read_batches(
         file, partition_expression=_known(schema, folder_values)
     )
     groups = fragment if condition is None else fragment.subset(condition, schema=schema)
+    begin, end = row_groups or (0, fragment.metadata.num_row_groups)
+    chosen = [group for group in groups.row_groups if begin <= group.id < end]
     in_file = [name for name in schema.names if name not in folder_values]
-    for batch in _gather(_steps(file, fragment.metadata, groups.row_groups, in_file)):
+    for batch in _gather(_steps(file, fragment.metadata, chosen, in_file)):
         aligned = _align(batch, schema, folder_values)
         if condition is not None:
             aligned = aligned.filter(condition)

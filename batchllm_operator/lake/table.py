@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from batchllm_operator.spec import FilterTerm
 
@@ -23,6 +24,19 @@ class InputFile:
     version: str
     """Changes with the content: an ETag, a digest of the Parquet footer, `modified:<ms>` for Delta,
     `immutable` for Iceberg."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """Neighbouring row groups of a snapshot's file."""
+
+    file: InputFile
+    row_groups: tuple[int, int] | None = None
+    """Half-open; None for the whole file."""
+    first_row: int = 0
+    """Rows of the file before them."""
+    size_bytes: int = 0
+    """About their size in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +115,34 @@ class LakeTable(Protocol):
         """
 
     def scan(
-        self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+        self,
+        snapshot: Snapshot,
+        columns: Sequence[str],
+        conditions: Sequence[FilterTerm] = (),
+        part: FilePart | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Stream the snapshot's rows that meet all conditions, always in the same order.
 
-        Later commits lead to an error at most, never to other rows.
+        Later commits lead to an error at most, never to other rows. With `part`, only its rows; of
+        the snapshot's files, one is enough then, and `check_unchanged` is left to the caller.
 
         Raises:
             TableError: a column is unknown, its type doesn't allow a condition's comparison, or the
                 snapshot is gone.
+        """
+
+    def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
+        """The Parquet footer of one of the snapshot's files.
+
+        Raises:
+            TableError: the file is gone or damaged.
+        """
+
+    def check_unchanged(self, snapshot: Snapshot) -> None:
+        """Check that what was read since the snapshot was taken is the snapshot.
+
+        Raises:
+            StorageError: files were replaced meanwhile, in a format that allows it.
         """
 
     def published(self, partition: str) -> Publication | None:

@@ -143,6 +143,7 @@ def write_shards(
     replicas: ReplicaPlanner | None,
     scratch: Path,
     take_out: TakeOut | None = None,
+    first_id: int = 0,
 ) -> WrittenShards:
     """Write the shards, and predict their time.
 
@@ -151,6 +152,7 @@ def write_shards(
         replicas: places the groups of each shard; None with one replica.
         scratch: folder for the files.
         take_out: see `write_shard`.
+        first_id: of the requests, and of the groups.
     """
     cut, decode_tokens = arrangement.cut, arrangement.decode_tokens
     estimated = estimate_cost(
@@ -159,7 +161,7 @@ def write_shards(
     estimate, gpu_s = estimated or (None, None)
     infos = []
     shards = arrangement.shard_groups()
-    all_parts = _write_files(spec, requests, arrangement, shards, scratch, take_out)
+    all_parts = _write_files(spec, requests, arrangement, shards, scratch, take_out, first_id)
     num_prefill_tokens = cut.num_prefill_tokens.tolist()
     for shard_idx, (groups, num_parts) in enumerate(zip(shards, all_parts, strict=True)):
         placement = None
@@ -167,7 +169,7 @@ def write_shards(
             begin, end = arrangement.group_bounds[shard_idx : shard_idx + 2]
             costs = np.add.reduceat(cut.costs[groups.member_idxs], groups.offsets[:-1])
             placement = replicas.place(
-                groups, requests.lengths, decode_tokens, costs, np.arange(begin, end)
+                groups, requests.lengths, decode_tokens, costs, first_id + np.arange(begin, end)
             )
             if placement is not None and placement.measure:  # one shard's run measures
                 replicas = replace(replicas, wants_profile=False)
@@ -193,6 +195,7 @@ def _write_files(
     shards: Sequence[PrefixGroups],
     scratch: Path,
     take_out: TakeOut | None,
+    first_id: int,
 ) -> list[int]:
     """Write the groups of each shard to its file; returns the number of parts of each."""
     cut, first_groups = arrangement.cut, arrangement.group_bounds
@@ -202,9 +205,10 @@ def _write_files(
         return write_shard(
             scratch / shard_file(shard_idx),
             requests,
-            request_idx_start=int(cut.bounds[shard_idx]),
+            request_idx_start=first_id + int(cut.bounds[shard_idx]),
             request_idxs=shard.member_idxs,
-            group_ids=np.repeat(np.arange(len(shard)) + first_groups[shard_idx], shard.sizes),
+            group_ids=first_id
+            + np.repeat(np.arange(len(shard)) + first_groups[shard_idx], shard.sizes),
             num_prefix_tokens=np.repeat(shard.num_prefix_tokens, shard.sizes),
             num_output_tokens=arrangement.output_tokens[shard.member_idxs],
             part_rows=spec.planner.part_rows,

@@ -132,9 +132,25 @@ def estimate_cost(
     if target is None:
         return None
     lengths, num_rows = requests.lengths, requests.num_rows
-    total = work.total()
     unshared = prompt_work(lengths, output_tokens).total(num_rows)
-    num_saved = int((lengths * num_rows).sum()) - total.num_prefill_tokens
+    return estimate_work(target, work, work.total(), unshared, bounds, num_replicas)
+
+
+def estimate_work(
+    target: Target,
+    work: WorkArrays,
+    total: Work,
+    unshared: Work,
+    bounds: npt.NDArray[np.int64],
+    num_replicas: int,
+) -> tuple[CostEstimate, npt.NDArray[np.float64]] | None:
+    """See `estimate_cost`, of which it is the part that needs sums only.
+
+    Args:
+        total: of `work`.
+        unshared: that of all rows, if each row's prompt were computed alone.
+    """
+    num_saved = unshared.num_prefill_tokens - total.num_prefill_tokens
     num_engines = (len(bounds) - 1) * num_replicas
     try:
         estimate = _estimate(target, total, unshared, num_saved, num_engines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,7 @@ from batchllm_operator.errors import KeyColumnError
 from batchllm_operator.lake.row_stream import read_batches
 
 _ENCODED_BYTES: Final = 4 << 20  # keys at a time; encoding takes four times as much
-_MAX_NAMED: Final = 10
+MAX_NAMED: Final = 10
 
 
 def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
@@ -35,10 +35,19 @@ def check_keys(rows_file: Path, key: tuple[str, ...], where: str) -> None:
     repeated = _repeated_rows(rows_file, key, where)
     if len(repeated) == 0:
         return
-    named = ", ".join(_names(rows_file, key, repeated[:_MAX_NAMED].tolist()))
-    num_more = len(repeated) - _MAX_NAMED
+    raise repeated_keys(
+        _names(rows_file, key, repeated[:MAX_NAMED].tolist()), len(repeated), key, where
+    )
+
+
+def repeated_keys(
+    names: Sequence[str], num_repeated: int, key: tuple[str, ...], where: str
+) -> KeyColumnError:
+    """The error for keys that occur more than once; `names` are the first of them."""
+    named = ", ".join(names)
+    num_more = num_repeated - len(names)
     more = f" and {num_more} more" if num_more > 0 else ""
-    raise KeyColumnError(
+    return KeyColumnError(
         f"{where}: key ({', '.join(key)}) isn't unique: {named}{more} occur more than once; add"
         " columns to input.key that tell the rows apart, or remove the copies"
     )
@@ -73,15 +82,20 @@ def _check_nulls(rows_file: Path, key: tuple[str, ...], where: str) -> None:
             column = batch.column(0)
             if column.null_count:
                 nulls = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)) + start
-                first += nulls[: _MAX_NAMED - len(first)].tolist()
+                first += nulls[: MAX_NAMED - len(first)].tolist()
                 num_nulls += len(nulls)
             start += batch.num_rows
         if num_nulls:
-            raise KeyColumnError(
-                f"{where}: key column {name!r} is null in {num_nulls} rows, such as row"
-                f" {', '.join(map(str, first))} (counted from 0); fill it in the table, or choose"
-                " another key"
-            )
+            raise null_keys(name, num_nulls, first, where)
+
+
+def null_keys(name: str, num_nulls: int, first: Sequence[int], where: str) -> KeyColumnError:
+    """The error for a key column with nulls; `first` are the first rows that have one."""
+    return KeyColumnError(
+        f"{where}: key column {name!r} is null in {num_nulls} rows, such as row"
+        f" {', '.join(map(str, first))} (counted from 0); fill it in the table, or choose"
+        " another key"
+    )
 
 
 def _names(rows_file: Path, key: tuple[str, ...], row_idxs: list[int]) -> list[str]:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchllm_operator.artifacts.manifest import ROWS_FILE
 from batchllm_operator.artifacts.reuse_index import FINGERPRINT_DTYPE, find_places, fingerprints_of
 from batchllm_operator.artifacts.row_keys import encode_keys
 from batchllm_operator.artifacts.stored_plan import StoredPlan
@@ -44,17 +43,19 @@ class KnownRows:
         if missing := set(key).difference(columns.names):
             raise PlanError(f"the table has no column {min(missing)!r} any more")
         self.columns = key
-        self._where = f"plan {plan.folder.uri}: {ROWS_FILE}"
+        self._where = f"plan {plan.folder.uri}: its rows"
         digests = np.empty(plan.manifest.counts.num_rows, dtype=FINGERPRINT_DTYPE)
         start = 0
-        # The checksum isn't verified: most of the file may be carried columns, which aren't read.
-        with plan.folder.open_file(ROWS_FILE, read_ahead=False) as file:
-            for batch in read_batches(file, pa.schema([columns.field(name) for name in key]), {}):
-                if start + batch.num_rows <= len(digests):
-                    digests[start : start + batch.num_rows] = self._digests(batch)
-                start += batch.num_rows
+        # Checksums aren't verified: most of a file may be carried columns, which aren't read.
+        wanted = pa.schema([columns.field(name) for name in key])
+        for rows in plan.manifest.row_files:
+            with plan.folder.open_file(rows.file, read_ahead=False) as file:
+                for batch in read_batches(file, wanted, {}):
+                    if start + batch.num_rows <= len(digests):
+                        digests[start : start + batch.num_rows] = self._digests(batch)
+                    start += batch.num_rows
         if start != len(digests):
-            raise PlanError(f"{self._where} has {start} rows, not {len(digests)}")
+            raise PlanError(f"{self._where} are {start}, not {len(digests)}")
         self._row_idxs = np.argsort(digests)
         self._digests_sorted = digests[self._row_idxs]
         self._is_found = np.zeros(len(digests), dtype=np.bool_)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -79,40 +80,91 @@ def read_rows(
         ModelError: the chat template refuses a prompt.
         OSError: the disk is full.
     """
-    kept = [snapshot.schema.field(name) for name in spec.kept_columns]
-    schema = pa.schema([*kept, pa.field(ERROR_COLUMN, pa.string())])
-    renderer = renderer_of(spec.prompt)
     where = describe_rows(spec, table, snapshot)
-    num_at_once = _FIRST_ROWS
     with (
-        pq.ParquetWriter(path, schema, compression="zstd") as writer,
+        open_rows_file(path, spec, snapshot.schema) as writer,
         Progress("read and tokenize", snapshot.num_rows) as progress,
         one_ahead(table.scan(snapshot, spec.input_columns, spec.input.filter)) as batches,
         OneBehind() as keeper,
     ):
-        for batch in batches:
-            if batch.num_rows == 0:
-                continue
-            check_text(spec, batch, rows.num_rows, where)
-            errors: dict[int, str] = {}
-            start = 0
-            while start < batch.num_rows:
-                piece = batch.slice(start, num_at_once)
-                rendered = tokenizer.apply_chat_template(renderer.render(piece))
-                num_at_once = _num_at_once(rendered)
-                rendered, tokens = encode(rendered, piece, tokenizer, adapters)
-                found = _choose(rendered, tokens, _estimates(spec, piece), tokenizer, rows)
-                errors |= {start + row: error for row, error in found.errors.items()}
-                rows.num_rows += piece.num_rows
-                start += piece.num_rows
-                keeper.run(_keep, rows, found)
-            faults = pa.array(map(errors.get, range(batch.num_rows)), pa.string())
-            columns = [*map(batch.column, spec.kept_columns), faults]
-            keeper.run(writer.write_table, pa.Table.from_arrays(columns, schema=schema))
-            progress.advance(batch.num_rows, f"{rows.prompts.num_tokens} tokens")
+        for found in tokenize(spec, batches, tokenizer, adapters, where, rows.reuse):
+            rows.num_rows += found.num_rows
+            keeper.run(_keep, rows, found, writer)
+            progress.advance(found.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter may skip rows
     if rows.reuse is not None:
         rows.reuse.finish(rows.num_rows)
+
+
+def open_rows_file(path: Path, spec: JobSpec, schema: pa.Schema) -> pq.ParquetWriter:
+    """A new file of keys, carried columns and faults of rows; `schema` is the input's."""
+    kept = [schema.field(name) for name in spec.kept_columns]
+    columns = pa.schema([*kept, pa.field(ERROR_COLUMN, pa.string())])
+    return pq.ParquetWriter(path, columns, compression="zstd")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Prompts of some rows, a piece of a batch."""
+
+    num_rows: int
+    tokens: TokenTable
+    row_idxs: npt.NDArray[np.int64]
+    """int64 [num_prompts], ascending."""
+    estimates: npt.NDArray[np.int64] | None
+    """int64 [num_prompts], if a column holds them."""
+    errors: dict[int, str]
+    """Faults by row of the piece, too long prompts included."""
+    kept: pa.Table | None = None
+    """With the last piece of a batch: the batch's columns for `open_rows_file`."""
+
+
+def tokenize(
+    spec: JobSpec,
+    batches: Iterable[pa.RecordBatch],
+    tokenizer: Tokenizer,
+    adapters: RowAdapters | None,
+    where: str,
+    reuse: Reuse | None = None,
+) -> Iterator[Tokenized]:
+    """Render and tokenize rows, counted from 0; yields pieces in their order.
+
+    Args:
+        where: names the rows in errors.
+        reuse: takes out the prompts of rows that reuse an output.
+
+    Raises:
+        TableError: a key or carried column isn't UTF-8.
+        ModelError, TokenIdsDifferError: see `Tokenizer.encode`.
+    """
+    renderer = renderer_of(spec.prompt)
+    num_rows, num_at_once = 0, _FIRST_ROWS
+    for batch in batches:
+        if batch.num_rows == 0:
+            continue
+        check_text(spec, batch, num_rows, where)
+        errors: dict[int, str] = {}
+        start = 0
+        while start < batch.num_rows:
+            piece = batch.slice(start, num_at_once)
+            rendered = tokenizer.apply_chat_template(renderer.render(piece))
+            num_at_once = _num_at_once(rendered)
+            rendered, tokens = encode(rendered, piece, tokenizer, adapters)
+            found = _choose(spec, piece, rendered, tokens, tokenizer, num_rows, reuse)
+            errors |= {start + row: error for row, error in found.errors.items()}
+            num_rows += piece.num_rows
+            start += piece.num_rows
+            if start == batch.num_rows:
+                found = replace(found, kept=_kept(spec, batch, errors))
+            yield found
+
+
+def _kept(spec: JobSpec, batch: pa.RecordBatch, errors: Mapping[int, str]) -> pa.Table:
+    faults = pa.array(map(errors.get, range(batch.num_rows)), pa.string())
+    kept = [batch.schema.field(name) for name in spec.kept_columns]
+    schema = pa.schema([*kept, pa.field(ERROR_COLUMN, pa.string())])
+    columns = [*map(batch.column, spec.kept_columns), faults]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _num_at_once(rendered: RenderedPrompts) -> int:
@@ -130,25 +182,17 @@ def _estimates(spec: JobSpec, batch: pa.RecordBatch) -> list[int] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokenized:
-    """Prompts of a piece of a batch."""
-
-    tokens: TokenTable
-    row_idxs: npt.NDArray[np.int64]
-    estimates: npt.NDArray[np.int64] | None
-    errors: dict[int, str]
-    """Faults by row of the piece, too long prompts included."""
-
-
 def _choose(
+    spec: JobSpec,
+    piece: pa.RecordBatch,
     rendered: RenderedPrompts,
     tokens: TokenTable,
-    estimates: list[int] | None,
     tokenizer: Tokenizer,
-    rows: Rows,
-) -> _Tokenized:
-    """The prompts of the next rows, except those that reuse an output, which `rows.reuse` keeps."""
+    first_row: int,
+    reuse: Reuse | None,
+) -> Tokenized:
+    """The prompts of the next rows, except those that reuse an output, which `reuse` keeps."""
+    estimates = _estimates(spec, piece)
     idxs = rendered.idxs
     errors = dict(rendered.errors)
     lengths = tokens.lengths
@@ -159,17 +203,19 @@ def _choose(
             assert fault is not None, number
             errors[int(idxs[number])] = fault
         idxs, tokens = idxs[fits], tokens.take(np.flatnonzero(fits))
-    if rows.reuse is not None:
-        is_new = ~rows.reuse.take(tokens, rows.num_rows + idxs)
+    if reuse is not None:
+        is_new = ~reuse.take(tokens, first_row + idxs)
         if not is_new.all():
             idxs, tokens = idxs[is_new], tokens.take(np.flatnonzero(is_new))
     expected = None if estimates is None else np.asarray(estimates, dtype=np.int64)[idxs]
-    return _Tokenized(tokens, rows.num_rows + idxs, expected, errors)
+    return Tokenized(piece.num_rows, tokens, first_row + idxs, expected, errors)
 
 
-def _keep(rows: Rows, found: _Tokenized) -> None:
+def _keep(rows: Rows, found: Tokenized, writer: pq.ParquetWriter) -> None:
     rows.prompts.append(found.tokens)
     rows.search.add(found.tokens)
     rows.prompted.append(found.row_idxs)
     if found.estimates is not None:
         rows.estimates.append(found.estimates)
+    if found.kept is not None:
+        writer.write_table(found.kept)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,9 +17,12 @@ from batchllm_operator.artifacts.manifest import (
     MANIFEST_FILE,
     REUSED_FILE,
     ROWS_FILE,
+    CostEstimate,
     DataFile,
+    LearnedOutputs,
     PlanCounts,
     PlanManifest,
+    ShardInfo,
     SnapshotFile,
     compute_plan_id,
     describe_file,
@@ -36,7 +39,7 @@ from batchllm_operator.artifacts.stored_plan import (
 )
 from batchllm_operator.engine import check_arguments
 from batchllm_operator.errors import EmptyPartitionError
-from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.lake import Folder, LakeTable, Snapshot, open_table
 from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.plan.arrange import Arrangement, WrittenShards, arrange, write_shards
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
@@ -58,6 +61,7 @@ from batchllm_operator.plan.rows import Rows, read_rows
 from batchllm_operator.plan.scratch import open_scratch
 from batchllm_operator.planner import (
     Advance,
+    PlanSharing,
     PrefixSearch,
     PromptStore,
     RankedPrompts,
@@ -77,7 +81,7 @@ _PROMPTS_FILE: Final = "prompts.bin"
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class Given:
     """The plan's inputs before any row is read."""
 
     spec: JobSpec
@@ -116,6 +120,18 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         EmptyPartitionError: there is no such partition, or it has no rows, and the spec says
             `on_empty: fail`.
     """
+    given = find_given(spec, ds)
+    try:
+        with open_scratch() as scratch:
+            return _build(given, scratch)
+    except TokenIdsDifferError as error:  # it won't happen again
+        _log.warning("%s: planning starts again", error)
+    with open_scratch() as scratch:  # not above: the error holds the first attempt's memory
+        return _build(given, scratch)
+
+
+def find_given(spec: JobSpec, ds: str) -> Given:
+    """Check the spec, the tables and the model; see `plan_job`, which reads rows then."""
     check_apart(spec)
     check_partition(ds)
     check_arguments(spec)
@@ -137,14 +153,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     known = (label_token_ids, RowAdapters.of(spec, tokenizer), pooling, target, replicas)
-    given = _Given(spec, ds, table, snapshot, tokenizer, *known, budget)
-    try:
-        with open_scratch() as scratch:
-            return _build(given, scratch)
-    except TokenIdsDifferError as error:  # it won't happen again
-        _log.warning("%s: planning starts again", error)
-    with open_scratch() as scratch:  # not above: the error holds the first attempt's memory
-        return _build(given, scratch)
+    return Given(spec, ds, table, snapshot, tokenizer, *known, budget)
 
 
 def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:
@@ -156,7 +165,7 @@ def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | N
     return ReplicaPlanner.of(spec, target)
 
 
-def _build(given: _Given, scratch: Path) -> StoredPlan:
+def _build(given: Given, scratch: Path) -> StoredPlan:
     """Build the plan, with temporary files in `scratch`.
 
     Raises:
@@ -178,9 +187,40 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
     files = _write_files(spec, chosen, shards, scratch)
     by_length = learned.by_length if learned is not None else None
     counts = _counts(rows, requests, chosen)
-    manifest = PlanManifest(
+    content = PlanContent(
+        counts=counts,
+        files=files,
+        shards=shards.infos,
+        learned=by_length,
+        estimate=shards.estimate,
+        sharing=sharing,
+        imbalance=chosen.cut.imbalance,
+    )
+    manifest = describe_plan(given, content)
+    return complete(manifest, lambda folder: _publish(folder, files, scratch))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanContent:
+    """What planning has made; see the fields of `PlanManifest`."""
+
+    counts: PlanCounts
+    files: Mapping[str, DataFile]
+    shards: tuple[ShardInfo, ...]
+    learned: LearnedOutputs | None
+    estimate: CostEstimate | None
+    sharing: PlanSharing
+    imbalance: float
+    row_parts: tuple[int, ...] = ()
+
+
+def describe_plan(given: Given, content: PlanContent) -> PlanManifest:
+    """The manifest of a plan."""
+    spec, tokenizer, counts = given.spec, given.tokenizer, content.counts
+    versions = given.adapter_versions
+    return PlanManifest(
         plan_id=compute_plan_id(
-            spec, given.ds, tokenizer.model_version, files, by_length, given.adapter_versions
+            spec, given.ds, tokenizer.model_version, content.files, content.learned, versions
         ),
         spec_version=SPEC_VERSION,
         spec=spec,
@@ -191,21 +231,14 @@ def _build(given: _Given, scratch: Path) -> StoredPlan:
         input_files=_input_files(given.snapshot),
         tokenizer_fingerprint=tokenizer.fingerprint,
         model_version=tokenizer.model_version,
-        adapter_versions=given.adapter_versions,
+        adapter_versions=versions,
         max_model_len=tokenizer.max_model_len,
         label_token_ids=given.label_token_ids,
         pooling=given.pooling,
-        counts=counts,
         planned_saving_ratio=counts.planned_saving_ratio,
         optimal_saving_ratio=counts.optimal_saving_ratio,
-        learned=by_length,
-        estimate=shards.estimate,
-        sharing=sharing,
-        imbalance=chosen.cut.imbalance,
-        files=files,
-        shards=shards.infos,
+        **{field.name: getattr(content, field.name) for field in fields(content)},
     )
-    return _persist(manifest, files, scratch)
 
 
 def _input_files(snapshot: Snapshot) -> tuple[SnapshotFile, ...]:
@@ -228,7 +261,7 @@ def _write_files(
     return {name: describe_file(scratch / name) for name in names}
 
 
-def _read(given: _Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBudget]:
+def _read(given: Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBudget]:
     """All rows, which `stack` closes, and the remaining budget."""
     spec, snapshot, budget = given.spec, given.snapshot, given.budget
     prompts = stack.enter_context(PromptStore(scratch / _PROMPTS_FILE))
@@ -241,7 +274,7 @@ def _read(given: _Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryB
     rows = Rows(prompts, PrefixSearch(budget.row_bytes(snapshot.num_rows)), reuse)
     path = scratch / ROWS_FILE
     read_rows(spec, given.table, snapshot, given.tokenizer, rows, path, given.adapters)
-    _check_rows(spec, rows, given.table, snapshot)
+    check_rows(spec, rows.num_rows, rows.num_rejected, given.table, snapshot)
     budget.check(rows.num_rows)
     return rows, budget
 
@@ -263,7 +296,7 @@ def _counts(rows: Rows, requests: Requests, chosen: Arrangement) -> PlanCounts:
     )
 
 
-def _open_reuse(given: _Given, scratch: Path) -> Reuse:
+def _open_reuse(given: Given, scratch: Path) -> Reuse:
     """Copy and load the indexes for reuse."""
     spec, tokenizer = given.spec, given.tokenizer
     identity = reuse_identity(
@@ -284,7 +317,7 @@ def _shown(name: str, total: int) -> Iterator[Advance]:
         yield progress.advance
 
 
-def _find_prefixes(given: _Given, rows: Rows) -> tuple[Requests, RankedPrompts]:
+def _find_prefixes(given: Given, rows: Rows) -> tuple[Requests, RankedPrompts]:
     """Sort the prompts, and merge equal ones into one request."""
     ranked, merge = rows.search.finish(rows.prompts, _shown), given.spec.sampling.is_greedy
     requests, ranked = make_requests(
@@ -295,34 +328,45 @@ def _find_prefixes(given: _Given, rows: Rows) -> tuple[Requests, RankedPrompts]:
     return requests, ranked
 
 
-def _check_rows(spec: JobSpec, rows: Rows, table: LakeTable, snapshot: Snapshot) -> None:
-    """Refuse an empty partition if the spec says so; warn of rows without a prompt."""
-    if rows.num_rows == 0:
+def check_rows(
+    spec: JobSpec, num_rows: int, num_rejected: int, table: LakeTable, snapshot: Snapshot
+) -> None:
+    """Refuse an empty partition if the spec says so; warn of rows without a prompt.
+
+    Raises:
+        EmptyPartitionError: there are no rows, and the spec says `on_empty: fail`.
+    """
+    if num_rows == 0:
         reason = describe_empty(table, snapshot)
         if spec.on_empty == "fail":
             raise EmptyPartitionError(f"{reason} (on_empty: fail)")
         _log.warning("%s: an empty partition will be committed", reason)
-    if rows.num_rejected:
+    if num_rejected:
         _log.warning(
             "%d of %d rows can't be prompted; the reasons will be in the output's error column",
-            rows.num_rejected,
-            rows.num_rows,
+            num_rejected,
+            num_rows,
         )
-    if rows.num_rejected > spec.max_failed_fraction * rows.num_rows:
+    if num_rejected > spec.max_failed_fraction * num_rows:
         _log.warning(
             "that is more than max_failed_fraction %s allows: commit will refuse this plan",
             spec.max_failed_fraction,
         )
 
 
-def _persist(manifest: PlanManifest, files: Mapping[str, DataFile], scratch: Path) -> StoredPlan:
-    """Copy the data files into the plan's folder, then the manifest, which completes it."""
-    folder = job_folder(manifest.spec, manifest.ds).child(f"plan-{manifest.plan_id}")
+def _publish(folder: Folder, files: Mapping[str, DataFile], scratch: Path) -> None:
+    """Copy data files into the plan's folder."""
     num_bytes = sum(file.size_bytes for file in files.values())
     with Progress("publish the plan", num_bytes, unit="bytes", announce=False) as progress:
         for name, file in files.items():
             folder.publish_file(scratch / name, name)
             progress.advance(file.size_bytes)
+
+
+def complete(manifest: PlanManifest, publish: Callable[[Folder], None]) -> StoredPlan:
+    """Let `publish` put the data files into the plan's folder, then write the manifest there."""
+    folder = job_folder(manifest.spec, manifest.ds).child(f"plan-{manifest.plan_id}")
+    publish(folder)
     plan = StoredPlan(folder, manifest)
     plan.note_turn()
     folder.write_bytes(MANIFEST_FILE, manifest.to_bytes())

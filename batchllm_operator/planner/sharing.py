@@ -87,6 +87,30 @@ class PlanSharing(_Frozen):
     """The most saved tokens first; at most ten."""
 
 
+def merged(parts: Sequence[PlanSharing]) -> PlanSharing:
+    """The sharing of a plan from that of its parts, which have no group in common."""
+    largest = [group for part in parts for group in part.largest_groups]
+    largest.sort(key=lambda group: -group.num_saved_tokens)  # stable: of equals, the first
+    return PlanSharing(
+        prefix_lengths=_added([part.prefix_lengths for part in parts]),
+        share_degrees=_added([part.share_degrees for part in parts]),
+        largest_groups=tuple(largest[:_NUM_GROUPS]),
+    )
+
+
+def _added(histograms: Sequence[Histogram]) -> Histogram:
+    """The sum of histograms between powers of two."""
+    counts: dict[int, int] = {}
+    for each in histograms:
+        for edge, count in zip(each.edges, each.counts, strict=False):
+            counts[edge] = counts.get(edge, 0) + count
+    if not counts:
+        return Histogram(edges=(), counts=())
+    low, high = min(counts).bit_length(), max(counts).bit_length()
+    edges = tuple(1 << (bits - 1) for bits in range(low, high + 2))
+    return Histogram(edges=edges, counts=tuple(counts.get(edge, 0) for edge in edges[:-1]))
+
+
 def describe_sharing(requests: Requests, groups: PrefixGroups, decode: Decode) -> PlanSharing:
     """Describe the groups of a plan.
 

@@ -100,6 +100,11 @@ class PromptEncoder:
             raise TokenIdsDifferError(f"{self._name}: {self._num_encoded} prompts to encode again")
         return self._encode_plainly(texts)
 
+    def be_exact(self) -> None:
+        """Encode without fastokens from now on."""
+        if self._fast is not None:
+            self._give_up("its token ids have differed in another process")
+
     def _make_fast(self, backend: Tokenizer) -> Any:
         """The same tokenizer in fastokens; None, with a note in the log, if it is unavailable."""
         try:

@@ -58,6 +58,9 @@ class Tokenizer(Protocol):
             ModelError: the chat template refuses a text, or the tokenizer fails at one.
         """
 
+    def be_exact(self) -> None:
+        """Encode without a fast library from now on: its ids have differed in another process."""
+
     def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
         """The texts of rows that are whole chats, for `encode`; other rows unchanged.
 
@@ -125,6 +128,9 @@ class ModelTokenizer:
     def encode(self, texts: Sequence[str]) -> TokenTable:
         return self._encoder.encode(self._rendered(texts))
 
+    def be_exact(self) -> None:
+        self._encoder.be_exact()
+
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[int | None]:
         (head,) = self._rendered([prompt])
         before, special, *found = self._encoder.encode(
@@ -184,6 +190,9 @@ class Utf8Tokenizer:
 
     def __init__(self, spec: JobSpec) -> None:
         self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
+
+    def be_exact(self) -> None:
+        """There is no fast library."""
 
     def apply_chat_template(self, prompts: RenderedPrompts) -> RenderedPrompts:
         return prompts

@@ -161,6 +161,7 @@ class JobSpec(Section):
             "planner": {
                 *("target_gpu", "gpu_table", "memory_budget_bytes"),
                 *("runahead", "link_bytes_per_s"),
+                *("engine", "spark"),
             },
             "output": {"add_columns", "staging_uri", "target_file_bytes"},
             "on_empty": True,

@@ -80,5 +80,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         KnownRows(plan, pa.schema([("id", pa.int64())]))
     path = Path(plan.folder.full_path("rows.parquet"))
     pq.write_table(pq.read_table(path).slice(1), path)
-    with pytest.raises(PlanError, match=r"rows\.parquet has 1 rows, not 2"):
+    with pytest.raises(PlanError, match=r"its rows are 1, not 2"):
         KnownRows(plan, pa.schema([("id", pa.string())]))

@@ -65,7 +65,7 @@ def test_torch_is_a_cpu_build() -> None:
 
 def test_extras() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cpu", "gpu", "airflow", "iceberg", "delta", "dev"}
+    assert set(extras) == {"cpu", "gpu", "airflow", "iceberg", "delta", "spark", "dev"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,6 +14,7 @@ from typing import Final
 from urllib.parse import quote
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyarrow import types
 
 from batchllm_operator.errors import BatchLLMError, CommitUnknownError, StorageError, TableError
@@ -34,7 +35,7 @@ from batchllm_operator.lake.publishing import (
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.schema import check_cases
-from batchllm_operator.lake.table import InputFile, Publication, Snapshot
+from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot
 from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm
 
 _VERSION_PREFIX: Final = "delta:"
@@ -62,6 +63,7 @@ class DeltaTable:
         self.uri = self._log.uri
         self.most_file_bytes = most_file_bytes
         self._partition_column = partition_column
+        self._files_at: tuple[tuple[str, str], dict[str, DataFile]] = (("", ""), {})
 
     def partitions(self) -> list[str]:
         """Partitions with files, sorted. Rows where the column is null are in none."""
@@ -79,10 +81,31 @@ class DeltaTable:
         return self._snapshot_of(version, partition)
 
     def scan(
-        self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+        self,
+        snapshot: Snapshot,
+        columns: Sequence[str],
+        conditions: Sequence[FilterTerm] = (),
+        part: FilePart | None = None,
     ) -> Iterator[pa.RecordBatch]:
         check_columns(self.uri, snapshot.schema, columns, conditions)
-        yield from self._rows(snapshot, self._pinned(snapshot), columns, conditions)
+        if part is None:
+            yield from self._rows(snapshot, self._pinned(snapshot), columns, conditions)
+            return
+        pinned = (snapshot.version, snapshot.partition)
+        if self._files_at[0] != pinned:  # one version of a table with many files
+            files = self._files_of(self._version_of(snapshot), snapshot.partition)
+            self._files_at = (pinned, {file.name: file for file in files})
+        file = self._files_at[1].get(part.file.name)
+        if file is None:
+            raise TableError(f"table {self.uri}: {snapshot.version} has no file {part.file.name!r}")
+        yield from self._rows(snapshot, [file], columns, conditions, part.row_groups)
+
+    def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
+        with reading(self.uri, snapshot.partition, file.name):
+            return read_footer(self._folder, file.name, file.size_bytes)[0]
+
+    def check_unchanged(self, snapshot: Snapshot) -> None:
+        """Versions don't change."""
 
     def published(self, partition: str) -> Publication | None:
         return self._look(partition)[1]
@@ -209,6 +232,7 @@ class DeltaTable:
         files: Sequence[DataFile],
         columns: Sequence[str],
         conditions: Sequence[FilterTerm],
+        row_groups: tuple[int, int] | None = None,
     ) -> Iterator[pa.RecordBatch]:
         wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
         schema = pa.schema([snapshot.schema.field(name) for name in wanted])
@@ -221,7 +245,7 @@ class DeltaTable:
                 try:
                     with self._folder.open_file(file.name, read_ahead=False) as source:
                         values = file.partition_values
-                        for batch in read_batches(source, schema, values, condition):
+                        for batch in read_batches(source, schema, values, condition, row_groups):
                             yield batch.select(list(columns))
                 except FileNotFoundError as error:
                     raise TableError(
@@ -279,16 +303,19 @@ class DeltaTable:
         return sorted(chosen, key=lambda file: file.name)
 
     def _pinned(self, snapshot: Snapshot) -> list[DataFile]:
-        number = snapshot.version.removeprefix(_VERSION_PREFIX)
-        if number == snapshot.version or not number.isdecimal():
-            raise TableError(f"table {self.uri}: {snapshot.version!r} is no version of Delta")
-        files = self._files_of(self._log.at(int(number)), snapshot.partition)
+        files = self._files_of(self._version_of(snapshot), snapshot.partition)
         if [file.name for file in files] != [file.name for file in snapshot.files]:
             raise TableError(
                 f"table {self.uri}: is another one than when {snapshot.version} was looked at; plan"
                 " again"
             )
         return files
+
+    def _version_of(self, snapshot: Snapshot) -> TableVersion:
+        number = snapshot.version.removeprefix(_VERSION_PREFIX)
+        if number == snapshot.version or not number.isdecimal():
+            raise TableError(f"table {self.uri}: {snapshot.version!r} is no version of Delta")
+        return self._log.at(int(number))
 
     def _check_partitioning(self, version: TableVersion) -> None:
         if self._partition_column not in version.partition_columns:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.dataset as pds
+import pyarrow.parquet as pq
 from pyiceberg.expressions import (
     And,
     BooleanExpression,
@@ -27,11 +28,11 @@ from pyiceberg.types import BooleanType, DoubleType, IntegerType, LongType, Nest
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg.catalog import iceberg_errors
-from batchllm_operator.lake.iceberg.read import IcebergFiles
+from batchllm_operator.lake.iceberg.read import IcebergFiles, read_metadata
 from batchllm_operator.lake.iceberg.schema import arrow_schema, partition_name, partition_value
 from batchllm_operator.lake.publishing import RUN_ID, publisher_in
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
-from batchllm_operator.lake.table import Publication
+from batchllm_operator.lake.table import FilePart, InputFile, Publication
 from batchllm_operator.spec import FilterTerm
 
 _COMPARISONS: Final[dict[str, Any]] = {
@@ -78,6 +79,7 @@ class PartitionView:
         self._field = _partition_field(table, uri, column, schema)
         self.value = partition_value(f"table {uri}", self._field.field_type, partition)
         self.arrow_schema = arrow_schema(schema)
+        self._tasks: dict[str, FileScanTask] | None = None
 
     @classmethod
     def now(cls, table: Table, uri: str, column: str, partition: str) -> PartitionView:
@@ -99,10 +101,13 @@ class PartitionView:
         )
 
     def scan(
-        self, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+        self,
+        columns: Sequence[str],
+        conditions: Sequence[FilterTerm] = (),
+        part: FilePart | None = None,
     ) -> Iterator[pa.RecordBatch]:
         check_columns(self.uri, self.arrow_schema, columns, conditions)
-        tasks = self.tasks(conditions)
+        tasks = self.tasks(conditions) if part is None else [self._task_of(part.file)]
         wanted = dict.fromkeys([*columns, *(term.column for term in conditions)])
         if not all(self.is_whole(task.file) for task in tasks):
             wanted[self.column] = None
@@ -124,10 +129,25 @@ class PartitionView:
                     own = pds.field(self.column) == pa.scalar(self.value)
                     in_file = own if condition is None else own & condition
                 with reading(self.uri, self.partition, task.file.file_path):
-                    for batch in files.read(task):
+                    for batch in files.read(task, part):
                         chosen = batch if in_file is None else batch.filter(in_file)
                         if chosen.num_rows:
                             yield chosen.select(list(columns))
+
+    def footer(self, file: InputFile) -> pq.FileMetaData:
+        """See `LakeTable.footer`."""
+        path = self._task_of(file).file.file_path
+        with iceberg_errors(self.uri), reading(self.uri, self.partition, path):
+            return read_metadata(self._table.io, path)
+
+    def _task_of(self, file: InputFile) -> FileScanTask:
+        """The task of one of the partition's files, all of which are looked up once."""
+        if self._tasks is None:
+            root = f"{self._table.location().rstrip('/')}/"
+            self._tasks = {t.file.file_path.removeprefix(root): t for t in self.tasks()}
+        if file.name not in self._tasks:
+            raise TableError(f"table {self.uri}: the snapshot has no file {file.name!r}")
+        return self._tasks[file.name]
 
     def published(self) -> Publication | None:
         """See `LakeTable.published`."""

@@ -27,6 +27,7 @@ from batchllm_operator.lake.parquet_footer import file_schema
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import row_condition
 from batchllm_operator.lake.schema import plain_type
+from batchllm_operator.lake.table import FilePart
 from batchllm_operator.spec import FilterTerm
 
 
@@ -54,8 +55,8 @@ class IcebergFiles:
         self._arrow_schema = arrow_schema(self._wanted)
         self._conditions = conditions
 
-    def read(self, task: FileScanTask) -> Iterator[pa.RecordBatch]:
-        """The file's rows in their order, without those that were deleted.
+    def read(self, task: FileScanTask, part: FilePart | None = None) -> Iterator[pa.RecordBatch]:
+        """The rows of a file, or a part of it, in their order, without those that were deleted.
 
         Raises:
             FileNotFoundError: the file is gone.
@@ -64,16 +65,14 @@ class IcebergFiles:
         if task.file.file_format != FileFormat.PARQUET:
             raise ValueError(f"{task.file.file_path}: only Parquet data files can be read")
         deleted = self._deleted(task)
-        with _storage_errors():
-            opened = self._io.new_input(task.file.file_path).open()
-        with opened as stream:
-            source = cast(IO[bytes], StorageFile(stream))
+        with _opened(self._io, task.file.file_path) as source:
             held = self._held(file_schema(pq.read_metadata(source)))
             fields = {field.field_id: field for _, field in held}
             # Deletes go by row position, so no rows may be filtered out before them.
             condition = None if deleted is not None else self._condition(fields, held)
-            start = 0
-            for batch in read_batches(source, pa.schema([kind for kind, _ in held]), {}, condition):
+            start, row_groups = (0, None) if part is None else (part.first_row, part.row_groups)
+            wanted = pa.schema([kind for kind, _ in held])
+            for batch in read_batches(source, wanted, {}, condition, row_groups):
                 places = np.arange(start, start + batch.num_rows)
                 start += batch.num_rows
                 if deleted is not None:
@@ -147,6 +146,20 @@ class IcebergFiles:
             if found is not None:
                 places.append(found.to_numpy().astype(np.int64))
         return np.concatenate(places)
+
+
+@contextmanager
+def _opened(file_io: FileIO, path: str) -> Iterator[IO[bytes]]:
+    with _storage_errors():
+        opened = file_io.new_input(path).open()
+    with opened as stream:
+        yield cast(IO[bytes], StorageFile(stream))
+
+
+def read_metadata(file_io: FileIO, path: str) -> pq.FileMetaData:
+    """The Parquet footer of a data file; raises as `IcebergFiles.read`."""
+    with _opened(file_io, path) as source:
+        return pq.read_metadata(source)
 
 
 class StorageFile(io.RawIOBase):

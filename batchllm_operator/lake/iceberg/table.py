@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyiceberg.table import Table
 
 from batchllm_operator.errors import TableError
@@ -18,7 +19,7 @@ from batchllm_operator.lake.iceberg.publish import Publisher, check_takes
 from batchllm_operator.lake.iceberg.schema import arrow_schema, storable_schema
 from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.schema import check_cases
-from batchllm_operator.lake.table import InputFile, Publication, Snapshot
+from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm, TableAddress
 
 _VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapshot, of the schema
@@ -40,6 +41,7 @@ class IcebergTable:
         self.uri = address.uri
         self.most_file_bytes = most_file_bytes
         self._partition_column = partition_column
+        self._last_view: tuple[tuple[str, str], PartitionView] | None = None
 
     def partitions(self) -> list[str]:
         """Read from metadata, so the table must be partitioned by the column's values."""
@@ -67,8 +69,25 @@ class IcebergTable:
         )
 
     def scan(
-        self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+        self,
+        snapshot: Snapshot,
+        columns: Sequence[str],
+        conditions: Sequence[FilterTerm] = (),
+        part: FilePart | None = None,
     ) -> Iterator[pa.RecordBatch]:
+        yield from self._view(snapshot).scan(columns, conditions, part)
+
+    def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
+        return self._view(snapshot).footer(file)
+
+    def check_unchanged(self, snapshot: Snapshot) -> None:
+        """Snapshots don't change."""
+
+    def _view(self, snapshot: Snapshot) -> PartitionView:
+        """The partition as it was; the last one is kept, for scans of many parts."""
+        pinned = (snapshot.version, snapshot.partition)
+        if self._last_view is not None and self._last_view[0] == pinned:
+            return self._last_view[1]
         table = self._load()
         where = f"table {self.uri}: snapshot {snapshot.version}"
         known = _VERSION.fullmatch(snapshot.version)
@@ -86,7 +105,8 @@ class IcebergTable:
         view = PartitionView(
             table, self.uri, self._partition_column, snapshot.partition, snapshot_id, schema
         )
-        yield from view.scan(columns, conditions)
+        self._last_view = (pinned, view)
+        return view
 
     def published(self, partition: str) -> Publication | None:
         table = self._catalog_table.load()

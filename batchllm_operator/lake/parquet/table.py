@@ -34,7 +34,7 @@ from batchllm_operator.lake.publishing import check_name, is_published, looking_
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.schema import check_fit, merge_schemas
-from batchllm_operator.lake.table import InputFile, Publication, Snapshot
+from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot
 from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
@@ -101,7 +101,11 @@ class ParquetTable:
         raise broken
 
     def scan(
-        self, snapshot: Snapshot, columns: Sequence[str], conditions: Sequence[FilterTerm] = ()
+        self,
+        snapshot: Snapshot,
+        columns: Sequence[str],
+        conditions: Sequence[FilterTerm] = (),
+        part: FilePart | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Stream the rows, and list the partition again after the last one.
 
@@ -113,14 +117,23 @@ class ParquetTable:
         schema = pa.schema([snapshot.schema.field(name) for name in wanted])
         with reading(self.uri, snapshot.partition):
             condition = row_condition(self.uri, conditions, schema) if snapshot.files else None
-        for file in snapshot.files:
+        row_groups = None if part is None else part.row_groups
+        for file in snapshot.files if part is None else (part.file,):
             values = _folder_values(snapshot, file.name)
             with (
                 reading(self.uri, snapshot.partition, file.name),
                 self._folder.open_file(file.name, read_ahead=False) as source,
             ):
-                for batch in read_batches(source, schema, values, condition):
+                for batch in read_batches(source, schema, values, condition, row_groups):
                     yield batch.select(list(columns))
+        if part is None:
+            self.check_unchanged(snapshot)
+
+    def footer(self, snapshot: Snapshot, file: InputFile) -> pq.FileMetaData:
+        with reading(self.uri, snapshot.partition, file.name):
+            return read_footer(self._folder, file.name, file.size_bytes)[0]
+
+    def check_unchanged(self, snapshot: Snapshot) -> None:
         if not self._is_current(snapshot):
             raise StorageError(
                 f"table {self.uri}, partition {snapshot.partition!r}: changed while it was read;"

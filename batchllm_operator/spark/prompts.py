@@ -1,0 +1,193 @@
+"""The tasks that make prompts: they read, render and tokenize rows, and send each to its range."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from batchllm_operator.plan.rows import Tokenized, open_rows_file, tokenize
+from batchllm_operator.prompts import TokenIdsDifferError
+from batchllm_operator.spark.keys import RowNumbers
+from batchllm_operator.spark.ranges import Place, Ranges, keys_of
+from batchllm_operator.spark.reading import PLACE_BITS, NumberedPart, Reading, parts_of, payload_of
+from batchllm_operator.spark.session import Rows, collect, payloads_in, said, tasks
+from batchllm_operator.spark.staging import Staging
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+PROMPTS: Final = "range int, key binary, place long, output_tokens long"
+"""Columns of prompts on their way to their ranges. `output_tokens` is -1 without estimates. In the
+range after the last one, a task says as JSON, in place of a key, what it has done."""
+_SCHEMA: Final = pa.schema(
+    [
+        ("range", pa.int32()),
+        ("key", pa.binary()),
+        ("place", pa.int64()),
+        ("output_tokens", pa.int64()),
+    ]
+)
+_ROWS_PER_SAMPLE: Final = 32
+_LEAST_SAMPLE: Final = 2_048
+_MOST_SAMPLE: Final = 1 << 16
+_MOST_SAMPLE_BYTES: Final = 256 << 20
+_MOST_PARTS: Final = 256
+"""Parts that are read for the sample, unless they are too small."""
+_PLACE_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What each task that makes prompts is given."""
+
+    reading: Reading
+    staging: Staging
+    ranges: Ranges
+    where: str
+    """Names the rows in errors."""
+    is_exact: bool
+    """Whether prompts are encoded without the fast library, whose ids have differed before."""
+
+
+def draw_sample(
+    spark: SparkSession,
+    reading: Reading,
+    payloads: Sequence[bytes],
+    numbers: RowNumbers,
+    where: str,
+) -> list[Place]:
+    """Keys and places of some prompts, sorted: which ones is a function of the snapshot alone.
+
+    Raises:
+        BatchLLMError: see `tokenize`.
+    """
+    wanted = min(max(numbers.num_rows // _ROWS_PER_SAMPLE, _LEAST_SAMPLE), _MOST_SAMPLE)
+    chosen, num_rows = _choose_parts(payloads, numbers, wanted)
+    share = min(1.0, wanted / max(1, num_rows))
+
+    def sample(batches: Rows) -> Iterator[Any]:
+        for payload in payloads_in(batches):
+            yield from _sampled(reading, parts_of(payload), share, where)
+
+    frame = tasks(spark, [payload_of([each]) for each in chosen])
+    found = collect(frame.mapInArrow(sample, "said binary"))
+    places = sorted(
+        (each[_PLACE_BYTES:], int.from_bytes(each[:_PLACE_BYTES], "big")) for each in found
+    )
+    num_bytes = sum(len(key) for key, _ in places)
+    return places[:: max(1, -(-num_bytes // _MOST_SAMPLE_BYTES))]
+
+
+def make_prompts(spark: SparkSession, task: Task, payloads: Sequence[bytes]) -> DataFrame:
+    """A data frame of prompts (`PROMPTS`), each in the partition of its range, sorted."""
+    from pyspark.sql.functions import col
+
+    def make(batches: Rows) -> Iterator[Any]:
+        for payload in payloads_in(batches):
+            yield from _made(task, parts_of(payload))
+
+    prompts = tasks(spark, payloads).mapInArrow(make, PROMPTS)
+    dealt = prompts.repartitionById(len(task.ranges) + 1, col("range"))
+    return dealt.sortWithinPartitions("key", "place")
+
+
+def _choose_parts(
+    payloads: Sequence[bytes], numbers: RowNumbers, wanted: int
+) -> tuple[list[NumberedPart], int]:
+    """Parts for the sample by their hash, enough of them, and the number of their rows."""
+    parts = [each for payload in payloads for each in parts_of(payload)]
+    rows = np.diff(numbers.firsts)
+    chosen: list[NumberedPart] = []
+    num_rows = 0
+    for each in sorted(parts, key=_hash):
+        if len(chosen) >= _MOST_PARTS and num_rows >= wanted:
+            break
+        chosen.append(each)
+        num_rows += int(rows[each.number])
+    return sorted(chosen, key=lambda each: each.number), num_rows
+
+
+def _hash(numbered: NumberedPart) -> bytes:
+    part = numbered.part
+    return blake2b(f"{part.first_row} {part.file.name}".encode(), digest_size=8).digest()
+
+
+def _sampled(
+    reading: Reading, parts: Sequence[NumberedPart], share: float, where: str
+) -> Iterator[pa.RecordBatch]:
+    """The place, as eight bytes, and the key of each prompt that is drawn."""
+    tokenizer, adapters = reading.tokenizer()
+    for numbered in parts:
+        drawn: list[int] = []
+        batches = _drawn(reading, numbered, share, drawn)
+        for found in tokenize(reading.spec, batches, tokenizer, adapters, where):
+            places = (drawn[row].to_bytes(_PLACE_BYTES, "big") for row in found.row_idxs.tolist())
+            keys = keys_of(found.tokens)
+            yield said([place + key for place, key in zip(places, keys, strict=True)])
+
+
+def _drawn(
+    reading: Reading, numbered: NumberedPart, share: float, drawn: list[int]
+) -> Iterator[pa.RecordBatch]:
+    """Batches of the drawn rows; adds their places to `drawn`."""
+    first = numbered.number << PLACE_BITS
+    for batch in reading.scan(numbered.part, reading.spec.input_columns):
+        places = first + np.arange(batch.num_rows)
+        first += batch.num_rows
+        # A multiplicative hash (Knuth): those of neighbours are far from each other.
+        mixed = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        is_drawn = (mixed >> np.uint64(11)) < np.uint64(int(share * (1 << 53)))
+        drawn += places[is_drawn].tolist()
+        yield batch.filter(pa.array(is_drawn))
+
+
+def _made(task: Task, parts: Sequence[NumberedPart]) -> Iterator[pa.RecordBatch]:
+    """Prompts with their ranges; then what the task says, its file of rows included."""
+    reading, spec = task.reading, task.reading.spec
+    tokenizer, adapters = reading.tokenizer()
+    if task.is_exact:
+        tokenizer.be_exact()
+    num_rows, differs = 0, False
+    with ExitStack() as stack:
+        path = stack.enter_context(task.staging.scratch()) / "rows"
+        writer = stack.enter_context(open_rows_file(path, spec, reading.snapshot.schema))
+        try:
+            for numbered in parts:
+                batches = reading.scan(numbered.part, spec.input_columns)
+                for found in tokenize(spec, batches, tokenizer, adapters, task.where):
+                    num_rows += found.num_rows
+                    if found.kept is not None:
+                        writer.write_table(found.kept)
+                    if len(found.tokens):
+                        yield _sent(task.ranges, numbered.number << PLACE_BITS, found)
+        except TokenIdsDifferError:
+            differs = True
+        writer.close()
+        file = task.staging.publish(path, "rows", num_rows)
+    result = {"part": parts[0].number, "file": file.model_dump(mode="json"), "differs": differs}
+    row = {"range": len(task.ranges), "key": json.dumps(result).encode()}
+    row |= {"place": parts[0].number, "output_tokens": 0}
+    yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
+
+
+def _sent(ranges: Ranges, first: int, found: Tokenized) -> pa.RecordBatch:
+    places = (first + found.row_idxs).tolist()
+    keys = keys_of(found.tokens)
+    numbers = [ranges.of(key, place) for key, place in zip(keys, places, strict=True)]
+    estimates = found.estimates
+    if estimates is None:
+        estimates = np.full(len(keys), -1, dtype=np.int64)
+    columns = [
+        pa.array(numbers, pa.int32()),
+        pa.array(keys, pa.binary()),
+        pa.array(places, pa.int64()),
+        pa.array(estimates, pa.int64()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)

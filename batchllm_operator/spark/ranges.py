@@ -1,0 +1,125 @@
+"""Ranges of prompts, each sorted and planned by one task.
+
+A boundary is a key and a place: prompts before it are those with a smaller key, or with the same
+key and a smaller place. A key is a prompt's token ids, as big-endian integers, so that bytes sort
+as ids do. Boundaries come from a sample that hashes choose, and lie where its neighbours share
+least. As far as possible they are as short as separators in a B-tree, so that a prefix on which
+neighbours agree isn't cut; equal prompts that fill a range are cut by place.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchllm_operator.planner import TokenTable
+
+RANGE_BYTES: Final = 128 << 20
+"""Of keys: a JVM of 1 GB sorts them without spilling."""
+_MOST_RANGES: Final = 10_000
+_SLACK: Final = 8
+"""A boundary may move by so many-th part of a range to where neighbours share less."""
+_TOKEN_BYTES: Final = 4
+
+Place = tuple[bytes, int]
+
+
+def keys_of(tokens: TokenTable) -> list[bytes]:
+    """The key of each prompt."""
+    data = tokens.token_ids.astype(">u4").tobytes()
+    ends = (tokens.offsets * _TOKEN_BYTES).tolist()
+    return [data[start:end] for start, end in pairwise(ends)]
+
+
+def tokens_of(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> TokenTable:
+    """The prompts of keys, in their order.
+
+    Args:
+        data: uint8 [num_bytes].
+        offsets: int64 [num_prompts + 1], of the keys in `data`.
+    """
+    used = data[offsets[0] : offsets[-1]]
+    token_ids = used.view(">u4").astype(np.int32)
+    return TokenTable.unchecked(token_ids, (offsets - offsets[0]) // _TOKEN_BYTES)
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """Length of the longest common prefix of two keys, in tokens."""
+    most = min(len(a), len(b)) // _TOKEN_BYTES
+    first, second = (np.frombuffer(each, ">u4", count=most) for each in (a, b))
+    differs = first != second
+    return int(np.argmax(differs)) if differs.any() else most
+
+
+def num_ranges(num_rows: int, sample: Sequence[Place]) -> int:
+    """Ranges for so many rows, as long as those of the sample."""
+    if not sample:
+        return 1
+    mean_bytes = sum(len(key) for key, _ in sample) / len(sample)
+    return min(max(1, round(num_rows * mean_bytes / RANGE_BYTES)), _MOST_RANGES)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Boundaries of ranges, ascending, and the shards of each range.
+
+    Attributes:
+        boundaries: one fewer than ranges.
+        num_shards: of each range; None where its work decides.
+    """
+
+    boundaries: tuple[Place, ...]
+    num_shards: tuple[int | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.num_shards)
+
+    def of(self, key: bytes, place: int) -> int:
+        """The range of a prompt."""
+        return bisect_right(self.boundaries, (key, place))
+
+
+def choose_ranges(sample: Sequence[Place], num: int, num_shards: int | None) -> Ranges:
+    """About `num` ranges of as many prompts; with `num_shards`, each has its share of them.
+
+    Args:
+        sample: sorted.
+        num: at least 1.
+        num_shards: the plan's, if the spec says it; ranges are at most as many.
+    """
+    num = num if num_shards is None else min(num, num_shards)
+    total = num_shards or num
+    ends = [(idx + 1) * total // num for idx in range(num)]  # shards up to the end of each range
+    reach = max(1, len(sample) // num // _SLACK)
+    boundaries: list[Place] = []
+    shards: list[int] = []
+    given = 0
+    for end in ends[:-1]:
+        target = end * len(sample) // total
+        candidates = range(max(1, target - reach), min(len(sample), target + reach + 1))
+        found = _boundary(sample, candidates, target)
+        if found is not None and (not boundaries or found > boundaries[-1]):
+            boundaries.append(found)
+            shards.append(end - given)
+            given = end
+    shards.append(total - given)
+    counts: tuple[int | None, ...] = tuple(shards)
+    return Ranges(tuple(boundaries), counts if num_shards is not None else (None,) * len(shards))
+
+
+def _boundary(sample: Sequence[Place], candidates: Sequence[int], target: int) -> Place | None:
+    """The boundary between two neighbours that share least; the nearest to `target` of those."""
+    if not candidates:
+        return None
+    shared = {at: common_tokens(sample[at - 1][0], sample[at][0]) for at in candidates}
+    at = min(candidates, key=lambda each: (shared[each], abs(each - target), each))
+    before, (key, place) = sample[at - 1][0], sample[at]
+    if before == key:
+        return key, place
+    return key[: (shared[at] + 1) * _TOKEN_BYTES], -1

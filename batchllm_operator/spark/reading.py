@@ -1,0 +1,130 @@
+"""A snapshot's parts, dealt out to tasks, and what tasks need to read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+import pyarrow as pa
+from pydantic import TypeAdapter
+
+from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.lake.table import FilePart
+from batchllm_operator.plan.adapters import RowAdapters
+from batchllm_operator.prompts import Tokenizer, load_tokenizer
+from batchllm_operator.spec import JobSpec
+from batchllm_operator.spec.loading import parse_spec_json
+
+PART_BYTES: Final = 64 << 20
+"""Of a file; a larger row group is a part by itself."""
+_MOST_TASKS: Final = 10_000
+PLACE_BITS: Final = 32
+"""A row's place is its part's number, shifted by this, and its position among the part's rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedPart:
+    """A part, and its number in the order of the rows."""
+
+    number: int
+    part: FilePart
+
+
+_PARTS: Final = TypeAdapter(list[NumberedPart])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a task needs to read a part; small, as each task gets it."""
+
+    spec_json: str
+    ds: str
+    snapshot: Snapshot
+    """With one file at most: parts bring their own."""
+
+    @classmethod
+    def of(cls, spec: JobSpec, ds: str, snapshot: Snapshot) -> Reading:
+        return cls(spec.model_dump_json(), ds, replace(snapshot, files=snapshot.files[:1]))
+
+    @property
+    def spec(self) -> JobSpec:
+        return _spec(self.spec_json)
+
+    def scan(self, part: FilePart, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The part's rows that pass the filter, in order."""
+        spec = self.spec
+        table = _table(spec.input.uri, spec.input.partition_column)
+        return table.scan(self.snapshot, columns, spec.input.filter, part)
+
+    def tokenizer(self) -> tuple[Tokenizer, RowAdapters | None]:
+        """Loaded once in each process."""
+        return _tokenizer(self.spec_json, self.ds)
+
+
+def deal_out(table: LakeTable, snapshot: Snapshot) -> list[bytes]:
+    """Payloads of tasks, each with neighbouring parts; a function of the snapshot alone."""
+    parts = list(_parts(table, snapshot))
+    num_bytes = sum(part.size_bytes for part in parts)
+    most = max(PART_BYTES, -(-num_bytes // _MOST_TASKS))
+    dealt: list[list[NumberedPart]] = []
+    held = most
+    for number, part in enumerate(parts):
+        if held + part.size_bytes > most:
+            dealt.append([])
+            held = 0
+        dealt[-1].append(NumberedPart(number, part))
+        held += part.size_bytes
+    return [payload_of(each) for each in dealt]
+
+
+def payload_of(parts: list[NumberedPart]) -> bytes:
+    """What a task is given: its parts, as JSON."""
+    return _PARTS.dump_json(parts)
+
+
+def parts_of(payload: bytes) -> list[NumberedPart]:
+    """The parts of a task."""
+    return _PARTS.validate_json(payload)
+
+
+def _parts(table: LakeTable, snapshot: Snapshot) -> Iterator[FilePart]:
+    """Parts of about `PART_BYTES`; small files aren't opened."""
+    for file in snapshot.files:
+        if file.size_bytes <= PART_BYTES:
+            yield FilePart(file, size_bytes=file.size_bytes)
+            continue
+        footer = table.footer(snapshot, file)
+        groups = [footer.row_group(idx) for idx in range(footer.num_row_groups)]
+        sizes = [
+            sum(g.column(i).total_compressed_size for i in range(g.num_columns)) for g in groups
+        ]
+        begin = first_row = 0
+        for end in range(1, len(groups) + 1):
+            size = sum(sizes[begin:end])
+            if end == len(groups) or size + sizes[end] > PART_BYTES:
+                yield FilePart(file, (begin, end), first_row, size)
+                first_row += sum(group.num_rows for group in groups[begin:end])
+                begin = end
+
+
+@lru_cache(maxsize=4)
+def _spec(spec_json: str) -> JobSpec:
+    return parse_spec_json(spec_json, source="planner.engine: spark")
+
+
+@lru_cache(maxsize=4)
+def _table(uri: str, partition_column: str) -> LakeTable:
+    return open_table(uri, partition_column)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(spec_json: str, ds: str) -> tuple[Tokenizer, RowAdapters | None]:
+    # An executor has as many tasks as cores: more threads would only take turns.
+    for name in ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    spec = _spec(spec_json)
+    tokenizer = load_tokenizer(spec, ds)
+    return tokenizer, RowAdapters.of(spec, tokenizer)

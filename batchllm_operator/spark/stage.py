@@ -1,0 +1,233 @@
+"""The plan stage on Spark: the same plan as `plan.stage` makes, in ranges.
+
+    driver  snapshot -> parts                                        (`reading`)
+    tasks   keys of rows -> numbers of rows; keys are unique         (`keys`)
+    tasks   a sample of prompts                                      (`prompts`)
+    driver  sample -> boundaries of ranges                           (`ranges`)
+    tasks   rows -> prompts -> shuffled by range, sorted             (`prompts`)
+    tasks   each range: prefix tree -> groups -> shards              (`shards`)
+    driver  what tasks say -> manifest, written last
+
+Prompts go through Spark's shuffle, files from tasks to the lake; the driver holds what is said
+of ranges and files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from batchllm_operator.artifacts.manifest import (
+    CostEstimate,
+    DataFile,
+    PlanCounts,
+    ShardInfo,
+    rows_file,
+)
+from batchllm_operator.artifacts.shard_files import shard_file
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.engine.gpus import block_size_of
+from batchllm_operator.errors import SpecError
+from batchllm_operator.plan.estimate import estimate_work
+from batchllm_operator.plan.input_checks import describe_rows
+from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
+from batchllm_operator.plan.stage import (
+    Given,
+    PlanContent,
+    check_rows,
+    complete,
+    describe_plan,
+    find_given,
+)
+from batchllm_operator.planner import PlanSharing, Work, WorkArrays, imbalance
+from batchllm_operator.planner.sharing import merged
+from batchllm_operator.progress import Progress
+from batchllm_operator.spark.keys import RowNumbers, number_rows
+from batchllm_operator.spark.prompts import Task, draw_sample, make_prompts
+from batchllm_operator.spark.ranges import choose_ranges, common_tokens, num_ranges
+from batchllm_operator.spark.reading import Reading, deal_out, parts_of
+from batchllm_operator.spark.session import spark_session
+from batchllm_operator.spark.shards import RangeTask, plan_ranges
+from batchllm_operator.spark.staging import StagedFile, Staging
+from batchllm_operator.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_PHASES: Final = ("rows counted, keys checked", "ranges chosen", "shards written", "files named")
+_log = logging.getLogger(__name__)
+
+
+def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
+    """Plan the job for partition `ds` on Spark; see `plan.stage.plan_job`.
+
+    The plan depends neither on the number of executors nor on tasks that were repeated. Nothing
+    is in its folder before all files are written.
+
+    Raises:
+        BatchLLMError: as `plan_job`; or a setting isn't for Spark; or see `spark_session` and
+            `collect`.
+    """
+    _check(spec)
+    given = find_given(spec, ds)
+    with spark_session(spec) as spark:
+        staging = Staging.beside(spec, ds)
+        try:
+            staging.check_shared(spark)
+            return _plan(spark, given, staging)
+        finally:
+            staging.remove()
+
+
+def _check(spec: JobSpec) -> None:
+    if spec.reuse_outputs:
+        raise SpecError(
+            "reuse_outputs: isn't for planner.engine: spark yet; leave it out, or plan locally"
+        )
+
+
+def _plan(spark: SparkSession, given: Given, staging: Staging) -> StoredPlan:
+    spec, ds = given.spec, given.ds
+    reading = Reading.of(spec, ds, given.snapshot)
+    payloads = deal_out(given.table, given.snapshot)
+    where = describe_rows(spec, given.table, given.snapshot)
+    num_parts = sum(len(parts_of(payload)) for payload in payloads)
+    with Progress("plan on Spark", len(_PHASES), unit="phases") as progress:
+        numbers = number_rows(spark, reading, payloads, num_parts, where)
+        progress.advance(1, _PHASES[0])
+        sample = draw_sample(spark, reading, payloads, numbers, where)
+        num = num_ranges(numbers.num_rows, sample)
+        ranges = choose_ranges(sample, num, spec.planner.num_shards)
+        progress.advance(1, f"{len(ranges)} {_PHASES[1]}")
+        del sample  # may be a quarter of a gigabyte
+        learned = _learn(spec, ds)
+        shares = given.pooling is None or given.pooling.reason_against_sharing is None
+        for is_exact in (False, True):
+            task = Task(reading, staging, ranges, where, is_exact)
+            about = RangeTask(task, numbers, learned, given.target, given.replicas, shares)
+            found = plan_ranges(make_prompts(spark, task, payloads), about)
+            if not any(each.get("differs") for each in found):
+                break
+            _log.warning("token ids of the fast tokenizer differ: planning starts again")
+        given.table.check_unchanged(given.snapshot)
+        progress.advance(1, _PHASES[2])
+        planned = _Planned.of(found, numbers)
+        counts = planned.counts
+        num_rows, num_rejected = counts.num_rows, counts.num_rejected_rows
+        check_rows(spec, num_rows, num_rejected, given.table, given.snapshot)
+        manifest = describe_plan(given, planned.content(given, learned))
+        plan = complete(manifest, lambda folder: staging.name_files(spark, planned.names, folder))
+        progress.advance(1, _PHASES[3])
+    return plan
+
+
+def _learn(spec: JobSpec, ds: str) -> Learned | None:
+    """Output lengths by the length of prompts; those by group aren't known on Spark."""
+    learned = learn_output_lengths(spec, ds)
+    if learned is None:
+        return None
+    by_length = learned.by_length.model_copy(update={"num_known_prefixes": 0})
+    return Learned(by_length, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What tasks have said, in the order of rows and of ranges."""
+
+    row_files: list[StagedFile]
+    ranges: list[dict[str, Any]]
+    num_rows: int
+
+    @classmethod
+    def of(cls, found: Sequence[dict[str, Any]], numbers: RowNumbers) -> _Planned:
+        rows = sorted((each for each in found if "part" in each), key=itemgetter("part"))
+        ranges = sorted((each for each in found if "range" in each), key=itemgetter("range"))
+        files = [StagedFile.model_validate(each["file"]) for each in rows]
+        return cls(files, ranges, numbers.num_rows)
+
+    @property
+    def shard_files(self) -> list[StagedFile]:
+        return [StagedFile.model_validate(file) for each in self.ranges for file in each["files"]]
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """Each file's name in the staging folder, and in the plan."""
+        rows = [(file.name, rows_file(idx)) for idx, file in enumerate(self.row_files)]
+        return rows + [(file.name, shard_file(idx)) for idx, file in enumerate(self.shard_files)]
+
+    @property
+    def files(self) -> dict[str, DataFile]:
+        described = [file.described for file in (*self.row_files, *self.shard_files)]
+        return {new_name: each for (_, new_name), each in zip(self.names, described, strict=True)}
+
+    @property
+    def counts(self) -> PlanCounts:
+        names = [*PlanCounts.model_fields]
+        sums = {name: sum(each["counts"][name] for each in self.ranges) for name in names}
+        num_prompts = sums["num_rows"]
+        sums |= {"num_rows": self.num_rows, "num_rejected_rows": self.num_rows - num_prompts}
+        return PlanCounts(**sums)
+
+    def num_stitched_tokens(self, block_size: int) -> int:
+        """Tokens that first prompts of ranges share with the last ones before, in whole blocks.
+
+        One engine, without a cut between ranges, wouldn't compute them again.
+        """
+        total = 0
+        for before, after in pairwise(self.ranges):
+            last, first = bytes.fromhex(before["last"]), bytes.fromhex(after["first"])
+            shared = min(common_tokens(last, first), len(first) // 4 - 1)
+            total += max(shared, 0) // block_size * block_size
+        return total
+
+    def content(self, given: Given, learned: Learned | None) -> PlanContent:
+        """What the manifest says of the plan."""
+        counts = self.counts
+        stitched = self.num_stitched_tokens(block_size_of(given.spec))
+        counts = counts.model_copy(
+            update={"num_optimal_tokens": counts.num_optimal_tokens - stitched}
+        )
+        estimate, gpu_s = self._estimate(given)
+        infos = [ShardInfo.model_validate(info) for each in self.ranges for info in each["shards"]]
+        shards = tuple(
+            info.model_copy(update={"file": shard_file(idx), "predicted_gpu_s": seconds})
+            for idx, (info, seconds) in enumerate(zip(infos, gpu_s, strict=True))
+        )
+        costs = np.asarray([cost for each in self.ranges for cost in each["costs"]])
+        sharing = merged([PlanSharing.model_validate(each["sharing"]) for each in self.ranges])
+        return PlanContent(
+            counts=counts,
+            files=self.files,
+            row_parts=tuple(file.num_rows for file in self.row_files),
+            shards=shards,
+            learned=None if learned is None else learned.by_length,
+            estimate=estimate,
+            sharing=sharing,
+            imbalance=imbalance(costs),
+        )
+
+    def _estimate(self, given: Given) -> tuple[CostEstimate | None, Sequence[float | None]]:
+        """The estimate of the whole plan, and each shard's part of its GPU seconds."""
+        total, unshared = Work(), Work()
+        for each in self.ranges:
+            total, unshared = total + Work(**each["work"]), unshared + Work(**each["unshared"])
+        per_shard = WorkArrays(
+            *(
+                np.asarray([n for each in self.ranges for n in each["per_shard"][field.name]])
+                for field in fields(WorkArrays)
+            )
+        )
+        bounds = np.arange(len(per_shard.num_prefill_tokens) + 1)
+        found = None
+        if given.target is not None:
+            replicas = given.spec.engine.replicas
+            found = estimate_work(given.target, per_shard, total, unshared, bounds, replicas)
+        return (
+            (None, [None] * (len(bounds) - 1)) if found is None else (found[0], found[1].tolist())
+        )

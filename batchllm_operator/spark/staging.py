@@ -1,0 +1,124 @@
+"""Files that tasks make, in a folder beside the plans, under names by their content.
+
+A task that runs twice writes the same file twice. When all are there, each gets its name in the
+plan's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from batchllm_operator.artifacts.counts import Frozen
+from batchllm_operator.artifacts.manifest import DataFile, describe_file
+from batchllm_operator.artifacts.stored_plan import job_folder
+from batchllm_operator.errors import StorageError
+from batchllm_operator.lake import Folder, remove_files
+from batchllm_operator.spark.session import Rows, collect, payloads_in, said, tasks
+from batchllm_operator.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_FILES_PER_TASK: Final = 16
+
+
+class StagedFile(Frozen):
+    """A Parquet file, and its name in the staging folder."""
+
+    name: str
+    num_rows: int
+    described: DataFile
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """The staging folder of one run of the planner, as a URI: tasks open it themselves."""
+
+    uri: str
+
+    @classmethod
+    def beside(cls, spec: JobSpec, ds: str) -> Staging:
+        """A new one, beside the plans of the job and partition."""
+        return cls(job_folder(spec, ds).child(f"staged-{uuid.uuid4().hex}").uri)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A task's temporary folder, on the disk that Spark was given."""
+        disk: str | None = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
+        if not disk or not Path(disk).is_dir():
+            disk = None
+        with tempfile.TemporaryDirectory(prefix="batchllm-task-", dir=disk) as scratch:
+            yield Path(scratch)
+
+    def publish(self, path: Path, stem: str, num_rows: int) -> StagedFile:
+        """Copy a task's local file into the folder.
+
+        Raises:
+            StorageError: it can't be written.
+        """
+        described = describe_file(path)
+        name = f"{stem}-{described.sha256}.parquet"
+        Folder.open(self.uri).publish_file(path, name)
+        return StagedFile(name=name, num_rows=num_rows, described=described)
+
+    def check_shared(self, spark: SparkSession) -> None:
+        """Check that the driver sees what tasks write here.
+
+        Raises:
+            StorageError: it doesn't, or they can't write.
+        """
+        uri, name = self.uri, f"probe-{uuid.uuid4().hex}"
+
+        def write(batches: Rows) -> Iterator[Any]:
+            for _ in batches:
+                try:
+                    Folder.open(uri).write_bytes(name, b"written by a task")
+                    yield said([b""])
+                except StorageError as error:
+                    yield said([str(error).encode()])
+
+        (fault,) = collect(tasks(spark, [b""]).mapInArrow(write, "said binary"))
+        if fault:
+            raise StorageError(f"Spark's executors can't write the plan: {fault.decode()}")
+        folder = Folder.open(uri)
+        if not folder.exists(name):
+            raise StorageError(
+                f"{uri}: the driver doesn't see what Spark's executors write there; set"
+                " output.staging_uri to a folder that all of them share"
+            )
+        folder.remove(name)
+
+    def name_files(
+        self, spark: SparkSession, names: Sequence[tuple[str, str]], target: Folder
+    ) -> None:
+        """Give files, by pairs of name and new name, their names in the plan's folder.
+
+        Raises:
+            SparkJobError: one can't be copied.
+        """
+        source_uri, target_uri = self.uri, target.uri
+
+        def copy(batches: Rows) -> Iterator[Any]:
+            source, goal = Folder.open(source_uri), Folder.open(target_uri)
+            for payload in payloads_in(batches):
+                for name, new_name in json.loads(payload):
+                    source.copy_to(name, goal, new_name)
+                yield said([b""])
+
+        dealt = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
+        payloads = [json.dumps(each).encode() for each in dealt]
+        collect(tasks(spark, payloads).mapInArrow(copy, "said binary"))
+
+    def remove(self) -> None:
+        """Remove the folder; what can't be removed is left to `batchllm gc`."""
+        folder = Folder.open(self.uri)
+        with suppress(StorageError):
+            remove_files(folder, folder.find())

@@ -1,0 +1,212 @@
+"""Plans made on Spark: complete, as good as local plans, and the same whatever happens to tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.fake_job import DS, document_rows, fake_spec, write_table
+
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.stage import commit_run
+from batchllm_operator.errors import (
+    EmptyPartitionError,
+    KeyColumnError,
+    SpecError,
+    StorageError,
+)
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
+from batchllm_operator.spark import ranges, reading, session, stage
+from batchllm_operator.spark.stage import plan_on_spark
+from batchllm_operator.spec import JobSpec
+
+pytestmark = pytest.mark.usefixtures("spark")
+NUM_ROWS = 120
+
+
+@pytest.fixture
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many ranges, and a task for each row group, of a table of some kilobytes."""
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 12_000)
+    monkeypatch.setattr(reading, "PART_BYTES", 500)
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Path:
+    write_rows(tmp_path, document_rows(12, 10))
+    return tmp_path
+
+
+def write_rows(lake: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """A table of two files, of several row groups each."""
+    folder = lake / "documents" / f"ds={DS}"
+    folder.mkdir(parents=True, exist_ok=True)
+    half = len(rows) // 2 + 1
+    for name, some in (("a", rows[:half]), ("b", rows[half:])):
+        pq.write_table(pa.Table.from_pylist(some), folder / f"{name}.parquet", row_group_size=25)
+
+
+def job(lake: Path, **changes: Any) -> JobSpec:
+    return fake_spec(lake, **{"planner": {"num_shards": None}, **changes})
+
+
+def planned_rows(plan: StoredPlan) -> Counter[int]:
+    """How often each row is planned."""
+    found: Counter[int] = Counter()
+    for shard_idx in range(len(plan.manifest.shards)):
+        with plan.open_shard(shard_idx) as shard:
+            for row_idxs in shard.read(["row_idxs"])["row_idxs"].to_pylist():
+                found.update(row_idxs)
+    return found
+
+
+def test_a_plan_is_as_good_as_a_local_one(lake: Path, small_ranges: None) -> None:
+    local, plan = plan_job(job(lake), DS), plan_on_spark(job(lake), DS)
+    assert planned_rows(plan) == Counter(range(NUM_ROWS))
+    assert len(plan.manifest.shards) > 2
+    assert len(plan.manifest.row_parts) > 2
+    found, wanted = plan.manifest.counts, local.manifest.counts
+    for name in ("num_rows", "num_requests", "num_duplicate_rows", "num_logical_tokens"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    assert found.num_optimal_tokens == wanted.num_optimal_tokens
+    # Only what a cut between ranges makes two engines compute: at most one document each.
+    lost = found.num_planned_tokens - wanted.num_planned_tokens
+    assert lost <= (len(plan.manifest.shards) - 1) * 200
+    assert plan.manifest.sharing is not None
+    assert local.manifest.sharing is not None
+    degrees = plan.manifest.sharing.share_degrees
+    assert sum(degrees.counts) == sum(local.manifest.sharing.share_degrees.counts)
+
+
+def test_its_job_publishes_what_a_local_plan_does(lake: Path, small_ranges: None) -> None:
+    """Rows that can't be prompted and duplicates included, with a filter."""
+    rows = document_rows(12, 10)
+    rows[7]["document"] = None
+    rows[40] |= {"document": rows[3]["document"], "query": rows[3]["query"]}
+    rows[90]["document"] = "x" * 3000
+    write_rows(lake, rows)
+    changes: dict[str, Any] = {
+        "input": {"filter": [{"column": "query", "op": "!=", "value": "question 4"}]},
+        "engine": {"max_model_len": 2000},
+        "max_failed_fraction": 0.5,
+    }
+    published = []
+    for name, make in (("local", plan_job), ("spark", plan_on_spark)):
+        spec = job(lake, output={"uri": f"{lake}/{name}"}, **changes)
+        plan = make(spec, DS)
+        for shard_idx in range(len(plan.manifest.shards)):
+            run_shard(plan.folder.uri, shard_idx)
+        report = commit_run(plan.folder.uri)
+        assert report.num_rows_in == 108
+        table = pq.read_table(lake / name / f"ds={DS}" / "data.parquet")
+        published.append(table.drop_columns(["run_id", "num_cached_tokens"]).to_pylist())
+    assert published[0] == published[1]
+    faults = {row["row_key"]: row["status"] for row in published[1] if row["error"]}
+    assert faults == {rows[7]["row_key"]: "rejected", rows[90]["row_key"]: "rejected"}
+
+
+def test_planning_again_gives_the_same_bytes(lake: Path, small_ranges: None) -> None:
+    first = plan_on_spark(job(lake), DS)
+    written = {name: first.folder.read_bytes(name) for name in first.manifest.files}
+    again = plan_on_spark(job(lake), DS)
+    assert again.manifest == first.manifest
+    assert {name: again.folder.read_bytes(name) for name in written} == written
+    (folder,) = (lake / "out" / "_batchllm" / "job" / DS).iterdir()  # nothing staged is left
+    assert folder.name == f"plan-{first.manifest.plan_id}"
+
+
+def test_a_prompt_of_half_of_the_rows_is_cut_by_row(tmp_path: Path, small_ranges: None) -> None:
+    rows = document_rows(12, 10)
+    for row in rows[::2]:
+        row |= {"document": "The same. " * 20, "query": "the same"}
+    write_rows(tmp_path, rows)
+    sampled = {"sampling": {"temperature": 1.0, "max_tokens": 8}}
+    for changes in ({}, sampled):
+        plan = plan_on_spark(job(tmp_path, **changes), DS)
+        assert planned_rows(plan) == Counter(range(NUM_ROWS))
+        assert len(plan.manifest.shards) > 2
+
+
+def test_the_number_of_shards_is_the_specs(lake: Path, small_ranges: None) -> None:
+    plan = plan_on_spark(job(lake, planner={"num_shards": 7}), DS)
+    assert len(plan.manifest.shards) == 7
+    assert planned_rows(plan) == Counter(range(NUM_ROWS))
+    assert plan.manifest.imbalance < 2
+
+
+@pytest.mark.parametrize("ids", [[3, 3, None, None], [None, 1, 2, None], [5, 6, 5, 6]])
+def test_keys_are_refused_in_the_words_of_a_local_plan(
+    lake: Path, small_ranges: None, ids: list[int | None]
+) -> None:
+    rows = document_rows(12, 10)
+    for number, row in enumerate(rows):
+        row["id"] = number
+    for place, value in zip((3, 40, 77, 119), ids, strict=True):
+        rows[place]["id"] = value
+    write_rows(lake, rows)
+    messages = []
+    for make in (plan_job, plan_on_spark):
+        with pytest.raises(KeyColumnError) as refused:
+            make(job(lake, input={"key": "id"}), DS)
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_partition_without_rows(tmp_path: Path) -> None:
+    write_rows(tmp_path, document_rows(2, 2))
+    nothing = {"filter": [{"column": "query", "op": "==", "value": "none"}]}
+    with pytest.raises(EmptyPartitionError, match="has no rows that meet"):
+        plan_on_spark(job(tmp_path, input=nothing), DS)
+    plan = plan_on_spark(job(tmp_path, input=nothing, on_empty="commit"), DS)
+    assert plan.manifest.shards == ()
+    commit_run(plan.folder.uri)
+    assert pq.read_table(tmp_path / "out" / f"ds={DS}" / "data.parquet").num_rows == 0
+
+
+def test_a_table_that_changes_meanwhile_isnt_planned(
+    lake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_ranges = stage.plan_ranges
+
+    def then_change(*args: Any) -> Any:
+        found = plan_ranges(*args)
+        write_table(lake / "documents", document_rows(3, 3))
+        return found
+
+    monkeypatch.setattr(stage, "plan_ranges", then_change)
+    with pytest.raises(StorageError, match="changed while it was read"):
+        plan_on_spark(job(lake), DS)
+    assert not list((lake / "out").rglob("*.parquet"))
+
+
+def test_settings_that_arent_for_spark(lake: Path) -> None:
+    with pytest.raises(SpecError, match="reuse_outputs"):
+        plan_on_spark(job(lake, reuse_outputs=True), DS)
+
+
+def test_java_that_is_missing_or_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SpecError, match="there is none \\(PATH has no java\\)"):
+        session._check_java()
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(SpecError, match=r'not on .*: openjdk version "11\.0\.2"'):
+        session._check_java()
+
+
+def test_executors_with_another_release_are_refused(
+    lake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "__version__", "9.9")
+    with pytest.raises(SpecError, match=r"executors have not batchllm_operator 9\.9"):
+        plan_on_spark(job(lake), DS)
