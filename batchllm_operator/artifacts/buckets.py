@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import ahead
 
-_BUCKET_ROWS: Final = 1 << 16
+BUCKET_ROWS: Final = 1 << 16
 _MAX_BUCKETS: Final = 256
 _SLICE_ROWS: Final = 1 << 14
 _SLICE_BYTES: Final = 32 << 20
@@ -29,7 +29,7 @@ def _large(field: pa.Field) -> pa.Field:
     return field.with_type(pa.large_string()) if pa.types.is_string(field.type) else field
 
 
-_ROW_FIELD: Final = pa.field("row_idx", pa.int64())
+ROW_FIELD: Final = pa.field("row_idx", pa.int64())
 _KEYS: Final = ("request_idx", "row_idxs")
 
 
@@ -66,13 +66,13 @@ def spread(sources: Sequence[Outputs], parts: pa.Schema, num_rows: int, folder: 
     Raises:
         PlanError: an output is for a row beyond `num_rows`.
     """
-    bucket_rows = max(_BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
+    bucket_rows = max(BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
     paths = [folder / f"bucket-{idx}" for idx in range(-(-num_rows // bucket_rows))]
-    schema = pa.schema([_ROW_FIELD, *output_fields(parts)])
+    schema = pa.schema([ROW_FIELD, *output_fields(parts)])
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(path, schema)) for path in paths]
         for part in _merged(sources, schema.names[1:]):
-            for outputs in _one_per_row(part, schema):
+            for outputs in one_per_row(part, schema):
                 of_bucket = outputs["row_idx"].to_numpy() // bucket_rows
                 bucket_idxs, starts = np.unique(of_bucket, return_index=True)
                 ends = [*starts[1:], len(of_bucket)]
@@ -105,7 +105,7 @@ def _merged(sources: Sequence[Outputs], names: Sequence[str]) -> Iterator[pa.Tab
         yield pa.concat_tables(kept)
 
 
-def _one_per_row(part: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:
+def one_per_row(part: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:
     """The outputs of a part's requests, repeated for each row that a request stands for.
 
     Yields slices, as one request may stand for millions of rows; within a slice, rows ascend. For

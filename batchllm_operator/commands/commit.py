@@ -11,15 +11,27 @@ from batchllm_operator.commands.arguments import add_plan, plan_uri
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_plan(command)
+    command.add_argument(
+        "--on",
+        choices=("local", "spark"),
+        help="in place of the spec's planner.engine: one process, or Spark",
+    )
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:
     """Publish the partition, print the counts, and return the report's figures."""
+    from batchllm_operator.artifacts.stored_plan import StoredPlan
     from batchllm_operator.commit.stage import commit_run
     from batchllm_operator.report import share
     from batchllm_operator.spec.masking import print_unmasked
 
-    report = commit_run(plan_uri(args))
+    uri = plan_uri(args)
+    if (args.on or StoredPlan.open(uri).manifest.spec.planner.engine) == "spark":
+        from batchllm_operator.spark.commit import commit_on_spark
+
+        report = commit_on_spark(uri)
+    else:
+        report = commit_run(uri)
     print_unmasked(
         f"published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )

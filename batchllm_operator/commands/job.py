@@ -28,10 +28,10 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         BatchLLMError: see the stages.
         SystemExit: the worker was stopped or has failed; its process has printed the reason.
     """
-    planned = plan.run(argparse.Namespace(**vars(args), record=None, advise=False))
+    planned = plan.run(argparse.Namespace(**vars(args), on=None, record=None, advise=False))
     uri = planned["plan_uri"]
     _generate(uri)
-    of_plan = argparse.Namespace(plan=uri, compare=None, out=None)
+    of_plan = argparse.Namespace(plan=uri, on=None, compare=None, out=None)
     commit.run(of_plan)
     return {"num_shards": planned["num_shards"], **report.run(of_plan)}
 

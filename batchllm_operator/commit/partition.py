@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.answers import Answers
-from batchllm_operator.artifacts.buckets import Buckets, Outputs, spread
+from batchllm_operator.artifacts.buckets import Outputs, spread
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.artifacts.outputs import model_name, output_schema, planned_answers
 from batchllm_operator.artifacts.parts import PartEntry, part_schema
@@ -83,21 +83,72 @@ def write_partition(
     Raises:
         PlanError: a row has no output, or more than one.
     """
-    spec, manifest = plan.manifest.spec, plan.manifest
-    num_rows = manifest.counts.num_rows
-    buckets = spread(sources, part_schema(spec), num_rows, spool)
-    values = {"model": model_name(spec), "run_id": plan.publication.run_id}
-    constants = {name: pa.repeat(value, _SLICE_ROWS) for name, value in values.items()}
-    rows_schema, pooling = plan.rows_schema(), manifest.pooling
-    _check_kept(plan, rows_schema)
-    columns = output_schema(spec, rows_schema, table.columns(manifest.ds), pooling)
-    schema = published_schema(columns, plan.publication)
-    all_rows = _rebatch(plan, rows_schema.names, buckets.num_rows_each)
-    answers = planned_answers(spec, pooling)
-    tables = _join_all(spec, answers, all_rows, buckets, constants, schema)
+    joining = Joining.of(plan, table)
+    num_rows = plan.manifest.counts.num_rows
+    buckets = spread(sources, part_schema(plan.manifest.spec), num_rows, spool)
     most = table.most_file_bytes
-    write_files(gather(tables, most), spool / "data", schema, most)
+    tables = joining.tables(plan, 0, None, buckets.num_rows_each, buckets)
+    write_files(gather(tables, most), spool / "data", joining.schema, most)
     return spool / "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """Puts outputs beside their rows.
+
+    Attributes:
+        spec: the job's.
+        answers: its kinds of answers.
+        names: columns of the plan's rows.
+        schema: columns of the output table.
+        run_id: that of the plan.
+    """
+
+    spec: JobSpec
+    answers: Answers
+    names: tuple[str, ...]
+    schema: pa.Schema
+    run_id: str
+
+    @classmethod
+    def of(cls, plan: StoredPlan, table: LakeTable) -> Joining:
+        """For the plan's rows in this table.
+
+        Raises:
+            PlanError: the plan lacks columns that the job keeps.
+        """
+        spec, manifest = plan.manifest.spec, plan.manifest
+        rows_schema, pooling = plan.rows_schema(), manifest.pooling
+        _check_kept(plan, rows_schema)
+        columns = output_schema(spec, rows_schema, table.columns(manifest.ds), pooling)
+        schema = published_schema(columns, plan.publication)
+        answers = planned_answers(spec, pooling)
+        return cls(spec, answers, tuple(rows_schema.names), schema, plan.publication.run_id)
+
+    def tables(
+        self,
+        plan: StoredPlan,
+        first_row: int,
+        end_row: int | None,
+        num_rows_each: int,
+        buckets: Iterable[pa.Table],
+    ) -> Iterator[pa.Table]:
+        """The published rows [first_row, end_row), in order.
+
+        Args:
+            num_rows_each: rows of a bucket, except the last.
+            buckets: outputs, each bucket's sorted by `row_idx`.
+
+        Raises:
+            PlanError: a row has no output, or more than one.
+        """
+        values = {"model": model_name(self.spec), "run_id": self.run_id}
+        constants = {name: pa.repeat(value, _SLICE_ROWS) for name, value in values.items()}
+        start = first_row
+        all_rows = _rebatch(plan, self.names, num_rows_each, first_row, end_row)
+        for rows, outputs in zip(all_rows, buckets, strict=True):
+            yield from _join(self.spec, self.answers, rows, outputs, start, constants, self.schema)
+            start += rows.num_rows
 
 
 def _check_kept(plan: StoredPlan, rows_schema: pa.Schema) -> None:
@@ -109,10 +160,19 @@ def _check_kept(plan: StoredPlan, rows_schema: pa.Schema) -> None:
         )
 
 
-def _rebatch(plan: StoredPlan, columns: Sequence[str], bucket_rows: int) -> Iterator[pa.Table]:
+def _rebatch(
+    plan: StoredPlan,
+    columns: Sequence[str],
+    bucket_rows: int,
+    first_row: int,
+    end_row: int | None,
+) -> Iterator[pa.Table]:
     kept: list[pa.RecordBatch] = []
     num_kept = 0
-    for batch in plan.row_batches(columns, batch_size=min(bucket_rows, _BATCH_ROWS)):
+    batches = plan.row_batches(
+        columns, first_row, end_row, batch_size=min(bucket_rows, _BATCH_ROWS)
+    )
+    for batch in batches:
         while num_kept + batch.num_rows >= bucket_rows:
             head = batch.slice(0, bucket_rows - num_kept)
             yield pa.Table.from_batches([*kept, head])
@@ -123,20 +183,6 @@ def _rebatch(plan: StoredPlan, columns: Sequence[str], bucket_rows: int) -> Iter
             num_kept += batch.num_rows
     if kept:
         yield pa.Table.from_batches(kept)
-
-
-def _join_all(
-    spec: JobSpec,
-    answers: Answers,
-    all_rows: Iterable[pa.Table],
-    buckets: Buckets,
-    constants: Mapping[str, pa.Array],
-    schema: pa.Schema,
-) -> Iterator[pa.Table]:
-    start = 0
-    for rows, outputs in zip(all_rows, buckets, strict=True):
-        yield from _join(spec, answers, rows, outputs, start, constants, schema)
-        start += rows.num_rows
 
 
 def _join(

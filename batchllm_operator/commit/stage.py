@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from batchllm_operator.artifacts.buckets import Outputs
 from batchllm_operator.artifacts.committed import find_committed, mark_committed
 from batchllm_operator.artifacts.parts import read_ledger
 from batchllm_operator.artifacts.reuse_index import ReusedOutputs, write_index
@@ -25,17 +24,25 @@ from batchllm_operator.commit.report import describe_run, load_report, store_pag
 from batchllm_operator.commit.row_errors import RowErrors, find_errors
 from batchllm_operator.errors import ConflictError, FailedRowsError, IncompleteRunError, TableError
 from batchllm_operator.lake import LakeTable, Publication, open_table
+from batchllm_operator.lake.table import StagedRows
 from batchllm_operator.report import share
 from batchllm_operator.spec import JobSpec
 
 _NUM_NAMED_KINDS: Final = 5
+WritePartition = Callable[
+    [StoredPlan, Sequence[FinishedShard | ReusedOutputs], Path, LakeTable], Path | StagedRows
+]
 _log = logging.getLogger(__name__)
 
 
-def commit_run(plan_uri: str) -> RunReport:
+def commit_run(plan_uri: str, write: WritePartition | None = None) -> RunReport:
     """Publish the outputs of a finished plan, all rows or nothing.
 
     Committing a published plan again changes nothing.
+
+    Args:
+        plan_uri: the plan.
+        write: writes the partition's rows, for `LakeTable.publish`; by default `write_partition`.
 
     Raises:
         PlanError: the plan is absent, corrupted or of another version, its parts don't have one
@@ -65,8 +72,8 @@ def commit_run(plan_uri: str) -> RunReport:
     plan.check_current()
     _check_failed_fraction(plan, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
-        sources: list[Outputs] = [*shards, ReusedOutputs(plan)]
-        data = write_partition(plan, sources, Path(spool), table)
+        sources: list[FinishedShard | ReusedOutputs] = [*shards, ReusedOutputs(plan)]
+        data = (write or write_partition)(plan, sources, Path(spool), table)
         plan.mark_committing()  # again, as writing may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)
@@ -104,7 +111,9 @@ def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
     return shards
 
 
-def _publish(plan: StoredPlan, table: LakeTable, data: Path, seen: Publication | None) -> None:
+def _publish(
+    plan: StoredPlan, table: LakeTable, data: Path | StagedRows, seen: Publication | None
+) -> None:
     """Publish, replacing `seen` or what an older plan has published since.
 
     The older plan passed its own check before it was marked; it can't publish again, because it

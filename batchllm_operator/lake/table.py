@@ -88,6 +88,36 @@ class Publication:
         return cls(job, partition, plan_id) if job and partition and plan_id else None
 
 
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Rows of a partition in data files that no version of the table refers to yet."""
+
+    schema: pa.Schema
+    """Columns of the rows, as they were given."""
+    stored: pa.Schema
+    """The same columns as the files have them; a later version may want others."""
+    files: tuple[str, ...]
+    """What the format needs to know of each file, as JSON, in row order."""
+
+
+class Staging(Protocol):
+    """Puts data files beside those of a table, in any process: it can be sent to one."""
+
+    def put(self, data: Path, number: int) -> list[str]:
+        """Put the rows of local files into the table's folder; returns `StagedRows.files`.
+
+        `data` is as for `LakeTable.publish`; names sort by `number` first. What isn't published is
+        left to the table's vacuum.
+
+        Raises:
+            TableError: a value doesn't fit the table.
+            StorageError: the storage fails.
+        """
+
+    def rows(self, files: Sequence[str]) -> StagedRows:
+        """What `LakeTable.publish` takes, from what all `put` returned, in row order."""
+
+
 class LakeTable(Protocol):
     """A table partitioned by one column; implementations pass one behaviour suite."""
 
@@ -169,10 +199,21 @@ class LakeTable(Protocol):
             TableError: the table's schema or partitioning doesn't accept such rows.
         """
 
+    def staging(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> Staging | None:
+        """To write data files elsewhere than in the process that publishes.
+
+        None if a partition is one file. A table that doesn't exist may be created for it.
+
+        Raises:
+            TableError: as `check_outputs`.
+        """
+
     def publish(
         self,
         publication: Publication,
-        data: Path,
+        data: Path | StagedRows,
         *,
         replaces: Publication | None,
         add_columns: bool = False,
@@ -185,7 +226,7 @@ class LakeTable(Protocol):
         Args:
             publication: that of the rows; their column `run_id` names it.
             data: a file, or a folder of files whose names sort in row order; all columns but the
-                partition column, in the table's order when it is new.
+                partition column, in the table's order when it is new. Or staged rows.
             replaces: what `published` returned when the caller decided to publish.
             add_columns: whether columns that the table lacks may be added to it.
 

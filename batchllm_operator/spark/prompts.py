@@ -18,7 +18,7 @@ from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.ranges import Place, Ranges, keys_of
 from batchllm_operator.spark.reading import PLACE_BITS, NumberedPart, Reading, parts_of, payload_of
 from batchllm_operator.spark.session import Rows, collect, payloads_in, said, tasks
-from batchllm_operator.spark.staging import Staging
+from batchllm_operator.spark.staging import Staging, scratch_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -156,7 +156,7 @@ def _made(task: Task, parts: Sequence[NumberedPart]) -> Iterator[pa.RecordBatch]
         tokenizer.be_exact()
     num_rows, differs = 0, False
     with ExitStack() as stack:
-        path = stack.enter_context(task.staging.scratch()) / "rows"
+        path = stack.enter_context(scratch_folder()) / "rows"
         writer = stack.enter_context(open_rows_file(path, spec, reading.snapshot.schema))
         try:
             for numbered in parts:

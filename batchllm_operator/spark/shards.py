@@ -32,6 +32,7 @@ from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.prompts import Task
 from batchllm_operator.spark.ranges import keys_of, tokens_of
 from batchllm_operator.spark.session import Rows, collect, said
+from batchllm_operator.spark.staging import scratch_folder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -86,7 +87,7 @@ def _planned(given: RangeTask, range_idx: int, batches: Iterator[pa.RecordBatch]
     """Write the range's shards; returns what the driver needs to know of them, as JSON."""
     task, spec, target = given.task, given.spec_of(range_idx), given.target
     tokenizer, adapters = task.reading.tokenizer()
-    with task.staging.scratch() as scratch, PromptStore(scratch / "prompts.bin") as store:
+    with scratch_folder() as scratch, PromptStore(scratch / "prompts.bin") as store:
         found = _Sorted.read(batches, store)
         requests, ranked = _requests(given, found, store)
         classes = adapters.classes if adapters is not None else None

@@ -38,6 +38,16 @@ class StagedFile(Frozen):
     described: DataFile
 
 
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A task's temporary folder, on the disk that Spark was given."""
+    disk: str | None = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
+    if not disk or not Path(disk).is_dir():
+        disk = None
+    with tempfile.TemporaryDirectory(prefix="batchllm-task-", dir=disk) as scratch:
+        yield Path(scratch)
+
+
 @dataclass(frozen=True, slots=True)
 class Staging:
     """The staging folder of one run of the planner, as a URI: tasks open it themselves."""
@@ -48,15 +58,6 @@ class Staging:
     def beside(cls, spec: JobSpec, ds: str) -> Staging:
         """A new one, beside the plans of the job and partition."""
         return cls(job_folder(spec, ds).child(f"staged-{uuid.uuid4().hex}").uri)
-
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """A task's temporary folder, on the disk that Spark was given."""
-        disk: str | None = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
-        if not disk or not Path(disk).is_dir():
-            disk = None
-        with tempfile.TemporaryDirectory(prefix="batchllm-task-", dir=disk) as scratch:
-            yield Path(scratch)
 
     def publish(self, path: Path, stem: str, num_rows: int) -> StagedFile:
         """Copy a task's local file into the folder.

@@ -46,7 +46,7 @@ def expected_text(row: dict[str, str]) -> str:
 def test_rows_come_out_in_input_order(
     tmp_path: Path, bucket_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "_BUCKET_ROWS", bucket_rows)
+    monkeypatch.setattr(buckets, "BUCKET_ROWS", bucket_rows)
     for module in (buckets, partition):
         monkeypatch.setattr(module, "_SLICE_ROWS", max(bucket_rows // 2, 1))
     rows = document_rows(8, 5)

@@ -115,9 +115,16 @@ class OutputFiles:
     """
 
     def __init__(
-        self, folder: Folder, subfolder: str, data: Sequence[Path], most_file_bytes: int
+        self,
+        folder: Folder,
+        subfolder: str,
+        data: Sequence[Path],
+        most_file_bytes: int,
+        prefix: str = "",
     ) -> None:
         """`data` are local Parquet files, at least one, to put into the table's `subfolder`.
+
+        Names begin with `prefix`, so that those of several such puts sort in row order, too.
 
         Files have at most `most_file_bytes`, unless one row has more.
         """
@@ -125,7 +132,7 @@ class OutputFiles:
         self.may_be_committed = False
         """Whether a version may refer to the files; if so, they are never removed."""
         self._folder = folder
-        self._subfolder = subfolder
+        self._stem = f"{subfolder}/{FILE_PREFIX}{prefix}"
         self._data = data
         self._most_file_bytes = most_file_bytes
         self._put_as: pa.Schema | None = None
@@ -154,7 +161,7 @@ class OutputFiles:
             footers = [(file, pq.read_metadata(file)) for file in data]
             for _, footer in footers:
                 _check_nulls(where, columns, footer)
-            stem = f"{self._subfolder}/{FILE_PREFIX}{uuid.uuid4().hex}"
+            stem = f"{self._stem}{uuid.uuid4().hex}"
             self._actions = []
             for file, footer in footers:
                 if footer.num_rows:

@@ -8,6 +8,7 @@ table's vacuum.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,7 @@ from batchllm_operator.errors import BatchLLMError, CommitUnknownError, StorageE
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.delta.data import FILE_PREFIX, OutputFiles, check_takes, delta_schema
 from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
+from batchllm_operator.lake.delta.staging import DeltaStaging, StagedOutputs
 from batchllm_operator.lake.delta.version import DataFile, TableVersion, may_hold
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import read_footer
@@ -35,7 +37,7 @@ from batchllm_operator.lake.publishing import (
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.schema import check_cases
-from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot
+from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
 from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm
 
 _VERSION_PREFIX: Final = "delta:"
@@ -121,18 +123,36 @@ class DeltaTable:
         check_cases(f"table {self.uri}", [self._partition_column, *columns.names])
         self._columns(self._log.latest(), partition, columns, add_columns)
 
+    def staging(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> DeltaStaging:
+        check_name(self.uri, partition)
+        seen = self._log.latest()
+        stored = _stored(seen, *self._columns(seen, partition, columns, add_columns))
+        values = {self._partition_column: partition}
+        place = (self.uri, self._folder.uri, self._subfolder(partition))
+        most, write_id = self.most_file_bytes, uuid.uuid4().hex
+        return DeltaStaging(*place, columns, stored, values, most, write_id)
+
+    def _subfolder(self, partition: str) -> str:
+        return f"{quote(self._partition_column, safe='')}={quote(partition, safe='')}"
+
     def publish(
         self,
         publication: Publication,
-        data: Path,
+        data: Path | StagedRows,
         *,
         replaces: Publication | None,
         add_columns: bool = False,
     ) -> None:
         partition = publication.partition
         check_name(self.uri, partition)
-        subfolder = f"{quote(self._partition_column, safe='')}={quote(partition, safe='')}"
-        rows = OutputFiles(self._folder, subfolder, files_of(data), self.most_file_bytes)
+        rows: OutputFiles | StagedOutputs
+        if isinstance(data, StagedRows):
+            rows = StagedOutputs(data)
+        else:
+            subfolder = self._subfolder(partition)
+            rows = OutputFiles(self._folder, subfolder, files_of(data), self.most_file_bytes)
         try:
             self._publish(publication, rows, replaces, add_columns)
         finally:
@@ -141,7 +161,7 @@ class DeltaTable:
     def _publish(
         self,
         publication: Publication,
-        rows: OutputFiles,
+        rows: OutputFiles | StagedOutputs,
         replaces: Publication | None,
         add_columns: bool,
     ) -> None:
@@ -186,7 +206,7 @@ class DeltaTable:
         self,
         seen: TableVersion | None,
         publication: Publication,
-        rows: OutputFiles,
+        rows: OutputFiles | StagedOutputs,
         add_columns: bool,
     ) -> None:
         """Write the version after `seen`.
@@ -200,8 +220,7 @@ class DeltaTable:
         column, partition = self._partition_column, publication.partition
         columns, new = self._columns(seen, partition, rows.schema, add_columns)
         values = {column: partition}
-        known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
-        files = rows.put(where, pa.schema([known[name] for name in columns.names]), values)
+        files = rows.put(where, _stored(seen, columns, new), values)
         if not (seen is None or files or new or self._files_of(seen, partition)):
             return
         # Even if it is refused: delta-rs repeats requests, and its own first one may have landed.
@@ -323,6 +342,12 @@ class DeltaTable:
                 f"table {self.uri}: isn't partitioned by {self._partition_column!r}, but by"
                 f" {', '.join(version.partition_columns) or 'no column'}"
             )
+
+
+def _stored(seen: TableVersion | None, columns: pa.Schema, new: pa.Schema) -> pa.Schema:
+    """The columns as the table has them, or will have them."""
+    known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
+    return pa.schema([known[name] for name in columns.names])
 
 
 def _number(version: TableVersion | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -15,15 +16,15 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 
-from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
+from batchllm_operator.errors import CommitUnknownError, ConflictError, StorageError, TableError
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors, without_secrets
 from batchllm_operator.lake.iceberg.commit import NotCommittedError, Overwrite
 from batchllm_operator.lake.iceberg.partition import PartitionView
-from batchllm_operator.lake.iceberg.schema import iceberg_schema, storable_schema
+from batchllm_operator.lake.iceberg.schema import arrow_schema, iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg.write import StagedFiles
 from batchllm_operator.lake.publishing import check_name, is_published, looking_again, pauses_s
 from batchllm_operator.lake.schema import check_fit
-from batchllm_operator.lake.table import Publication
+from batchllm_operator.lake.table import Publication, StagedRows
 
 _NEWEST_FORMAT: Final = 2
 _ATTEMPTS: Final = 10
@@ -50,19 +51,26 @@ class Publisher:
         catalog_table: CatalogTable,
         column: str,
         publication: Publication,
-        data: Sequence[Path],
+        data: Sequence[Path] | StagedRows,
         most_file_bytes: int,
     ) -> None:
-        """`data` are local files of the rows, at least one; `most_file_bytes` bounds new files."""
+        """`data` are local files of the rows, at least one; `most_file_bytes` bounds new files.
+
+        Or they are staged.
+        """
         self._catalog_table = catalog_table
         self._uri = catalog_table.uri
         self._column = column
         self._publication = publication
         self._data = data
         self._most_file_bytes = most_file_bytes
-        footers = [pq.read_metadata(file) for file in data]
-        self._num_rows = sum(footer.num_rows for footer in footers)
-        rows = footers[0].schema.to_arrow_schema()
+        if isinstance(data, StagedRows):
+            self._num_rows = sum(json.loads(file)["record_count"] for file in data.files)
+            rows = data.schema
+        else:
+            footers = [pq.read_metadata(file) for file in data]
+            self._num_rows = sum(footer.num_rows for footer in footers)
+            rows = footers[0].schema.to_arrow_schema()
         self._rows = storable_schema(f"table {self._uri}", rows)
         self._staged: StagedFiles | None = None
         self._overwrites: list[Overwrite] = []  # all tried; any may be in the table
@@ -145,12 +153,28 @@ class Publisher:
             if self._staged is not None and not self._is_open:
                 self._staged.remove()
             self._staged = StagedFiles(table, overwrite.metadata, self._column, view.value)
-            self._staged.write(self._data, self._rows, self._most_file_bytes)
+            self._fill(self._staged)
         if not old and not self._staged.files:
             return None
         self._overwrites.append(overwrite)
         overwrite.stage(old, self._staged.files, self._publication.properties)
         return overwrite
+
+    def _fill(self, staged: StagedFiles) -> None:
+        """Write the data files, or refer to those that are there.
+
+        Raises:
+            ConflictError: the table has other columns than when those were written.
+        """
+        if not isinstance(self._data, StagedRows):
+            staged.write(self._data, self._rows, self._most_file_bytes)
+            return
+        if arrow_schema(staged.schema) != self._data.stored:
+            raise ConflictError(
+                f"output {self._uri}: its columns have changed while the outputs were written;"
+                " commit again"
+            )
+        staged.take(self._data.files)
 
 
 def check_takes(

@@ -17,9 +17,10 @@ from batchllm_operator.lake.iceberg.catalog import CatalogTable
 from batchllm_operator.lake.iceberg.partition import PartitionView, partition_names
 from batchllm_operator.lake.iceberg.publish import Publisher, check_takes
 from batchllm_operator.lake.iceberg.schema import arrow_schema, storable_schema
+from batchllm_operator.lake.iceberg.staging import IcebergStaging
 from batchllm_operator.lake.publishing import check_name
 from batchllm_operator.lake.schema import check_cases
-from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot
+from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
 from batchllm_operator.spec import FilterTerm, TableAddress
 
 _VERSION: Final = re.compile(r"iceberg:(none|[0-9]+)/([0-9]+)")  # of the snapshot, of the schema
@@ -132,10 +133,18 @@ class IcebergTable:
         old = [task.file for task in view.tasks()]
         check_takes(table, view, old, rows, add_columns=add_columns)
 
+    def staging(
+        self, partition: str, columns: pa.Schema, *, add_columns: bool = False
+    ) -> IcebergStaging:
+        self.check_outputs(partition, columns, add_columns=add_columns)
+        return IcebergStaging.of(
+            self._catalog_table, self._partition_column, partition, columns, self.most_file_bytes
+        )
+
     def publish(
         self,
         publication: Publication,
-        data: Path,
+        data: Path | StagedRows,
         *,
         replaces: Publication | None,
         add_columns: bool = False,
@@ -144,7 +153,7 @@ class IcebergTable:
             self._catalog_table,
             self._partition_column,
             publication,
-            files_of(data),
+            data if isinstance(data, StagedRows) else files_of(data),
             self.most_file_bytes,
         )
         publisher.publish(replaces, add_columns=add_columns)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,14 @@ from batchllm_operator.lake.data_files import Room, fit, row_groups
 
 _NO_LIMIT: Final = {TableProperties.PARQUET_ROW_GROUP_LIMIT: str(1 << 26)}
 """Rows in a row group, unless the table has a limit: groups are cut by their bytes."""
+
+
+_BOUNDS: Final = ("lower_bounds", "upper_bounds")
+_BY_COLUMN: Final = ("column_sizes", "value_counts", "null_value_counts", "nan_value_counts")
+
+
+def _texts(values: Mapping[int, bytes] | None) -> dict[int, str]:
+    return {name: value.hex() for name, value in (values or {}).items()}
 
 
 class _CountedFile(OutputFile):
@@ -53,12 +62,16 @@ class StagedFiles:
     """Data files that no snapshot refers to yet.
 
     `schema` is the table schema that they were written for; `files` are their entries for a
-    snapshot, in row order.
+    snapshot, in row order, and `entries` the same as JSON.
     """
 
-    def __init__(self, table: Table, metadata: TableMetadata, column: str, value: Any) -> None:
+    def __init__(
+        self, table: Table, metadata: TableMetadata, column: str, value: Any, number: int = 0
+    ) -> None:
+        """`number` begins the names of files, so that those of several sort in row order, too."""
         self.schema = metadata.schema()
         self.files: list[DataFile] = []
+        self.entries: list[str] = []
         self._table = table
         self._metadata = metadata
         self._value = value
@@ -69,6 +82,7 @@ class StagedFiles:
         )
         self._paths: list[str] = []
         self._write_id = uuid.uuid4()
+        self._number = number
 
     def write(self, data: Sequence[Path], rows: pa.Schema, most_file_bytes: int) -> None:
         """Write the rows of local Parquet files; columns that only the table has are null.
@@ -109,25 +123,43 @@ class StagedFiles:
 
     def _open(self) -> _CountedFile:
         # Names sort in row order.
-        name = f"00000-{len(self._paths):05d}-{self._write_id}.parquet"
+        name = f"{self._number:05d}-{len(self._paths):05d}-{self._write_id}.parquet"
         path = self._table.location_provider().new_data_location(name, self._key)
         self._paths.append(path)
         return _CountedFile(self._table.io.new_output(path))
 
     def _add(self, statistics: DataFileStatistics) -> None:
         path = self._paths[-1]
+        size = len(self._table.io.new_input(path))
+        known = statistics.to_serialized_dict()
+        bounds = {name: _texts(known.pop(name)) for name in _BOUNDS}
+        counts = {name: known.pop(name) for name in _BY_COLUMN}
+        entry = {"file_path": path, "file_size_in_bytes": size, **known}
+        self.entries.append(json.dumps({**entry, **bounds, **counts}))
+        self._refer_to(self.entries[-1])
+
+    def take(self, entries: Sequence[str]) -> None:
+        """Refer to files that other processes have written for the same columns."""
+        self.entries += entries
+        for entry in entries:
+            self._refer_to(entry)
+
+    def _refer_to(self, entry: str) -> None:
+        known = json.loads(entry)
+        for name in _BOUNDS:
+            known[name] = {int(k): bytes.fromhex(v) for k, v in (known[name] or {}).items()}
+        for name in _BY_COLUMN:
+            known[name] = {int(k): v for k, v in (known[name] or {}).items()}
         self.files.append(
             DataFile.from_args(
                 content=DataFileContent.DATA,
-                file_path=path,
                 file_format=FileFormat.PARQUET,
                 partition=self._key.partition,
-                file_size_in_bytes=len(self._table.io.new_input(path)),
                 sort_order_id=None,
                 spec_id=self._metadata.default_spec_id,
                 equality_ids=None,
                 key_metadata=None,
-                **statistics.to_serialized_dict(),
+                **known,
             )
         )
 

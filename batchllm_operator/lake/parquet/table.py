@@ -34,7 +34,7 @@ from batchllm_operator.lake.publishing import check_name, is_published, looking_
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.schema import check_fit, merge_schemas
-from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot
+from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
 from batchllm_operator.spec import FilterTerm
 
 DATA_FILE: Final = "data.parquet"
@@ -161,15 +161,19 @@ class ParquetTable:
         known = self._published_schema(self._others(partition)) or columns
         check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
 
+    def staging(self, partition: str, columns: pa.Schema, *, add_columns: bool = False) -> None:
+        """A partition is one file."""
+
     def publish(
         self,
         publication: Publication,
-        data: Path,
+        data: Path | StagedRows,
         *,
         replaces: Publication | None,
         add_columns: bool = False,
     ) -> None:
         """See `LakeTable`; the footer of `data` must name the publication (`published_schema`)."""
+        assert isinstance(data, Path), "nothing is staged"
         (file,) = files_of(data)
         footer = pq.read_metadata(file)
         rows = footer.schema.to_arrow_schema()
