@@ -158,7 +158,7 @@ def make_model(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
 
 
-def make_spec(lake: Path, run: str, num_shards: int, table: str = "documents") -> JobSpec:
+def make_spec(lake: Path, run: str, num_shards: int | None, table: str = "documents") -> JobSpec:
     return JobSpec.model_validate(
         {
             "spec_version": 1,
@@ -203,7 +203,7 @@ def time_steps(spec: JobSpec) -> dict[str, float]:
         "describe sharing": (plan, "describe_sharing"),
         "write shards": (plan, "write_shards"),
         "checksums": (plan, "describe_file"),
-        "publish": (plan, "_persist"),
+        "publish": (plan, "complete"),
     }
     seconds = dict.fromkeys([*steps, "all"], 0.0)
 

@@ -1,0 +1,145 @@
+"""Plans on Spark against local plans: `python -m benchmarks.plan_spark --rows 300000`.
+
+A standalone master and two workers of one core and 1 GB each, on loopback. The table is that of
+`benchmarks.plan_stage`: prompts of some 1,500 tokens, several for each document, in random order.
+A third of the rows, and then all of them, are planned by Spark, each time with new executors; all
+of them are planned locally, too. There are no figures unless each row is in each plan once.
+
+    saved_share     tokens that Spark's plan saves / those that the local plan saves
+    marginal_us     CPU time of executors (JVM and Python) for all rows, less that for a third,
+                    divided by the rows between
+    peak_bytes      resident memory of the largest executor, its JVM and its Python together
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.demo.documents import demo_documents
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.spark.stage import plan_on_spark
+from batchllm_operator.spec import JobSpec
+from benchmarks.memory import peak_rss_bytes
+from benchmarks.plan_stage import DS, git_sha, make_model, make_spec, make_table, train_tokenizer
+from benchmarks.spark_cluster import spark_cluster
+
+CONF = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.memory": "1g",
+    "spark.executor.memory": "1g",
+    "spark.executor.cores": "1",
+}
+
+
+def with_cluster(spec: JobSpec, master: str) -> JobSpec:
+    conf = {**CONF, "spark.master": master}
+    planner = spec.model_dump(mode="json")["planner"] | {"spark": {"conf": conf}}
+    return JobSpec.model_validate({**spec.model_dump(mode="json"), "planner": planner})
+
+
+def planned_once(plan: StoredPlan, num_rows: int) -> bool:
+    found: Counter[int] = Counter()
+    for shard_idx in range(len(plan.manifest.shards)):
+        with plan.open_shard(shard_idx) as shard:
+            for batch in shard.iter_batches(columns=["row_idxs"]):
+                found.update(batch.column(0).flatten().to_pylist())
+    return found == Counter(range(num_rows))
+
+
+def saved_tokens(plan: StoredPlan) -> int:
+    counts = plan.manifest.counts
+    return counts.num_logical_tokens - counts.num_planned_tokens
+
+
+def measure(
+    lake: Path, folder: Path, table: str, num_rows: int
+) -> tuple[dict[str, Any], StoredPlan]:
+    """One plan by Spark, with executors of its own."""
+    from pyspark.sql import SparkSession
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    with spark_cluster(folder) as cluster:
+        spec = with_cluster(make_spec(lake, f"spark-{table}", None, table), cluster.master)
+        builder = SparkSession.builder.appName("plan_spark")
+        for name, value in spec.planner.spark.conf.items():
+            builder = builder.config(name, value)
+        session, stop = builder.getOrCreate(), threading.Event()
+        watcher = threading.Thread(target=cluster.watch, args=[stop])
+        watcher.start()
+        started_at, cpu_before = time.perf_counter(), time.process_time()
+        plan = plan_on_spark(spec, DS)
+        wall_s, driver_s = time.perf_counter() - started_at, time.process_time() - cpu_before
+        cluster.look()
+        stop.set()
+        watcher.join()
+        session.stop()
+    if not planned_once(plan, num_rows):
+        sys.exit("a row isn't planned once; no figures")
+    found = {"rows": num_rows, "wall_s": round(wall_s, 1), "driver_cpu_s": round(driver_s, 1)}
+    found |= {"shards": len(plan.manifest.shards), **asdict(cluster.usage)}
+    print(json.dumps(found), flush=True)
+    return found, plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=300_000)
+    parser.add_argument("--share-degree", type=int, default=7, help="prompts per document")
+    parser.add_argument("--shared-tokens", type=int, default=1100, help="of a document, about")
+    parser.add_argument("--distinct-tokens", type=int, default=400, help="of a question, about")
+    parser.add_argument("--vocab-size", type=int, default=30_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="a file for the last line, too")
+    args = parser.parse_args()
+    if args.rows < 3:
+        parser.error("--rows must be at least 3")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    texts = [document.text for document in demo_documents(10**9)]
+    tokenizer = train_tokenizer(texts, args.vocab_size)
+    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
+        found = []
+        for name, num_rows in (("third", args.rows // 3), ("whole", args.rows)):
+            lake = Path(folder, name)
+            make_model(lake / "model", tokenizer)
+            args.num_prompts = num_rows
+            make_table(args, texts, tokenizer, lake)
+            row, plan = measure(lake, Path(folder, f"spark-{name}"), "documents", num_rows)
+            found.append(row)
+        driver_peak_bytes = peak_rss_bytes()
+        # With as many shards, so that cuts between shards cost both the same.
+        local = plan_job(make_spec(lake, "local", len(plan.manifest.shards)), DS)
+    third, whole = found
+    cpu_s = [row["jvm_s"] + row["python_s"] for row in found]
+    line = json.dumps(
+        {
+            "benchmark": "plan_spark",
+            "plans": found,
+            "saved_share": round(saved_tokens(plan) / max(1, saved_tokens(local)), 5),
+            "saving": [round(each.manifest.planned_saving_ratio, 5) for each in (plan, local)],
+            "marginal_us": round((cpu_s[1] - cpu_s[0]) / (whole["rows"] - third["rows"]) * 1e6, 1),
+            "driver_peak_bytes": driver_peak_bytes,
+            "git_sha": git_sha(),
+        }
+    )
+    print(line)
+    if args.json is not None:
+        args.json.write_text(f"{line}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""A standalone Spark cluster on loopback: a master, and workers of one core each."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+_START_S: Final = 60.0
+_POLL_S: Final = 0.5
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the executors have taken."""
+
+    jvm_s: float = 0.0
+    """CPU seconds."""
+    python_s: float = 0.0
+    peak_bytes: int = 0
+    """Largest memory of one executor, its JVM and its Python together."""
+    peak_python_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Cluster:
+    """A running cluster: its address, and the processes of its workers."""
+
+    master: str
+    workers: list[subprocess.Popen[bytes]]
+    usage: Usage = field(default_factory=Usage)
+
+    def watch(self, stop: threading.Event) -> None:
+        """Update `usage` until told to stop; executors must still run then."""
+        while not stop.wait(_POLL_S):
+            self.look()
+
+    def look(self) -> None:
+        jvm_s = python_s = 0.0
+        for worker in self.workers:
+            held = held_by_python = 0
+            for pid in _below(worker.pid):
+                seconds, num_bytes, is_python = _looked_up(pid)
+                held += num_bytes
+                if is_python:
+                    python_s += seconds
+                    held_by_python += num_bytes
+                else:
+                    jvm_s += seconds
+            self.usage.peak_bytes = max(self.usage.peak_bytes, held)
+            self.usage.peak_python_bytes = max(self.usage.peak_python_bytes, held_by_python)
+        self.usage.jvm_s = max(self.usage.jvm_s, jvm_s)
+        self.usage.python_s = max(self.usage.python_s, python_s)
+
+
+@contextmanager
+def spark_cluster(folder: Path, num_workers: int = 2, memory: str = "1g") -> Iterator[Cluster]:
+    """Start a cluster whose files lie in `folder`, and stop it at the end."""
+    import pyspark
+
+    home = Path(pyspark.__file__).parent
+    environment = {
+        **os.environ,
+        "SPARK_HOME": str(home),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_LOCAL_DIRS": str(folder / "local"),
+        "PYSPARK_PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+        "SPARK_MASTER_OPTS": "-Dspark.master.rest.enabled=false -Dspark.ui.enabled=false",
+    }
+    (folder / "local").mkdir(parents=True)
+
+    def start(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        deploy = f"org.apache.spark.deploy.{name.partition('-')[0]}"
+        command = [str(home / "bin" / "spark-class"), deploy, "--host", "127.0.0.1", *arguments]
+        with (folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, process_group=0
+            )
+
+    processes = [start("master.Master", "--port", "0", "--webui-port", "0")]
+    try:
+        with (folder / "master.Master.log").open() as log:
+            master = _found(log, r"Starting Spark master at (spark://\S+)")
+        for number in range(num_workers):
+            work = str(folder / f"work-{number}")
+            sizes = ("--cores", "1", "--memory", memory, "--work-dir", work)
+            processes.append(start(f"worker.Worker-{number}", *sizes, "--webui-port", "0", master))
+        with (folder / "master.Master.log").open() as log:
+            for _ in range(num_workers):
+                _found(log, r"(Registering worker)")
+        yield Cluster(master, processes[1:])
+    finally:
+        for process in processes:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in processes:
+            process.wait()
+
+
+def _found(log: IO[str], pattern: str) -> str:
+    """The first group of the next line that matches, as soon as it is written."""
+    ends_at = time.monotonic() + _START_S
+    line = ""
+    while time.monotonic() < ends_at:
+        line += log.readline()
+        if line.endswith("\n"):
+            if found := re.search(pattern, line):
+                return found[1]
+            line = ""
+        elif not line:
+            time.sleep(0.1)
+    sys.exit(f"Spark didn't start: no line has {pattern!r}")
+
+
+def _below(pid: int) -> Iterator[int]:
+    """All processes that descend from one."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    # Threads start processes, too.
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            children += (task / "children").read_text().split()
+        except OSError:
+            continue
+    for child in sorted(set(map(int, children))):
+        yield child
+        yield from _below(child)
+
+
+def _looked_up(pid: int) -> tuple[float, int, bool]:
+    """CPU seconds with those of children that have ended, bytes of memory, whether it is Python."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        name, fields = (
+            stat[stat.index("(") + 1 : stat.rindex(")")],
+            stat[stat.rindex(")") + 2 :].split(),
+        )
+    except (OSError, ValueError):
+        return 0.0, 0, False
+    seconds = sum(map(int, fields[11:15])) / _TICKS
+    return seconds, _held_bytes(pid), "java" not in name
+
+
+def _held_bytes(pid: int) -> int:
+    """Resident memory; of pages that processes share, such as forked ones, each one's part."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
