@@ -35,6 +35,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
+from batchllm_operator.errors import PlanError
 from batchllm_operator.planner import GPU, model_shape
 from batchllm_operator.planner.runahead import (
     Chain,
@@ -56,6 +57,8 @@ _START_S: Final = 0.2
 """From the last preparation to the common start."""
 _ONE_CORE: Final = GPU("one core", 8e9, 8e9, 5e10, 1.0, 1.0, 1.0, 4e-3, 0.0)
 """What isn't timed: reading weights and KV in decoding."""
+_MOST_TIMINGS: Final = 48
+"""Of a step, until a longer one must take longer."""
 _TARGETS: Final = (
     ("TTFT, one group, runahead over whole_group", 0.65),
     ("makespan, one group, runahead over the better of the others", 0.75),
@@ -137,16 +140,27 @@ def started(num_replicas: int, sizes: Sizes, max_groups: int) -> Iterator[Replic
 
 
 def calibrate(replicas: Replicas, num_replicas: int, sizes: Sizes) -> ReplicaCost:
-    """Rates of a replica while the others work too: the slowest one's."""
+    """Rates of a replica while the others work too: the slowest one's.
+
+    A busy machine can hide that longer steps take longer; then more of them are timed.
+
+    Raises:
+        PlanError: it does so even with `_MOST_TIMINGS` of each step.
+    """
     part = sizes.prefix // 4 // BLOCK_SIZE * BLOCK_SIZE
     steps = [(part, 0), (2 * part, 0), (sizes.prefix, 0), (part, part), (2 * part, 2 * part)]
-    call = {"call": "time_steps", "sizes": steps, "repetitions": 3}
-    slowest = [max(each) for each in zip(*replicas.ask([call] * num_replicas), strict=True)]
     shape = model_shape(MODEL, "runahead", bytes_per_weight=4.0, bytes_per_kv_element=4.0)
     cost = ReplicaCost.of(shape, _ONE_CORE)
-    return cost.calibrated(
-        [(chunk, before, seconds) for (chunk, before), seconds in zip(steps, slowest, strict=True)]
-    )
+    repetitions = 3
+    while True:
+        call = {"call": "time_steps", "sizes": steps, "repetitions": repetitions}
+        slowest = [max(each) for each in zip(*replicas.ask([call] * num_replicas), strict=True)]
+        try:
+            return cost.calibrated([(*step, s) for step, s in zip(steps, slowest, strict=True)])
+        except PlanError:
+            repetitions *= 4
+            if repetitions > _MOST_TIMINGS:
+                raise
 
 
 @dataclass(frozen=True, slots=True)

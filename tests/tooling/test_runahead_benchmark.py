@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.benchmark_modules import load
 
+from batchllm_operator.errors import PlanError
+
 main = load("runahead.__main__")
 work = load("runahead.work")
 
@@ -102,3 +104,29 @@ def test_targets_compare_with_the_better_of_the_others() -> None:
     assert (regret["measured"], regret["is_met"]) == (round(8 / 7, 3), False)
     for each in main.targets([], {}):
         assert (each["measured"], each["is_met"]) == (None, None)
+
+
+class BusyReplicas:
+    """Answers like replicas whose steps take longer the longer they are, once enough are timed."""
+
+    def __init__(self, enough: int) -> None:
+        self.enough, self.asked = enough, []
+
+    def ask(self, calls: list[dict[str, Any]]) -> list[list[float]]:
+        self.asked.append(calls[0]["repetitions"])
+        has_enough = self.asked[-1] >= self.enough
+        each = [
+            1e-3 * (1 + chunk if has_enough else 1 / (1 + chunk + before))
+            for chunk, before in calls[0]["sizes"]
+        ]
+        return [each] * len(calls)
+
+
+def test_a_busy_machine_is_timed_for_longer_but_not_for_ever() -> None:
+    replicas = BusyReplicas(enough=12)
+    assert main.calibrate(replicas, 2, work.Sizes()).prefill_seconds(64) > 0
+    assert replicas.asked == [3, 12]
+    replicas = BusyReplicas(enough=10_000)
+    with pytest.raises(PlanError, match="don't grow"):
+        main.calibrate(replicas, 2, work.Sizes())
+    assert replicas.asked == [3, 12, 48]
