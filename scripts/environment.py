@@ -71,7 +71,8 @@ ENVIRONMENTS = {
     "cpu": Environment(
         _lock("cpu"),
         _OURS | {"airflow"},
-        extras=("cpu", "airflow", "iceberg", "delta", "spark", "dev"),
+        extras=("cpu", "airflow", "airflow-spark", "iceberg", "delta", "spark", "dev"),
+        left_out=COMPANIONS | {"pyspark-client"},  # pyspark has its modules
     ),
     "compat": Environment(
         _lock("compat"), _OURS, groups=("compat",), left_out=COMPANIONS | {"triton"}

@@ -11,10 +11,12 @@ from airflow.sdk import Asset, TaskGroup, TriggerRule, XComArg
 
 from batchllm_operator.operators.commit import BatchLLMCommitOperator
 from batchllm_operator.operators.generate import BatchLLMGenerateOperator
-from batchllm_operator.operators.plan import PLAN_URI_KEY, BatchLLMPlanOperator
+from batchllm_operator.operators.plan import BatchLLMPlanOperator
+from batchllm_operator.operators.planning import PLAN_URI_KEY
 from batchllm_operator.operators.pod_operator import Runner
 from batchllm_operator.operators.pods.settings import GpuVendor, PodSettings
 from batchllm_operator.operators.report import BatchLLMReportOperator
+from batchllm_operator.operators.spark_planning import spark_plan_operator
 
 
 def batchllm_task_group(
@@ -65,7 +67,8 @@ def batchllm_task_group(
         max_parallel_shards: upper bound of concurrent workers or shards of one run.
         output_asset: asset, or its URI, that commit updates; see `BatchLLMCommitOperator` for
             the events.
-        plan_args: further arguments of the plan task, such as `{"runner": "kubernetes"}`.
+        plan_args: further arguments of the plan task, such as `{"runner": "kubernetes"}`. With
+            `{"runner": "spark"}` it plans on Spark; see `spark_plan_operator` for the operator.
         generate_args: further arguments of the generate tasks, such as a namespace.
 
     Raises:
@@ -76,7 +79,7 @@ def batchllm_task_group(
     pool_args = {} if pool is None else {"pool": pool}
     asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
     with TaskGroup(group_id=group_id) as group:
-        plan = BatchLLMPlanOperator(
+        plan = _plan_task(
             task_id="plan",
             spec_path=str(spec_path),
             ds=str(ds),
@@ -116,3 +119,9 @@ def batchllm_task_group(
         report = BatchLLMReportOperator(task_id="report", plan_uri=plan_uri, **everywhere)
         generated >> commit >> report
     return group
+
+
+def _plan_task(*, runner: str | None = None, **arguments: Any) -> Any:
+    if runner == "spark":
+        return spark_plan_operator(**arguments)
+    return BatchLLMPlanOperator(runner=runner, **arguments)

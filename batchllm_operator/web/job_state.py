@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from batchllm_operator.web.runs import ACTIVE, COMMIT, FAILED, GENERATE, PLAN, JobInRun, task_states
+from batchllm_operator.web.runs import (
+    ACTIVE,
+    COMMIT,
+    FAILED,
+    GENERATE,
+    PLANS,
+    JobInRun,
+    task_states,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +36,11 @@ def job_state(session: Session, job: JobInRun) -> JobState:
     states = [
         (operator, state)
         for task_id, operator, state in task_states(
-            session, ref.dag_id, ref.run_id, (PLAN, GENERATE, COMMIT)
+            session, ref.dag_id, ref.run_id, (*PLANS, GENERATE, COMMIT)
         )
         if task_id.rpartition(".")[0] == ref.group
     ]
-    if sum(operator == PLAN for operator, _ in states) > 1:
+    if sum(operator in PLANS for operator, _ in states) > 1:
         return JobState("planned")
     tasks = [state for operator, state in states if operator == GENERATE]
     commits = [state for operator, state in states if operator == COMMIT]

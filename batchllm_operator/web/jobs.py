@@ -25,8 +25,8 @@ from batchllm_operator.web.runs import (
     COMMIT,
     ENDED,
     FAILED,
-    PLAN,
     PLAN_URI_KEY,
+    PLANS,
     REPORT,
     RETURN_KEY,
     JobInRun,
@@ -136,10 +136,10 @@ def _planning_tasks(session: Session) -> set[tuple[str, str]]:
     noted = (
         select(XComModel.dag_id, XComModel.task_id)
         .join(TaskInstance, same_task(XComModel))
-        .where(XComModel.key == PLAN_URI_KEY, TaskInstance.operator == PLAN)
+        .where(XComModel.key == PLAN_URI_KEY, TaskInstance.operator.in_(PLANS))
     )
     unplanned = select(TaskInstance.dag_id, TaskInstance.task_id).where(
-        TaskInstance.state.in_((*ACTIVE, *FAILED)), TaskInstance.operator == PLAN
+        TaskInstance.state.in_((*ACTIVE, *FAILED)), TaskInstance.operator.in_(PLANS)
     )
     queries = (noted.distinct(), unplanned.distinct())
     return {(dag_id, task_id) for query in queries for dag_id, task_id in session.execute(query)}
@@ -159,7 +159,7 @@ def _job(session: Session, dag_id: str, task_id: str) -> Job | None:
             and_(DagRun.dag_id == TaskInstance.dag_id, DagRun.run_id == TaskInstance.run_id),
         )
         .where(TaskInstance.dag_id == dag_id, TaskInstance.task_id == task_id)
-        .where(TaskInstance.operator == PLAN)
+        .where(TaskInstance.operator.in_(PLANS))
         .order_by(DagRun.run_after.desc(), DagRun.id.desc(), TaskInstance.map_index.desc())
         .limit(_NUM_CANDIDATES)
     ).all()

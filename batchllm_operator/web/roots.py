@@ -24,7 +24,7 @@ SECTION: Final = "batchllm"
 OPTION: Final = "report_roots"
 SETTING: Final = f"[{SECTION}] {OPTION}"
 ROOT_FIELD: Final = "report_root"
-"""Field of `BatchLLMPlanOperator`, which Airflow keeps with the parsed DAG."""
+"""Field of operators that plan, which Airflow keeps with the parsed DAG."""
 _TEAM: Final = "team:"
 
 

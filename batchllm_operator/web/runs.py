@@ -22,7 +22,11 @@ from sqlalchemy.orm import Session
 from batchllm_operator.errors import PlanError
 from batchllm_operator.web.plan_uri import PlanURI
 
-PLAN: Final = "BatchLLMPlanOperator"
+PLANS: Final = (
+    "BatchLLMPlanOperator",
+    "BatchLLMSparkKubernetesPlanOperator",
+    "BatchLLMSparkSubmitPlanOperator",
+)
 GENERATE: Final = "BatchLLMGenerateOperator"
 COMMIT: Final = "BatchLLMCommitOperator"
 REPORT: Final = "BatchLLMReportOperator"
@@ -109,7 +113,7 @@ def jobs_of_run(session: Session, dag_id: str, run_id: str) -> list[JobInRun]:
         .where(
             TaskInstance.dag_id == dag_id,
             TaskInstance.run_id == run_id,
-            TaskInstance.operator == PLAN,
+            TaskInstance.operator.in_(PLANS),
         )
         .order_by(TaskInstance.task_id, TaskInstance.map_index)
     )

@@ -24,6 +24,7 @@ from helm_chart.rendering import (
     examples,
     pod_templates,
     render,
+    spark_applications,
 )
 from helm_chart.validation import KUBERNETES_VERSIONS, errors_of
 
@@ -38,6 +39,11 @@ REFUSED: Final[tuple[tuple[str, Values], ...]] = (
     ),
     ("/quota/hard/requests.nvidia.com~1gpu", {"quota": {"hard": {"requests.nvidia.com/gpu": 8}}}),
     ("/pods/runAsUser", {"pods": {"runAsUser": 0}}),
+    ("/spark/executor/memory", {"spark": {"executor": {"memory": "4Gi"}}}),
+    (
+        "'spark.hadoop.fs.s3a.secret.key'",
+        {"spark": {"conf": {"spark.hadoop.fs.s3a.secret.key": "x"}}},
+    ),
     ("'HF_TOKEN'", {"pods": {"env": {"HF_TOKEN": "hf_x"}}}),
 )
 """Values that the schema must refuse, and what its message must name."""
@@ -61,7 +67,7 @@ def check() -> Summary:
         problems += [f"{name}: {problem}" for problem in _lint_problems(values)]
         try:
             objects = render(values)
-            pods = list(pod_templates(objects))
+            pods = [*pod_templates(objects), *spark_applications(objects)]
         except (HelmError, yaml.YAMLError) as error:
             problems.append(f"{name}: {error}")
             continue

@@ -106,18 +106,32 @@ def notes(values: Values, *, namespace: str = NAMESPACE) -> str:
 
 def pod_templates(objects: list[Rendered]) -> Iterator[Rendered]:
     """The pods in ConfigMaps, as the operator makes them of the templates."""
+    for each in _templates(objects, "Pod"):
+        pod = each.content
+        pod["metadata"]["labels"] |= {
+            "app.kubernetes.io/component": "plan" if each.name == "batchllm-cpu" else "run",
+            "batchllm.io/job": "example",
+            "batchllm.io/plan": "0123456789abcdef",
+            "batchllm.io/shard": "0",
+            "batchllm.io/attempt": "0123456789abcdef",
+        }
+        pod["spec"]["containers"][0]["command"] = ["batchllm"]
+        yield each
+
+
+def spark_applications(objects: list[Rendered]) -> Iterator[Rendered]:
+    """The SparkApplications in ConfigMaps, as the operator makes them of the template."""
+    for each in _templates(objects, "SparkApplication"):
+        each.content["spec"]["arguments"] = ["plan", "--on", "spark"]
+        yield each
+
+
+def _templates(objects: list[Rendered], kind: str) -> Iterator[Rendered]:
     for each in objects:
         if each.kind != "ConfigMap":
             continue
         for key, text in each.content["data"].items():
-            pod = yaml.load(text, _UniqueKeyLoader)
-            pod["metadata"]["name"] = f"batchllm-{Path(key).stem}"
-            pod["metadata"]["labels"] |= {
-                "app.kubernetes.io/component": "plan" if key == "cpu.yaml" else "run",
-                "batchllm.io/job": "example",
-                "batchllm.io/plan": "0123456789abcdef",
-                "batchllm.io/shard": "0",
-                "batchllm.io/attempt": "0123456789abcdef",
-            }
-            pod["spec"]["containers"][0]["command"] = ["batchllm"]
-            yield Rendered(f"{each.source}: {key}", pod)
+            template = yaml.load(text, _UniqueKeyLoader)
+            if template["kind"] == kind:
+                template["metadata"]["name"] = f"batchllm-{Path(key).stem}"
+                yield Rendered(f"{each.source}: {key}", template)

@@ -65,7 +65,53 @@ _RULE: Final = _closed(
     },
     ("alert", "expr", "labels", "annotations"),
 )
+_OBJECTS: Final = {"type": "array", "items": {"type": "object"}}
+_COUNT: Final = {"type": "integer", "minimum": 1}
+_SPARK_POD: Final = {
+    "cores": _COUNT,
+    "memory": _STRING,
+    "memoryOverhead": _STRING,
+    "serviceAccount": _STRING,
+    "labels": _STRINGS,
+    "annotations": _STRINGS,
+    "priorityClassName": _STRING,
+    "nodeSelector": _STRINGS,
+    "tolerations": _OBJECTS,
+    "env": _OBJECTS,
+    "envFrom": _OBJECTS,
+    "podSecurityContext": {"type": "object"},
+    "securityContext": {"type": "object"},
+    "volumeMounts": _OBJECTS,
+}
 CUSTOM_RESOURCES: Final = {
+    "SparkApplication": _closed(
+        {
+            "apiVersion": {"const": "sparkoperator.k8s.io/v1beta2"},
+            "kind": {"const": "SparkApplication"},
+            "metadata": _METADATA,
+            "spec": _closed(
+                {
+                    "type": {"const": "Python"},
+                    "pythonVersion": {"const": "3"},
+                    "sparkVersion": _STRING,
+                    "mode": {"const": "cluster"},
+                    "image": _STRING,
+                    "imagePullPolicy": _STRING,
+                    "imagePullSecrets": {"type": "array", "items": _STRING},
+                    "mainApplicationFile": {"type": "string", "pattern": "^local:///"},
+                    "arguments": {"type": "array", "items": _STRING},
+                    "restartPolicy": _closed({"type": {"const": "Never"}}, ("type",)),
+                    "timeToLiveSeconds": _COUNT,
+                    "sparkConf": _STRINGS,
+                    "volumes": _OBJECTS,
+                    "driver": _closed(_SPARK_POD),
+                    "executor": _closed(_SPARK_POD | {"instances": _COUNT}, ("instances",)),
+                },
+                ("type", "sparkVersion", "mode", "image", "mainApplicationFile", "driver"),
+            ),
+        },
+        ("apiVersion", "kind", "metadata", "spec"),
+    ),
     "PodMonitor": _monitoring_object(
         "PodMonitor",
         _closed(
@@ -99,7 +145,7 @@ CUSTOM_RESOURCES: Final = {
         ),
     ),
 }
-"""Schemas of the fields that the chart uses. Those of Prometheus Operator's CRDs aren't in
+"""Schemas of the fields that the chart uses. Those of Prometheus's and Spark's CRDs aren't in
 Kubernetes's, so that a wrong field is found here, but a change of theirs isn't."""
 
 

@@ -15,6 +15,14 @@ TRIGGERER = {
     "pods": {"get", "delete"},
     "pods/log": {"get"},
 }
+APPLICATIONS = {
+    "sparkapplications.sparkoperator.k8s.io": {"create", "delete"},
+    "sparkapplications/status.sparkoperator.k8s.io": {"get"},
+}
+DRIVER = {
+    name: {"create", "get", "list", "watch", "patch", "delete", "deletecollection"}
+    for name in ("pods", "services", "configmaps", "persistentvolumeclaims")
+}
 SECRETS = {"secrets": {"create", "delete"}}
 EXAMPLES = sorted(examples())
 
@@ -25,13 +33,14 @@ def of_kind(objects: list[Rendered], kind: str) -> dict[str, Any]:
 
 
 def verbs(role: dict[str, Any]) -> dict[str, set[str]]:
-    """Verbs by resource; every rule is about the core API and names no single object."""
+    """Verbs by resource, with its API's group if that isn't the core; no rule names an object."""
     found: dict[str, set[str]] = {}
     for rule in role["rules"]:
         assert set(rule) == {"apiGroups", "resources", "verbs"}
-        assert rule["apiGroups"] == [""]
+        [group] = rule["apiGroups"]
         for resource in rule["resources"]:
-            found.setdefault(resource, set()).update(rule["verbs"])
+            name = f"{resource}.{group}" if group else resource
+            found.setdefault(name, set()).update(rule["verbs"])
     return found
 
 
@@ -41,7 +50,13 @@ def test_roles_hold_exactly_the_verbs_that_airflow_needs(example: str) -> None:
     objects = render(values)
     roles = of_kind(objects, "Role")
     creates_secrets = values.get("connections", {}).get("createSecrets", False)
-    assert verbs(roles["batchllm-worker"]) == (WORKER | SECRETS if creates_secrets else WORKER)
+    has_spark = values.get("spark", {}).get("enabled", False)
+    secrets = SECRETS if creates_secrets else {}
+    applications = APPLICATIONS if has_spark else {}
+    assert verbs(roles["batchllm-worker"]) == WORKER | secrets | applications
+    assert ("batchllm-spark" in roles) is has_spark
+    if has_spark:
+        assert verbs(roles["batchllm-spark"]) == DRIVER
     assert verbs(roles["batchllm-triggerer"]) == TRIGGERER
     assert not {each.kind for each in objects} & {"ClusterRole", "ClusterRoleBinding", "Secret"}
 
@@ -61,24 +76,29 @@ def test_no_example_leaves_the_triggerer_out(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_only_accounts_of_airflow_are_bound(example: str) -> None:
+def test_only_accounts_of_airflow_and_sparks_driver_are_bound(example: str) -> None:
     values = examples()[example]
     airflow = {"namespace": "airflow"} | dict(values.get("airflow", {}))
     for name, binding in of_kind(render(values), "RoleBinding").items():
         assert binding["metadata"]["namespace"] == NAMESPACE
         assert binding["roleRef"]["name"] == name
         assert binding["subjects"]
+        if name == "batchllm-spark":
+            [subject] = binding["subjects"]
+            assert (subject["name"], subject["namespace"]) == (name, NAMESPACE)
+            continue
         for subject in binding["subjects"]:
             assert subject["kind"] == "ServiceAccount"
             assert subject["namespace"] == airflow["namespace"] != NAMESPACE
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_no_pod_of_ours_gets_a_token(example: str) -> None:
+def test_no_pod_gets_a_token_but_sparks(example: str) -> None:
     objects = render(examples()[example])
     accounts = of_kind(objects, "ServiceAccount")
     assert "batchllm-gpu" in accounts
-    assert all(each["automountServiceAccountToken"] is False for each in accounts.values())
+    for name, account in accounts.items():
+        assert account["automountServiceAccountToken"] is (name == "batchllm-spark")
     specs = [each.content["spec"] for each in pod_templates(objects)]
     specs += [each["spec"]["template"]["spec"] for each in of_kind(objects, "Job").values()]
     assert specs

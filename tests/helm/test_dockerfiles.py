@@ -56,14 +56,15 @@ def locked(path: Path) -> dict[str, str]:
     return dict(pins)
 
 
-def test_there_are_three() -> None:
-    assert DOCKERFILES == ["airflow.Dockerfile", "gpu-cuda.Dockerfile", "gpu-rocm.Dockerfile"]
+def test_there_are_four() -> None:
+    names = ["airflow", "gpu-cuda", "gpu-rocm", "spark"]
+    assert [f"{name}.Dockerfile" for name in names] == DOCKERFILES
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_bases_are_pinned_and_replaceable(name: str) -> None:
     arguments, stages = parse(name)
-    assert len(stages) == 2
+    assert len(stages) == (3 if name == "spark.Dockerfile" else 2)
     for stage in stages:
         assert PINNED.match(stage.image), stage.image
         assert stage.image in arguments.values()
@@ -77,7 +78,7 @@ def test_the_last_stage_isnt_roots(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_the_wheel_comes_from_a_stage_of_its_own(name: str) -> None:
-    wheel, last = parse(name)[1]
+    wheel, *_, last = parse(name)[1]
     assert wheel.name == "wheel"
     assert last.arguments("COPY") == []
     assert any("from=wheel" in command for command in last.arguments("RUN"))
@@ -130,6 +131,11 @@ def test_versions_are_those_that_are_tested(name: str) -> None:
     pins = locked(DOCKER / name)
     tested = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", LOCK, re.MULTILINE))
     assert {each: tested.get(each) for each in pins} == pins
+
+
+def test_sparks_entry_point_is_of_the_tested_release() -> None:
+    version = parse("spark.Dockerfile")[0]["SPARK_IMAGE"].partition(":")[2].partition("-")[0]
+    assert f"\npyspark=={version} " in LOCK
 
 
 def test_airflows_image_has_the_tested_airflow() -> None:

@@ -65,7 +65,8 @@ def test_torch_is_a_cpu_build() -> None:
 
 def test_extras() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cpu", "gpu", "airflow", "iceberg", "delta", "spark", "dev"}
+    airflow = {"airflow", "airflow-spark"}
+    assert set(extras) == {"cpu", "gpu", "iceberg", "delta", "spark", "dev"} | airflow
 
 
 @pytest.mark.parametrize("name", NAMES)

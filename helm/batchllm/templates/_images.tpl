@@ -1,4 +1,4 @@
-{{/* An image's reference; arguments: root, image (cuda, rocm or airflow). */}}
+{{/* An image's reference; arguments: root, image (cuda, rocm, airflow or spark). */}}
 {{- define "batchllm.image" -}}
 {{- $images := .root.Values.images -}}
 {{- $image := index $images .image -}}

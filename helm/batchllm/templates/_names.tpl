@@ -33,7 +33,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 {{- end -}}
 
-{{/* Account of GPU or plan pods; arguments: root, kind (gpu or cpu). */}}
+{{/* Account of pods; arguments: root, kind (gpu, cpu or spark). */}}
 {{- define "batchllm.serviceAccountName" -}}
 {{- $account := (index .root.Values .kind).serviceAccount -}}
 {{- if $account.name -}}

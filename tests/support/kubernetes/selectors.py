@@ -10,6 +10,7 @@ from support.kubernetes.status import Object, bad_request
 Match = Callable[[Object], bool]
 
 _EQUALITY = re.compile(r"([\w./-]+)(==|=|!=)([\w.-]*)")
+_FIELD = re.compile(r"([\w.]+)(==|=|!=)(.*)")
 _EXISTENCE = re.compile(r"(!?)([\w./-]+)")
 
 
@@ -40,8 +41,10 @@ def _labels(each: Object) -> dict[str, str]:
 
 
 def _field_term(term: str) -> Match:
-    path, _, value = term.partition("=")
-    if path not in ("metadata.name", "involvedObject.name"):
+    found = _FIELD.fullmatch(term)
+    path = found[1] if found else term
+    if found is None or path not in ("metadata.name", "involvedObject.name", "status.phase"):
         raise bad_request(f"field label not supported: {path}")
+    value, equal = found[3], found[2] != "!="
     parent, _, name = path.partition(".")
-    return lambda each: bool(each.get(parent, {}).get(name) == value)
+    return lambda each: (each.get(parent, {}).get(name) == value) is equal

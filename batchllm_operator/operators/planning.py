@@ -1,0 +1,109 @@
+"""What every task that plans has, wherever it does so: the job, the limits, the XComs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Final
+
+from airflow.providers.common.compat.sdk import AirflowFailException, conf
+from airflow.sdk import BaseOperator, Context
+
+from batchllm_operator.errors import SpecError
+from batchllm_operator.operators.command import uris_and_counts
+from batchllm_operator.operators.metrics import send_stage
+from batchllm_operator.spec import JobSpec, load_spec
+
+PLAN_URI_KEY: Final = "plan_uri"
+SUMMARY_KEY: Final = "plan"
+_MAX_MAP_LENGTH: Final = 1024
+"""Airflow's default."""
+
+
+class Planning(BaseOperator):
+    """Base of operators that plan, beside one of Airflow's; `BatchLLMPlanOperator` explains it.
+
+    Raises:
+        ValueError: `num_workers` isn't a positive integer.
+    """
+
+    # `report_root` is templated only because Airflow keeps template fields with the parsed DAG.
+    planning_fields = ("spec_path", "ds", "report_root")
+
+    def __init__(
+        self,
+        *,
+        spec_path: str,
+        ds: str = "{{ ds }}",
+        num_workers: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
+            raise ValueError(f"num_workers is {num_workers!r}; it must be an integer from 1")
+        super().__init__(**kwargs)
+        self.spec_path = spec_path
+        self.ds = ds
+        self.num_workers = num_workers
+        self.report_root = _report_root(spec_path)
+
+    def check(self) -> None:
+        """Refuse more tasks than Airflow maps one over: it would fail only after planning."""
+        what, count = f"{self.spec_path}: planner.num_shards", self.spec.planner.num_shards
+        if self.num_workers is not None:
+            what, count = "num_workers", self.num_workers
+        limit = conf.getint("core", "max_map_length", fallback=_MAX_MAP_LENGTH)
+        if count is not None and count > limit:
+            raise AirflowFailException(
+                f"{what} is {count}, but Airflow makes at most {limit} tasks of one ([core]"
+                " max_map_length); give the task group fewer num_workers, which share any number of"
+                " shards, or raise that setting for the API server, which applies it, and for"
+                " workers, which read it here"
+            )
+
+    def work(self) -> str:
+        return " ".join(self.job_arguments)
+
+    def table_uri(self) -> str:
+        return self.spec.output.uri
+
+    def finish(self, context: Context, result: Mapping[str, Any]) -> list[dict[str, str | int]]:
+        """Push the plan's URI and counts; see the class."""
+        send_stage("plan", context, result)
+        plan_uri = str(result["plan_uri"])
+        context["ti"].xcom_push(key=PLAN_URI_KEY, value=plan_uri)
+        context["ti"].xcom_push(key=SUMMARY_KEY, value=uris_and_counts(result))
+        num_shards = int(result["num_shards"])
+        if self.num_workers is None and self.spec.planner.num_shards is not None:
+            return [{"plan_uri": plan_uri, "shard_idx": index} for index in range(num_shards)]
+        num_workers = min(self.num_workers or 1, num_shards)
+        return [
+            {"plan_uri": plan_uri, "worker": worker, "num_workers": num_workers}
+            for worker in range(num_workers)
+        ]
+
+    @cached_property
+    def spec(self) -> JobSpec:
+        """The job; `AirflowFailException` if it can't be read or is wrong."""
+        try:
+            return load_spec(self.spec_path)
+        except SpecError as error:
+            raise AirflowFailException(str(error)) from error
+
+    @property
+    def job_arguments(self) -> list[str]:
+        """The job and its partition, for a command that can't read the spec's file."""
+        return ["--job-json", self.spec.model_dump_json(), "--ds", self.ds]
+
+
+def _report_root(spec_path: str) -> str | None:
+    """The folder of the job's plans, to which the pages in Airflow are confined.
+
+    None if the spec can't be read: its path is a template, or isn't on the machine that parses
+    the DAG.
+    """
+    try:
+        spec = load_spec(spec_path)
+    except (SpecError, TypeError):
+        return None
+    root = f"{spec.output.staging_folder.rstrip('/')}/_batchllm/{spec.name}"
+    return None if "{" in root else root  # Airflow would render it
