@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Final
 
@@ -34,12 +33,12 @@ class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator
         ValueError: `deferrable` is true: nothing would check the plan at the end.
     """
 
-    template_fields = (*SparkPlanning.spark_fields, *SparkKubernetesOperator.template_fields)
+    template_fields: Any = (*SparkPlanning.spark_fields, *SparkKubernetesOperator.template_fields)
     template_fields_renderers: ClassVar[dict[str, str]] = {
         **SparkKubernetesOperator.template_fields_renderers,
         **SparkPlanning.spark_renderers,
     }
-    template_ext: Sequence[str] = ()  # the file is read by the worker, and is no template
+    template_ext: Any = ()  # the file is read by the worker, and is no template
     ui_color = "#cde6d0"
 
     def __init__(self, *, namespace: str | None = None, **kwargs: Any) -> None:
@@ -48,7 +47,7 @@ class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator
         self._has_namespace = namespace is not None
         super().__init__(namespace=namespace or "default", **kwargs)
 
-    def execute(self, context: Context) -> list[dict[str, str | int]]:
+    def execute(self, context: Context) -> Any:
         """Create the application, follow its driver to the end, and check the plan.
 
         Raises:
@@ -65,14 +64,16 @@ class BatchLLMSparkKubernetesPlanOperator(SparkPlanning, SparkKubernetesOperator
             super().execute(context)
         except Exception:  # the provider leaves one that fails before it runs
             if self.delete_on_termination and "launcher" in vars(self):
-                self.launcher.delete_spark_job(self.name)
+                launcher: Any = self.launcher
+                launcher.delete_spark_job(self.name)
             raise
         return self.planned(context)
 
     def _application(self, context: Context) -> dict[str, Any]:
         """The template with the driver's arguments."""
+        read: Any = self.manage_template_specs
         try:
-            body: dict[str, Any] = deepcopy(self.manage_template_specs())
+            body: dict[str, Any] = deepcopy(read())
             spec = body["spark"]["spec"]
             if not isinstance(spec, dict):
                 raise TypeError("its spec is no map")

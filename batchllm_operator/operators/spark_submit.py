@@ -24,7 +24,7 @@ class BatchLLMSparkSubmitPlanOperator(SparkPlanning, SparkSubmitOperator):
     """A `SparkSubmitOperator` that plans a job for one partition; XComs as `BatchLLMPlanOperator`.
 
     In deploy mode `client` the driver is a child process of the worker: `env` and the credentials
-    are in its environment, from which it passes AWS's on to executors. In deploy mode `cluster` it
+    are in its environment, from which executors get `AWS_*` and `PYICEBERG_*`. In `cluster` mode it
     has neither, because they would stand in `spark-submit`'s command line: give them to Spark in
     your cluster's way, and `application` as a path that the driver can read.
 
@@ -49,7 +49,7 @@ class BatchLLMSparkSubmitPlanOperator(SparkPlanning, SparkSubmitOperator):
         super().__init__(**kwargs)
         self._has_name = "name" in kwargs
 
-    def execute(self, context: Context) -> list[dict[str, str | int]]:
+    def execute(self, context: Context) -> Any:
         """Submit the application, wait for its end, and check the plan.
 
         Raises:

@@ -80,12 +80,14 @@ def batchllm_task_group(
     asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset
     with TaskGroup(group_id=group_id) as group:
         plan = _plan_task(
-            task_id="plan",
-            spec_path=str(spec_path),
-            ds=str(ds),
-            num_workers=num_workers,
-            **everywhere,
-            **(plan_args or {}),
+            {
+                "task_id": "plan",
+                "spec_path": str(spec_path),
+                "ds": str(ds),
+                "num_workers": num_workers,
+                **everywhere,
+                **(plan_args or {}),
+            }
         )
         if isinstance(ds, XComArg):  # `str(ds)` is a template, which sets no dependency
             ds >> plan
@@ -121,7 +123,7 @@ def batchllm_task_group(
     return group
 
 
-def _plan_task(*, runner: str | None = None, **arguments: Any) -> Any:
-    if runner == "spark":
-        return spark_plan_operator(**arguments)
-    return BatchLLMPlanOperator(runner=runner, **arguments)
+def _plan_task(arguments: dict[str, Any]) -> Any:
+    if arguments.get("runner") != "spark":
+        return BatchLLMPlanOperator(**arguments)
+    return spark_plan_operator(**{n: each for n, each in arguments.items() if n != "runner"})

@@ -28,6 +28,8 @@ _NEEDED: Final = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "512",
     "spark.sql.execution.arrow.maxBytesPerBatch": str(8 << 20),
 }
+_LAKE: Final = ("AWS_", "PYICEBERG_")
+"""Beginnings of the names of variables with addresses and credentials of storage and catalogs."""
 _log = logging.getLogger(__name__)
 
 Rows = Iterable[Any]
@@ -43,7 +45,8 @@ class SparkJobError(BatchLLMError):
 def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
     """The active session, or one made from `planner.spark.conf`, which ends with the context.
 
-    Settings of the session that jobs need are as before afterwards.
+    Tasks see this process's variables for the lake, unless the session has some of its own (on
+    Spark Connect they see only their own). Settings that jobs need are as before afterwards.
 
     Raises:
         MissingLibraryError: pyspark or pandas isn't installed.
@@ -53,6 +56,7 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
     """
     spark, is_new = _open(spec)
     before: dict[str, str | None] = {name: spark.conf.get(name, None) for name in _NEEDED}
+    given = _given_to_tasks(spark)
     try:
         for name, value in _NEEDED.items():
             spark.conf.set(name, value)
@@ -63,6 +67,8 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
             if is_new:
                 spark.stop()
             else:
+                for name in given:
+                    del spark.sparkContext.environment[name]
                 for name, was in before.items():
                     if was is not None:
                         spark.conf.set(name, was)
@@ -124,6 +130,18 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
         return builder.getOrCreate(), True
     except Exception as error:  # as in `collect`
         raise SparkJobError(f"Spark can't start: {_reason(error)}") from error
+
+
+def _given_to_tasks(spark: SparkSession) -> list[str]:
+    """Add variables to the environment of the session's tasks; returns their names."""
+    try:
+        environment = spark.sparkContext.environment
+    # Spark Connect has no context, and says so by an error of its own.
+    except Exception:  # noqa: BLE001
+        return []
+    names = [name for name in os.environ if name.startswith(_LAKE) and name not in environment]
+    environment.update({name: os.environ[name] for name in names})
+    return names
 
 
 def _check_java() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,6 +25,9 @@ from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spark import ranges, reading, session, stage
 from batchllm_operator.spark.stage import plan_on_spark
 from batchllm_operator.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.usefixtures("spark")
 NUM_ROWS = 120
@@ -188,6 +191,30 @@ def test_a_table_that_changes_meanwhile_isnt_planned(
 def test_settings_that_arent_for_spark(lake: Path) -> None:
     with pytest.raises(SpecError, match="reuse_outputs"):
         plan_on_spark(job(lake, reuse_outputs=True), DS)
+
+
+def test_tasks_see_the_drivers_variables_for_the_lake(
+    lake: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the session has been given win, and none stays."""
+
+    def seen(batches: session.Rows) -> Iterator[Any]:
+        import os
+
+        for _ in session.payloads_in(batches):
+            names = ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "PYICEBERG_CATALOG__A__URI", "OTHER")
+            yield session.said([str(os.environ.get(name)).encode() for name in names])
+
+    environment = spark.sparkContext.environment
+    monkeypatch.setitem(environment, "AWS_DEFAULT_REGION", "of-the-session")
+    before = dict(environment)
+    for name in ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "PYICEBERG_CATALOG__A__URI", "OTHER"):
+        monkeypatch.setenv(name, f"driver's {name}")
+    with session.spark_session(fake_spec(lake)) as active:
+        said = session.collect(session.tasks(active, [b""]).mapInArrow(seen, "said binary"))
+    wanted = ("driver's AWS_ENDPOINT_URL", "of-the-session", "driver's PYICEBERG_CATALOG__A__URI")
+    assert said == [each.encode() for each in (*wanted, "None")]
+    assert environment == before
 
 
 def test_java_that_is_missing_or_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

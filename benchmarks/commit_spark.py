@@ -1,0 +1,180 @@
+"""Commits on Spark against local commits: `python -m benchmarks.commit_spark --rows 1000000`.
+
+A plan of short prompts, run with the fake engine. Its outputs are committed by Spark, on a
+standalone master and two workers of one core and 1 GB each, on loopback; then, from a copy of the
+same plan and outputs, by one process. There are no figures unless both tables have the same rows.
+
+    driver_peak_bytes   resident memory of the driver, its JVM and its Python together, at most
+    local_peak_bytes    that of the local commit
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm_operator.lake import open_table
+from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.run.stage import run_shard
+from batchllm_operator.spec import JobSpec
+from benchmarks.faults.tables import set_environment
+from benchmarks.plan_stage import DS, git_sha
+from benchmarks.spark_cluster import Cluster, spark_cluster
+
+CONF: Final = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.memory": "512m",
+    "spark.executor.memory": "1g",
+    "spark.executor.cores": "1",
+}
+ADDRESSES: Final = {"delta": "delta+{lake}/out", "iceberg": "iceberg://faults/ns.out"}
+_BATCH: Final = 1 << 16
+
+
+def make_table(lake: Path, num_rows: int) -> None:
+    """Seven questions for each of many documents, in the order of the questions."""
+    folder = lake / "documents" / f"ds={DS}"
+    folder.mkdir(parents=True)
+    num_documents = max(1, -(-num_rows // 7))
+    schema = pa.schema({"row_key": pa.string(), "document": pa.string(), "query": pa.string()})
+    with pq.ParquetWriter(folder / "a.parquet", schema) as writer:
+        for begin in range(0, num_rows, _BATCH):
+            rows = [
+                divmod(row, num_documents) for row in range(begin, min(num_rows, begin + _BATCH))
+            ]
+            columns = [
+                pa.array([f"d{document}-q{query}" for query, document in rows]),
+                pa.array([f"Text of document {document}. " * 2 for _, document in rows]),
+                pa.array([f"question {query}" for query, _ in rows]),
+            ]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+
+def make_spec(lake: Path, address: str) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "spec_version": 1,
+            "name": "commit",
+            "input": {"uri": str(lake / "documents"), "key": "row_key"},
+            "prompt": {"system": "Answer. ", "template": "{document}|{query}"},
+            "model": {"path": "no-model"},
+            "sampling": {"max_tokens": 8},
+            "output": {
+                "uri": address.format(lake=lake),
+                "staging_uri": str(lake / "staging"),
+                "carry": ["query"],
+            },
+            "engine": {"backend": "fake", "extra_args": {"byte_tokens": True}},
+        }
+    )
+
+
+def committed(plan_uri: str, *arguments: str) -> dict[str, Any]:
+    """Commit in a process of its own, whose memory is looked at with that of its children."""
+    command = [sys.executable, "-P", "-m", "batchllm_operator.cli", "commit", "--plan", plan_uri]
+    started_at = time.perf_counter()
+    # The shell, because a cluster's usage is that of the processes below its own.
+    with subprocess.Popen(["sh", "-c", '"$@"; exit $?', "sh", *command, *arguments]) as shell:
+        watched, stop = Cluster("", [shell]), threading.Event()
+        watcher = threading.Thread(target=watched.watch, args=[stop])
+        watcher.start()
+        code = shell.wait()
+        stop.set()
+        watcher.join()
+    if code != 0:
+        sys.exit(f"{' '.join(command)}: exit code {code}; no figures")
+    usage = watched.usage
+    return {
+        "wall_s": round(time.perf_counter() - started_at, 1),
+        "peak_bytes": usage.peak_bytes,
+        "peak_python_bytes": usage.peak_python_bytes,
+    }
+
+
+def rows_of(spec: JobSpec) -> pa.Table:
+    """The partition in the order of its rows, without what says by whom they were made."""
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    snapshot = table.snapshot(DS)
+    names = [name for name in snapshot.schema.names if name != "run_id"]
+    return pa.Table.from_batches(table.scan(snapshot, names))
+
+
+def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
+    """Commit to a table of one format, on Spark and then locally."""
+    lake, before = root / "lake", root / "before"
+    set_environment(root, None)
+    make_table(lake, num_rows)
+    spec = make_spec(lake, ADDRESSES[kind])
+    plan = plan_job(spec, DS)
+    for shard_idx in range(len(plan.manifest.shards)):
+        run_shard(plan.folder.uri, shard_idx)
+    shutil.copytree(lake / "staging", before)
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    with spark_cluster(root / "spark") as cluster:
+        conf = {**CONF, "spark.master": cluster.master}
+        settings = root / "spark-defaults"
+        settings.mkdir()
+        lines = "".join(f"{name} {value}\n" for name, value in conf.items())
+        (settings / "spark-defaults.conf").write_text(lines)
+        os.environ["SPARK_CONF_DIR"] = str(settings)
+        on_spark = committed(plan.folder.uri, "--on", "spark")
+    by_spark = rows_of(spec)
+    shutil.rmtree(lake / "staging")
+    shutil.move(before, lake / "staging")
+    if kind == "iceberg":
+        from pyiceberg.catalog import load_catalog
+
+        load_catalog("faults").drop_table("ns.out")
+    shutil.rmtree(lake / "out", ignore_errors=True)
+    local = committed(plan.folder.uri, "--on", "local")
+    if by_spark.num_rows != num_rows or not by_spark.equals(rows_of(spec)):
+        sys.exit(f"{kind}: Spark's rows aren't those of the local commit; no figures")
+    found = {"table": kind, "rows": num_rows, "spark": on_spark, "local": local}
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--json", type=Path, help="a file for the last line, too")
+    args = parser.parse_args()
+    found = []
+    with tempfile.TemporaryDirectory(prefix="batchllm-bench-") as folder:
+        for kind in ADDRESSES:
+            root = Path(folder, kind)
+            for name in ("tmp", "lake"):
+                (root / name).mkdir(parents=True)
+            found.append(measure(root, kind, args.rows))
+    peaks = {part: max(each[part]["peak_bytes"] for each in found) for part in ("spark", "local")}
+    line = json.dumps(
+        {
+            "benchmark": "commit_spark",
+            "commits": found,
+            "driver_peak_bytes": peaks["spark"],
+            "local_peak_bytes": peaks["local"],
+            "git_sha": git_sha(),
+        }
+    )
+    print(line)
+    if args.json is not None:
+        args.json.write_text(f"{line}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
