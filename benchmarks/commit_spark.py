@@ -24,12 +24,13 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyiceberg.catalog.sql import SqlCatalog
 
 from batchllm_operator.lake import open_table
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
-from benchmarks.faults.tables import set_environment
+from benchmarks.faults.tables import iceberg_settings, set_environment
 from benchmarks.plan_stage import DS, git_sha
 from benchmarks.spark_cluster import Cluster, spark_cluster
 
@@ -118,13 +119,15 @@ def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
     """Commit to a table of one format, on Spark and then locally."""
     lake, before = root / "lake", root / "before"
     set_environment(root, None)
+    if kind == "iceberg":
+        SqlCatalog("faults", **iceberg_settings(root, None)).create_namespace("ns")
     make_table(lake, num_rows)
     spec = make_spec(lake, ADDRESSES[kind])
     plan = plan_job(spec, DS)
     for shard_idx in range(len(plan.manifest.shards)):
         run_shard(plan.folder.uri, shard_idx)
     shutil.copytree(lake / "staging", before)
-    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     with spark_cluster(root / "spark") as cluster:
         conf = {**CONF, "spark.master": cluster.master}
         settings = root / "spark-defaults"
@@ -137,9 +140,7 @@ def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
     shutil.rmtree(lake / "staging")
     shutil.move(before, lake / "staging")
     if kind == "iceberg":
-        from pyiceberg.catalog import load_catalog
-
-        load_catalog("faults").drop_table("ns.out")
+        SqlCatalog("faults", **iceberg_settings(root, None)).drop_table("ns.out")
     shutil.rmtree(lake / "out", ignore_errors=True)
     local = committed(plan.folder.uri, "--on", "local")
     if by_spark.num_rows != num_rows or not by_spark.equals(rows_of(spec)):
