@@ -48,7 +48,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 from batchllm_operator.demo.documents import demo_documents
-from batchllm_operator.plan import rows
+from batchllm_operator.plan import given, rows
 from batchllm_operator.plan import stage as plan
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import PrefixSearch, PromptStore
@@ -190,7 +190,7 @@ def time_plans(lake: Path, args: argparse.Namespace) -> dict[str, Any]:
 def time_steps(spec: JobSpec) -> dict[str, float]:
     """Seconds of each step of a plan, those inside reading indented."""
     steps = {
-        "load tokenizer": (plan, "load_tokenizer"),
+        "load tokenizer": (given, "load_tokenizer"),
         "read rows": (plan, "read_rows"),
         "- render": (PromptRenderer, "render"),
         "- tokenize": (ModelTokenizer, "encode"),

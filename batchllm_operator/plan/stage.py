@@ -27,36 +27,25 @@ from batchllm_operator.artifacts.manifest import (
     compute_plan_id,
     describe_file,
 )
-from batchllm_operator.artifacts.outputs import output_schema
 from batchllm_operator.artifacts.parts import part_schema
-from batchllm_operator.artifacts.planned_pooling import PlannedPooling
 from batchllm_operator.artifacts.reuse_index import reuse_identity
 from batchllm_operator.artifacts.stored_plan import (
     StoredPlan,
-    check_partition,
-    check_publisher,
     job_folder,
 )
-from batchllm_operator.engine import check_arguments
 from batchllm_operator.errors import EmptyPartitionError
-from batchllm_operator.lake import Folder, LakeTable, Snapshot, open_table
-from batchllm_operator.plan.adapters import RowAdapters
+from batchllm_operator.lake import Folder, LakeTable, Snapshot
 from batchllm_operator.plan.arrange import Arrangement, WrittenShards, arrange, write_shards
 from batchllm_operator.plan.earlier_outputs import Reuse, find_indexes
-from batchllm_operator.plan.estimate import Target, find_target
+from batchllm_operator.plan.given import Given, find_given
 from batchllm_operator.plan.group_lengths import write_groups
 from batchllm_operator.plan.input_checks import (
-    check_input,
-    check_lengths,
     describe_empty,
     describe_rows,
 )
 from batchllm_operator.plan.keys import check_keys
-from batchllm_operator.plan.labels import find_label_tokens
 from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.plan.output_checks import check_apart, check_folders, check_response_format
 from batchllm_operator.plan.output_lengths import learn_output_lengths
-from batchllm_operator.plan.pooling import find_pooling
 from batchllm_operator.plan.rows import Rows, read_rows
 from batchllm_operator.plan.scratch import open_scratch
 from batchllm_operator.planner import (
@@ -70,35 +59,14 @@ from batchllm_operator.planner import (
     make_requests,
 )
 from batchllm_operator.progress import Progress
-from batchllm_operator.prompts import TokenIdsDifferError, Tokenizer, load_tokenizer
+from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spec import SPEC_VERSION, JobSpec
 
 if TYPE_CHECKING:
-    from batchllm_operator.plan.replicas import ReplicaPlanner
+    pass
 
 _log = logging.getLogger(__name__)
 _PROMPTS_FILE: Final = "prompts.bin"
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """The plan's inputs before any row is read."""
-
-    spec: JobSpec
-    ds: str
-    table: LakeTable
-    snapshot: Snapshot
-    tokenizer: Tokenizer
-    label_token_ids: tuple[int, ...]
-    adapters: RowAdapters | None
-    pooling: PlannedPooling | None
-    target: Target | None
-    replicas: ReplicaPlanner | None
-    budget: MemoryBudget
-
-    @property
-    def adapter_versions(self) -> tuple[str, ...]:
-        return self.adapters.versions if self.adapters is not None else ()
 
 
 def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
@@ -128,41 +96,6 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         _log.warning("%s: planning starts again", error)
     with open_scratch() as scratch:  # not above: the error holds the first attempt's memory
         return _build(given, scratch)
-
-
-def find_given(spec: JobSpec, ds: str) -> Given:
-    """Check the spec, the tables and the model; see `plan_job`, which reads rows then."""
-    check_apart(spec)
-    check_partition(ds)
-    check_arguments(spec)
-    table = open_table(spec.input.uri, spec.input.partition_column)
-    snapshot = table.snapshot(ds)
-    check_input(spec, table, snapshot)
-    # Faults that would stop the commit should show before the GPU runs.
-    check_folders(spec, ds)
-    output = open_table(spec.output.uri, spec.input.partition_column)
-    check_publisher(output, spec, ds)
-    check_response_format(spec, output)
-    pooling = find_pooling(spec)
-    columns = output_schema(spec, snapshot.schema, output.columns(ds), pooling)
-    output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
-    tokenizer = load_tokenizer(spec, ds)
-    check_lengths(spec, tokenizer.max_model_len)
-    label_token_ids = find_label_tokens(spec, tokenizer)
-    target = find_target(spec)
-    replicas = _replica_planner(spec, target)
-    budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
-    known = (label_token_ids, RowAdapters.of(spec, tokenizer), pooling, target, replicas)
-    return Given(spec, ds, table, snapshot, tokenizer, *known, budget)
-
-
-def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:
-    """Imports the planner of replicas only if the spec has several."""
-    if spec.engine.replicas == 1:
-        return None
-    from batchllm_operator.plan.replicas import ReplicaPlanner
-
-    return ReplicaPlanner.of(spec, target)
 
 
 def _build(given: Given, scratch: Path) -> StoredPlan:

@@ -35,15 +35,14 @@ from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.estimate import estimate_work
+from batchllm_operator.plan.given import Given, find_given
 from batchllm_operator.plan.input_checks import describe_rows
 from batchllm_operator.plan.output_lengths import Learned, learn_output_lengths
 from batchllm_operator.plan.stage import (
-    Given,
     PlanContent,
     check_rows,
     complete,
     describe_plan,
-    find_given,
 )
 from batchllm_operator.planner import PlanSharing, Work, WorkArrays, imbalance
 from batchllm_operator.planner.sharing import merged

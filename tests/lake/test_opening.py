@@ -66,7 +66,7 @@ def test_a_library_that_is_missing(library: str, uri: str, extra: str) -> None:
 
 def test_formats_that_are_not_used_are_not_imported(tmp_path: Path) -> None:
     code = (
-        "import sys; import batchllm_operator.plan.stage as plan;"
+        "import sys; import batchllm_operator.plan.given as plan;"
         f" plan.open_table({str(tmp_path)!r}, 'ds');"
         " print(sorted({name.partition('.')[0] for name in sys.modules}"
         " & {'pyiceberg', 'deltalake'}))"

@@ -168,7 +168,7 @@ def test_a_shard_is_a_million_tokens_without_a_prediction(num_tokens: int, num_s
 def test_a_small_job_has_one_shard(
     tmp_path: Path, target: Target | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchllm_operator.plan.stage.find_target", lambda spec: target)
+    monkeypatch.setattr("batchllm_operator.plan.given.find_target", lambda spec: target)
     unset, one = plan_sites(tmp_path, None), plan_sites(tmp_path, 1)
     assert len(unset.manifest.shards) == 1
     assert unset.folder == one.folder, "parts of releases where unset meant one shard are kept"
@@ -180,7 +180,7 @@ def test_a_job_is_cut_by_its_predicted_time(
     """A slow GPU makes a small job take minutes."""
     gpu = replace(TARGET.gpu, bf16_flop_per_s=TARGET.gpu.bf16_flop_per_s / 10_000)
     slow = replace(TARGET, gpu=gpu)
-    monkeypatch.setattr("batchllm_operator.plan.stage.find_target", lambda spec: slow)
+    monkeypatch.setattr("batchllm_operator.plan.given.find_target", lambda spec: slow)
     plan = plan_sites(tmp_path, None)
     assert plan.manifest.estimate is not None
     num_shards = len(plan.manifest.shards)

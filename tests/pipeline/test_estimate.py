@@ -52,7 +52,7 @@ def targeted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Target], None]:
     """Plan jobs of the fake engine as if they had a model."""
 
     def set_target(target: Target) -> None:
-        monkeypatch.setattr("batchllm_operator.plan.stage.find_target", lambda spec: target)
+        monkeypatch.setattr("batchllm_operator.plan.given.find_target", lambda spec: target)
 
     set_target(TARGET)
     return set_target

@@ -15,7 +15,7 @@ from support.fake_job import DS, document_rows, expected_prompt, fake_spec, writ
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import KeyColumnError, SpecError, StorageError
 from batchllm_operator.lake import Folder, ParquetTable
-from batchllm_operator.plan import stage as plan_module
+from batchllm_operator.plan import given as plan_module
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import TokenTable

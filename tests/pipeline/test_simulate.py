@@ -44,7 +44,7 @@ SMALL = ("--requests", 20, "--degree", 4, "--prefix-tokens", 60, "--distinct-tok
 def plan_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Two shards, of a job that is estimated for Qwen2-7B on two H200."""
     target = Target(find_gpu("H200"), MODEL_SHAPES["Qwen2-7B"], EngineLimits())
-    monkeypatch.setattr("batchllm_operator.plan.stage.find_target", lambda spec: target)
+    monkeypatch.setattr("batchllm_operator.plan.given.find_target", lambda spec: target)
     rows = [{**row, "length": idx % 7 + 1} for idx, row in enumerate(document_rows())]
     write_table(tmp_path / "documents", rows)
     spec = fake_spec(
