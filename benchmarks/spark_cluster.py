@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +49,7 @@ class Cluster:
         jvm_s = python_s = 0.0
         for worker in self.workers:
             held = held_by_python = 0
-            for pid in _below(worker.pid):
+            for pid in descendants(worker.pid):
                 seconds, num_bytes, is_python = _looked_up(pid)
                 held += num_bytes
                 if is_python:
@@ -64,8 +64,16 @@ class Cluster:
 
 
 @contextmanager
-def spark_cluster(folder: Path, num_workers: int = 2, memory: str = "1g") -> Iterator[Cluster]:
-    """Start a cluster whose files lie in `folder`, and stop it at the end."""
+def spark_cluster(
+    folder: Path, hosts: Sequence[str] = ("127.0.0.1",) * 2, memory: str = "1g"
+) -> Iterator[Cluster]:
+    """Start a cluster whose files lie in `folder`, and stop it at the end.
+
+    Args:
+        folder: new; local files of executors will be in `local`.
+        hosts: loopback addresses, a worker on each. Executors of one host read each other's files.
+        memory: of each worker.
+    """
     import pyspark
 
     home = Path(pyspark.__file__).parent
@@ -82,24 +90,25 @@ def spark_cluster(folder: Path, num_workers: int = 2, memory: str = "1g") -> Ite
     }
     (folder / "local").mkdir(parents=True)
 
-    def start(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(name: str, host: str, *arguments: str) -> subprocess.Popen[bytes]:
         deploy = f"org.apache.spark.deploy.{name.partition('-')[0]}"
-        command = [str(home / "bin" / "spark-class"), deploy, "--host", "127.0.0.1", *arguments]
+        command = [str(home / "bin" / "spark-class"), deploy, "--host", host, *arguments]
         with (folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, process_group=0
             )
 
-    processes = [start("master.Master", "--port", "0", "--webui-port", "0")]
+    processes = [start("master.Master", "127.0.0.1", "--port", "0", "--webui-port", "0")]
     try:
         with (folder / "master.Master.log").open() as log:
             master = _found(log, r"Starting Spark master at (spark://\S+)")
-        for number in range(num_workers):
+        for number, host in enumerate(hosts):
             work = str(folder / f"work-{number}")
             sizes = ("--cores", "1", "--memory", memory, "--work-dir", work)
-            processes.append(start(f"worker.Worker-{number}", *sizes, "--webui-port", "0", master))
+            name = f"worker.Worker-{number}"
+            processes.append(start(name, host, *sizes, "--webui-port", "0", master))
         with (folder / "master.Master.log").open() as log:
-            for _ in range(num_workers):
+            for _ in hosts:
                 _found(log, r"(Registering worker)")
         yield Cluster(master, processes[1:])
     finally:
@@ -124,8 +133,8 @@ def _found(log: IO[str], pattern: str) -> str:
     sys.exit(f"Spark didn't start: no line has {pattern!r}")
 
 
-def _below(pid: int) -> Iterator[int]:
-    """All processes that descend from one."""
+def descendants(pid: int) -> Iterator[int]:
+    """Numbers of all processes that descend from one."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -138,7 +147,7 @@ def _below(pid: int) -> Iterator[int]:
             continue
     for child in sorted(set(map(int, children))):
         yield child
-        yield from _below(child)
+        yield from descendants(child)
 
 
 def _looked_up(pid: int) -> tuple[float, int, bool]:

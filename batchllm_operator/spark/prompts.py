@@ -16,7 +16,7 @@ from batchllm_operator.plan.rows import Tokenized, open_rows_file, tokenize
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.ranges import Place, Ranges, keys_of
-from batchllm_operator.spark.reading import PLACE_BITS, NumberedPart, Reading, parts_of, payload_of
+from batchllm_operator.spark.reading import PLACE_BITS, NumberedPart, Reading, dealt, parts_of
 from batchllm_operator.spark.session import Rows, collect, payloads_in, said, tasks
 from batchllm_operator.spark.staging import Staging, scratch_folder
 
@@ -76,7 +76,7 @@ def draw_sample(
         for payload in payloads_in(batches):
             yield from _sampled(reading, parts_of(payload), share, where)
 
-    frame = tasks(spark, [payload_of([each]) for each in chosen])
+    frame = tasks(spark, dealt(chosen))
     found = collect(frame.mapInArrow(sample, "said binary"))
     places = sorted(
         (each[_PLACE_BYTES:], int.from_bytes(each[:_PLACE_BYTES], "big")) for each in found

@@ -21,6 +21,8 @@ from batchllm_operator.spec.loading import parse_spec_json
 PART_BYTES: Final = 64 << 20
 """Of a file; a larger row group is a part by itself."""
 _MOST_TASKS: Final = 10_000
+_OPENING_BYTES: Final = 256 << 10
+"""What opening a file costs, in bytes that could be read meanwhile."""
 PLACE_BITS: Final = 32
 """A row's place is its part's number, shifted by this, and its position among the part's rows."""
 
@@ -66,23 +68,22 @@ class Reading:
 
 def deal_out(table: LakeTable, snapshot: Snapshot) -> list[bytes]:
     """Payloads of tasks, each with neighbouring parts; a function of the snapshot alone."""
-    parts = list(_parts(table, snapshot))
-    num_bytes = sum(part.size_bytes for part in parts)
-    most = max(PART_BYTES, -(-num_bytes // _MOST_TASKS))
-    dealt: list[list[NumberedPart]] = []
+    return dealt([NumberedPart(*each) for each in enumerate(_parts(table, snapshot))])
+
+
+def dealt(parts: Sequence[NumberedPart]) -> list[bytes]:
+    """Payloads of tasks, each with some of the parts, in their order."""
+    costs = [each.part.size_bytes + _OPENING_BYTES for each in parts]
+    most = max(PART_BYTES, -(-sum(costs) // _MOST_TASKS))
+    tasks: list[list[NumberedPart]] = []
     held = most
-    for number, part in enumerate(parts):
-        if held + part.size_bytes > most:
-            dealt.append([])
+    for each, cost in zip(parts, costs, strict=True):
+        if held + cost > most:
+            tasks.append([])
             held = 0
-        dealt[-1].append(NumberedPart(number, part))
-        held += part.size_bytes
-    return [payload_of(each) for each in dealt]
-
-
-def payload_of(parts: list[NumberedPart]) -> bytes:
-    """What a task is given: its parts, as JSON."""
-    return _PARTS.dump_json(parts)
+        tasks[-1].append(each)
+        held += cost
+    return [_PARTS.dump_json(each) for each in tasks]
 
 
 def parts_of(payload: bytes) -> list[NumberedPart]:

@@ -6,8 +6,10 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -122,14 +124,22 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
     conf = spec.planner.spark.conf
     if "spark.remote" not in conf and "SPARK_REMOTE" not in os.environ:
         _check_java()
+    # pyspark itself reads this setting only in spark-submit.
+    if (python := conf.get("spark.pyspark.python")) is not None:
+        os.environ["PYSPARK_PYTHON"] = python
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName(f"batchllm {spec.name}")
     for name, value in conf.items():
         builder = builder.config(name, value)
+    on_interrupt = signal.getsignal(signal.SIGINT)
     try:
         return builder.getOrCreate(), True
     except Exception as error:  # as in `collect`
         raise SparkJobError(f"Spark can't start: {_reason(error)}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            # pyspark has put its own there.
+            signal.signal(signal.SIGINT, on_interrupt or signal.SIG_DFL)
 
 
 def _given_to_tasks(spark: SparkSession) -> list[str]:
@@ -163,34 +173,43 @@ def _check_java() -> None:
 
 def _check_executors(spark: SparkSession) -> None:
     """Refuse executors that lack this package, or have another release of it."""
+    from pyspark.errors import PythonException
+    from pyspark.sql.functions import col, udf
 
-    def probe(batches: Rows) -> Iterator[Any]:  # sent whole, as all nested functions are
+    def probe(_: bytes) -> str:  # sent whole, as all nested functions are
         import importlib
         import sys
 
-        import pyarrow as pa
+        try:
+            for name in ("pandas", "pyarrow"):
+                importlib.import_module(name)
+            return str(importlib.import_module("batchllm_operator").__version__)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
+            return f"{type(error).__name__}: {error} ({sys.executable})"
 
-        for _ in batches:
-            try:
-                version = str(importlib.import_module("batchllm_operator").__version__)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
-                version = f"{type(error).__name__}: {error} ({sys.executable})"
-            yield pa.record_batch({"version": pa.array([version])})
-
+    # Not `mapInArrow`: without pyarrow it fails before it calls the function.
+    ask = udf(probe, "string", useArrow=False)
     try:
-        (row,) = tasks(spark, [b""]).mapInArrow(probe, "version string").collect()
+        (row,) = tasks(spark, [b""]).select(ask(col("payload"))).collect()
+        found = str(row[0])
+    except PythonException as error:  # such as another release of Python
+        found = _reason(error)
     except Exception as error:  # as in `collect`
         raise SparkJobError(f"Spark's executors can't run Python: {_reason(error)}") from error
-    if row[0] != __version__:
+    if found != __version__:
         raise SpecError(
             f"planner.engine: Spark's executors have not batchllm_operator {__version__}, which the"
-            f" driver is, but: {row[0]}; use one image for both, or a packed environment"
+            f" driver is, but: {found}; use one image for both, or a packed environment"
             " (spark.archives)"
         )
 
 
 def _reason(error: Exception) -> str:
-    """The line of an error that says what happened: the last of a task's traceback, if any."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """The line of an error that says what happened: the last of a task's traceback, or the first.
+
+    Texts of Java's errors go on with stack traces.
+    """
+    lines = [line.strip().removeprefix(": ") for line in str(error).splitlines()]
     said = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)]
-    return (said or lines or [type(error).__name__])[-1 if not said else 0][:500]
+    found = said[-1:] or [line for line in lines if line][:1] or [type(error).__name__]
+    return found[0][:500]

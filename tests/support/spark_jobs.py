@@ -1,0 +1,180 @@
+"""Plans of a small table by drivers in processes of their own, on a standalone cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from support.benchmark_modules import load
+from support.fake_job import DS, job_fields
+
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.errors import ERROR_MARK
+
+DRIVER: Final = Path(__file__).with_name("spark_driver.py")
+_PATIENCE_S: Final = 240.0
+_QUICK_JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+_CONF: Final = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.memory": "512m",
+    "spark.driver.extraJavaOptions": _QUICK_JAVA,
+    "spark.executor.memory": "512m",
+    "spark.executor.extraJavaOptions": _QUICK_JAVA,
+    "spark.shuffle.io.retryWait": "200ms",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+
+
+@dataclass(slots=True)
+class Driver:
+    """A driver's process. Its lines on stderr are read as they are written."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    lines: list[str] = field(default_factory=list)
+    reader: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            for line in lines:
+                self.lines.append(line.rstrip("\n"))
+
+    @property
+    def num_phases(self) -> int:
+        """Phases of the plan that have begun."""
+        return sum(line.startswith("plan on Spark: ") for line in self.lines)
+
+    def wait(self) -> int:
+        code = self.process.wait(_PATIENCE_S)
+        self.reader.join()
+        return code
+
+    @property
+    def errors(self) -> list[str]:
+        """What the user is told."""
+        return [line for line in self.lines if ERROR_MARK in line]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What Spark has written down of the job."""
+        logs = (self.folder / "events").iterdir()
+        return [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """Jobs of a cluster over tables of a lake."""
+
+    cluster: Any
+    folder: Path
+    """The cluster's."""
+    lake: Path
+
+    def spec(self, name: str, conf: Mapping[str, str] | None = None, **changes: Any) -> Path:
+        """The spec of job `name`, as a file."""
+        events = self.lake / name / "events"
+        events.mkdir(parents=True, exist_ok=True)
+        logged = {"enabled": "true", "dir": str(events), "compress": "false"}
+        logged["rolling.enabled"] = "false"
+        settings = _CONF | {f"spark.eventLog.{key}": value for key, value in logged.items()}
+        settings |= {"spark.master": self.cluster.master} | dict(conf or {})
+        planner = {"num_shards": None, "spark": {"conf": settings}}
+        output = {"uri": f"{self.lake}/{name}/out"} | changes.pop("output", {})
+        fields = job_fields(str(self.lake), name=name, planner=planner, output=output, **changes)
+        path = self.lake / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(fields))
+        return path
+
+    def start(self, spec: Path, *, is_cut: bool = True) -> Driver:
+        """A driver that plans; if `is_cut`, in parts and ranges of some kilobytes."""
+        command = [str(DRIVER)] if is_cut else ["-m", "batchllm_operator.cli"]
+        folder = self.lake / spec.stem
+        options = ["plan", "--job", str(spec), "--ds", DS, "--on", "spark"]
+        process = subprocess.Popen(
+            [sys.executable, "-P", *command, *options],
+            cwd=folder,
+            env=os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "BATCHLLM_PROGRESS_INTERVAL_S": "0"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return Driver(process, folder)
+
+    def folders(self, name: str) -> list[Path]:
+        """Folders beside the job's plans, and these; empty ones count."""
+        return sorted((self.lake / name / "out" / "_batchllm" / name / DS).glob("*"))
+
+    def plan(self, name: str) -> StoredPlan:
+        """The only plan of a job, beside which nothing is left."""
+        (folder,) = self.folders(name)
+        return StoredPlan.open(str(folder))
+
+    def descendants(self, pid: int) -> list[int]:
+        """All processes that descend from one."""
+        return list(load("spark_cluster").descendants(pid))
+
+    def executors(self) -> dict[str, int]:
+        """Processes of executors by the names of their local folders."""
+        found = {}
+        for worker in self.cluster.workers:
+            for pid in self.descendants(worker.pid):
+                try:
+                    command = Path(f"/proc/{pid}/cmdline").read_text()
+                    environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                except OSError:
+                    continue
+                if "CoarseGrainedExecutorBackend" in command:
+                    given = dict(each.partition("=")[::2] for each in environment)
+                    found[Path(given["SPARK_EXECUTOR_DIRS"]).name] = pid
+        return found
+
+    def shuffled(self) -> dict[int, Path]:
+        """By the number of a shuffle: the local folder of an executor that has files of it."""
+        found: dict[int, Path] = {}
+        for file in self.folder.glob("local/spark-*/executor-*/blockmgr-*/*/shuffle_*.data"):
+            found[int(file.name.split("_")[1])] = file.parents[2]
+        return found
+
+    def kill(self, folder: Path) -> None:
+        """End the executor of a local folder at once, and take its files away."""
+        os.kill(self.executors()[folder.name], signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for(driver: Driver | None, look: Callable[[], Any]) -> Any:
+    """What `look` finds, as soon as it does."""
+    ends_at = time.monotonic() + _PATIENCE_S
+    while not (found := look()):
+        assert driver is None or driver.process.poll() is None, driver.lines
+        assert time.monotonic() < ends_at, "it never happens"
+        time.sleep(0.005)
+    return found
+
+
+def planned_rows(plan: StoredPlan) -> Counter[int]:
+    """How often each row is planned."""
+    found: Counter[int] = Counter()
+    for shard_idx in range(len(plan.manifest.shards)):
+        with plan.open_shard(shard_idx) as shard:
+            for row_idxs in shard.read(["row_idxs"])["row_idxs"].to_pylist():
+                found.update(row_idxs)
+    return found
