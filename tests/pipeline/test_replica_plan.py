@@ -16,8 +16,9 @@ from batchllm_operator.artifacts.stored_profiles import StoredProfiles, profiles
 from batchllm_operator.engine.replicas.chain_profile import ChainProfile, chain_subject
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.estimate import Target, engine_limits
-from batchllm_operator.plan.given import _replica_planner, plan_job
+from batchllm_operator.plan.given import _replica_planner
 from batchllm_operator.plan.replicas import ReplicaPlanner
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.planner import MODEL_SHAPES, PrefixGroups, find_gpu
 from batchllm_operator.report import format_plan
 from batchllm_operator.spec import JobSpec, parse_spec
