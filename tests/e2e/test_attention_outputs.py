@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,28 @@ def generated(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: generate_with(demo, name, demo.model, folder) for name in ("stock", "batchllm")}
 
 
+def gap_where_they_part(ours: list[Any], stock: list[Any]) -> float:
+    """Between the two likeliest tokens, where the two first choose different ones."""
+    for our_place, place in zip(ours, stock, strict=False):
+        if our_place[0]["token"] != place[0]["token"]:
+            return float(place[0]["logprob"] - place[1]["logprob"])
+    return math.inf
+
+
 def test_greedy_outputs_are_equal(generated: dict[str, dict[str, Any]]) -> None:
-    ours = generated["batchllm"]["texts"]
-    assert len(ours) >= 200
-    assert all(error is None for _, error in ours)
-    assert len({text for text, _ in ours}) > 20
-    assert ours == generated["stock"]["texts"]
+    """But where two tokens are equally likely, up to the rounding of 32-bit sums.
+
+    The demo's texts are those of installed packages, so any of them may bring such a place.
+    """
+    ours, stock = generated["batchllm"], generated["stock"]
+    assert len(ours["texts"]) == len(stock["texts"]) >= 200
+    assert all(error is None for _, error in ours["texts"])
+    assert len({text for text, _ in ours["texts"]}) > 20
+    pairs = zip(ours["texts"], stock["texts"], strict=True)
+    differ = [idx for idx, (one, other) in enumerate(pairs) if one != other]
+    gaps = [gap_where_they_part(ours["places"][idx], stock["places"][idx]) for idx in differ]
+    assert all(gap < 1e-5 for gap in gaps), dict(zip(differ, gaps, strict=True))
+    assert len(differ) <= 2
 
 
 def test_prefixes_are_read_once_for_all_who_share_them(

@@ -5,7 +5,7 @@
 ATTENTION is stock, batchllm, batchllm/triton (the GPU's kernel in Triton's interpreter) or
 batchllm/split (decodes by ours, prefill by vLLM's FlashAttention over a kernel in plain torch).
 PROMPTS is JSON: a list of {"tokens", "group_id", "num_prefix_tokens", "group_size"}. OUTPUTS is
-written as JSON: the texts, the KV tokens that requests asked for and those that were read, over all
+written as JSON: the texts, the two likeliest tokens of each place, the KV tokens that requests asked for and those that were read, over all
 steps, and what was logged of the choice.
 """
 
@@ -22,6 +22,7 @@ from support.fake_job import fake_spec
 from support.flash_attention import VarlenReference, install
 
 from batchllm_kernels.prefix_attention import StepPlan, StepPlanner
+from batchllm_operator.answers.logprobs import TOP_FIELD
 from batchllm_operator.engine import EngineJob, EngineRequest, start_engine
 
 
@@ -69,7 +70,7 @@ def main(attention: str, model: str, prompts_path: str, outputs_path: str) -> No
         "max_num_seqs": min(64, len(prompts)),
         "extra_args": extra_args,
     }
-    sampling = {"max_tokens": 10}
+    sampling = {"max_tokens": 10, "logprobs": 2}
     spec = fake_spec("/lake", engine=settings, model={"path": model}, sampling=sampling)
     counter = ReadCounter()
     engine = start_engine(spec, EngineJob(640, num_requests=len(prompts)))
@@ -87,6 +88,7 @@ def main(attention: str, model: str, prompts_path: str, outputs_path: str) -> No
     engine.close()
     found = {
         "texts": [(outputs[idx].text, outputs[idx].error) for idx in range(len(prompts))],
+        "places": [outputs[idx].raw[TOP_FIELD.name] for idx in range(len(prompts))],
         "num_asked": counter.num_asked,
         "num_read": counter.num_read,
         "num_groups": counter.num_groups,
