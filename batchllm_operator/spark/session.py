@@ -121,6 +121,7 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
     active = SparkSession.getActiveSession()
     if active is not None:
         return active, False
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it logs, it raises, too
     conf = spec.planner.spark.conf
     if "spark.remote" not in conf and "SPARK_REMOTE" not in os.environ:
         _check_java()
@@ -181,11 +182,12 @@ def _check_executors(spark: SparkSession) -> None:
         import sys
 
         try:
+            version = str(importlib.import_module("batchllm_operator").__version__)
             for name in ("pandas", "pyarrow"):
                 importlib.import_module(name)
-            return str(importlib.import_module("batchllm_operator").__version__)
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
             return f"{type(error).__name__}: {error} ({sys.executable})"
+        return version
 
     # Not `mapInArrow`: without pyarrow it fails before it calls the function.
     ask = udf(probe, "string", useArrow=False)
@@ -209,6 +211,10 @@ def _reason(error: Exception) -> str:
 
     Texts of Java's errors go on with stack traces.
     """
+    from py4j.protocol import Py4JNetworkError
+
+    if isinstance(error, (ConnectionError, Py4JNetworkError)):
+        return f"the driver's Java process has ended ({error})"
     lines = [line.strip().removeprefix(": ") for line in str(error).splitlines()]
     said = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)]
     found = said[-1:] or [line for line in lines if line][:1] or [type(error).__name__]

@@ -5,8 +5,8 @@
 ATTENTION is stock, batchllm, batchllm/triton (the GPU's kernel in Triton's interpreter) or
 batchllm/split (decodes by ours, prefill by vLLM's FlashAttention over a kernel in plain torch).
 PROMPTS is JSON: a list of {"tokens", "group_id", "num_prefix_tokens", "group_size"}. OUTPUTS is
-written as JSON: the texts, the two likeliest tokens of each place, the KV tokens that requests asked for and those that were read, over all
-steps, and what was logged of the choice.
+written as JSON: the texts, the two likeliest tokens of each place, the KV tokens that requests
+asked for and those that were read, over all steps, and what was logged of the choice.
 """
 
 from __future__ import annotations

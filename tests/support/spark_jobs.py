@@ -8,15 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
 from support.benchmark_modules import load
 from support.fake_job import DS, job_fields
 
@@ -27,6 +27,8 @@ DRIVER: Final = Path(__file__).with_name("spark_driver.py")
 _PATIENCE_S: Final = 240.0
 _QUICK_JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 _CONF: Final = {
+    "spark.eventLog.compress": "false",
+    "spark.eventLog.rolling.enabled": "false",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "512m",
@@ -69,15 +71,29 @@ class Driver:
         return code
 
     @property
-    def errors(self) -> list[str]:
-        """What the user is told."""
-        return [line for line in self.lines if ERROR_MARK in line]
+    def error(self) -> str:
+        """What the user is told: the last line, and no other."""
+        return only_error(self.lines)
 
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """What Spark has written down of the job."""
-        logs = (self.folder / "events").iterdir()
-        return [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    def outcomes(self) -> list[tuple[int, list[str]]]:
+        """Exit codes and lines of several jobs, at the end."""
+        code = self.wait()
+        found, lines = [], []
+        for line in self.lines:
+            if line.startswith("exit code "):
+                found.append((int(line.split()[2]), lines))
+                lines = []
+            else:
+                lines.append(line)
+        assert found, (code, self.lines)
+        return found
+
+
+def only_error(lines: Sequence[str]) -> str:
+    (error,) = (line for line in lines if line.startswith(ERROR_MARK))
+    assert lines[-1] == error
+    assert not any(line.startswith("Traceback") for line in lines)
+    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +105,20 @@ class Jobs:
     """The cluster's."""
     lake: Path
 
-    def spec(self, name: str, conf: Mapping[str, str] | None = None, **changes: Any) -> Path:
-        """The spec of job `name`, as a file."""
-        events = self.lake / name / "events"
-        events.mkdir(parents=True, exist_ok=True)
-        logged = {"enabled": "true", "dir": str(events), "compress": "false"}
-        logged["rolling.enabled"] = "false"
-        settings = _CONF | {f"spark.eventLog.{key}": value for key, value in logged.items()}
-        settings |= {"spark.master": self.cluster.master} | dict(conf or {})
+    def spec(self, name: str, conf: Mapping[str, str] | None = None, **changes: Any) -> str:
+        """The spec of job `name`, as JSON."""
+        settings = _CONF | {"spark.master": self.cluster.master} | dict(conf or {})
         planner = {"num_shards": None, "spark": {"conf": settings}}
         output = {"uri": f"{self.lake}/{name}/out"} | changes.pop("output", {})
         fields = job_fields(str(self.lake), name=name, planner=planner, output=output, **changes)
-        path = self.lake / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(fields))
-        return path
+        return json.dumps(fields)
 
-    def start(self, spec: Path, *, is_cut: bool = True) -> Driver:
-        """A driver that plans; if `is_cut`, in parts and ranges of some kilobytes."""
-        command = [str(DRIVER)] if is_cut else ["-m", "batchllm_operator.cli"]
-        folder = self.lake / spec.stem
-        options = ["plan", "--job", str(spec), "--ds", DS, "--on", "spark"]
+    def start(self, *specs: str, are_cut: Sequence[bool] = (True,)) -> Driver:
+        """A driver that plans in one session, with a working folder of its own."""
+        folder = Path(tempfile.mkdtemp(prefix="driver-", dir=self.lake))
+        listed = json.dumps(list(zip(specs, are_cut, strict=True)))
         process = subprocess.Popen(
-            [sys.executable, "-P", *command, *options],
+            [sys.executable, "-P", str(DRIVER), DS, listed],
             cwd=folder,
             env=os.environ | {"SPARK_LOCAL_IP": "127.0.0.1", "BATCHLLM_PROGRESS_INTERVAL_S": "0"},
             stdout=subprocess.DEVNULL,

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import signal
 import subprocess
 import sys
 import venv
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import Schema, convert_to_deltalake
 from support.benchmark_modules import load
 from support.fake_job import DS, document_rows
-from support.spark_jobs import Jobs, planned_rows, wait_for
+from support.spark_jobs import Jobs, only_error, planned_rows, wait_for
 
 from batchllm_operator import __version__
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import ERROR_MARK, ExitCode
 
 NUM_ROWS = 300
+NUM_FILES = 3_000
 HOSTS = ("127.0.0.1", "127.0.0.2")  # neither a file nor a task of one serves the other
 
 
@@ -41,10 +45,53 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         yield Jobs(cluster, cluster_folder, lake)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of a job in a session of several."""
+
+    exit_code: int
+    lines: Sequence[str]
+    folder: Path
+    """In which the driver worked."""
+
+
 @pytest.fixture(scope="module")
-def undisturbed(jobs: Jobs) -> StoredPlan:
-    driver = jobs.start(jobs.spec("undisturbed"))
-    assert driver.wait() == 0, driver.lines
+def planned(jobs: Jobs) -> dict[str, Outcome]:
+    """Several jobs, each by its name, in the session of one driver."""
+    cluster, many = "/proc/self/cwd", jobs.lake / "many"
+    write_many_files(many)
+    specs = {
+        "undisturbed": jobs.spec("undisturbed"),
+        # A working folder of a process: in those of executors, `stdout` is a file.
+        "unwritable": jobs.spec("unwritable", output={"staging_uri": f"{cluster}/stdout"}),
+        "apart": jobs.spec("apart", output={"staging_uri": f"{cluster}/staging"}),
+        "parquet": jobs.spec("parquet", input={"uri": f"{many}/parquet"}),
+        "delta": jobs.spec("delta", input={"uri": f"delta+{many}/delta"}),
+    }
+    are_cut = [name not in ("parquet", "delta") for name in specs]
+    driver = jobs.start(*specs.values(), are_cut=are_cut)
+    outcomes = driver.outcomes()
+    return {
+        name: Outcome(code, lines, driver.folder)
+        for name, (code, lines) in zip(specs, outcomes, strict=True)
+    }
+
+
+def write_many_files(folder: Path) -> None:
+    """The same rows as a Parquet and as a Delta table, a file for each."""
+    rows = pa.Table.from_pylist(document_rows(NUM_FILES // 20, 20))
+    for name in ("parquet", "delta"):
+        partition = folder / name / f"ds={DS}"
+        partition.mkdir(parents=True)
+        for number in range(NUM_FILES):
+            pq.write_table(rows.slice(number, 1), partition / f"{number:04}.parquet")
+    by = Schema.from_arrow(pa.schema([("ds", pa.string())]))
+    convert_to_deltalake(folder / "delta", partition_by=by, partition_strategy="hive")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(jobs: Jobs, planned: dict[str, Outcome]) -> StoredPlan:
+    assert planned["undisturbed"].exit_code == 0, planned["undisturbed"].lines
     return jobs.plan("undisturbed")
 
 
@@ -58,8 +105,20 @@ def check_same(plan: StoredPlan, undisturbed: StoredPlan) -> None:
     assert len(plan.manifest.shards) > 10
 
 
+def logged(jobs: Jobs, name: str) -> dict[str, str]:
+    """Settings with which Spark writes down what happens."""
+    folder = jobs.lake / "events" / name
+    folder.mkdir(parents=True)
+    return {"spark.eventLog.enabled": "true", "spark.eventLog.dir": str(folder)}
+
+
+def events(jobs: Jobs, name: str) -> list[dict[str, Any]]:
+    (log,) = (jobs.lake / "events" / name).iterdir()
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
 def test_executors_killed_in_each_phase(jobs: Jobs, undisturbed: StoredPlan) -> None:
-    driver = jobs.start(jobs.spec("killed"))
+    driver = jobs.start(jobs.spec("killed", logged(jobs, "killed")))
     killed_in = []
     for phase, num_shuffles in enumerate((2, 1, 2, 1), start=1):
         wait_for(driver, lambda phase=phase: driver.num_phases >= phase)
@@ -74,7 +133,7 @@ def test_executors_killed_in_each_phase(jobs: Jobs, undisturbed: StoredPlan) -> 
         killed_in.append(driver.num_phases)
     assert driver.wait() == 0, driver.lines
     assert killed_in == [1, 2, 3, 4]
-    kinds = Counter(event["Event"] for event in driver.events)
+    kinds = Counter(event["Event"] for event in events(jobs, "killed"))
     assert kinds["SparkListenerExecutorRemoved"] >= 4
     check_same(jobs.plan("killed"), undisturbed)
 
@@ -82,10 +141,12 @@ def test_executors_killed_in_each_phase(jobs: Jobs, undisturbed: StoredPlan) -> 
 def test_tasks_that_run_twice(jobs: Jobs, undisturbed: StoredPlan) -> None:
     eager = {"": "true", ".multiplier": "1.01", ".quantile": "0.1", ".interval": "10ms"}
     eager |= {".minTaskRuntime": "1ms"}
-    conf = {f"spark.speculation{name}": value for name, value in eager.items()}
+    conf = logged(jobs, "twice") | {
+        f"spark.speculation{name}": value for name, value in eager.items()
+    }
     driver = jobs.start(jobs.spec("twice", conf))
     assert driver.wait() == 0, driver.lines
-    infos = [each["Task Info"] for each in driver.events if "Task Info" in each]
+    infos = [each["Task Info"] for each in events(jobs, "twice") if "Task Info" in each]
     assert any(info["Speculative"] for info in infos)
     check_same(jobs.plan("twice"), undisturbed)
 
@@ -113,99 +174,52 @@ def test_a_driver_that_is_killed(jobs: Jobs, undisturbed: StoredPlan) -> None:
     check_same(jobs.plan("driver"), undisturbed)
 
 
-def gc(spec: Path, age: str) -> str:
-    command = ["-m", "batchllm_operator.cli", "gc", "--job", str(spec), "--older-than", age]
+def gc(spec: str, age: str) -> str:
+    command = ["-m", "batchllm_operator.cli", "gc", "--job-json", spec, "--older-than", age]
     done = subprocess.run(
         [sys.executable, "-P", *command, "--yes"], capture_output=True, text=True, check=True
     )
     return done.stdout
 
 
-def test_a_driver_that_is_interrupted(jobs: Jobs) -> None:
-    driver = jobs.start(jobs.spec("interrupted"))
-    wait_for(driver, lambda: has_staged(jobs, "interrupted"))
-    driver.process.send_signal(signal.SIGINT)
-    assert driver.wait() == ExitCode.INTERRUPTED
-    assert "batchllm: stopped by signal 2; " in driver.lines[-1]
-    assert jobs.folders("interrupted") == []
-
-
-def test_a_driver_that_loses_its_java(jobs: Jobs) -> None:
-    driver = jobs.start(jobs.spec("java"))
-    wait_for(driver, lambda: has_staged(jobs, "java"))
-    for pid in jobs.descendants(driver.process.pid):
-        os.kill(pid, signal.SIGKILL)
-    assert driver.wait() == ExitCode.FAILURE
-    (error,) = driver.errors
-    assert error == f"{ERROR_MARK}Spark's job failed: "
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_executors_without_the_package(jobs: Jobs, tmp_path: Path, is_there: bool) -> None:
+def test_executors_without_the_package(jobs: Jobs, tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=False)
     python = tmp_path / "bin" / "python"
-    if is_there:
-        venv.create(tmp_path, with_pip=False)
     driver = jobs.start(jobs.spec("lacking", {"spark.pyspark.python": str(python)}))
-    code = driver.wait()
-    (error,) = driver.errors
-    assert error == driver.lines[-1]
-    if is_there:
-        assert code == ExitCode.INVALID
-        assert f"Spark's executors have not batchllm_operator {__version__}" in error
-        assert "No module named" in error
-    else:
-        assert code == ExitCode.FAILURE
-        assert "Spark's executors can't run Python: " in error
-        assert f'Cannot run program "{python}"' in error
+    assert driver.wait() == ExitCode.INVALID
+    assert f"Spark's executors have not batchllm_operator {__version__}" in driver.error
+    assert f"ModuleNotFoundError: No module named 'batchllm_operator' ({python})" in driver.error
     assert jobs.folders("lacking") == []
 
 
 @pytest.mark.parametrize(
-    ("place", "fault"),
+    ("name", "fault"),
     [
-        # In executors' working folders this is their log.
-        ("stdout", r"Spark's executors can't write the plan: .*Not a directory"),
         (
-            "staging",
-            r"the driver doesn't see what Spark's executors write there; set .*staging_uri",
+            "unwritable",
+            r"Spark's executors can't write the plan: /proc/self/cwd/stdout/.*: \[Errno",
+        ),
+        (
+            "apart",
+            r"/proc/self/cwd/staging/.*: the driver doesn't see what Spark's executors write",
         ),
     ],
 )
-def test_a_folder_that_isnt_shared(jobs: Jobs, place: str, fault: str) -> None:
-    """Each process has a working folder of its own."""
-    name = f"apart-{place}"
-    spec = jobs.spec(name, output={"staging_uri": f"/proc/self/cwd/{place}"})
-    driver = jobs.start(spec)
-    assert driver.wait() == ExitCode.FAILURE
-    (error,) = driver.errors
-    assert error == driver.lines[-1]
-    assert re.search(fault, error)
-    assert not (jobs.lake / name / place).exists()
+def test_staging_that_isnt_shared(
+    jobs: Jobs, planned: dict[str, Outcome], name: str, fault: str
+) -> None:
+    found = planned[name]
+    assert found.exit_code == ExitCode.FAILURE
+    assert re.match(ERROR_MARK + fault, only_error(found.lines))
+    assert not [path for path in found.folder.rglob("*") if path.is_file()]
+    assert jobs.folders(name) == []
 
 
-@pytest.mark.parametrize("format", ["", "delta+"])
-def test_many_small_files(jobs: Jobs, tmp_path: Path, format: str) -> None:
-    """A task reads several."""
-    rows = pa.Table.from_pylist(document_rows(150, 20))
-    if format:
-        import deltalake
-
-        rows = rows.append_column("ds", pa.array([DS] * len(rows)))
-        deltalake.write_deltalake(
-            tmp_path / "many",
-            rows,
-            partition_by="ds",
-            target_file_size=1,
-        )
-    else:
-        folder = tmp_path / "many" / f"ds={DS}"
-        folder.mkdir(parents=True)
-        for number in range(len(rows)):
-            pq.write_table(rows.slice(number, 1), folder / f"{number:04}.parquet")
-    name = f"many-{format[:5]}"
-    driver = jobs.start(jobs.spec(name, input={"uri": f"{format}{tmp_path}/many"}), is_cut=False)
-    assert driver.wait() == 0, driver.lines
+@pytest.mark.parametrize("name", ["parquet", "delta"])
+def test_many_small_files(jobs: Jobs, planned: dict[str, Outcome], name: str) -> None:
+    """A task reads many of them."""
+    assert planned[name].exit_code == 0, planned[name].lines
     plan = jobs.plan(name)
-    assert planned_rows(plan) == Counter(range(3000))
-    assert len(plan.manifest.input_files) == 3000
-    assert 1 < len(plan.manifest.row_parts) < 100
+    assert planned_rows(plan) == Counter(range(NUM_FILES))
+    assert len(plan.manifest.input_files) == NUM_FILES
+    assert 1 < len(plan.manifest.row_parts) < NUM_FILES // 100
