@@ -84,10 +84,11 @@ def read_rows(
     with (
         open_rows_file(path, spec, snapshot.schema) as writer,
         Progress("read and tokenize", snapshot.num_rows) as progress,
-        one_ahead(table.scan(snapshot, spec.input_columns, spec.input.filter)) as batches,
+        one_ahead(table.scan(snapshot, spec.input_columns, spec.input.filter)) as scanned,
         OneBehind() as keeper,
     ):
-        for found in tokenize(spec, batches, tokenizer, adapters, where, rows.reuse):
+        batches = checked(spec, scanned, where)
+        for found in tokenize(spec, batches, tokenizer, adapters, rows.reuse):
             rows.num_rows += found.num_rows
             keeper.run(_keep, rows, found, writer)
             progress.advance(found.num_rows, f"{rows.prompts.num_tokens} tokens")
@@ -119,22 +120,37 @@ class Tokenized:
     """With the last piece of a batch: the batch's columns for `open_rows_file`."""
 
 
+def checked(
+    spec: JobSpec, batches: Iterable[pa.RecordBatch], where: str, first_row: int = 0
+) -> Iterator[pa.RecordBatch]:
+    """The same batches, unless one has text that can't be published.
+
+    Args:
+        where: names the rows in errors.
+        first_row: number of the first row in errors.
+
+    Raises:
+        TableError: a key or carried column isn't UTF-8.
+    """
+    for batch in batches:
+        check_text(spec, batch, first_row, where)
+        yield batch
+        first_row += batch.num_rows
+
+
 def tokenize(
     spec: JobSpec,
     batches: Iterable[pa.RecordBatch],
     tokenizer: Tokenizer,
     adapters: RowAdapters | None,
-    where: str,
     reuse: Reuse | None = None,
 ) -> Iterator[Tokenized]:
     """Render and tokenize rows, counted from 0; yields pieces in their order.
 
     Args:
-        where: names the rows in errors.
         reuse: takes out the prompts of rows that reuse an output.
 
     Raises:
-        TableError: a key or carried column isn't UTF-8.
         ModelError, TokenIdsDifferError: see `Tokenizer.encode`.
     """
     renderer = renderer_of(spec.prompt)
@@ -142,7 +158,6 @@ def tokenize(
     for batch in batches:
         if batch.num_rows == 0:
             continue
-        check_text(spec, batch, num_rows, where)
         errors: dict[int, str] = {}
         start = 0
         while start < batch.num_rows:

@@ -31,15 +31,9 @@ from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import Folder, LakeTable, gather, write_files
 from batchllm_operator.lake.table import StagedRows, Staging
-from batchllm_operator.spark.session import (
-    Rows,
-    collect,
-    payloads_in,
-    said,
-    spark_session,
-    tasks,
-)
+from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import scratch_folder
+from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -56,7 +50,7 @@ def commit_on_spark(plan_uri: str) -> RunReport:
 
     Raises:
         TableError: as `commit_run`; or such a partition is too large for that.
-        BatchLLMError: as `commit_run`; or see `spark_session` and `collect`.
+        BatchLLMError: as `commit_run`; or see `spark_session` and `said_by`.
     """
     plan = StoredPlan.open(plan_uri)
     with spark_session(plan.manifest.spec) as spark:
@@ -95,20 +89,8 @@ def _write(
     num_ranges = -(-num_rows // rows_each)
     if num_ranges == 0:
         return staging.rows([])
-    found = _found(_joined(spark, plan, sources, joining, staging, rows_each, num_ranges))
-    return staging.rows([file for each in sorted(found) for file in found[each]])
-
-
-def _found(results: Sequence[dict[str, Any]]) -> dict[int, list[str]]:
-    """The files of each range.
-
-    Raises:
-        PlanError: a range has a fault: it names the first.
-    """
-    for each in sorted(results, key=lambda each: int(each["range"])):
-        if "fault" in each:
-            raise PlanError(each["fault"])
-    return {each["range"]: each["files"] for each in results}
+    found = _joined(spark, plan, sources, joining, staging, rows_each, num_ranges)
+    return staging.rows([file for _, files in sorted(found) for file in files])
 
 
 def _rows_each(plan: StoredPlan, sources: Sequence[FinishedShard | ReusedOutputs]) -> int:
@@ -158,8 +140,12 @@ def _joined(
     staging: Staging,
     rows_each: int,
     num_ranges: int,
-) -> list[dict[str, Any]]:
-    """Write the data files of each range; returns their entries, or a fault of the range."""
+) -> list[tuple[int, list[str]]]:
+    """Write the data files of each range; returns its number and their entries.
+
+    Raises:
+        PlanError: outputs and rows aren't one to one.
+    """
     from pyspark.sql.functions import col
     from pyspark.sql.pandas.types import from_arrow_schema
 
@@ -168,7 +154,7 @@ def _joined(
     plan_uri, num_rows = plan.folder.uri, plan.manifest.counts.num_rows
     most, bucket_rows = plan.manifest.spec.output.target_file_bytes, BUCKET_ROWS
 
-    def outputs(batches: Rows) -> Iterator[Any]:
+    def outputs(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
             for part in _source(payload).parts(["row_idxs", *fields.names[1:]]):
                 for rows in one_per_row(part, fields):
@@ -178,31 +164,27 @@ def _joined(
                     table = rows.add_column(0, "range", numbers)
                     yield from table.cast(sent).combine_chunks().to_batches()
 
-    def write(batches: Rows) -> Iterator[Any]:
+    def write(batches: Batches) -> Iterator[Any]:
         from pyspark import TaskContext
 
         context = TaskContext.get()
         assert context is not None
         number = context.partitionId()
         first, end = number * rows_each, min((number + 1) * rows_each, num_rows)
-        result: dict[str, Any] = {"range": number}
-        try:
-            buckets = _buckets(batches, fields, first, end, bucket_rows)
-            tables = joining.tables(StoredPlan.open(plan_uri), first, end, bucket_rows, buckets)
-            with scratch_folder() as scratch:
-                write_files(gather(tables, most), scratch / "data", joining.schema, most)
-                result["files"] = staging.put(scratch / "data", number)
-        except PlanError as error:  # a retry won't help
-            result["fault"] = str(error)
-        yield said([json.dumps(result).encode()])
+        buckets = _buckets(batches, fields, first, end, bucket_rows)
+        tables = joining.tables(StoredPlan.open(plan_uri), first, end, bucket_rows, buckets)
+        with scratch_folder() as scratch:
+            write_files(gather(tables, most), scratch / "data", joining.schema, most)
+            files = staging.put(scratch / "data", number)
+        yield said([json.dumps([number, files]).encode()])
 
-    frame = tasks(spark, list(_payloads(sources))).mapInArrow(outputs, from_arrow_schema(sent))
+    frame = mapped(tasks(spark, list(_payloads(sources))), outputs, from_arrow_schema(sent))
     dealt = frame.repartitionById(num_ranges, col("range")).sortWithinPartitions("row_idx")
-    return [json.loads(each) for each in collect(dealt.mapInArrow(write, "said binary"))]
+    return [(number, files) for number, files in map(json.loads, said_by(dealt, write))]
 
 
 def _buckets(
-    batches: Rows, fields: pa.Schema, first: int, end: int, num_rows_each: int
+    batches: Batches, fields: pa.Schema, first: int, end: int, num_rows_each: int
 ) -> Iterator[pa.Table]:
     """Sorted outputs of a range, cut into buckets; empty ones, too."""
     kept: list[pa.RecordBatch] = []

@@ -15,7 +15,7 @@ from batchllm_operator.artifacts.reuse_index import fingerprint_array, fingerpri
 from batchllm_operator.artifacts.row_keys import encode_keys, shown_key
 from batchllm_operator.plan.keys import MAX_NAMED, null_keys, repeated_keys
 from batchllm_operator.spark.reading import PLACE_BITS, NumberedPart, Reading, parts_of
-from batchllm_operator.spark.session import Rows, collect, payloads_in, said, tasks
+from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -61,22 +61,22 @@ def number_rows(
     spec = reading.spec
     num_buckets = max(1, _most_rows(payloads) // _BUCKET_ROWS)
 
-    def digest(batches: Rows) -> Iterator[Any]:
+    def digest(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
             for part in parts_of(payload):
                 yield from _digests(reading, part, num_buckets, where)
 
-    def repeats(batches: Rows) -> Iterator[Any]:
+    def repeats(batches: Batches) -> Iterator[Any]:
         yield from _repeats(batches, num_buckets)
 
-    digests = tasks(spark, payloads).mapInArrow(digest, _SPARK_SCHEMA)
+    digests = mapped(tasks(spark, payloads), digest, _SPARK_SCHEMA)
     shuffled = digests.repartitionById(num_buckets + 1, col("bucket"))
-    found = shuffled.sortWithinPartitions("digest", "place").mapInArrow(repeats, "said binary")
+    found = said_by(shuffled.sortWithinPartitions("digest", "place"), repeats)
     firsts = np.zeros(num_parts + 1, dtype=np.int64)
     nulls: dict[str, list[tuple[int, list[int], int]]] = {name: [] for name in spec.input.key}
     repeated: list[int] = []
     num_repeated = 0
-    for each in map(json.loads, collect(found)):
+    for each in map(json.loads, found):
         if "part" in each:
             firsts[each["part"] + 1] = each["num_rows"]
             for name, (num, places) in each["nulls"].items():
@@ -137,7 +137,7 @@ def _digests(
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 
 
-def _repeats(batches: Rows, num_buckets: int) -> Iterator[pa.RecordBatch]:
+def _repeats(batches: Batches, num_buckets: int) -> Iterator[pa.RecordBatch]:
     """The first places of digests that occur again; counts of rows as they are."""
     last, first_place, is_repeated = None, 0, False
     places: list[int] = []

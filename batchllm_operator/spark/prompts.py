@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pyarrow as pa
 
-from batchllm_operator.plan.rows import Tokenized, open_rows_file, tokenize
+from batchllm_operator.plan.rows import Tokenized, checked, open_rows_file, tokenize
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.keys import RowNumbers
-from batchllm_operator.spark.ranges import Place, Ranges, keys_of
+from batchllm_operator.spark.ranges import Place, Ranges, key_array, keys_of
 from batchllm_operator.spark.reading import PLACE_BITS, NumberedPart, Reading, dealt, parts_of
-from batchllm_operator.spark.session import Rows, collect, payloads_in, said, tasks
 from batchllm_operator.spark.staging import Staging, scratch_folder
+from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -41,6 +41,8 @@ _MOST_SAMPLE_BYTES: Final = 256 << 20
 _MOST_PARTS: Final = 256
 """Parts that are read for the sample, unless they are too small."""
 _PLACE_BYTES: Final = 8
+_DIFFERS: Final = b""
+"""Said by a task whose token ids differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Task:
     """What each task that makes prompts is given."""
 
     reading: Reading
+    numbers: RowNumbers
     staging: Staging
     ranges: Ranges
     where: str
@@ -61,23 +64,29 @@ def draw_sample(
     reading: Reading,
     payloads: Sequence[bytes],
     numbers: RowNumbers,
-    where: str,
+    *,
+    is_exact: bool,
 ) -> list[Place]:
     """Keys and places of some prompts, sorted: which ones is a function of the snapshot alone.
 
+    Args:
+        is_exact: see `Task`.
+
     Raises:
+        TokenIdsDifferError: ids of the fast library differ.
         BatchLLMError: see `tokenize`.
     """
     wanted = min(max(numbers.num_rows // _ROWS_PER_SAMPLE, _LEAST_SAMPLE), _MOST_SAMPLE)
     chosen, num_rows = _choose_parts(payloads, numbers, wanted)
     share = min(1.0, wanted / max(1, num_rows))
 
-    def sample(batches: Rows) -> Iterator[Any]:
+    def sample(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
-            yield from _sampled(reading, parts_of(payload), share, where)
+            yield from _sampled(reading, parts_of(payload), share, is_exact)
 
-    frame = tasks(spark, dealt(chosen))
-    found = collect(frame.mapInArrow(sample, "said binary"))
+    found = said_by(tasks(spark, dealt(chosen)), sample)
+    if _DIFFERS in found:
+        raise TokenIdsDifferError("a sample's token ids differ")
     places = sorted(
         (each[_PLACE_BYTES:], int.from_bytes(each[:_PLACE_BYTES], "big")) for each in found
     )
@@ -89,11 +98,11 @@ def make_prompts(spark: SparkSession, task: Task, payloads: Sequence[bytes]) -> 
     """A data frame of prompts (`PROMPTS`), each in the partition of its range, sorted."""
     from pyspark.sql.functions import col
 
-    def make(batches: Rows) -> Iterator[Any]:
+    def make(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
             yield from _made(task, parts_of(payload))
 
-    prompts = tasks(spark, payloads).mapInArrow(make, PROMPTS)
+    prompts = mapped(tasks(spark, payloads), make, PROMPTS)
     dealt = prompts.repartitionById(len(task.ranges) + 1, col("range"))
     return dealt.sortWithinPartitions("key", "place")
 
@@ -120,17 +129,21 @@ def _hash(numbered: NumberedPart) -> bytes:
 
 
 def _sampled(
-    reading: Reading, parts: Sequence[NumberedPart], share: float, where: str
+    reading: Reading, parts: Sequence[NumberedPart], share: float, is_exact: bool
 ) -> Iterator[pa.RecordBatch]:
     """The place, as eight bytes, and the key of each prompt that is drawn."""
-    tokenizer, adapters = reading.tokenizer()
+    tokenizer, adapters = reading.tokenizer(is_exact)
     for numbered in parts:
         drawn: list[int] = []
         batches = _drawn(reading, numbered, share, drawn)
-        for found in tokenize(reading.spec, batches, tokenizer, adapters, where):
-            places = (drawn[row].to_bytes(_PLACE_BYTES, "big") for row in found.row_idxs.tolist())
-            keys = keys_of(found.tokens)
-            yield said([place + key for place, key in zip(places, keys, strict=True)])
+        try:
+            for found in tokenize(reading.spec, batches, tokenizer, adapters):
+                places = [drawn[row].to_bytes(_PLACE_BYTES, "big") for row in found.row_idxs]
+                keys = keys_of(found.tokens)
+                yield said([place + key for place, key in zip(places, keys, strict=True)])
+        except TokenIdsDifferError:
+            yield said([_DIFFERS])
+            return
 
 
 def _drawn(
@@ -151,9 +164,7 @@ def _drawn(
 def _made(task: Task, parts: Sequence[NumberedPart]) -> Iterator[pa.RecordBatch]:
     """Prompts with their ranges; then what the task says, its file of rows included."""
     reading, spec = task.reading, task.reading.spec
-    tokenizer, adapters = reading.tokenizer()
-    if task.is_exact:
-        tokenizer.be_exact()
+    tokenizer, adapters = reading.tokenizer(task.is_exact)
     num_rows, differs = 0, False
     with ExitStack() as stack:
         path = stack.enter_context(scratch_folder()) / "rows"
@@ -161,7 +172,9 @@ def _made(task: Task, parts: Sequence[NumberedPart]) -> Iterator[pa.RecordBatch]
         try:
             for numbered in parts:
                 batches = reading.scan(numbered.part, spec.input_columns)
-                for found in tokenize(spec, batches, tokenizer, adapters, task.where):
+                first_row = int(task.numbers.firsts[numbered.number])
+                batches = checked(spec, batches, task.where, first_row)
+                for found in tokenize(spec, batches, tokenizer, adapters):
                     num_rows += found.num_rows
                     if found.kept is not None:
                         writer.write_table(found.kept)
@@ -178,16 +191,10 @@ def _made(task: Task, parts: Sequence[NumberedPart]) -> Iterator[pa.RecordBatch]
 
 
 def _sent(ranges: Ranges, first: int, found: Tokenized) -> pa.RecordBatch:
-    places = (first + found.row_idxs).tolist()
-    keys = keys_of(found.tokens)
-    numbers = [ranges.of(key, place) for key, place in zip(keys, places, strict=True)]
+    places = first + found.row_idxs
+    keys = key_array(found.tokens)
     estimates = found.estimates
     if estimates is None:
         estimates = np.full(len(keys), -1, dtype=np.int64)
-    columns = [
-        pa.array(numbers, pa.int32()),
-        pa.array(keys, pa.binary()),
-        pa.array(places, pa.int64()),
-        pa.array(estimates, pa.int64()),
-    ]
+    columns = [pa.array(ranges.numbers(keys, places)), keys, pa.array(places), pa.array(estimates)]
     return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)

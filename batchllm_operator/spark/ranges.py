@@ -17,6 +17,8 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchllm_operator.planner import TokenTable
 
@@ -35,6 +37,13 @@ def keys_of(tokens: TokenTable) -> list[bytes]:
     data = tokens.token_ids.astype(">u4").tobytes()
     ends = (tokens.offsets * _TOKEN_BYTES).tolist()
     return [data[start:end] for start, end in pairwise(ends)]
+
+
+def key_array(tokens: TokenTable) -> pa.Array:
+    """The keys of some megabytes of prompts: `pa.binary`."""
+    ends = (tokens.offsets * _TOKEN_BYTES).astype(np.int32)
+    data = tokens.token_ids.astype(">u4")
+    return pa.Array.from_buffers(pa.binary(), len(tokens), [None, *map(pa.py_buffer, (ends, data))])
 
 
 def tokens_of(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> TokenTable:
@@ -83,6 +92,13 @@ class Ranges:
     def of(self, key: bytes, place: int) -> int:
         """The range of a prompt."""
         return bisect_right(self.boundaries, (key, place))
+
+    def numbers(self, keys: pa.Array, places: npt.NDArray[np.int64]) -> pa.Array:
+        """The range of each prompt: int32."""
+        # One byte more than any boundary has: cut keys lie where whole ones do.
+        most = 1 + max((len(key) for key, _ in self.boundaries), default=0)
+        heads = pc.binary_slice(keys, 0, most).to_pylist()
+        return pa.array(map(self.of, heads, places.tolist()), pa.int32())
 
 
 def choose_ranges(sample: Sequence[Place], num: int, num_shards: int | None) -> Ranges:

@@ -61,9 +61,12 @@ class Reading:
         table = _table(spec.input.uri, spec.input.partition_column)
         return table.scan(self.snapshot, columns, spec.input.filter, part)
 
-    def tokenizer(self) -> tuple[Tokenizer, RowAdapters | None]:
-        """Loaded once in each process."""
-        return _tokenizer(self.spec_json, self.ds)
+    def tokenizer(self, is_exact: bool = False) -> tuple[Tokenizer, RowAdapters | None]:
+        """Loaded once in each process; if `is_exact`, it encodes without its fast library."""
+        tokenizer, adapters = _tokenizer(self.spec_json, self.ds)
+        if is_exact:
+            tokenizer.be_exact()
+        return tokenizer, adapters
 
 
 def deal_out(table: LakeTable, snapshot: Snapshot) -> list[bytes]:

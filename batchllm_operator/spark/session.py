@@ -10,17 +10,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from batchllm_operator import __version__
-from batchllm_operator.errors import BatchLLMError, MissingLibraryError, SpecError
+from batchllm_operator.errors import MissingLibraryError, SpecError
+from batchllm_operator.spark.tasks import SparkJobError, reason_of, tasks
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 _LEAST_JAVA: Final = 17
 _NEEDED: Final = {
@@ -29,18 +32,12 @@ _NEEDED: Final = {
     # Batches, not rows, bound what Python holds.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "512",
     "spark.sql.execution.arrow.maxBytesPerBatch": str(8 << 20),
+    # By default only some functions have it, and Spark starts Python anew for the others.
+    "spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled": "false",
 }
 _LAKE: Final = ("AWS_", "PYICEBERG_")
 """Beginnings of the names of variables with addresses and credentials of storage and catalogs."""
 _log = logging.getLogger(__name__)
-
-Rows = Iterable[Any]
-"""`pyarrow.RecordBatch`es of a task."""
-Task = Callable[[Rows], Iterator[Any]]
-
-
-class SparkJobError(BatchLLMError):
-    """Spark gave up on a job: tasks failed again and again, or it can't be reached."""
 
 
 @contextmanager
@@ -48,7 +45,8 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
     """The active session, or one made from `planner.spark.conf`, which ends with the context.
 
     Tasks see this process's variables for the lake, unless the session has some of its own (on
-    Spark Connect they see only their own). Settings that jobs need are as before afterwards.
+    Spark Connect they see only their own). Afterwards no task of the context runs, and settings
+    are as before.
 
     Raises:
         MissingLibraryError: pyspark or pandas isn't installed.
@@ -56,59 +54,72 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
             another release of it.
         SparkJobError: the cluster can't be reached.
     """
-    spark, is_new = _open(spec)
-    before: dict[str, str | None] = {name: spark.conf.get(name, None) for name in _NEEDED}
-    given = _given_to_tasks(spark)
-    try:
+    with _without_logs_of_py4j(), _session(spec) as spark:
         for name, value in _NEEDED.items():
             spark.conf.set(name, value)
-        _check_executors(spark)
-        yield spark
-    finally:
-        with suppress(Exception):  # the error that led here says more
-            if is_new:
-                spark.stop()
-            else:
-                for name in given:
-                    del spark.sparkContext.environment[name]
-                for name, was in before.items():
-                    if was is not None:
-                        spark.conf.set(name, was)
+        given = _given_to_tasks(spark)
+        try:
+            _check_executors(spark)
+            yield spark
+        finally:
+            for name in given:
+                del spark.sparkContext.environment[name]
 
 
-def tasks(spark: SparkSession, payloads: Sequence[bytes]) -> DataFrame:
-    """A task for each payload: a data frame with one row per partition, its column `payload`."""
-    from pyspark.sql.functions import col
-
-    rows = [(idx, bytearray(payload)) for idx, payload in enumerate(payloads)]
-    frame = spark.createDataFrame(rows, "task int, payload binary")
-    return frame.repartitionById(max(1, len(rows)), col("task")).select("payload")
-
-
-def payloads_in(batches: Rows) -> Iterator[bytes]:
-    """In a task: the payloads that it is given."""
-    for batch in batches:
-        yield from batch.column(0).to_pylist()
-
-
-def said(values: Sequence[bytes]) -> Any:
-    """In a task: values for `collect`, as a `pyarrow.RecordBatch`."""
-    import pyarrow as pa
-
-    return pa.record_batch({"said": pa.array(values, pa.binary())})
-
-
-def collect(frame: DataFrame) -> list[bytes]:
-    """The values of a data frame's one binary column.
-
-    Raises:
-        SparkJobError: the job failed; its message is the last line of what a task said.
-    """
+@contextmanager
+def _without_logs_of_py4j() -> Iterator[None]:
+    """What it logs, as itself or in the name of the root, it raises, too."""
+    named, root = logging.getLogger("py4j"), logging.getLogger()
+    level = named.level
+    named.setLevel(logging.CRITICAL)
+    root.addFilter(_is_not_of_py4j)
     try:
-        return [bytes(row[0]) for row in frame.collect()]
-    # pyspark's own errors have no common base below Exception: Py4J's, its own, gRPC's.
-    except Exception as error:
-        raise SparkJobError(f"Spark's job failed: {_reason(error)}") from error
+        yield
+    finally:
+        root.removeFilter(_is_not_of_py4j)
+        named.setLevel(level)
+
+
+def _is_not_of_py4j(record: logging.LogRecord) -> bool:
+    return Path(record.pathname).parent.name != "py4j"
+
+
+@contextmanager
+def _session(spec: JobSpec) -> Iterator[SparkSession]:
+    """The session; at the end a new one stops, and another is left as it was."""
+    spark, is_new = _open(spec)
+    if not is_new:
+        with _as_before(spark):
+            yield spark
+        return
+    try:
+        yield spark
+    except BaseException:
+        with suppress(Exception):  # the error says more, as what Spark logs of its end
+            spark.sparkContext.setLogLevel("OFF")
+        raise
+    finally:
+        with suppress(Exception):  # as above
+            spark.stop()
+
+
+@contextmanager
+def _as_before(spark: SparkSession) -> Iterator[None]:
+    """Leaves a session without our jobs and settings."""
+    before: dict[str, str | None] = {name: spark.conf.get(name, None) for name in _NEEDED}
+    tag = f"batchllm-{uuid.uuid4().hex}"
+    spark.addTag(tag)
+    try:
+        yield
+    finally:
+        with suppress(Exception):  # as above
+            spark.interruptTag(tag)
+            spark.removeTag(tag)
+            for name, was in before.items():
+                if was is None:
+                    spark.conf.unset(name)
+                else:
+                    spark.conf.set(name, was)
 
 
 def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
@@ -121,9 +132,9 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
     active = SparkSession.getActiveSession()
     if active is not None:
         return active, False
-    logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it logs, it raises, too
     conf = spec.planner.spark.conf
-    if "spark.remote" not in conf and "SPARK_REMOTE" not in os.environ:
+    is_remote = "spark.remote" in conf or "SPARK_REMOTE" in os.environ
+    if not is_remote and "PYSPARK_GATEWAY_PORT" not in os.environ:  # of spark-submit's Java
         _check_java()
     # pyspark itself reads this setting only in spark-submit.
     if (python := conf.get("spark.pyspark.python")) is not None:
@@ -133,10 +144,13 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
     for name, value in conf.items():
         builder = builder.config(name, value)
     on_interrupt = signal.getsignal(signal.SIGINT)
+    asked_at_ms = time.time() * 1000
     try:
-        return builder.getOrCreate(), True
-    except Exception as error:  # as in `collect`
-        raise SparkJobError(f"Spark can't start: {_reason(error)}") from error
+        spark = builder.getOrCreate()
+        # Another thread's session isn't active in this one.
+        return spark, is_remote or int(spark.sparkContext.startTime) >= asked_at_ms
+    except Exception as error:  # as in `said_by`
+        raise SparkJobError(f"Spark can't start: {reason_of(error)}") from error
     finally:
         if threading.current_thread() is threading.main_thread():
             # pyspark has put its own there.
@@ -195,27 +209,12 @@ def _check_executors(spark: SparkSession) -> None:
         (row,) = tasks(spark, [b""]).select(ask(col("payload"))).collect()
         found = str(row[0])
     except PythonException as error:  # such as another release of Python
-        found = _reason(error)
-    except Exception as error:  # as in `collect`
-        raise SparkJobError(f"Spark's executors can't run Python: {_reason(error)}") from error
+        found = reason_of(error)
+    except Exception as error:  # as in `said_by`
+        raise SparkJobError(f"Spark's executors can't run Python: {reason_of(error)}") from error
     if found != __version__:
         raise SpecError(
             f"planner.engine: Spark's executors have not batchllm_operator {__version__}, which the"
             f" driver is, but: {found}; use one image for both, or a packed environment"
             " (spark.archives)"
         )
-
-
-def _reason(error: Exception) -> str:
-    """The line of an error that says what happened: the last of a task's traceback, or the first.
-
-    Texts of Java's errors go on with stack traces.
-    """
-    from py4j.protocol import Py4JNetworkError
-
-    if isinstance(error, (ConnectionError, Py4JNetworkError)):
-        return f"the driver's Java process has ended ({error})"
-    lines = [line.strip().removeprefix(": ") for line in str(error).splitlines()]
-    said = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)]
-    found = said[-1:] or [line for line in lines if line][:1] or [type(error).__name__]
-    return found[0][:500]

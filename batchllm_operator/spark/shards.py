@@ -28,11 +28,11 @@ from batchllm_operator.planner import (
 )
 from batchllm_operator.planner.jit import compiled
 from batchllm_operator.planner.prefixes.row_sort import num_equal
-from batchllm_operator.spark.keys import RowNumbers
+from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.prompts import Task
 from batchllm_operator.spark.ranges import keys_of, tokens_of
-from batchllm_operator.spark.session import Rows, collect, said
 from batchllm_operator.spark.staging import scratch_folder
+from batchllm_operator.spark.tasks import Batches, said, said_by
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -49,7 +49,6 @@ class RangeTask:
     """What the task of each range is given."""
 
     task: Task
-    numbers: RowNumbers
     learned: Learned | None
     target: Target | None
     replicas: ReplicaPlanner | None
@@ -65,9 +64,14 @@ class RangeTask:
 
 
 def plan_ranges(prompts: DataFrame, ranges: RangeTask) -> list[dict[str, Any]]:
-    """Plan each range; returns what tasks say of each range, and of each file of rows."""
+    """Plan each range; returns what tasks say of each range, and of each file of rows.
 
-    def plan(batches: Rows) -> Iterator[Any]:
+    Raises:
+        TokenIdsDifferError: ids of the fast library differ.
+        BatchLLMError: see `tokenize`.
+    """
+
+    def plan(batches: Batches) -> Iterator[Any]:
         batches = iter(batches)
         first = next((batch for batch in batches if batch.num_rows), None)
         if first is None:
@@ -80,7 +84,10 @@ def plan_ranges(prompts: DataFrame, ranges: RangeTask) -> list[dict[str, Any]]:
         else:
             yield said([json.dumps(_planned(ranges, range_idx, batches)).encode()])
 
-    return [json.loads(each) for each in collect(prompts.mapInArrow(plan, "said binary"))]
+    found = [json.loads(each) for each in said_by(prompts, plan)]
+    if any(each.get("differs") for each in found):
+        raise TokenIdsDifferError("a sample's token ids differ")
+    return found
 
 
 def _planned(given: RangeTask, range_idx: int, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
@@ -169,7 +176,7 @@ def _requests(
     requests, ranked = make_requests(
         store,
         RankedPrompts.from_exact(in_order, found.num_shared, store.lengths),
-        given.numbers.of(found.places),
+        given.task.numbers.of(found.places),
         found.output_tokens,
         merge=given.task.reading.spec.sampling.is_greedy,
     )

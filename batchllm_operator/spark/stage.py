@@ -47,6 +47,7 @@ from batchllm_operator.plan.stage import (
 from batchllm_operator.planner import PlanSharing, Work, WorkArrays, imbalance
 from batchllm_operator.planner.sharing import merged
 from batchllm_operator.progress import Progress
+from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.keys import RowNumbers, number_rows
 from batchllm_operator.spark.prompts import Task, draw_sample, make_prompts
 from batchllm_operator.spark.ranges import choose_ranges, common_tokens, num_ranges
@@ -71,17 +72,21 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
 
     Raises:
         BatchLLMError: as `plan_job`; or a setting isn't for Spark; or see `spark_session` and
-            `collect`.
+            `said_by`.
     """
     _check(spec)
     given = find_given(spec, ds)
-    with spark_session(spec) as spark:
-        staging = Staging.beside(spec, ds)
-        try:
+    staging = Staging.beside(spec, ds)
+    try:
+        with spark_session(spec) as spark:
             staging.check_shared(spark)
-            return _plan(spark, given, staging)
-        finally:
-            staging.remove()
+            try:
+                return _plan(spark, given, staging, is_exact=False)
+            except TokenIdsDifferError as error:
+                _log.warning("%s: planning starts again", error)
+            return _plan(spark, given, staging, is_exact=True)
+    finally:
+        staging.remove()  # when no task writes there any longer
 
 
 def _check(spec: JobSpec) -> None:
@@ -91,7 +96,8 @@ def _check(spec: JobSpec) -> None:
         )
 
 
-def _plan(spark: SparkSession, given: Given, staging: Staging) -> StoredPlan:
+def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool) -> StoredPlan:
+    """Raises `TokenIdsDifferError` unless `is_exact`; see `Task`."""
     spec, ds = given.spec, given.ds
     reading = Reading.of(spec, ds, given.snapshot)
     payloads = deal_out(given.table, given.snapshot)
@@ -100,20 +106,16 @@ def _plan(spark: SparkSession, given: Given, staging: Staging) -> StoredPlan:
     with Progress("plan on Spark", len(_PHASES), unit="phases") as progress:
         numbers = number_rows(spark, reading, payloads, num_parts, where)
         progress.advance(1, _PHASES[0])
-        sample = draw_sample(spark, reading, payloads, numbers, where)
+        sample = draw_sample(spark, reading, payloads, numbers, is_exact=is_exact)
         num = num_ranges(numbers.num_rows, sample)
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
         progress.advance(1, f"{len(ranges)} {_PHASES[1]}")
         del sample  # may be a quarter of a gigabyte
         learned = _learn(spec, ds)
         shares = given.pooling is None or given.pooling.reason_against_sharing is None
-        for is_exact in (False, True):
-            task = Task(reading, staging, ranges, where, is_exact)
-            about = RangeTask(task, numbers, learned, given.target, given.replicas, shares)
-            found = plan_ranges(make_prompts(spark, task, payloads), about)
-            if not any(each.get("differs") for each in found):
-                break
-            _log.warning("token ids of the fast tokenizer differ: planning starts again")
+        task = Task(reading, numbers, staging, ranges, where, is_exact)
+        about = RangeTask(task, learned, given.target, given.replicas, shares)
+        found = plan_ranges(make_prompts(spark, task, payloads), about)
         given.table.check_unchanged(given.snapshot)
         progress.advance(1, _PHASES[2])
         planned = _Planned.of(found, numbers)

@@ -21,7 +21,7 @@ from batchllm_operator.artifacts.manifest import DataFile, describe_file
 from batchllm_operator.artifacts.stored_plan import job_folder
 from batchllm_operator.errors import StorageError
 from batchllm_operator.lake import Folder, remove_files
-from batchllm_operator.spark.session import Rows, collect, payloads_in, said, tasks
+from batchllm_operator.spark.tasks import Batches, payloads_in, said, said_by, tasks
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Staging:
         """
         uri, name = self.uri, f"probe-{uuid.uuid4().hex}"
 
-        def write(batches: Rows) -> Iterator[Any]:
+        def write(batches: Batches) -> Iterator[Any]:
             for _ in batches:
                 try:
                     Folder.open(uri).write_bytes(name, b"written by a task")
@@ -86,7 +86,7 @@ class Staging:
                 except StorageError as error:
                     yield said([str(error).encode()])
 
-        (fault,) = collect(tasks(spark, [b""]).mapInArrow(write, "said binary"))
+        (fault,) = said_by(tasks(spark, [b""]), write)
         if fault:
             raise StorageError(f"Spark's executors can't write the plan: {fault.decode()}")
         folder = Folder.open(uri)
@@ -103,11 +103,11 @@ class Staging:
         """Give files, by pairs of name and new name, their names in the plan's folder.
 
         Raises:
-            SparkJobError: one can't be copied.
+            StorageError: one can't be copied.
         """
         source_uri, target_uri = self.uri, target.uri
 
-        def copy(batches: Rows) -> Iterator[Any]:
+        def copy(batches: Batches) -> Iterator[Any]:
             source, goal = Folder.open(source_uri), Folder.open(target_uri)
             for payload in payloads_in(batches):
                 for name, new_name in json.loads(payload):
@@ -116,7 +116,7 @@ class Staging:
 
         dealt = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
         payloads = [json.dumps(each).encode() for each in dealt]
-        collect(tasks(spark, payloads).mapInArrow(copy, "said binary"))
+        said_by(tasks(spark, payloads), copy)
 
     def remove(self) -> None:
         """Remove the folder; what can't be removed is left to `batchllm gc`."""

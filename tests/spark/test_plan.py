@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,11 +21,17 @@ from batchllm_operator.errors import (
     KeyColumnError,
     SpecError,
     StorageError,
+    TableError,
 )
+from batchllm_operator.plan.given import find_given
 from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.run.stage import run_shard
-from batchllm_operator.spark import ranges, reading, session, stage
+from batchllm_operator.spark import prompts, ranges, reading, session, stage
+from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.stage import plan_on_spark
+from batchllm_operator.spark.staging import Staging
+from batchllm_operator.spark.tasks import Batches, SparkJobError, payloads_in, said, said_by, tasks
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -198,12 +206,12 @@ def test_tasks_see_the_drivers_variables_for_the_lake(
 ) -> None:
     """Those that the session has been given win, and none stays."""
 
-    def seen(batches: session.Rows) -> Iterator[Any]:
+    def seen(batches: Batches) -> Iterator[Any]:
         import os
 
-        for _ in session.payloads_in(batches):
+        for _ in payloads_in(batches):
             names = ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "PYICEBERG_CATALOG__A__URI", "OTHER")
-            yield session.said([str(os.environ.get(name)).encode() for name in names])
+            yield said([str(os.environ.get(name)).encode() for name in names])
 
     environment = spark.sparkContext.environment
     monkeypatch.setitem(environment, "AWS_DEFAULT_REGION", "of-the-session")
@@ -211,9 +219,9 @@ def test_tasks_see_the_drivers_variables_for_the_lake(
     for name in ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "PYICEBERG_CATALOG__A__URI", "OTHER"):
         monkeypatch.setenv(name, f"driver's {name}")
     with session.spark_session(fake_spec(lake)) as active:
-        said = session.collect(session.tasks(active, [b""]).mapInArrow(seen, "said binary"))
+        found = said_by(tasks(active, [b""]), seen)
     wanted = ("driver's AWS_ENDPOINT_URL", "of-the-session", "driver's PYICEBERG_CATALOG__A__URI")
-    assert said == [each.encode() for each in (*wanted, "None")]
+    assert found == [each.encode() for each in (*wanted, "None")]
     assert environment == before
 
 
@@ -237,3 +245,86 @@ def test_executors_with_another_release_are_refused(
     monkeypatch.setattr(session, "__version__", "9.9")
     with pytest.raises(SpecError, match=r"executors have not batchllm_operator 9\.9"):
         plan_on_spark(job(lake), DS)
+
+
+@pytest.mark.parametrize("column", ["row_key", "query"])
+def test_text_that_isnt_utf8_is_refused_in_the_words_of_a_local_plan(
+    lake: Path, small_ranges: None, column: str
+) -> None:
+    rows = pa.Table.from_pylist(document_rows(12, 10))
+    values = rows[column].to_pylist()
+    broken = pa.array([*map(str.encode, values[:77]), b"\xff", *map(str.encode, values[78:])])
+    place = rows.schema.get_field_index(column)
+    rows = rows.set_column(place, column, broken.cast(pa.string(), safe=False))
+    for file in (lake / "documents").rglob("*.parquet"):
+        file.unlink()
+    file = lake / "documents" / f"ds={DS}" / "a.parquet"
+    pq.write_table(rows, file, row_group_size=25)
+    messages = []
+    for make in (plan_job, plan_on_spark):
+        with pytest.raises(TableError) as refused:
+            make(job(lake), DS)
+        messages.append((type(refused.value), str(refused.value)))
+    assert messages[0] == messages[1]
+    assert "row 77" in messages[1][1]
+
+
+@pytest.mark.parametrize("where", ["draw_sample", "plan_ranges"])
+def test_wrong_ids_of_the_fast_tokenizer(
+    lake: Path, small_ranges: None, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A task has found them: planning starts again, without it."""
+    tried = []
+    work = getattr(stage, where)
+
+    def first_differ(*args: Any, **options: Any) -> Any:
+        is_exact = args[1].task.is_exact if where == "plan_ranges" else options["is_exact"]
+        tried.append(is_exact)
+        if not is_exact:
+            raise TokenIdsDifferError("a sample's token ids differ")
+        return work(*args, **options)
+
+    monkeypatch.setattr(stage, where, first_differ)
+    plan = plan_on_spark(job(lake), DS)
+    assert tried == [False, True]
+    assert planned_rows(plan) == Counter(range(NUM_ROWS))
+
+
+def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Differing:
+        max_model_len = 1000
+
+        def apply_chat_template(self, rendered: Any) -> Any:
+            return rendered
+
+        def encode(self, texts: Any) -> Any:
+            raise TokenIdsDifferError("3 prompts to encode again")
+
+    spec = job(lake)
+    given = find_given(spec, DS)
+    of_task = reading.Reading.of(spec, DS, given.snapshot)
+    monkeypatch.setattr(reading, "_tokenizer", lambda *_: (Differing(), None))
+    (parts,) = map(reading.parts_of, reading.deal_out(given.table, given.snapshot))
+    (batch,) = prompts._sampled(of_task, parts, 1.0, is_exact=False)
+    assert batch.column(0).to_pylist() == [prompts._DIFFERS]
+    numbers = RowNumbers(np.asarray([0, 61, 120]))
+    one_range = ranges.Ranges((), (None,))
+    staging = Staging.beside(spec, DS)
+    task = prompts.Task(of_task, numbers, staging, one_range, "table", is_exact=False)
+    (batch,) = prompts._made(task, parts)
+    assert json.loads(batch["key"][0].as_py())["differs"]
+
+
+def test_errors_of_tasks(spark: SparkSession) -> None:
+    def refuse(batches: Batches) -> Iterator[Any]:
+        raise KeyColumnError("key 'ä' is:\n[\"odd\"]")
+        yield from batches
+
+    def fail(batches: Batches) -> Iterator[Any]:
+        yield from (1 // len([]) for _ in batches)
+
+    with pytest.raises(KeyColumnError) as refused:
+        said_by(tasks(spark, [b""]), refuse)
+    assert str(refused.value) == "key 'ä' is:\n[\"odd\"]"
+    with pytest.raises(SparkJobError, match=r"ZeroDivisionError: integer division or modulo"):
+        said_by(tasks(spark, [b""]), fail)

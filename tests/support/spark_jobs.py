@@ -92,7 +92,7 @@ class Driver:
 def only_error(lines: Sequence[str]) -> str:
     (error,) = (line for line in lines if line.startswith(ERROR_MARK))
     assert lines[-1] == error
-    assert not any(line.startswith("Traceback") for line in lines)
+    assert not any(line.startswith("Traceback") for line in lines), "\n".join(lines)
     return error
 
 

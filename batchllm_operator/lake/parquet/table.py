@@ -20,13 +20,14 @@ import pyarrow.parquet as pq
 from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.folder import Folder
+from batchllm_operator.lake.many_files import ahead
 from batchllm_operator.lake.parquet.hive_names import (
     HIVE_NULL,
     folder_name,
     hive_values,
     is_visible,
-    visible,
 )
+from batchllm_operator.lake.parquet.partitions import Partitions
 from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
 from batchllm_operator.lake.parquet.versions import etag_version, listing_version
 from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
@@ -40,6 +41,8 @@ from batchllm_operator.spec import FilterTerm
 DATA_FILE: Final = "data.parquet"
 _LONGEST_PAUSES_S: Final = (0, 0.1, 0.4, 1.6, 6.4)
 """Before each try: S3 refuses one of two concurrent writes."""
+_THREADS: Final = 16
+"""Footers that are read at the same time: each is a request."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,15 +55,16 @@ class ParquetTable:
         self.uri = folder.uri
         self._folder = folder
         self._partition_column = partition_column
+        self._partitions = Partitions(folder, partition_column)
 
     def partitions(self) -> list[str]:
         """Read from folder names; a published partition is always at the first level."""
-        return sorted(set(self._names_in(self._folder)))
+        return self._partitions.names()
 
     def snapshot(self, partition: str) -> Snapshot:
         if not self._folder.exists():
             raise TableError(f"table {self.uri}: there is no such folder")
-        files = self._files_near(partition)
+        files = self._partitions.files_near(partition)
         if not files:
             raise TableError(f"table {self.uri}: holds no Parquet files")
         if not any(self._partition_column in hive_values(name) for name in files):
@@ -68,10 +72,13 @@ class ParquetTable:
                 f"table {self.uri}: isn't partitioned by {self._partition_column!r}: there are no"
                 f" folders named {self._partition_column}=..."
             )
+        chosen = self._partitions.chosen(files, partition)
         schemas: dict[str, pa.Schema] = {}
         pinned: list[InputFile] = []
-        for name, details in self._chosen(files, partition).items():
-            schemas[name], file = self._look_into(name, details, partition)
+        for schema, file in ahead(
+            chosen.items(), lambda each: self._look_into(*each, partition), num_threads=_THREADS
+        ):
+            schemas[file.name] = schema
             pinned.append(file)
         return Snapshot(
             partition=partition,
@@ -267,7 +274,7 @@ class ParquetTable:
         """
         own = folder_name(self._partition_column, partition)
         holding = {}
-        for name in dict.fromkeys((own, *self._folders_of(partition))):
+        for name in dict.fromkeys((own, *self._partitions.folders(partition))):
             found = self._folder.child(name).find()
             if files := {n: details for n, details in found.items() if is_visible(n)}:
                 holding[name] = files
@@ -279,68 +286,20 @@ class ParquetTable:
         ((name, files),) = holding.items() or ((own, {}),)
         return self._folder.child(name), files
 
-    def _names_in(self, folder: Folder) -> Iterator[str]:
-        """Names of partitions with a folder in this one, or in its folders of other columns."""
-        for name in folder.subfolder_names():
-            values = hive_values(f"{name}/")
-            if self._partition_column not in values:
-                yield from self._names_in(folder.child(name)) if values else ()
-            elif (value := values[self._partition_column]) is not None:
-                yield value
-
-    def _folders_of(self, partition: str) -> list[str]:
-        return [
-            name
-            for name in self._folder.subfolder_names()
-            if hive_values(f"{name}/").get(self._partition_column) == partition
-        ]
-
-    def _files_near(self, partition: str) -> dict[str, dict[str, Any]]:
-        """Parquet files that readers see, by name: the partition's, or all if it has none."""
-        found = {
-            f"{name}/{below}": details
-            for name in self._folders_of(partition)
-            for below, details in self._folder.child(name).find().items()
-        }
-        if not visible(found):
-            found = self._folder.find()
-        self._check_files(found, partition)
-        return visible(found)
-
-    def _check_files(self, found: Mapping[str, dict[str, Any]], partition: str) -> None:
-        """Refuse the partition's unreadable files, rather than skip them."""
-        for name, details in found.items():
-            if not is_visible(name):
-                continue
-            if hive_values(f"{name}/").get(self._partition_column) != partition:
-                continue
-            if details["type"] == "other" and not Path(self._folder.full_path(name)).is_file():
-                raise TableError(
-                    f"table {self.uri}: {name} is a broken link, a link to a folder, or not a"
-                    " regular file; put the files themselves there"
-                )
-            try:
-                name.encode()
-            except UnicodeEncodeError as error:
-                raise TableError(
-                    f"table {self.uri}: the name of {name!r} isn't UTF-8; rename it"
-                ) from error
-
-    def _chosen(
-        self, files: Mapping[str, dict[str, Any]], partition: str
-    ) -> dict[str, dict[str, Any]]:
-        column = self._partition_column
-        return {n: each for n, each in files.items() if hive_values(n).get(column) == partition}
-
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Whether the partition still has the snapshot's files, unchanged."""
-        now = self._chosen(self._files_near(snapshot.partition), snapshot.partition)
+        near = self._partitions.files_near(snapshot.partition)
+        now = self._partitions.chosen(near, snapshot.partition)
         sizes = {name: int(details["size"]) for name, details in now.items()}
-        return sizes == {file.name: file.size_bytes for file in snapshot.files} and all(
-            (etag_version(now[file.name]) or self._pin(file.name, now[file.name])[1].version)
-            == file.version
-            for file in snapshot.files
-        )
+        if sizes != {file.name: file.size_bytes for file in snapshot.files}:
+            return False
+
+        def is_same(file: InputFile) -> bool:
+            details = now[file.name]
+            version = etag_version(details) or self._pin(file.name, details)[1].version
+            return version == file.version
+
+        return all(ahead(snapshot.files, is_same, num_threads=_THREADS))
 
     def _pin(self, name: str, details: Mapping[str, Any]) -> tuple[pq.FileMetaData, InputFile]:
         """A file's footer, and its entry in a snapshot."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -172,6 +173,33 @@ def test_a_driver_that_is_killed(jobs: Jobs, undisturbed: StoredPlan) -> None:
     assert jobs.folders("driver") == []
     assert jobs.start(spec).wait() == 0
     check_same(jobs.plan("driver"), undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_driver_that_is_stopped(jobs: Jobs, number: signal.Signals) -> None:
+    """It stops its tasks, and leaves nothing."""
+    name = f"stopped-{number.name.lower()}"
+    driver = jobs.start(jobs.spec(name))
+    wait_for(driver, lambda: has_staged(jobs, name))
+    driver.process.send_signal(number)
+    assert driver.wait() == 128 + number
+    assert driver.lines[-1].startswith("batchllm: ")
+    assert not any(line.startswith("Traceback") for line in driver.lines), driver.lines
+    wait_for(None, lambda: not jobs.executors())
+    assert jobs.folders(name) == []
+
+
+def test_a_driver_whose_java_is_killed(jobs: Jobs) -> None:
+    driver = jobs.start(jobs.spec("java"))
+    wait_for(driver, lambda: has_staged(jobs, "java"))
+    for pid in jobs.descendants(driver.process.pid):
+        if "SparkSubmit" in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGKILL)
+    assert driver.wait() == ExitCode.FAILURE
+    # Above it, a thread of pyspark's says that it has lost its connection.
+    error = "Spark's job failed: the driver's Java process has ended"
+    assert driver.lines[-1].startswith(f"{ERROR_MARK}{error}")
+    wait_for(None, lambda: not jobs.executors())
 
 
 def gc(spec: str, age: str) -> str:

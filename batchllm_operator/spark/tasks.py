@@ -1,0 +1,116 @@
+"""Runs our functions in Spark's tasks, and brings back what they say, or their error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from batchllm_operator.errors import BatchLLMError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_SAID: Final = "said binary"
+_MOST_REASON: Final = 500
+
+Batches = Iterable[pa.RecordBatch]
+Task = Callable[[Batches], Iterator[pa.RecordBatch]]
+
+
+class SparkJobError(BatchLLMError):
+    """Spark gave up on a job: tasks failed again and again, or it can't be reached."""
+
+
+class TaskError(Exception):
+    """An error of ours in a task, as one line of JSON, which survives the way to the driver."""
+
+    @classmethod
+    def of(cls, error: BatchLLMError) -> TaskError:
+        kind = type(error)
+        return cls(json.dumps([f"{kind.__module__}:{kind.__qualname__}", str(error)]))
+
+    @classmethod
+    def in_text(cls, text: str) -> BatchLLMError | None:
+        """The error that a task's traceback ends with, if it is one of ours."""
+        found = re.search(rf"^.*\b{cls.__name__}: (\[.*\])$", text, re.MULTILINE)
+        if found is None:
+            return None
+        kind, message = json.loads(found[1])
+        error: BatchLLMError = resolve_name(kind)(message)
+        return error
+
+
+def tasks(spark: SparkSession, payloads: Sequence[bytes]) -> DataFrame:
+    """A task for each payload: a data frame with one row per partition, its column `payload`."""
+    from pyspark.sql.functions import col
+
+    rows = [(idx, bytearray(payload)) for idx, payload in enumerate(payloads)]
+    frame = spark.createDataFrame(rows, "task int, payload binary")
+    return frame.repartitionById(max(1, len(rows)), col("task")).select("payload")
+
+
+def mapped(frame: DataFrame, work: Task, schema: Any) -> DataFrame:
+    """A data frame of what `work` makes of each partition.
+
+    Args:
+        work: gets a partition's batches. Its `BatchLLMError`s reach the driver as they are.
+        schema: of its batches, in Spark's words or types.
+    """
+
+    def run(batches: Batches) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from work(batches)
+        except BatchLLMError as error:
+            raise TaskError.of(error) from error
+        finally:
+            # Spark's next task may run in another process of the executor.
+            pa.default_memory_pool().release_unused()
+
+    return frame.mapInArrow(run, schema)
+
+
+def said_by(frame: DataFrame, work: Task) -> list[bytes]:
+    """All values that `work`, given each partition of `frame`, yields by `said`.
+
+    Raises:
+        BatchLLMError: the one that a task raised.
+        SparkJobError: the job failed for another reason: the last line of what a task said.
+    """
+    try:
+        return [bytes(row[0]) for row in mapped(frame, work, _SAID).collect()]
+    # pyspark's own errors have no common base below Exception: Py4J's, its own, gRPC's.
+    except Exception as error:
+        if (ours := TaskError.in_text(str(error))) is not None:
+            raise ours from error
+        raise SparkJobError(f"Spark's job failed: {reason_of(error)}") from error
+
+
+def said(values: Sequence[bytes]) -> pa.RecordBatch:
+    """In a task: values for `said_by`."""
+    return pa.record_batch({"said": pa.array(values, pa.binary())})
+
+
+def payloads_in(batches: Batches) -> Iterator[bytes]:
+    """In a task: the payloads that it is given."""
+    for batch in batches:
+        yield from batch.column(0).to_pylist()
+
+
+def reason_of(error: Exception) -> str:
+    """The line of an error that says what happened: the last of a task's traceback, or the first.
+
+    Texts of Java's errors go on with stack traces.
+    """
+    from py4j.protocol import Py4JNetworkError
+
+    if isinstance(error, (ConnectionError, Py4JNetworkError)):
+        return f"the driver's Java process has ended ({error})"
+    lines = [line.strip().removeprefix(": ") for line in str(error).splitlines()]
+    said = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)]
+    found = said[-1:] or [line for line in lines if line][:1] or [type(error).__name__]
+    return found[0][:_MOST_REASON]
