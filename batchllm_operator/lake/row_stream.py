@@ -7,7 +7,7 @@ and the open page of each column, which Parquet makes indivisible.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import and_
 from typing import IO, Any, Final
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_ROWS: Final = 4096
+_JOINED_BYTES: Final = 1 << 20
 # Rows per step if the footer doesn't bound their size, as it counts a dictionary's values once.
 # Rows of 1 MiB still fit into one batch; a step costs about 20 us.
 _FEW_ROWS: Final = 16
@@ -62,7 +63,8 @@ def read_batches(
     begin, end = row_groups or (0, fragment.metadata.num_row_groups)
     chosen = [group for group in groups.row_groups if begin <= group.id < end]
     in_file = [name for name in schema.names if name not in folder_values]
-    for batch in _gather(_steps(file, fragment.metadata, chosen, in_file)):
+    steps = _steps(file, fragment.metadata, chosen, in_file)
+    for batch in joined((piece for step in steps for piece in _split(step)), _BATCH_BYTES):
         aligned = _align(batch, schema, folder_values)
         if condition is not None:
             aligned = aligned.filter(condition)
@@ -123,21 +125,30 @@ def _step_rows(footer: pq.FileMetaData, group_id: int, names: Sequence[str]) -> 
     return min(_BATCH_ROWS, max(few, fitting))
 
 
-def _gather(steps: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Join consecutive steps into batches within the limits."""
+def joined(
+    batches: Iterable[pa.RecordBatch], most_bytes: int = _JOINED_BYTES
+) -> Iterator[pa.RecordBatch]:
+    """Consecutive batches in one, as long as it has at most `most_bytes` and 4,096 rows.
+
+    Those of many small files are small, and each costs as much as hundreds of rows.
+    """
     pieces: list[pa.RecordBatch] = []
     num_rows = num_bytes = 0
-    for piece in (piece for step in steps for piece in _split(step)):
-        too_large = num_bytes + piece.nbytes > _BATCH_BYTES
+    for piece in batches:
+        too_large = num_bytes + piece.nbytes > most_bytes
         if pieces and (too_large or num_rows + piece.num_rows > _BATCH_ROWS):
-            batch = pa.concat_batches(pieces)
+            batch = _one(pieces)
             pieces, num_rows, num_bytes = [], 0, 0  # not held while the caller has the batch
             yield batch
         pieces.append(piece)
         num_rows += piece.num_rows
         num_bytes += piece.nbytes
     if pieces:
-        yield pa.concat_batches(pieces)
+        yield _one(pieces)
+
+
+def _one(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

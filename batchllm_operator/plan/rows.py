@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
-from batchllm_operator.lake import LakeTable, Snapshot
+from batchllm_operator.lake import LakeTable, Snapshot, joined
 from batchllm_operator.plan.adapters import RowAdapters, encode
 from batchllm_operator.plan.broken_text import check_text
 from batchllm_operator.plan.earlier_outputs import Reuse
@@ -87,7 +87,7 @@ def read_rows(
         one_ahead(table.scan(snapshot, spec.input_columns, spec.input.filter)) as scanned,
         OneBehind() as keeper,
     ):
-        batches = checked(spec, scanned, where)
+        batches = checked(spec, joined(scanned), where)
         for found in tokenize(spec, batches, tokenizer, adapters, rows.reuse):
             rows.num_rows += found.num_rows
             keeper.run(_keep, rows, found, writer)

@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchllm_operator.artifacts.reuse_index import fingerprint_array, fingerprints_of
 from batchllm_operator.artifacts.row_keys import encode_keys, shown_key
 from batchllm_operator.plan.keys import MAX_NAMED, null_keys, repeated_keys
-from batchllm_operator.spark.reading import PLACE_BITS, NumberedPart, Reading, parts_of
+from batchllm_operator.spark.reading import PLACE_BITS, Part, Reading
 from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RowNumbers:
 
 
 def number_rows(
-    spark: SparkSession, reading: Reading, payloads: Sequence[bytes], num_parts: int, where: str
+    spark: SparkSession, reading: Reading, parts: Sequence[Part], where: str
 ) -> RowNumbers:
     """Count the rows of each part, and check their keys.
 
@@ -59,20 +59,20 @@ def number_rows(
     from pyspark.sql.functions import col
 
     spec = reading.spec
-    num_buckets = max(1, _most_rows(payloads) // _BUCKET_ROWS)
+    num_buckets = max(1, _most_rows(parts) // _BUCKET_ROWS)
 
     def digest(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
-            for part in parts_of(payload):
-                yield from _digests(reading, part, num_buckets, where)
+            yield from _digests(reading, Part.of(payload), num_buckets, where)
 
     def repeats(batches: Batches) -> Iterator[Any]:
         yield from _repeats(batches, num_buckets)
 
+    payloads = [part.to_bytes() for part in parts]
     digests = mapped(tasks(spark, payloads), digest, _SPARK_SCHEMA)
     shuffled = digests.repartitionById(num_buckets + 1, col("bucket"))
     found = said_by(shuffled.sortWithinPartitions("digest", "place"), repeats)
-    firsts = np.zeros(num_parts + 1, dtype=np.int64)
+    firsts = np.zeros(len(parts) + 1, dtype=np.int64)
     nulls: dict[str, list[tuple[int, list[int], int]]] = {name: [] for name in spec.input.key}
     repeated: list[int] = []
     num_repeated = 0
@@ -95,29 +95,25 @@ def number_rows(
     if num_repeated:
         places = sorted(repeated)[:MAX_NAMED]
         raise repeated_keys(
-            list(_names(reading, payloads, places)), num_repeated, spec.input.key, where
+            list(_names(reading, parts, places)), num_repeated, spec.input.key, where
         )
     return numbers
 
 
-def _most_rows(payloads: Sequence[bytes]) -> int:
-    """Upper bound of the rows: those of whole files count once for each part."""
-    return sum(
-        each.part.file.num_rows
-        for payload in payloads
-        for each in parts_of(payload)
-        if each.part.first_row == 0
-    )
+def _most_rows(parts: Sequence[Part]) -> int:
+    """Upper bound of the rows: no filter, and no row deleted."""
+    pieces = (piece for part in parts for piece in part.pieces)
+    return sum(piece.file.num_rows for piece in pieces if piece.first_row == 0)
 
 
 def _digests(
-    reading: Reading, numbered: NumberedPart, num_buckets: int, where: str
+    reading: Reading, part: Part, num_buckets: int, where: str
 ) -> Iterator[pa.RecordBatch]:
     """Digests of the part's keys; then, in a bucket of its own, the number of its rows."""
     key = reading.spec.input.key
     nulls: dict[str, tuple[int, list[int]]] = {}
     num_rows = 0
-    for batch in reading.scan(numbered.part, key):
+    for batch in reading.scan(part, key):
         for name in key:
             column = batch.column(name)
             if column.null_count:
@@ -127,13 +123,13 @@ def _digests(
                 nulls[name] = (num + len(places), first)
         digests = fingerprints_of(encode_keys(batch, where))
         heads = digests.view(np.uint8).reshape(len(digests), -1)[:, :4].copy().view("<u4")[:, 0]
-        places = (numbered.number << PLACE_BITS) + num_rows + np.arange(batch.num_rows)
+        places = part.first_place + num_rows + np.arange(batch.num_rows)
         buckets = pa.array((heads % num_buckets).astype(np.int32))
         columns = [buckets, fingerprint_array(digests).cast(pa.binary()), pa.array(places)]
         yield pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
         num_rows += batch.num_rows
-    counted = {"part": numbered.number, "num_rows": num_rows, "nulls": nulls}
-    row = {"bucket": num_buckets, "digest": json.dumps(counted).encode(), "place": numbered.number}
+    counted = {"part": part.number, "num_rows": num_rows, "nulls": nulls}
+    row = {"bucket": num_buckets, "digest": json.dumps(counted).encode(), "place": part.number}
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 
 
@@ -160,13 +156,11 @@ def _repeats(batches: Batches, num_buckets: int) -> Iterator[pa.RecordBatch]:
         yield said([json.dumps({"num": num, "places": places}).encode()])
 
 
-def _names(reading: Reading, payloads: Sequence[bytes], places: Sequence[int]) -> Iterator[str]:
+def _names(reading: Reading, parts: Sequence[Part], places: Sequence[int]) -> Iterator[str]:
     """The keys of some rows, in order."""
-    wanted = {place >> PLACE_BITS for place in places}
-    parts = [each for payload in payloads for each in parts_of(payload) if each.number in wanted]
-    for numbered in parts:
-        start = numbered.number << PLACE_BITS
-        for batch in reading.scan(numbered.part, reading.spec.input.key):
+    for number in sorted({place >> PLACE_BITS for place in places}):
+        start = parts[number].first_place
+        for batch in reading.scan(parts[number], reading.spec.input.key):
             for place in places:
                 if start <= place < start + batch.num_rows:
                     row = (column[place - start] for column in batch.columns)

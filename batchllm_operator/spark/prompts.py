@@ -16,7 +16,7 @@ from batchllm_operator.plan.rows import Tokenized, checked, open_rows_file, toke
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.ranges import Place, Ranges, key_array, keys_of
-from batchllm_operator.spark.reading import PLACE_BITS, NumberedPart, Reading, dealt, parts_of
+from batchllm_operator.spark.reading import Part, Reading
 from batchllm_operator.spark.staging import Staging, scratch_folder
 from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
 
@@ -62,7 +62,7 @@ class Task:
 def draw_sample(
     spark: SparkSession,
     reading: Reading,
-    payloads: Sequence[bytes],
+    parts: Sequence[Part],
     numbers: RowNumbers,
     *,
     is_exact: bool,
@@ -77,14 +77,14 @@ def draw_sample(
         BatchLLMError: see `tokenize`.
     """
     wanted = min(max(numbers.num_rows // _ROWS_PER_SAMPLE, _LEAST_SAMPLE), _MOST_SAMPLE)
-    chosen, num_rows = _choose_parts(payloads, numbers, wanted)
+    chosen, num_rows = _choose_parts(parts, numbers, wanted)
     share = min(1.0, wanted / max(1, num_rows))
 
     def sample(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
-            yield from _sampled(reading, parts_of(payload), share, is_exact)
+            yield from _sampled(reading, Part.of(payload), share, is_exact)
 
-    found = said_by(tasks(spark, dealt(chosen)), sample)
+    found = said_by(tasks(spark, [part.to_bytes() for part in chosen]), sample)
     if _DIFFERS in found:
         raise TokenIdsDifferError("a sample's token ids differ")
     places = sorted(
@@ -94,26 +94,25 @@ def draw_sample(
     return places[:: max(1, -(-num_bytes // _MOST_SAMPLE_BYTES))]
 
 
-def make_prompts(spark: SparkSession, task: Task, payloads: Sequence[bytes]) -> DataFrame:
+def make_prompts(spark: SparkSession, task: Task, parts: Sequence[Part]) -> DataFrame:
     """A data frame of prompts (`PROMPTS`), each in the partition of its range, sorted."""
     from pyspark.sql.functions import col
 
     def make(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
-            yield from _made(task, parts_of(payload))
+            yield from _made(task, Part.of(payload))
 
-    prompts = mapped(tasks(spark, payloads), make, PROMPTS)
+    prompts = mapped(tasks(spark, [part.to_bytes() for part in parts]), make, PROMPTS)
     dealt = prompts.repartitionById(len(task.ranges) + 1, col("range"))
     return dealt.sortWithinPartitions("key", "place")
 
 
 def _choose_parts(
-    payloads: Sequence[bytes], numbers: RowNumbers, wanted: int
-) -> tuple[list[NumberedPart], int]:
+    parts: Sequence[Part], numbers: RowNumbers, wanted: int
+) -> tuple[list[Part], int]:
     """Parts for the sample by their hash, enough of them, and the number of their rows."""
-    parts = [each for payload in payloads for each in parts_of(payload)]
     rows = np.diff(numbers.firsts)
-    chosen: list[NumberedPart] = []
+    chosen: list[Part] = []
     num_rows = 0
     for each in sorted(parts, key=_hash):
         if len(chosen) >= _MOST_PARTS and num_rows >= wanted:
@@ -123,35 +122,33 @@ def _choose_parts(
     return sorted(chosen, key=lambda each: each.number), num_rows
 
 
-def _hash(numbered: NumberedPart) -> bytes:
-    part = numbered.part
-    return blake2b(f"{part.first_row} {part.file.name}".encode(), digest_size=8).digest()
+def _hash(part: Part) -> bytes:
+    first = part.pieces[0]
+    return blake2b(f"{first.first_row} {first.file.name}".encode(), digest_size=8).digest()
 
 
 def _sampled(
-    reading: Reading, parts: Sequence[NumberedPart], share: float, is_exact: bool
+    reading: Reading, part: Part, share: float, is_exact: bool
 ) -> Iterator[pa.RecordBatch]:
     """The place, as eight bytes, and the key of each prompt that is drawn."""
     tokenizer, adapters = reading.tokenizer(is_exact)
-    for numbered in parts:
-        drawn: list[int] = []
-        batches = _drawn(reading, numbered, share, drawn)
-        try:
-            for found in tokenize(reading.spec, batches, tokenizer, adapters):
-                places = [drawn[row].to_bytes(_PLACE_BYTES, "big") for row in found.row_idxs]
-                keys = keys_of(found.tokens)
-                yield said([place + key for place, key in zip(places, keys, strict=True)])
-        except TokenIdsDifferError:
-            yield said([_DIFFERS])
-            return
+    drawn: list[int] = []
+    batches = _drawn(reading, part, share, drawn)
+    try:
+        for found in tokenize(reading.spec, batches, tokenizer, adapters):
+            places = [drawn[row].to_bytes(_PLACE_BYTES, "big") for row in found.row_idxs]
+            keys = keys_of(found.tokens)
+            yield said([place + key for place, key in zip(places, keys, strict=True)])
+    except TokenIdsDifferError:
+        yield said([_DIFFERS])
 
 
 def _drawn(
-    reading: Reading, numbered: NumberedPart, share: float, drawn: list[int]
+    reading: Reading, part: Part, share: float, drawn: list[int]
 ) -> Iterator[pa.RecordBatch]:
     """Batches of the drawn rows; adds their places to `drawn`."""
-    first = numbered.number << PLACE_BITS
-    for batch in reading.scan(numbered.part, reading.spec.input_columns):
+    first = part.first_place
+    for batch in reading.scan(part, reading.spec.input_columns):
         places = first + np.arange(batch.num_rows)
         first += batch.num_rows
         # A multiplicative hash (Knuth): those of neighbours are far from each other.
@@ -161,7 +158,7 @@ def _drawn(
         yield batch.filter(pa.array(is_drawn))
 
 
-def _made(task: Task, parts: Sequence[NumberedPart]) -> Iterator[pa.RecordBatch]:
+def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
     """Prompts with their ranges; then what the task says, its file of rows included."""
     reading, spec = task.reading, task.reading.spec
     tokenizer, adapters = reading.tokenizer(task.is_exact)
@@ -170,23 +167,22 @@ def _made(task: Task, parts: Sequence[NumberedPart]) -> Iterator[pa.RecordBatch]
         path = stack.enter_context(scratch_folder()) / "rows"
         writer = stack.enter_context(open_rows_file(path, spec, reading.snapshot.schema))
         try:
-            for numbered in parts:
-                batches = reading.scan(numbered.part, spec.input_columns)
-                first_row = int(task.numbers.firsts[numbered.number])
-                batches = checked(spec, batches, task.where, first_row)
-                for found in tokenize(spec, batches, tokenizer, adapters):
-                    num_rows += found.num_rows
-                    if found.kept is not None:
-                        writer.write_table(found.kept)
-                    if len(found.tokens):
-                        yield _sent(task.ranges, numbered.number << PLACE_BITS, found)
+            scanned = reading.scan(part, spec.input_columns)
+            first_row = int(task.numbers.firsts[part.number])
+            batches = checked(spec, scanned, task.where, first_row)
+            for found in tokenize(spec, batches, tokenizer, adapters):
+                num_rows += found.num_rows
+                if found.kept is not None:
+                    writer.write_table(found.kept)
+                if len(found.tokens):
+                    yield _sent(task.ranges, part.first_place, found)
         except TokenIdsDifferError:
             differs = True
         writer.close()
         file = task.staging.publish(path, "rows", num_rows)
-    result = {"part": parts[0].number, "file": file.model_dump(mode="json"), "differs": differs}
+    result = {"part": part.number, "file": file.model_dump(mode="json"), "differs": differs}
     row = {"range": len(task.ranges), "key": json.dumps(result).encode()}
-    row |= {"place": parts[0].number, "output_tokens": 0}
+    row |= {"place": part.number, "output_tokens": 0}
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 
 

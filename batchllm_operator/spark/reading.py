@@ -1,4 +1,4 @@
-"""A snapshot's parts, dealt out to tasks, and what tasks need to read them."""
+"""A snapshot's parts, one for each task, and what tasks need to read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 import pyarrow as pa
 from pydantic import TypeAdapter
 
-from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.lake import LakeTable, Snapshot, joined, open_table
 from batchllm_operator.lake.table import FilePart
 from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
@@ -19,8 +19,8 @@ from batchllm_operator.spec import JobSpec
 from batchllm_operator.spec.loading import parse_spec_json
 
 PART_BYTES: Final = 64 << 20
-"""Of a file; a larger row group is a part by itself."""
-_MOST_TASKS: Final = 10_000
+"""Of a part; a larger row group is a part by itself."""
+_MOST_PARTS: Final = 10_000
 _OPENING_BYTES: Final = 256 << 10
 """What opening a file costs, in bytes that could be read meanwhile."""
 PLACE_BITS: Final = 32
@@ -28,14 +28,26 @@ PLACE_BITS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class NumberedPart:
-    """A part, and its number in the order of the rows."""
+class Part:
+    """Neighbouring row groups and files, which one task reads."""
 
     number: int
-    part: FilePart
+    """In the order of the rows."""
+    pieces: tuple[FilePart, ...]
+
+    @property
+    def first_place(self) -> int:
+        return self.number << PLACE_BITS
+
+    def to_bytes(self) -> bytes:
+        return _PART.dump_json(self)
+
+    @classmethod
+    def of(cls, payload: bytes) -> Part:
+        return _PART.validate_json(payload)
 
 
-_PARTS: Final = TypeAdapter(list[NumberedPart])
+_PART: Final = TypeAdapter(Part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +67,15 @@ class Reading:
     def spec(self) -> JobSpec:
         return _spec(self.spec_json)
 
-    def scan(self, part: FilePart, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    def scan(self, part: Part, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The part's rows that pass the filter, in order."""
         spec = self.spec
         table = _table(spec.input.uri, spec.input.partition_column)
-        return table.scan(self.snapshot, columns, spec.input.filter, part)
+        return joined(
+            batch
+            for piece in part.pieces
+            for batch in table.scan(self.snapshot, columns, spec.input.filter, piece)
+        )
 
     def tokenizer(self, is_exact: bool = False) -> tuple[Tokenizer, RowAdapters | None]:
         """Loaded once in each process; if `is_exact`, it encodes without its fast library."""
@@ -69,33 +85,24 @@ class Reading:
         return tokenizer, adapters
 
 
-def deal_out(table: LakeTable, snapshot: Snapshot) -> list[bytes]:
-    """Payloads of tasks, each with neighbouring parts; a function of the snapshot alone."""
-    return dealt([NumberedPart(*each) for each in enumerate(_parts(table, snapshot))])
-
-
-def dealt(parts: Sequence[NumberedPart]) -> list[bytes]:
-    """Payloads of tasks, each with some of the parts, in their order."""
-    costs = [each.part.size_bytes + _OPENING_BYTES for each in parts]
-    most = max(PART_BYTES, -(-sum(costs) // _MOST_TASKS))
-    tasks: list[list[NumberedPart]] = []
+def parts_of(table: LakeTable, snapshot: Snapshot) -> list[Part]:
+    """The parts of a snapshot, of which they are a function; small files aren't opened."""
+    pieces = list(_pieces(table, snapshot))
+    costs = [each.size_bytes + _OPENING_BYTES for each in pieces]
+    most = max(PART_BYTES, -(-sum(costs) // _MOST_PARTS))
+    parts: list[list[FilePart]] = []
     held = most
-    for each, cost in zip(parts, costs, strict=True):
+    for each, cost in zip(pieces, costs, strict=True):
         if held + cost > most:
-            tasks.append([])
+            parts.append([])
             held = 0
-        tasks[-1].append(each)
+        parts[-1].append(each)
         held += cost
-    return [_PARTS.dump_json(each) for each in tasks]
+    return [Part(number, tuple(each)) for number, each in enumerate(parts)]
 
 
-def parts_of(payload: bytes) -> list[NumberedPart]:
-    """The parts of a task."""
-    return _PARTS.validate_json(payload)
-
-
-def _parts(table: LakeTable, snapshot: Snapshot) -> Iterator[FilePart]:
-    """Parts of about `PART_BYTES`; small files aren't opened."""
+def _pieces(table: LakeTable, snapshot: Snapshot) -> Iterator[FilePart]:
+    """Pieces of about `PART_BYTES`; smaller files whole."""
     for file in snapshot.files:
         if file.size_bytes <= PART_BYTES:
             yield FilePart(file, size_bytes=file.size_bytes)

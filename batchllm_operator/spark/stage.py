@@ -51,7 +51,7 @@ from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.keys import RowNumbers, number_rows
 from batchllm_operator.spark.prompts import Task, draw_sample, make_prompts
 from batchllm_operator.spark.ranges import choose_ranges, common_tokens, num_ranges
-from batchllm_operator.spark.reading import Reading, deal_out, parts_of
+from batchllm_operator.spark.reading import Reading, parts_of
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.shards import RangeTask, plan_ranges
 from batchllm_operator.spark.staging import StagedFile, Staging
@@ -100,13 +100,12 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
     """Raises `TokenIdsDifferError` unless `is_exact`; see `Task`."""
     spec, ds = given.spec, given.ds
     reading = Reading.of(spec, ds, given.snapshot)
-    payloads = deal_out(given.table, given.snapshot)
+    parts = parts_of(given.table, given.snapshot)
     where = describe_rows(spec, given.table, given.snapshot)
-    num_parts = sum(len(parts_of(payload)) for payload in payloads)
     with Progress("plan on Spark", len(_PHASES), unit="phases") as progress:
-        numbers = number_rows(spark, reading, payloads, num_parts, where)
+        numbers = number_rows(spark, reading, parts, where)
         progress.advance(1, _PHASES[0])
-        sample = draw_sample(spark, reading, payloads, numbers, is_exact=is_exact)
+        sample = draw_sample(spark, reading, parts, numbers, is_exact=is_exact)
         num = num_ranges(numbers.num_rows, sample)
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
         progress.advance(1, f"{len(ranges)} {_PHASES[1]}")
@@ -115,7 +114,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         shares = given.pooling is None or given.pooling.reason_against_sharing is None
         task = Task(reading, numbers, staging, ranges, where, is_exact)
         about = RangeTask(task, learned, given.target, given.replicas, shares)
-        found = plan_ranges(make_prompts(spark, task, payloads), about)
+        found = plan_ranges(make_prompts(spark, task, parts), about)
         given.table.check_unchanged(given.snapshot)
         progress.advance(1, _PHASES[2])
         planned = _Planned.of(found, numbers)

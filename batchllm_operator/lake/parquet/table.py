@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,6 +45,9 @@ _THREADS: Final = 16
 """Footers that are read at the same time: each is a request."""
 _log = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
+T = TypeVar("T")
+
 
 class ParquetTable:
     """A Parquet dataset whose folders are named `column=value`."""
@@ -74,11 +77,13 @@ class ParquetTable:
             )
         chosen = self._partitions.chosen(files, partition)
         schemas: dict[str, pa.Schema] = {}
+        last: pa.Schema | None = None
         pinned: list[InputFile] = []
-        for schema, file in ahead(
-            chosen.items(), lambda each: self._look_into(*each, partition), num_threads=_THREADS
+        for schema, file in self._each(
+            chosen.items(), lambda each: self._look_into(*each, partition)
         ):
-            schemas[file.name] = schema
+            if last is None or not schema.equals(last, check_metadata=True):
+                schemas[file.name] = last = schema
             pinned.append(file)
         return Snapshot(
             partition=partition,
@@ -299,7 +304,13 @@ class ParquetTable:
             version = etag_version(details) or self._pin(file.name, details)[1].version
             return version == file.version
 
-        return all(ahead(snapshot.files, is_same, num_threads=_THREADS))
+        return all(self._each(snapshot.files, is_same))
+
+    def _each(self, items: Iterable[Item], work: Callable[[Item], T]) -> Iterator[T]:
+        """`map(work, items)`; on S3 `_THREADS` at a time."""
+        return (
+            map(work, items) if self._folder.is_local else ahead(items, work, num_threads=_THREADS)
+        )
 
     def _pin(self, name: str, details: Mapping[str, Any]) -> tuple[pq.FileMetaData, InputFile]:
         """A file's footer, and its entry in a snapshot."""
