@@ -1,11 +1,12 @@
 """Commits on Spark against local commits: `python -m benchmarks.commit_spark --rows 1000000`.
 
 A plan of short prompts, run with the fake engine. Its outputs are committed by Spark, on a
-standalone master and two workers of one core and 1 GB each, on loopback; then, from a copy of the
+standalone master and two workers of one core each, on loopback; then, from a copy of the
 same plan and outputs, by one process. There are no figures unless both tables have the same rows.
 
     driver_peak_bytes   resident memory of the driver, its JVM and its Python together, at most
     local_peak_bytes    that of the local commit
+    executor_us         CPU time of executors (JVM and Python) a row, their start included, at most
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -32,17 +32,8 @@ from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 from benchmarks.faults.tables import iceberg_settings, set_environment
 from benchmarks.plan_stage import DS, git_sha
-from benchmarks.spark_cluster import Cluster, spark_cluster
+from benchmarks.spark_cluster import CONF, Cluster, spark_cluster
 
-CONF: Final = {
-    "spark.driver.host": "127.0.0.1",
-    "spark.driver.bindAddress": "127.0.0.1",
-    "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
-    "spark.driver.memory": "512m",
-    "spark.executor.memory": "1g",
-    "spark.executor.cores": "1",
-}
 ADDRESSES: Final = {"delta": "delta+{lake}/out", "iceberg": "iceberg://faults/ns.out"}
 _BATCH: Final = 1 << 16
 
@@ -91,15 +82,12 @@ def committed(plan_uri: str, *arguments: str) -> dict[str, Any]:
     started_at = time.perf_counter()
     # The shell, because a cluster's usage is that of the processes below its own.
     with subprocess.Popen(["sh", "-c", '"$@"; exit $?', "sh", *command, *arguments]) as shell:
-        watched, stop = Cluster("", [shell]), threading.Event()
-        watcher = threading.Thread(target=watched.watch, args=[stop])
-        watcher.start()
-        code = shell.wait()
-        stop.set()
-        watcher.join()
+        seen = Cluster("", [shell])
+        with seen.watched():
+            code = shell.wait()
     if code != 0:
         sys.exit(f"{' '.join(command)}: exit code {code}; no figures")
-    usage = watched.usage
+    usage = seen.usage
     return {
         "wall_s": round(time.perf_counter() - started_at, 1),
         "peak_bytes": usage.peak_bytes,
@@ -129,13 +117,16 @@ def measure(root: Path, kind: str, num_rows: int) -> dict[str, Any]:
     shutil.copytree(lake / "staging", before)
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     with spark_cluster(root / "spark") as cluster:
-        conf = {**CONF, "spark.master": cluster.master}
+        conf = {**CONF, "spark.master": cluster.master, "spark.driver.memory": "512m"}
         settings = root / "spark-defaults"
         settings.mkdir()
         lines = "".join(f"{name} {value}\n" for name, value in conf.items())
         (settings / "spark-defaults.conf").write_text(lines)
         os.environ["SPARK_CONF_DIR"] = str(settings)
-        on_spark = committed(plan.folder.uri, "--on", "spark")
+        with cluster.watched():
+            on_spark = committed(plan.folder.uri, "--on", "spark")
+        usage = cluster.usage
+        on_spark["executor_us"] = round((usage.jvm_s + usage.python_s) / num_rows * 1e6, 1)
     by_spark = rows_of(spec)
     shutil.rmtree(lake / "staging")
     shutil.move(before, lake / "staging")
@@ -169,6 +160,7 @@ def main() -> None:
             "commits": found,
             "driver_peak_bytes": peaks["spark"],
             "local_peak_bytes": peaks["local"],
+            "executor_us": max(each["spark"]["executor_us"] for each in found),
             "git_sha": git_sha(),
         }
     )

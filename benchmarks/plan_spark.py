@@ -1,13 +1,16 @@
 """Plans on Spark against local plans: `python -m benchmarks.plan_spark --rows 300000`.
 
-A standalone master and two workers of one core and 1 GB each, on loopback. The table is that of
+A standalone master and two workers of one core each, on loopback. The table is that of
 `benchmarks.plan_stage`: prompts of some 1,500 tokens, several for each document, in random order.
-A third of the rows, and then all of them, are planned by Spark, each time with new executors; all
-of them are planned locally, too. There are no figures unless each row is in each plan once.
+A few rows, for which our loops are compiled, a third of the rows, and then all of them are planned
+by Spark, each time with new executors; all of them are planned locally, too. There are no figures
+unless each row is in each plan once.
 
     saved_share     tokens that Spark's plan saves / those that the local plan saves
     marginal_us     CPU time of executors (JVM and Python) for all rows, less that for a third,
                     divided by the rows between
+    shuffled_bytes  that executors have written for each other, compressed; likewise a row
+    key_bytes       the same before, of prompts: four for each token
     peak_bytes      resident memory of the largest executor, its JVM and its Python together
 """
 
@@ -19,7 +22,6 @@ import logging
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -32,22 +34,28 @@ from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spark.stage import plan_on_spark
 from batchllm_operator.spec import JobSpec
 from benchmarks.memory import peak_rss_bytes
-from benchmarks.plan_stage import DS, git_sha, make_model, make_spec, make_table, train_tokenizer
-from benchmarks.spark_cluster import spark_cluster
-
-CONF = {
-    "spark.driver.host": "127.0.0.1",
-    "spark.driver.bindAddress": "127.0.0.1",
-    "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
-    "spark.driver.memory": "1g",
-    "spark.executor.memory": "1g",
-    "spark.executor.cores": "1",
-}
+from benchmarks.plan_stage import (
+    DS,
+    WARM_UP_ROWS,
+    git_sha,
+    make_model,
+    make_spec,
+    make_table,
+    train_tokenizer,
+)
+from benchmarks.spark_cluster import CONF, spark_cluster
 
 
-def with_cluster(spec: JobSpec, master: str) -> JobSpec:
-    conf = {**CONF, "spark.master": master}
+def with_cluster(spec: JobSpec, master: str, log: Path) -> JobSpec:
+    conf = {
+        **CONF,
+        "spark.master": master,
+        "spark.driver.memory": "1g",
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": str(log),
+        "spark.eventLog.compress": "false",
+        "spark.eventLog.rolling.enabled": "false",
+    }
     planner = spec.model_dump(mode="json")["planner"] | {"spark": {"conf": conf}}
     return JobSpec.model_validate({**spec.model_dump(mode="json"), "planner": planner})
 
@@ -66,6 +74,17 @@ def saved_tokens(plan: StoredPlan) -> int:
     return counts.num_logical_tokens - counts.num_planned_tokens
 
 
+def shuffled_bytes(log: Path) -> dict[str, int]:
+    """What tasks have written for other tasks, and to disk for want of memory."""
+    (file,) = log.iterdir()
+    written = spilled = 0
+    for line in file.read_text().splitlines():
+        metrics = json.loads(line).get("Task Metrics") or {}
+        written += metrics.get("Shuffle Write Metrics", {}).get("Shuffle Bytes Written", 0)
+        spilled += metrics.get("Disk Bytes Spilled", 0)
+    return {"shuffled_bytes": written, "spilled_bytes": spilled}
+
+
 def measure(
     lake: Path, folder: Path, table: str, num_rows: int
 ) -> tuple[dict[str, Any], StoredPlan]:
@@ -74,26 +93,25 @@ def measure(
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
     with spark_cluster(folder) as cluster:
-        spec = with_cluster(make_spec(lake, f"spark-{table}", None, table), cluster.master)
+        log = folder / "log"
+        log.mkdir()
+        spec = with_cluster(make_spec(lake, f"spark-{table}", None, table), cluster.master, log)
         builder = SparkSession.builder.appName("plan_spark")
         for name, value in spec.planner.spark.conf.items():
             builder = builder.config(name, value)
-        session, stop = builder.getOrCreate(), threading.Event()
-        watcher = threading.Thread(target=cluster.watch, args=[stop])
-        watcher.start()
+        session = builder.getOrCreate()
         started_at, cpu_before = time.perf_counter(), time.process_time()
-        plan = plan_on_spark(spec, DS)
+        with cluster.watched():
+            plan = plan_on_spark(spec, DS)
         wall_s, driver_s = time.perf_counter() - started_at, time.process_time() - cpu_before
-        cluster.look()
-        stop.set()
-        watcher.join()
         session.stop()
     if not planned_once(plan, num_rows):
         sys.exit("a row isn't planned once; no figures")
     found = {"rows": num_rows, "wall_s": round(wall_s, 1), "driver_cpu_s": round(driver_s, 1)}
     found |= {"shards": len(plan.manifest.shards), **asdict(cluster.usage)}
-    print(json.dumps(found), flush=True)
-    return found, plan
+    found |= {name: round(seconds, 2) for name, seconds in found.items() if name.endswith("_s")}
+    found["key_bytes"] = plan.manifest.counts.num_logical_tokens * 4
+    return found | shuffled_bytes(log), plan
 
 
 def main() -> None:
@@ -118,20 +136,29 @@ def main() -> None:
             make_model(lake / "model", tokenizer)
             args.num_prompts = num_rows
             make_table(args, texts, tokenizer, lake)
+            if not found:
+                measure(lake, Path(folder, "warm-up"), "warm-up", min(num_rows, WARM_UP_ROWS))
             row, plan = measure(lake, Path(folder, f"spark-{name}"), "documents", num_rows)
+            print(json.dumps(row), flush=True)
             found.append(row)
         driver_peak_bytes = peak_rss_bytes()
         # With as many shards, so that cuts between shards cost both the same.
         local = plan_job(make_spec(lake, "local", len(plan.manifest.shards)), DS)
     third, whole = found
-    cpu_s = [row["jvm_s"] + row["python_s"] for row in found]
+
+    def marginal(*names: str) -> float:
+        both = [sum(row[name] for name in names) for row in found]
+        return float(both[1] - both[0]) / (whole["rows"] - third["rows"])
+
     line = json.dumps(
         {
             "benchmark": "plan_spark",
             "plans": found,
             "saved_share": round(saved_tokens(plan) / max(1, saved_tokens(local)), 5),
             "saving": [round(each.manifest.planned_saving_ratio, 5) for each in (plan, local)],
-            "marginal_us": round((cpu_s[1] - cpu_s[0]) / (whole["rows"] - third["rows"]) * 1e6, 1),
+            "marginal_us": round(marginal("jvm_s", "python_s") * 1e6, 1),
+            "marginal_shuffled_bytes": round(marginal("shuffled_bytes")),
+            "marginal_key_bytes": round(marginal("key_bytes")),
             "driver_peak_bytes": driver_peak_bytes,
             "git_sha": git_sha(),
         }

@@ -15,6 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
+EXECUTOR_MEMORY: Final = "768m"
+"""Heap of a JVM: it sorts a range of 128 MiB without spilling."""
+CONF: Final = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.executor.cores": "1",
+    "spark.executor.memory": EXECUTOR_MEMORY,
+}
+"""Settings of a session on a cluster."""
 _START_S: Final = 60.0
 _POLL_S: Final = 0.5
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -40,10 +51,23 @@ class Cluster:
     workers: list[subprocess.Popen[bytes]]
     usage: Usage = field(default_factory=Usage)
 
-    def watch(self, stop: threading.Event) -> None:
-        """Update `usage` until told to stop; executors must still run then."""
-        while not stop.wait(_POLL_S):
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Updates `usage` meanwhile; executors that still run at the end count in full."""
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(_POLL_S):
+                self.look()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield
             self.look()
+        finally:
+            stop.set()
+            watcher.join()
 
     def look(self) -> None:
         jvm_s = python_s = 0.0

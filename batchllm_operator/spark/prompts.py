@@ -38,8 +38,12 @@ _ROWS_PER_SAMPLE: Final = 32
 _LEAST_SAMPLE: Final = 2_048
 _MOST_SAMPLE: Final = 1 << 16
 _MOST_SAMPLE_BYTES: Final = 256 << 20
-_MOST_PARTS: Final = 256
+_MOST_PARTS: Final = 1024
 """Parts that are read for the sample, unless they are too small."""
+_BEGINNING: Final = 4
+"""Of each the first so-many-th part, if that has rows enough."""
+_ENOUGH: Final = 16
+"""Rows for each that is wanted."""
 _PLACE_BYTES: Final = 8
 _DIFFERS: Final = b""
 """Said by a task whose token ids differ."""
@@ -78,11 +82,14 @@ def draw_sample(
     """
     wanted = min(max(numbers.num_rows // _ROWS_PER_SAMPLE, _LEAST_SAMPLE), _MOST_SAMPLE)
     chosen, num_rows = _choose_parts(parts, numbers, wanted)
-    share = min(1.0, wanted / max(1, num_rows))
+    beginning = _BEGINNING if num_rows > _ENOUGH * wanted else 1
+    share = min(1.0, wanted * beginning / max(1, num_rows))
+    limits = -(-np.diff(numbers.firsts) // beginning)
 
     def sample(batches: Batches) -> Iterator[Any]:
         for payload in payloads_in(batches):
-            yield from _sampled(reading, Part.of(payload), share, is_exact)
+            part = Part.of(payload)
+            yield from _sampled(reading, part, share, int(limits[part.number]), is_exact)
 
     found = said_by(tasks(spark, [part.to_bytes() for part in chosen]), sample)
     if _DIFFERS in found:
@@ -128,12 +135,12 @@ def _hash(part: Part) -> bytes:
 
 
 def _sampled(
-    reading: Reading, part: Part, share: float, is_exact: bool
+    reading: Reading, part: Part, share: float, num_rows: int, is_exact: bool
 ) -> Iterator[pa.RecordBatch]:
-    """The place, as eight bytes, and the key of each prompt that is drawn."""
+    """The place, as eight bytes, and the key of each prompt that is drawn from the first rows."""
     tokenizer, adapters = reading.tokenizer(is_exact)
     drawn: list[int] = []
-    batches = _drawn(reading, part, share, drawn)
+    batches = _drawn(reading, part, share, num_rows, drawn)
     try:
         for found in tokenize(reading.spec, batches, tokenizer, adapters):
             places = [drawn[row].to_bytes(_PLACE_BYTES, "big") for row in found.row_idxs]
@@ -144,11 +151,12 @@ def _sampled(
 
 
 def _drawn(
-    reading: Reading, part: Part, share: float, drawn: list[int]
+    reading: Reading, part: Part, share: float, num_rows: int, drawn: list[int]
 ) -> Iterator[pa.RecordBatch]:
     """Batches of the drawn rows; adds their places to `drawn`."""
-    first = part.first_place
+    first, end = part.first_place, part.first_place + num_rows
     for batch in reading.scan(part, reading.spec.input_columns):
+        batch = batch.slice(0, end - first)
         places = first + np.arange(batch.num_rows)
         first += batch.num_rows
         # A multiplicative hash (Knuth): those of neighbours are far from each other.
@@ -156,6 +164,8 @@ def _drawn(
         is_drawn = (mixed >> np.uint64(11)) < np.uint64(int(share * (1 << 53)))
         drawn += places[is_drawn].tolist()
         yield batch.filter(pa.array(is_drawn))
+        if first == end:
+            return
 
 
 def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:

@@ -24,7 +24,7 @@ from batchllm_operator.planner import TokenTable
 
 RANGE_BYTES: Final = 128 << 20
 """Of keys: a JVM of 1 GB sorts them without spilling."""
-_MOST_RANGES: Final = 10_000
+MOST_RANGES: Final = 10_000
 _SLACK: Final = 8
 """A boundary may move by so many-th part of a range to where neighbours share less."""
 _TOKEN_BYTES: Final = 4
@@ -71,7 +71,7 @@ def num_ranges(num_rows: int, sample: Sequence[Place]) -> int:
     if not sample:
         return 1
     mean_bytes = sum(len(key) for key, _ in sample) / len(sample)
-    return min(max(1, round(num_rows * mean_bytes / RANGE_BYTES)), _MOST_RANGES)
+    return min(max(1, round(num_rows * mean_bytes / RANGE_BYTES)), MOST_RANGES)
 
 
 @dataclass(frozen=True, slots=True)

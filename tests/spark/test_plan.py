@@ -305,7 +305,7 @@ def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) ->
     of_task = reading.Reading.of(spec, DS, given.snapshot)
     monkeypatch.setattr(reading, "_tokenizer", lambda *_: (Differing(), None))
     (part,) = reading.parts_of(given.table, given.snapshot)
-    (batch,) = prompts._sampled(of_task, part, 1.0, is_exact=False)
+    (batch,) = prompts._sampled(of_task, part, 1.0, NUM_ROWS, is_exact=False)
     assert batch.column(0).to_pylist() == [prompts._DIFFERS]
     numbers = RowNumbers(np.asarray([0, 120]))
     one_range = ranges.Ranges((), (None,))
