@@ -24,6 +24,8 @@ CONF: Final = {
     "spark.ui.showConsoleProgress": "false",
     "spark.executor.cores": "1",
     "spark.executor.memory": EXECUTOR_MEMORY,
+    # One core for each. C2 would still compile at these sizes, which is no cost of rows.
+    "spark.executor.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
 }
 """Settings of a session on a cluster."""
 _START_S: Final = 60.0

@@ -3,8 +3,9 @@
     python -m benchmarks.spark_costs benchmarks/results/plan_spark_cpu.json \
         benchmarks/results/commit_spark_cpu.json
 
-Rows have 1,500 tokens, as those of the benchmarks. Time is CPU time over `--cores`, if shuffled bytes
-take no longer: each is written, sent, read and, above what an executor sorts in memory, spilled once.
+Rows have 1,500 tokens, as those of the benchmarks. Time is CPU time over `--cores`, if shuffled
+bytes take no longer: each is written, sent and read, and what an executor can't sort in memory
+spilled once.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.errors import PlanError, TableError
 from batchllm_operator.lake import Folder, LakeTable, gather, write_files
 from batchllm_operator.lake.table import StagedRows, Staging
+from batchllm_operator.progress import Progress
+from batchllm_operator.spark.live import counted
 from batchllm_operator.spark.session import spark_session
 from batchllm_operator.spark.staging import scratch_folder
 from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, said_by, tasks
@@ -89,7 +91,13 @@ def _write(
     num_ranges = -(-num_rows // rows_each)
     if num_ranges == 0:
         return staging.rows([])
-    found = _joined(spark, plan, sources, joining, staging, rows_each, num_ranges)
+    payloads = list(_payloads(sources))
+    num_tasks = len(payloads) + num_ranges
+    with (
+        Progress("commit on Spark", num_tasks, unit="tasks") as progress,
+        counted(spark, progress, num_tasks, "join outputs with rows"),
+    ):
+        found = _joined(spark, plan, payloads, joining, staging, rows_each, num_ranges)
     return staging.rows([file for _, files in sorted(found) for file in files])
 
 
@@ -135,7 +143,7 @@ def _source(payload: bytes) -> FinishedShard | ReusedOutputs:
 def _joined(
     spark: SparkSession,
     plan: StoredPlan,
-    sources: Sequence[FinishedShard | ReusedOutputs],
+    payloads: Sequence[bytes],
     joining: Joining,
     staging: Staging,
     rows_each: int,
@@ -178,7 +186,7 @@ def _joined(
             files = staging.put(scratch / "data", number)
         yield said([json.dumps([number, files]).encode()])
 
-    frame = mapped(tasks(spark, list(_payloads(sources))), outputs, from_arrow_schema(sent))
+    frame = mapped(tasks(spark, payloads), outputs, from_arrow_schema(sent))
     dealt = frame.repartitionById(num_ranges, col("range")).sortWithinPartitions("row_idx")
     return [(number, files) for number, files in map(json.loads, said_by(dealt, write))]
 

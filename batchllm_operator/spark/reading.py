@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -138,4 +139,6 @@ def _tokenizer(spec_json: str, ds: str) -> tuple[Tokenizer, RowAdapters | None]:
         os.environ.setdefault(name, "1")
     spec = _spec(spec_json)
     tokenizer = load_tokenizer(spec, ds)
-    return tokenizer, RowAdapters.of(spec, tokenizer)
+    found = tokenizer, RowAdapters.of(spec, tokenizer)
+    gc.freeze()  # of libraries nothing is garbage: to look at them took a tenth of a task's time
+    return found

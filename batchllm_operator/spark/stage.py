@@ -49,6 +49,7 @@ from batchllm_operator.planner.sharing import merged
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.spark.keys import RowNumbers, number_rows
+from batchllm_operator.spark.live import counted
 from batchllm_operator.spark.prompts import Task, draw_sample, make_prompts
 from batchllm_operator.spark.ranges import choose_ranges, common_tokens, num_ranges
 from batchllm_operator.spark.reading import Reading, parts_of
@@ -60,7 +61,7 @@ from batchllm_operator.spec import JobSpec
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_PHASES: Final = ("rows counted, keys checked", "ranges chosen", "shards written", "files named")
+PHASES: Final = ("count rows, check keys", "choose ranges", "write shards", "name files")
 _log = logging.getLogger(__name__)
 
 
@@ -102,29 +103,31 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
     reading = Reading.of(spec, ds, given.snapshot)
     parts = parts_of(given.table, given.snapshot)
     where = describe_rows(spec, given.table, given.snapshot)
-    with Progress("plan on Spark", len(_PHASES), unit="phases") as progress:
-        numbers = number_rows(spark, reading, parts, where)
-        progress.advance(1, _PHASES[0])
-        sample = draw_sample(spark, reading, parts, numbers, is_exact=is_exact)
+    with Progress("plan on Spark", 2 * len(parts), unit="tasks") as progress:
+        with counted(spark, progress, len(parts), PHASES[0]):
+            numbers = number_rows(spark, reading, parts, where)
+        with counted(spark, progress, 0, PHASES[1]):  # few, if there are many parts
+            sample = draw_sample(spark, reading, parts, numbers, is_exact=is_exact)
         num = num_ranges(numbers.num_rows, sample)
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
-        progress.advance(1, f"{len(ranges)} {_PHASES[1]}")
+        progress.extend(len(ranges))
         del sample  # may be a quarter of a gigabyte
         learned = _learn(spec, ds)
         shares = given.pooling is None or given.pooling.reason_against_sharing is None
         task = Task(reading, numbers, staging, ranges, where, is_exact)
         about = RangeTask(task, learned, given.target, given.replicas, shares)
-        found = plan_ranges(make_prompts(spark, task, parts), about)
+        with counted(spark, progress, len(parts) + len(ranges), PHASES[2]):
+            found = plan_ranges(make_prompts(spark, task, parts), about)
         given.table.check_unchanged(given.snapshot)
-        progress.advance(1, _PHASES[2])
         planned = _Planned.of(found, numbers)
         counts = planned.counts
         num_rows, num_rejected = counts.num_rows, counts.num_rejected_rows
         check_rows(spec, num_rows, num_rejected, given.table, given.snapshot)
         manifest = describe_plan(given, planned.content(given, learned))
-        plan = complete(manifest, lambda folder: staging.name_files(spark, planned.names, folder))
-        progress.advance(1, _PHASES[3])
-    return plan
+        with counted(spark, progress, 0, PHASES[3]):
+            return complete(
+                manifest, lambda folder: staging.name_files(spark, planned.names, folder)
+            )
 
 
 def _learn(spec: JobSpec, ds: str) -> Learned | None:

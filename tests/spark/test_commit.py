@@ -115,15 +115,15 @@ def test_unfinished_shards_and_missing_outputs(tmp_path: Path, make_spec: MakeSp
         commit_on_spark(plan.folder.uri)
     for shard_idx in range(len(plan.manifest.shards)):
         run_shard(plan.folder.uri, shard_idx)
-    joined = commit._joined
+    payloads = commit._payloads
 
-    def without_one(spark: Any, plan: Any, sources: Any, *args: Any) -> Any:
+    def without_one(sources: Any) -> Any:
         """As if the parts of the first shard had lost a ledger entry after the check."""
         sources[0].entries.pop()
-        return joined(spark, plan, sources, *args)
+        return payloads(sources)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "_joined", without_one)
+        patch.setattr(commit, "_payloads", without_one)
         with pytest.raises(PlanError, match=r"row .* has 0 outputs where the plan wants 1"):
             commit_on_spark(plan.folder.uri)
     assert published_is_empty(spec)

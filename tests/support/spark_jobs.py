@@ -22,6 +22,7 @@ from support.fake_job import DS, job_fields
 
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.errors import ERROR_MARK
+from batchllm_operator.spark.stage import PHASES
 
 DRIVER: Final = Path(__file__).with_name("spark_driver.py")
 _PATIENCE_S: Final = 240.0
@@ -63,7 +64,7 @@ class Driver:
     @property
     def num_phases(self) -> int:
         """Phases of the plan that have begun."""
-        return sum(line.startswith("plan on Spark: ") for line in self.lines)
+        return sum(any(f", {phase}" in line for line in self.lines) for phase in PHASES)
 
     def wait(self) -> int:
         code = self.process.wait(_PATIENCE_S)

@@ -1,0 +1,41 @@
+"""The costs of Spark that docs/scale.md shows are printed from stored measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.benchmark_modules import load
+
+costs = load("spark_costs")
+ROOT = Path(__file__).parents[2]
+STORED = [ROOT / f"benchmarks/results/{name}_spark_cpu.json" for name in ("plan", "commit")]
+
+
+def test_the_document_shows_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["spark_costs", *map(str, STORED)])
+    costs.main()
+    document = (ROOT / "docs" / "scale.md").read_text()
+    _, _, rest = document.partition("<!-- costs -->\n")
+    shown, end, _ = rest.partition("<!-- end of costs -->")
+    assert end
+    assert shown == capsys.readouterr().out
+
+
+def test_ranges_grow_when_there_are_enough_of_them() -> None:
+    known = costs.Constants(plan_us=360.0, commit_us=36.0, shuffled_bytes=4e3, key_bytes=6e3)
+    small, large = (costs.row(known, num_rows, 100, 0.05) for num_rows in (10**8, 10**10))
+    assert small[1:4] == ["0.40 TB", "4,470", "134 MB"]
+    assert large[1:4] == ["40.00 TB", "10,000", "6,000 MB"]
+    assert small[5:] == ["10.0", "1.0", "0.11 h", "0.55"]
+
+
+def test_stored_runs_meet_their_targets() -> None:
+    plan, commit = (json.loads(path.read_text()) for path in STORED)
+    assert plan["saved_share"] >= 0.999
+    assert plan["marginal_us"] <= 250
+    assert max(each["peak_bytes"] for each in plan["plans"]) < 1.5e9
+    assert commit["driver_peak_bytes"] < 1 << 30
