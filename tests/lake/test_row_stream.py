@@ -6,11 +6,12 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchllm_operator.lake.row_stream import _step_rows, read_batches
+from batchllm_operator.lake.row_stream import _step_rows, joined, read_batches
 
 MIB = 1 << 20
 DS = "2026-01-31"
@@ -88,3 +89,16 @@ def test_steps_are_as_large_as_is_sure_to_fit() -> None:
     assert 16 < steps["doc"] < 4096
     pq.write_table(data, sink := io.BytesIO(), use_dictionary=False)
     assert _step_rows(pq.read_metadata(sink), 0, ["doc"]) == 16  # 24 MiB in all
+
+
+def test_small_batches_are_joined_and_large_ones_are_left() -> None:
+    small = [pa.record_batch({"n": [idx, idx]}) for idx in range(5000)]
+    large = pa.record_batch({"n": np.arange(MIB)})
+    found = list(joined([*small, large, *small[:2]]))
+    assert [batch.num_rows for batch in found] == [4096, 4096, 1808, MIB, 4]
+    assert found[3] is large
+    rows = [n for batch in found[:3] for n in batch.column(0).to_pylist()]
+    assert rows == [idx for idx in range(5000) for _ in range(2)]
+    wide = [pa.record_batch({"text": ["x" * (MIB // 3)]}) for _ in range(5)]
+    assert [batch.num_rows for batch in joined(wide)] == [2, 2, 1]
+    assert list(joined([])) == []

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.fake_job import DS, document_rows, fake_spec, write_table
+from support.spark_jobs import planned_rows
 
-from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.errors import (
     EmptyPartitionError,
@@ -65,16 +65,6 @@ def write_rows(lake: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def job(lake: Path, **changes: Any) -> JobSpec:
     return fake_spec(lake, **{"planner": {"num_shards": None}, **changes})
-
-
-def planned_rows(plan: StoredPlan) -> Counter[int]:
-    """How often each row is planned."""
-    found: Counter[int] = Counter()
-    for shard_idx in range(len(plan.manifest.shards)):
-        with plan.open_shard(shard_idx) as shard:
-            for row_idxs in shard.read(["row_idxs"])["row_idxs"].to_pylist():
-                found.update(row_idxs)
-    return found
 
 
 def test_a_plan_is_as_good_as_a_local_one(lake: Path, small_ranges: None) -> None:
@@ -328,3 +318,34 @@ def test_errors_of_tasks(spark: SparkSession) -> None:
     assert str(refused.value) == "key 'ä' is:\n[\"odd\"]"
     with pytest.raises(SparkJobError, match=r"ZeroDivisionError: integer division or modulo"):
         said_by(tasks(spark, [b""]), fail)
+
+
+def test_a_part_has_many_small_files_or_some_row_groups_of_a_large_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row is in one part, in the order of the rows."""
+    folder = tmp_path / "documents" / f"ds={DS}"
+    folder.mkdir(parents=True)
+    rows = pa.Table.from_pylist(document_rows(10, 100))
+    for idx in range(600):
+        pq.write_table(rows.slice(idx, 1), folder / f"a{idx:04}.parquet")
+    pq.write_table(rows.slice(600), folder / "b.parquet", row_group_size=50)
+    size = (folder / "b.parquet").stat().st_size
+    monkeypatch.setattr(reading, "PART_BYTES", size // 2)
+    monkeypatch.setattr(reading, "_OPENING_BYTES", size // 200)
+    given = find_given(job(tmp_path), DS)
+    parts = reading.parts_of(given.table, given.snapshot)
+    assert [reading.Part.of(part.to_bytes()) for part in parts] == parts
+    assert [part.number for part in parts] == list(range(len(parts)))
+    num_pieces = [len(part.pieces) for part in parts]
+    assert min(num_pieces[0], num_pieces[1]) > 1
+    assert [part.pieces[-1].row_groups for part in parts][-1] is not None
+    of_task = reading.Reading.of(job(tmp_path), DS, given.snapshot)
+    keys = [
+        key
+        for part in parts
+        for batch in of_task.scan(part, ["row_key"])
+        for key in batch.column(0).to_pylist()
+    ]
+    assert keys == rows["row_key"].to_pylist()
+    assert len(list(of_task.scan(parts[0], ["row_key"]))) == 1  # joined
