@@ -23,12 +23,13 @@ from batchllm_operator.spark.tasks import Batches, mapped, payloads_in, said, sa
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-PROMPTS: Final = "range int, key binary, place long, output_tokens long"
+PROMPTS: Final = "range int, head binary, key binary, place long, output_tokens long"
 """Columns of prompts on their way to their ranges. `output_tokens` is -1 without estimates. In the
 range after the last one, a task says as JSON, in place of a key, what it has done."""
 _SCHEMA: Final = pa.schema(
     [
         ("range", pa.int32()),
+        ("head", pa.binary()),
         ("key", pa.binary()),
         ("place", pa.int64()),
         ("output_tokens", pa.int64()),
@@ -111,7 +112,7 @@ def make_prompts(spark: SparkSession, task: Task, parts: Sequence[Part]) -> Data
 
     prompts = mapped(tasks(spark, [part.to_bytes() for part in parts]), make, PROMPTS)
     dealt = prompts.repartitionById(len(task.ranges) + 1, col("range"))
-    return dealt.sortWithinPartitions("key", "place")
+    return dealt.sortWithinPartitions("head", "key", "place").drop("head")
 
 
 def _choose_parts(
@@ -191,7 +192,7 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
         writer.close()
         file = task.staging.publish(path, "rows", num_rows)
     result = {"part": part.number, "file": file.model_dump(mode="json"), "differs": differs}
-    row = {"range": len(task.ranges), "key": json.dumps(result).encode()}
+    row = {"range": len(task.ranges), "head": b"", "key": json.dumps(result).encode()}
     row |= {"place": part.number, "output_tokens": 0}
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 
@@ -202,5 +203,12 @@ def _sent(ranges: Ranges, first: int, found: Tokenized) -> pa.RecordBatch:
     estimates = found.estimates
     if estimates is None:
         estimates = np.full(len(keys), -1, dtype=np.int64)
-    columns = [pa.array(ranges.numbers(keys, places)), keys, pa.array(places), pa.array(estimates)]
+    numbers = ranges.numbers(keys, places)
+    columns = [
+        pa.array(numbers, pa.int32()),
+        ranges.heads(keys, numbers),
+        keys,
+        pa.array(places),
+        pa.array(estimates),
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)

@@ -28,6 +28,7 @@ MOST_RANGES: Final = 10_000
 _SLACK: Final = 8
 """A boundary may move by so many-th part of a range to where neighbours share less."""
 _TOKEN_BYTES: Final = 4
+_HEAD_BYTES: Final = 16 * _TOKEN_BYTES
 
 Place = tuple[bytes, int]
 
@@ -93,12 +94,32 @@ class Ranges:
         """The range of a prompt."""
         return bisect_right(self.boundaries, (key, place))
 
-    def numbers(self, keys: pa.Array, places: npt.NDArray[np.int64]) -> pa.Array:
-        """The range of each prompt: int32."""
+    def numbers(self, keys: pa.Array, places: npt.NDArray[np.int64]) -> list[int]:
+        """The range of each prompt."""
         # One byte more than any boundary has: cut keys lie where whole ones do.
         most = 1 + max((len(key) for key, _ in self.boundaries), default=0)
-        heads = pc.binary_slice(keys, 0, most).to_pylist()
-        return pa.array(map(self.of, heads, places.tolist()), pa.int32())
+        return list(map(self.of, pc.binary_slice(keys, 0, most).to_pylist(), places.tolist()))
+
+    def heads(self, keys: pa.Array, numbers: Sequence[int]) -> pa.Array:
+        """A few bytes of each key that sort as the keys of its range do: `pa.binary`.
+
+        Where they are equal, keys decide. Spark copies both keys for each comparison.
+        """
+        starts = {number: self._num_shared_bytes(number) for number in set(numbers)}
+        ends = np.frombuffer(keys.buffers()[1], np.int32)[: len(keys) + 1].tolist()
+        data = memoryview(keys.buffers()[2])
+        cut = (
+            bytes(data[min(begin + starts[number], end) : end][:_HEAD_BYTES])
+            for number, (begin, end) in zip(numbers, pairwise(ends), strict=True)
+        )
+        return pa.array(cut, pa.binary())
+
+    def _num_shared_bytes(self, number: int) -> int:
+        """Bytes with which all keys of a range begin."""
+        if not 0 < number < len(self.boundaries):
+            return 0
+        (lower, _), (upper, _) = self.boundaries[number - 1 : number + 1]
+        return common_tokens(lower, upper) * _TOKEN_BYTES
 
 
 def choose_ranges(sample: Sequence[Place], num: int, num_shards: int | None) -> Ranges:

@@ -35,10 +35,13 @@ def test_a_prompt_is_in_the_range_of_its_key_and_place(
     drawn = data.draw(st.lists(prompts, min_size=1, max_size=20))
     tokens = TokenTable.from_lists(drawn + rows)
     places = np.arange(len(tokens)) % 7
-    found = ranges.numbers(key_array(tokens), places).to_pylist()
+    found = ranges.numbers(key_array(tokens), places)
     pairs = list(zip(keys_of(tokens), places.tolist(), strict=True))
     assert found == [sum(bound <= pair for bound in ranges.boundaries) for pair in pairs]
     assert all(0 <= number < len(ranges) for number in found)
+    heads = ranges.heads(key_array(tokens), found).to_pylist()
+    by_head = sorted(zip(found, heads, pairs, strict=True))
+    assert [pair for _, _, pair in by_head] == sorted(pairs)
 
 
 @given(samples)
