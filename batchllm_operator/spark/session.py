@@ -141,7 +141,8 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
         os.environ["PYSPARK_PYTHON"] = python
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName(f"batchllm {spec.name}")
-    builder = builder.config("spark.ui.showConsoleProgress", "false")  # there is our own
+    if not is_remote:
+        builder = builder.config("spark.ui.showConsoleProgress", "false")  # there is our own
     for name, value in conf.items():
         builder = builder.config(name, value)
     on_interrupt = signal.getsignal(signal.SIGINT)
