@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -159,8 +160,9 @@ class Jobs:
     def shuffled(self) -> dict[int, Path]:
         """By the number of a shuffle: the local folder of an executor that has files of it."""
         found: dict[int, Path] = {}
-        for file in self.folder.glob("local/spark-*/executor-*/blockmgr-*/*/shuffle_*.data"):
-            found[int(file.name.split("_")[1])] = file.parents[2]
+        with suppress(FileNotFoundError):  # an executor that ends takes its folders away
+            for file in self.folder.glob("local/spark-*/executor-*/blockmgr-*/*/shuffle_*.data"):
+                found[int(file.name.split("_")[1])] = file.parents[2]
         return found
 
     def kill(self, folder: Path) -> None:

@@ -119,6 +119,7 @@ def events(jobs: Jobs, name: str) -> list[dict[str, Any]]:
 
 
 def test_executors_killed_in_each_phase(jobs: Jobs, undisturbed: StoredPlan) -> None:
+    wait_for(None, lambda: not jobs.executors() and not jobs.shuffled())  # of earlier drivers
     driver = jobs.start(jobs.spec("killed", logged(jobs, "killed")))
     killed_in = []
     for phase, num_shuffles in enumerate((2, 1, 2, 1), start=1):
