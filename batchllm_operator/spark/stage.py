@@ -80,14 +80,17 @@ def plan_on_spark(spec: JobSpec, ds: str) -> StoredPlan:
     staging = Staging.beside(spec, ds)
     try:
         with spark_session(spec) as spark:
-            staging.check_shared(spark)
+            staging.open(spark)
             try:
                 return _plan(spark, given, staging, is_exact=False)
             except TokenIdsDifferError as error:
                 _log.warning("%s: planning starts again", error)
             return _plan(spark, given, staging, is_exact=True)
+    except BaseException:
+        staging.close()
+        raise
     finally:
-        staging.remove()  # when no task writes there any longer
+        staging.remove()  # after the session's end
 
 
 def _check(spec: JobSpec) -> None:
@@ -103,10 +106,11 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
     reading = Reading.of(spec, ds, given.snapshot)
     parts = parts_of(given.table, given.snapshot)
     where = describe_rows(spec, given.table, given.snapshot)
-    with Progress("plan on Spark", 2 * len(parts), unit="tasks") as progress:
+    # Choosing ranges and naming files count as one each: they are short.
+    with Progress("plan on Spark", 2 * len(parts) + 2, unit="tasks") as progress:
         with counted(spark, progress, len(parts), PHASES[0]):
             numbers = number_rows(spark, reading, parts, where)
-        with counted(spark, progress, 0, PHASES[1]):  # few, if there are many parts
+        with counted(spark, progress, 1, PHASES[1]):
             sample = draw_sample(spark, reading, parts, numbers, is_exact=is_exact)
         num = num_ranges(numbers.num_rows, sample)
         ranges = choose_ranges(sample, num, spec.planner.num_shards)
@@ -124,7 +128,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         num_rows, num_rejected = counts.num_rows, counts.num_rejected_rows
         check_rows(spec, num_rows, num_rejected, given.table, given.snapshot)
         manifest = describe_plan(given, planned.content(given, learned))
-        with counted(spark, progress, 0, PHASES[3]):
+        with counted(spark, progress, 1, PHASES[3]):
             return complete(
                 manifest, lambda folder: staging.name_files(spark, planned.names, folder)
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +28,11 @@ from batchllm_operator.spec import JobSpec
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+OPEN_FILE: Final = "open"
+"""While the folder has it, tasks may write there."""
 _FILES_PER_TASK: Final = 16
+_LAST_WRITES_S: Final = 2.0
+"""For which tasks may still write a file that they have begun."""
 
 
 class StagedFile(Frozen):
@@ -63,25 +68,28 @@ class Staging:
         """Copy a task's local file into the folder.
 
         Raises:
-            StorageError: it can't be written.
+            StorageError: it can't be written, or the driver has closed the folder.
         """
         described = describe_file(path)
         name = f"{stem}-{described.sha256}.parquet"
-        Folder.open(self.uri).publish_file(path, name)
+        folder = Folder.open(self.uri)
+        if not folder.exists(OPEN_FILE):
+            raise StorageError(f"{self.uri}: the driver doesn't want files any longer")
+        folder.publish_file(path, name)
         return StagedFile(name=name, num_rows=num_rows, described=described)
 
-    def check_shared(self, spark: SparkSession) -> None:
-        """Check that the driver sees what tasks write here.
+    def open(self, spark: SparkSession) -> None:
+        """Open the folder for tasks, and check that the driver sees what they write.
 
         Raises:
             StorageError: it doesn't, or they can't write.
         """
-        uri, name = self.uri, f"probe-{uuid.uuid4().hex}"
+        uri = self.uri
 
         def write(batches: Batches) -> Iterator[Any]:
             for _ in batches:
                 try:
-                    Folder.open(uri).write_bytes(name, b"written by a task")
+                    Folder.open(uri).write_bytes(OPEN_FILE, b"written by a task")
                     yield said([b""])
                 except StorageError as error:
                     yield said([str(error).encode()])
@@ -89,13 +97,11 @@ class Staging:
         (fault,) = said_by(tasks(spark, [b""]), write)
         if fault:
             raise StorageError(f"Spark's executors can't write the plan: {fault.decode()}")
-        folder = Folder.open(uri)
-        if not folder.exists(name):
+        if not Folder.open(uri).exists(OPEN_FILE):
             raise StorageError(
                 f"{uri}: the driver doesn't see what Spark's executors write there; set"
                 " output.staging_uri to a folder that all of them share"
             )
-        folder.remove(name)
 
     def name_files(
         self, spark: SparkSession, names: Sequence[tuple[str, str]], target: Folder
@@ -117,6 +123,14 @@ class Staging:
         dealt = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
         payloads = [json.dumps(each).encode() for each in dealt]
         said_by(tasks(spark, payloads), copy)
+
+    def close(self) -> None:
+        """Keep tasks of a job that has failed or was stopped from writing here; takes seconds."""
+        folder = Folder.open(self.uri)
+        with suppress(StorageError):
+            if folder.exists(OPEN_FILE):
+                folder.remove(OPEN_FILE)
+                time.sleep(_LAST_WRITES_S)
 
     def remove(self) -> None:
         """Remove the folder; what can't be removed is left to `batchllm gc`."""

@@ -23,6 +23,7 @@ from batchllm_operator.errors import (
     StorageError,
     TableError,
 )
+from batchllm_operator.lake import Folder
 from batchllm_operator.plan.given import find_given
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.prompts import TokenIdsDifferError
@@ -30,7 +31,7 @@ from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spark import prompts, ranges, reading, session, stage
 from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.stage import plan_on_spark
-from batchllm_operator.spark.staging import Staging
+from batchllm_operator.spark.staging import OPEN_FILE, Staging
 from batchllm_operator.spark.tasks import Batches, SparkJobError, payloads_in, said, said_by, tasks
 from batchllm_operator.spec import JobSpec
 
@@ -300,9 +301,15 @@ def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) ->
     numbers = RowNumbers(np.asarray([0, 120]))
     one_range = ranges.Ranges((), (None,))
     staging = Staging.beside(spec, DS)
+    Folder.open(staging.uri).write_bytes(OPEN_FILE, b"")
     task = prompts.Task(of_task, numbers, staging, one_range, "table", is_exact=False)
     (batch,) = prompts._made(task, part)
     assert json.loads(batch["key"][0].as_py())["differs"]
+    staging.close()
+    with pytest.raises(StorageError, match="the driver doesn't want files any longer"):
+        list(prompts._made(task, part))
+    staging.remove()
+    assert not Folder.open(staging.uri).exists()
 
 
 def test_errors_of_tasks(spark: SparkSession) -> None:
