@@ -80,6 +80,14 @@ def test_equal_prompts_are_cut_by_place() -> None:
     assert Ranges((), (None,)).of(key, 3) == 0
 
 
+def test_heads_begin_where_keys_of_a_range_differ() -> None:
+    lower, prompt, far, upper = keys_of(TokenTable.from_lists([[7, 1], [7, 2, 9], [7, 3], [7, 4]]))
+    ranges = Ranges(((lower, -1), (upper, -1)), (None, None, None))
+    keys = pa.array([prompt, far, upper, prompt + far * 20], pa.binary())
+    heads = ranges.heads(keys, [1, 1, 2, 1]).to_pylist()
+    assert heads == [prompt[4:], far[4:], upper, (prompt + far * 20)[4:68]]
+
+
 def test_ranges_are_about_128_mib() -> None:
     sample = places_of([[1] * 1000] * 10)
     assert num_ranges(0, []) == 1

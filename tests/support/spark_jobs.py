@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -181,11 +182,16 @@ def wait_for(driver: Driver | None, look: Callable[[], Any]) -> Any:
     return found
 
 
-def planned_rows(plan: StoredPlan) -> Counter[int]:
-    """How often each row is planned."""
-    found: Counter[int] = Counter()
+def rows_of_shards(plan: StoredPlan) -> list[list[int]]:
+    """The rows that each shard answers."""
+    found = []
     for shard_idx in range(len(plan.manifest.shards)):
         with plan.open_shard(shard_idx) as shard:
-            for row_idxs in shard.read(["row_idxs"])["row_idxs"].to_pylist():
-                found.update(row_idxs)
+            requests = shard.read(["row_idxs"])["row_idxs"].to_pylist()
+            found.append([*chain.from_iterable(requests)])
     return found
+
+
+def planned_rows(plan: StoredPlan) -> Counter[int]:
+    """How often each row is planned."""
+    return Counter(chain.from_iterable(rows_of_shards(plan)))
