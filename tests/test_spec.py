@@ -491,6 +491,25 @@ SECRETS: dict[str, dict[str, Any]] = {
     "broken URI": changed(input__uri="s3://user:swordfish@[bucket/table"),
 }
 
+SPARK_SECRETS = {
+    "spark.authenticate.secret": "swordfish",
+    "spark.ssl.keyPassword": "swordfish",
+    "spark.executorEnv.AWS_SECRET_ACCESS_KEY": "swordfish",
+    "spark.hadoop.fs.s3a.secret.key": "swordfish",
+    "spark.hadoop.fs.s3a.access.key": "swordfish",
+    "spark.hadoop.fs.azure.account.key.x.dfs.core.windows.net": "swordfish",
+    "spark.kubernetes.authenticate.submission.oauthToken": "swordfish",
+    "spark.sql.catalog.c.credential": "client:swordfish",
+    "spark.remote": "sc://host:443/;use_ssl=true;token=swordfish",
+    "spark.sql.catalog.c.uri": "jdbc:postgresql://u:swordfish@host/db",
+    "spark.sql.catalog.d.uri": "jdbc:sqlserver://host:1433;user=u;password=swordfish",
+    "spark.sql.catalog.e.uri": "jdbc:mysql://host/db?user=u&password=swordfish",
+    "spark.driver.extraJavaOptions": "-Xss4m -Djavax.net.ssl.trustStorePassword=swordfish",
+}
+SECRETS |= {
+    name: changed(planner__spark={"conf": {name: value}}) for name, value in SPARK_SECRETS.items()
+}
+
 
 @pytest.mark.parametrize("data", SECRETS.values(), ids=SECRETS)
 def test_a_secret_is_refused_and_not_repeated(data: dict[str, Any]) -> None:
@@ -510,6 +529,23 @@ def test_a_wrong_value_is_not_repeated(where: str) -> None:
     """It may be a secret that we don't recognise, put into the wrong line."""
     assert "sword fish" not in refusal(changed(**{where: {"nested": "sword fish"}}))
     assert "sword fish" not in refusal(changed(**{where: ["sword fish", 1]}))
+
+
+SPARK_SETTINGS = {
+    "spark.authenticate.secret.file": "/etc/spark/secret",
+    "spark.executorEnv.AWS_REGION": "eu-central-1",
+    "spark.executorEnv.AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token",
+    "spark.executor.extraJavaOptions": "-Dlog.level=info -Dfs.s3a.secret.key.file=/x",
+    "spark.hadoop.fs.s3a.aws.credentials.provider": "org.apache.hadoop.fs.s3a.Provider",
+    "spark.hadoop.hadoop.security.credential.provider.path": "jceks://file/x",
+    "spark.kubernetes.driver.secretKeyRef.AWS_SECRET_ACCESS_KEY": "lake:secret",
+    "spark.kubernetes.executor.secrets.lake-token": "/etc/secrets",
+    "spark.kubernetes.kerberos.tokenSecret.name": "kerberos",
+    "spark.redaction.regex": "(?i)secret|password|token",
+    "spark.remote": "sc://host:443/;user_id=me;use_ssl=true",
+    "spark.security.credentials.hive.enabled": "false",
+    "spark.sql.catalog.c.uri": "jdbc:postgresql://host/db?sslmode=require",
+}
 
 
 def test_a_secret_in_a_file_is_not_in_the_traceback(tmp_path: Path) -> None:
@@ -540,6 +576,7 @@ def test_a_secret_in_a_file_is_not_in_the_traceback(tmp_path: Path) -> None:
         ("input__uri", "s3://bucket/secrets/table?versionId=3"),
         ("model__path", "/models/token"),
         ("input__filter", [{"column": "password", "op": "!=", "value": "reset"}]),
+        ("planner__spark", {"conf": SPARK_SETTINGS}),
     ],
 )
 def test_what_only_looks_like_a_secret_is_accepted(where: str, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -28,8 +29,14 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,40}")
 _AZURE_SCHEME = re.compile(r"(.*\+)?(abfss?|wasbs?|az|adl)", re.IGNORECASE)
 # Tokenizers call their markers tokens; these hold text such as "<s>".
 _MARKER_NAME = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$", re.IGNORECASE)
-_FREE_FORM: Final = "engine.extra_args"
-"""The only field with names from outside; elsewhere they are the spec's own, or refused."""
+_FREE_FORM: Final = ("engine.extra_args", "planner.spark.conf")
+"""Fields with names from outside; elsewhere they are the spec's own, or refused."""
+# Names of settings that say where a secret is.
+_REFERENCE = re.compile(
+    r"^spark\.kubernetes\.(driver|executor)\.(secrets|secretKeyRef)\."
+    r"|\.(file|path|provider|name|itemKey)$"
+)
+_OPTION = re.compile(r"(?:^|\s)(?:-D|--?)?(?P<name>[A-Za-z][\w.\-]*)=(?P<value>\S+)")
 
 
 def find_secrets(value: object, path: str = "") -> Iterator[str]:
@@ -41,15 +48,17 @@ def find_secrets(value: object, path: str = "") -> Iterator[str]:
                 yield f"a field's name in {path}" if path else "a field's name"
                 continue
             here = f"{path}.{name}" if path else str(name)
-            if is_free and names_secret(str(name)) and _may_be_secret(str(name), child):
+            if is_free and _sets_secret(str(name), child):
                 yield here
             else:
                 yield from find_secrets(child, here)
     elif isinstance(value, list | tuple):
         for idx, child in enumerate(value):
             yield from find_secrets(child, f"{path}[{idx}]")
-    elif isinstance(value, str) and is_secret_value(value):
-        yield path
+    elif isinstance(value, str):
+        options = _OPTION.finditer(value) if path.startswith(_FREE_FORM) else ()
+        if is_secret_value(value) or any(_sets_secret(*option.groups()) for option in options):
+            yield path
 
 
 def is_secret_value(text: str) -> bool:
@@ -60,11 +69,12 @@ def is_secret_value(text: str) -> bool:
 def names_secret(name: str) -> bool:
     """Whether a setting of that name (in snake, kebab or camel case) holds a secret.
 
-    One part of a dotted name is enough, as in `adls.sas-token.ACCOUNT`.
+    One or two parts of a dotted name are enough, as in `adls.sas-token.ACCOUNT`, `s3a.access.key`.
     """
     if _MARKER_NAME.search(name):
         return False
     parts = _CAMEL_CASE.sub("_", name).split(".")
+    parts += ["_".join(pair) for pair in pairwise(parts)]
     return any(_SECRET_NAME.search(part) is not None for part in parts)
 
 
@@ -84,20 +94,27 @@ def is_container(scheme: str, user_info: str) -> bool:
 
 
 def holds_credentials(value: str) -> bool:
-    """Whether `value` is a URI, perhaps lacking a slash, with credentials in authority or query."""
-    scheme, slashes, rest = value.partition(":/")
+    """Whether `value` is a URI, perhaps lacking a slash, with credentials in authority or query.
+
+    Spark Connect and JDBC have parameters after semicolons, too.
+    """
+    schemes, slashes, rest = value.partition(":/")
+    scheme = schemes.rpartition(":")[2]  # as in jdbc:postgresql:
     if not slashes or not _SCHEME.fullmatch(scheme):
         return False
     try:
         parts = urlsplit(f"s3://{rest.lstrip('/')}")
     except ValueError:  # opening it will fail with a message
         return "@" in value
-    names = (pair.partition("=")[0] for pair in parts.query.split("&"))
+    pairs = [*re.split("[&;]", parts.query), *f"{parts.netloc}{parts.path}".split(";")[1:]]
+    names = (pair.partition("=")[0] for pair in pairs)
     user_info, at, _ = parts.netloc.rpartition("@")
     return bool(at and not is_container(scheme, user_info)) or any(map(names_secret, names))
 
 
-def _may_be_secret(name: str, value: object) -> bool:
+def _sets_secret(name: str, value: object) -> bool:
+    if not names_secret(name) or _REFERENCE.search(name):
+        return False
     if isinstance(value, Mapping):
         return False  # its values are checked one by one
     if isinstance(value, bool | None):
