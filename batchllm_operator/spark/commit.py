@@ -42,34 +42,24 @@ if TYPE_CHECKING:
 
 _TASK_ROWS: Final = 1 << 16
 _BYTES_PER_TOKEN: Final = 5
-_MOST_ROWS_OF_ONE_FILE: Final = 20_000_000
+MOST_ROWS_OF_ONE_FILE: Final = 20_000_000
+"""Of a partition of plain Parquet."""
 
 
 def commit_on_spark(plan_uri: str) -> RunReport:
     """Publish the outputs of a finished plan on Spark; see `commit.stage.commit_run`.
 
     A table whose partitions are one file each (plain Parquet) is committed by the driver alone.
+    Spark starts only when there are data files to write.
 
     Raises:
         TableError: as `commit_run`; or such a partition is too large for that.
         BatchLLMError: as `commit_run`; or see `spark_session` and `said_by`.
     """
-    plan = StoredPlan.open(plan_uri)
-    with spark_session(plan.manifest.spec) as spark:
-
-        def write(
-            plan: StoredPlan,
-            sources: Sequence[FinishedShard | ReusedOutputs],
-            spool: Path,
-            table: LakeTable,
-        ) -> Path | StagedRows:
-            return _write(spark, plan, sources, spool, table)
-
-        return commit_run(plan_uri, write)
+    return commit_run(plan_uri, _write)
 
 
 def _write(
-    spark: SparkSession,
     plan: StoredPlan,
     sources: Sequence[FinishedShard | ReusedOutputs],
     spool: Path,
@@ -81,10 +71,11 @@ def _write(
     add_columns = spec.output.add_columns
     staging = table.staging(plan.manifest.ds, joining.schema, add_columns=add_columns)
     if staging is None:
-        if num_rows > _MOST_ROWS_OF_ONE_FILE:
+        if num_rows > MOST_ROWS_OF_ONE_FILE:
             raise TableError(
                 f"output {table.uri}: a partition of plain Parquet is one file, and {num_rows:,}"
-                " rows are too many for one; give the job an Iceberg or Delta table"
+                " rows are too many for one; give the job an Iceberg or Delta table, or"
+                " commit with --on local"
             )
         return write_partition(plan, sources, spool, table)
     rows_each = _rows_each(plan, sources)
@@ -94,6 +85,7 @@ def _write(
     payloads = list(_payloads(sources))
     num_tasks = len(payloads) + num_ranges
     with (
+        spark_session(spec) as spark,
         Progress("commit on Spark", num_tasks, unit="tasks") as progress,
         counted(spark, progress, num_tasks, "join outputs with rows"),
     ):

@@ -131,8 +131,7 @@ def _choose_parts(
 
 
 def _hash(part: Part) -> bytes:
-    first = part.pieces[0]
-    return blake2b(f"{first.first_row} {first.file.name}".encode(), digest_size=8).digest()
+    return blake2b(str(part.number).encode(), digest_size=8).digest()
 
 
 def _sampled(

@@ -87,14 +87,17 @@ class Reading:
 
 
 def parts_of(table: LakeTable, snapshot: Snapshot) -> list[Part]:
-    """The parts of a snapshot, of which they are a function; small files aren't opened."""
+    """The parts of a snapshot, of which they are a function; small files aren't opened.
+
+    There is always one, so that a plan has a file of rows.
+    """
     pieces = list(_pieces(table, snapshot))
     costs = [each.size_bytes + _OPENING_BYTES for each in pieces]
     most = max(PART_BYTES, -(-sum(costs) // _MOST_PARTS))
-    parts: list[list[FilePart]] = []
-    held = most
+    parts: list[list[FilePart]] = [[]]
+    held = 0
     for each, cost in zip(pieces, costs, strict=True):
-        if held + cost > most:
+        if parts[-1] and held + cost > most:
             parts.append([])
             held = 0
         parts[-1].append(each)

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Final
 
-from batchllm_operator import __version__
-from batchllm_operator.errors import MissingLibraryError, SpecError
-from batchllm_operator.spark.tasks import SparkJobError, reason_of, tasks
+from batchllm_operator.errors import MissingLibraryError
+from batchllm_operator.spark.requirements import check_executors, check_java, check_version
+from batchllm_operator.spark.tasks import named_failures
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_LEAST_JAVA: Final = 17
 _NEEDED: Final = {
     # Coalescing or splitting partitions would tear the ranges of a plan apart.
     "spark.sql.adaptive.enabled": "false",
@@ -50,16 +47,17 @@ def spark_session(spec: JobSpec) -> Iterator[SparkSession]:
 
     Raises:
         MissingLibraryError: pyspark or pandas isn't installed.
-        SpecError: there is no Java that Spark runs on, or executors lack this package, or have
-            another release of it.
+        SpecError: there is no Java that Spark runs on, or Spark is too old, or executors lack this
+            package, or have another release of it.
         SparkJobError: the cluster can't be reached.
     """
     with _without_logs_of_py4j(), _session(spec) as spark:
+        check_version(spark)
         for name, value in _NEEDED.items():
             spark.conf.set(name, value)
         given = _given_to_tasks(spark)
         try:
-            _check_executors(spark)
+            check_executors(spark)
             yield spark
         finally:
             for name in given:
@@ -87,13 +85,55 @@ def _is_not_of_py4j(record: logging.LogRecord) -> bool:
 @contextmanager
 def _session(spec: JobSpec) -> Iterator[SparkSession]:
     """The session; at the end a new one stops, and another is left as it was."""
-    spark, is_new = _open(spec)
-    if not is_new:
-        with _as_before(spark):
-            yield spark
-        return
-    try:
+    with ExitStack() as stack:
+        with _stops_held_back():
+            spark, is_new = _open(spec)
+            stack.enter_context(_ended(spark) if is_new else _as_before(spark))
         yield spark
+
+
+@contextmanager
+def _stops_held_back() -> Iterator[None]:
+    """Holds SIGINT and SIGTERM back until the end: Java without a driver, when it starts, stays.
+
+    A second one isn't held back. The handler that pyspark sets for SIGINT is taken away.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held: list[int] = []
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        if len(held) > 1:
+            restore()
+            signal.raise_signal(number)
+        else:
+            _log.warning("stopping as soon as Spark has started; a second signal stops at once")
+
+    for number in before:
+        signal.signal(number, hold)
+    try:
+        yield
+    except KeyboardInterrupt:
+        held += [] if held else [signal.SIGINT]  # pyspark's handler has taken it
+        raise
+    finally:
+        restore()
+        if len(held) == 1:
+            signal.raise_signal(held[0])
+
+
+@contextmanager
+def _ended(spark: SparkSession) -> Iterator[None]:
+    """Ends the session."""
+    try:
+        yield
     except BaseException:
         with suppress(Exception):  # the error says more, as what Spark logs of its end
             spark.sparkContext.setLogLevel("OFF")
@@ -135,28 +175,23 @@ def _open(spec: JobSpec) -> tuple[SparkSession, bool]:
     conf = spec.planner.spark.conf
     is_remote = "spark.remote" in conf or "SPARK_REMOTE" in os.environ
     if not is_remote and "PYSPARK_GATEWAY_PORT" not in os.environ:  # of spark-submit's Java
-        _check_java()
+        check_java()
     # pyspark itself reads this setting only in spark-submit.
     if (python := conf.get("spark.pyspark.python")) is not None:
         os.environ["PYSPARK_PYTHON"] = python
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    builder = SparkSession.builder.appName(f"batchllm {spec.name}")
-    if not is_remote:
-        builder = builder.config("spark.ui.showConsoleProgress", "false")  # there is our own
-    for name, value in conf.items():
-        builder = builder.config(name, value)
-    on_interrupt = signal.getsignal(signal.SIGINT)
-    asked_at_ms = time.time() * 1000
-    try:
+    where = conf.get("spark.remote") or conf.get("spark.master", "the default master")
+    above = "" if is_remote else "; Java's lines above say more"
+    with named_failures(f"Spark can't start on {where}{above}"):
+        builder = SparkSession.builder.appName(f"batchllm {spec.name}")
+        if not is_remote:
+            builder = builder.config("spark.ui.showConsoleProgress", "false")  # there is our own
+        for name, value in conf.items():
+            builder = builder.config(name, value)
+        asked_at_ms = time.time() * 1000
         spark = builder.getOrCreate()
         # Another thread's session isn't active in this one.
         return spark, is_remote or int(spark.sparkContext.startTime) >= asked_at_ms
-    except Exception as error:  # as in `said_by`
-        raise SparkJobError(f"Spark can't start: {reason_of(error)}") from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            # pyspark has put its own there.
-            signal.signal(signal.SIGINT, on_interrupt or signal.SIG_DFL)
 
 
 def _given_to_tasks(spark: SparkSession) -> list[str]:
@@ -169,54 +204,3 @@ def _given_to_tasks(spark: SparkSession) -> list[str]:
     names = [name for name in os.environ if name.startswith(_LAKE) and name not in environment]
     environment.update({name: os.environ[name] for name in names})
     return names
-
-
-def _check_java() -> None:
-    home = os.environ.get("JAVA_HOME")
-    java = str(Path(home, "bin", "java")) if home else "java"
-    needs = f"Spark runs on Java {_LEAST_JAVA} or later"
-    where = f"JAVA_HOME is {home!r}" if home else "PATH has no java"
-    if shutil.which(java) is None:
-        raise SpecError(
-            f"planner.engine: {needs}, and there is none ({where}); install one, such as Debian's"
-            " openjdk-17-jre-headless"
-        )
-    said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
-    found = re.search(r'version "(?:1\.)?([0-9]+)', said)
-    if found is None or int(found[1]) < _LEAST_JAVA:
-        lines = said.strip().splitlines()
-        raise SpecError(f"planner.engine: {needs}, not on {java}: {next(iter(lines), 'it fails')}")
-
-
-def _check_executors(spark: SparkSession) -> None:
-    """Refuse executors that lack this package, or have another release of it."""
-    from pyspark.errors import PythonException
-    from pyspark.sql.functions import col, udf
-
-    def probe(_: bytes) -> str:  # sent whole, as all nested functions are
-        import importlib
-        import sys
-
-        try:
-            version = str(importlib.import_module("batchllm_operator").__version__)
-            for name in ("pandas", "pyarrow"):
-                importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
-            return f"{type(error).__name__}: {error} ({sys.executable})"
-        return version
-
-    # Not `mapInArrow`: without pyarrow it fails before it calls the function.
-    ask = udf(probe, "string", useArrow=False)
-    try:
-        (row,) = tasks(spark, [b""]).select(ask(col("payload"))).collect()
-        found = str(row[0])
-    except PythonException as error:  # such as another release of Python
-        found = reason_of(error)
-    except Exception as error:  # as in `said_by`
-        raise SparkJobError(f"Spark's executors can't run Python: {reason_of(error)}") from error
-    if found != __version__:
-        raise SpecError(
-            f"planner.engine: Spark's executors have not batchllm_operator {__version__}, which the"
-            f" driver is, but: {found}; use one image for both, or a packed environment"
-            " (spark.archives)"
-        )

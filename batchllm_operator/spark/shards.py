@@ -144,7 +144,7 @@ class _Sorted:
     def read(cls, batches: Iterator[pa.RecordBatch], store: PromptStore) -> _Sorted:
         """Read them, at least one, into the empty `store`."""
         shared, places, estimates = [], [], []
-        ends: list[bytes] = []
+        first = last = b""
         before = np.zeros(0, dtype=np.int32)
         for batch in batches:
             if batch.num_rows == 0:
@@ -154,8 +154,8 @@ class _Sorted:
             places.append(batch.column("place").to_numpy().copy())
             estimates.append(batch.column("output_tokens").to_numpy().copy())
             store.append(tokens)
-            first, last = keys_of(tokens.take([0, len(tokens) - 1]))
-            ends = [*ends[:1], first, last] if not ends else [ends[0], last]
+            begin, last = keys_of(tokens.take([0, len(tokens) - 1]))
+            first = first or begin
             before = tokens.prompt(len(tokens) - 1)
         expected = np.concatenate(estimates)
         is_expected = bool(expected[0] >= 0)
@@ -163,8 +163,8 @@ class _Sorted:
             np.concatenate(shared),
             np.concatenate(places),
             expected if is_expected else None,
-            ends[0],
-            ends[-1],
+            first,
+            last,
         )
 
 

@@ -34,6 +34,7 @@ from batchllm_operator.artifacts.shard_files import shard_file
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine.gpus import block_size_of
 from batchllm_operator.errors import SpecError
+from batchllm_operator.lake import ParquetTable, open_table
 from batchllm_operator.plan.estimate import estimate_work
 from batchllm_operator.plan.given import Given, find_given
 from batchllm_operator.plan.input_checks import describe_rows
@@ -48,6 +49,7 @@ from batchllm_operator.planner import PlanSharing, Work, WorkArrays, imbalance
 from batchllm_operator.planner.sharing import merged
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
+from batchllm_operator.spark.commit import MOST_ROWS_OF_ONE_FILE
 from batchllm_operator.spark.keys import RowNumbers, number_rows
 from batchllm_operator.spark.live import counted
 from batchllm_operator.spark.prompts import Task, draw_sample, make_prompts
@@ -100,6 +102,17 @@ def _check(spec: JobSpec) -> None:
         )
 
 
+def _warn_of_one_file(spec: JobSpec, num_rows: int) -> None:
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    if num_rows > MOST_ROWS_OF_ONE_FILE and isinstance(table, ParquetTable):
+        _log.warning(
+            "output %s: a partition of plain Parquet is one file, and Spark won't commit one of"
+            " %s rows; give the job an Iceberg or Delta table, or commit with --on local",
+            table.uri,
+            f"{num_rows:,}",
+        )
+
+
 def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool) -> StoredPlan:
     """Raises `TokenIdsDifferError` unless `is_exact`; see `Task`."""
     spec, ds = given.spec, given.ds
@@ -110,6 +123,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
     with Progress("plan on Spark", 2 * len(parts) + 2, unit="tasks") as progress:
         with counted(spark, progress, len(parts), PHASES[0]):
             numbers = number_rows(spark, reading, parts, where)
+        _warn_of_one_file(spec, numbers.num_rows)
         with counted(spark, progress, 1, PHASES[1]):
             sample = draw_sample(spark, reading, parts, numbers, is_exact=is_exact)
         num = num_ranges(numbers.num_rows, sample)

@@ -74,7 +74,7 @@ class Staging:
         name = f"{stem}-{described.sha256}.parquet"
         folder = Folder.open(self.uri)
         if not folder.exists(OPEN_FILE):
-            raise StorageError(f"{self.uri}: the driver doesn't want files any longer")
+            raise StorageError(f"{self.uri}: the driver has stopped; no more files are taken")
         folder.publish_file(path, name)
         return StagedFile(name=name, num_rows=num_rows, described=described)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,13 +82,32 @@ def said_by(frame: DataFrame, work: Task) -> list[bytes]:
         BatchLLMError: the one that a task raised.
         SparkJobError: the job failed for another reason: the last line of what a task said.
     """
-    try:
+    with named_failures("Spark's job failed"):
         return [bytes(row[0]) for row in mapped(frame, work, _SAID).collect()]
-    # pyspark's own errors have no common base below Exception: Py4J's, its own, gRPC's.
+
+
+@contextmanager
+def named_failures(what: str) -> Iterator[None]:
+    """Errors of pyspark become ours.
+
+    Raises:
+        KeyboardInterrupt: what the context was stopped by. pyspark's errors may hide it.
+        BatchLLMError: the one that a task raised.
+        SparkJobError: says `what` has happened, and why.
+    """
+    try:
+        yield
+    except BatchLLMError:
+        raise
+    # They have no common base below Exception: Py4J's, its own, gRPC's.
     except Exception as error:
-        if (ours := TaskError.in_text(str(error))) is not None:
-            raise ours from error
-        raise SparkJobError(f"Spark's job failed: {reason_of(error)}") from error
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
+            cause = cause.__context__
+        failure = TaskError.in_text(str(error)) or SparkJobError(f"{what}: {reason_of(error)}")
+        raise failure from error
 
 
 def said(values: Sequence[bytes]) -> pa.RecordBatch:

@@ -171,9 +171,9 @@ def test_plain_parquet_is_written_by_the_driver(
 ) -> None:
     write_table(tmp_path / "documents", document_rows(4, 3))
     plan = finished(fake_spec(tmp_path))
-    monkeypatch.setattr(commit, "_MOST_ROWS_OF_ONE_FILE", 11)
+    monkeypatch.setattr(commit, "MOST_ROWS_OF_ONE_FILE", 11)
     with pytest.raises(TableError, match="too many for one; give the job an Iceberg or Delta"):
         commit_on_spark(plan.folder.uri)
-    monkeypatch.setattr(commit, "_MOST_ROWS_OF_ONE_FILE", 12)
+    monkeypatch.setattr(commit, "MOST_ROWS_OF_ONE_FILE", 12)
     commit_on_spark(plan.folder.uri)
     assert len(published(fake_spec(tmp_path))) == 12

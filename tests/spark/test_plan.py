@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.spark_jobs import planned_rows, rows_of_shards
 from batchllm_operator.commit.stage import commit_run
 from batchllm_operator.errors import (
     EmptyPartitionError,
+    Interrupted,
     KeyColumnError,
     SpecError,
     StorageError,
@@ -28,11 +30,19 @@ from batchllm_operator.plan.given import find_given
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.prompts import TokenIdsDifferError
 from batchllm_operator.run.stage import run_shard
-from batchllm_operator.spark import prompts, ranges, reading, session, stage
+from batchllm_operator.spark import prompts, ranges, reading, requirements, session, stage
 from batchllm_operator.spark.keys import RowNumbers
 from batchllm_operator.spark.stage import plan_on_spark
 from batchllm_operator.spark.staging import OPEN_FILE, Staging
-from batchllm_operator.spark.tasks import Batches, SparkJobError, payloads_in, said, said_by, tasks
+from batchllm_operator.spark.tasks import (
+    Batches,
+    SparkJobError,
+    named_failures,
+    payloads_in,
+    said,
+    said_by,
+    tasks,
+)
 from batchllm_operator.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -173,6 +183,22 @@ def test_a_partition_without_rows(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "out" / f"ds={DS}" / "data.parquet").num_rows == 0
 
 
+def test_a_partition_that_isnt_there(tmp_path: Path) -> None:
+    write_rows(tmp_path, document_rows(2, 2))
+    spec = job(tmp_path, on_empty="commit")
+    plans = [make(spec, "2026-02-01").manifest for make in (plan_job, plan_on_spark)]
+    assert [plan.counts for plan in plans[1:]] == [plans[0].counts]
+    assert [plan.counts.num_rows for plan in plans] == [0, 0]
+
+
+def test_a_partition_that_spark_wont_commit(
+    lake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stage, "MOST_ROWS_OF_ONE_FILE", NUM_ROWS - 1)
+    plan_on_spark(job(lake), DS)
+    assert "Spark won't commit one of 120 rows; give the job an Iceberg" in caplog.text
+
+
 def test_a_table_that_changes_meanwhile_isnt_planned(
     lake: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,22 +247,28 @@ def test_tasks_see_the_drivers_variables_for_the_lake(
 def test_java_that_is_missing_or_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SpecError, match="there is none \\(PATH has no java\\)"):
-        session._check_java()
+    with pytest.raises(SpecError, match="and PATH has none; install one"):
+        requirements.check_java()
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()
     java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
     java.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "none"))
+    with pytest.raises(SpecError, match=r"JAVA_HOME \(.*\) has none; correct it"):
+        requirements.check_java()
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(SpecError, match=r'not on .*: openjdk version "11\.0\.2"'):
-        session._check_java()
+        requirements.check_java()
 
 
 def test_executors_with_another_release_are_refused(
     lake: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "__version__", "9.9")
-    with pytest.raises(SpecError, match=r"executors have not batchllm_operator 9\.9"):
+    monkeypatch.setattr(requirements, "__version__", "9.9")
+    with pytest.raises(SpecError, match=r"executors lack batchllm_operator 9\.9, .*: 0\."):
+        plan_on_spark(job(lake), DS)
+    monkeypatch.setattr(requirements, "_LEAST_SPARK", (99, 1))
+    with pytest.raises(SpecError, match=r"needs Spark 99\.1 or later, and the session has 4\."):
         plan_on_spark(job(lake), DS)
 
 
@@ -308,7 +340,7 @@ def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) ->
     (batch,) = prompts._made(task, part)
     assert json.loads(batch["key"][0].as_py())["differs"]
     staging.close()
-    with pytest.raises(StorageError, match="the driver doesn't want files any longer"):
+    with pytest.raises(StorageError, match="the driver has stopped"):
         list(prompts._made(task, part))
     staging.remove()
     assert not Folder.open(staging.uri).exists()
@@ -327,6 +359,41 @@ def test_errors_of_tasks(spark: SparkSession) -> None:
     assert str(refused.value) == "key 'ä' is:\n[\"odd\"]"
     with pytest.raises(SparkJobError, match=r"ZeroDivisionError: integer division or modulo"):
         said_by(tasks(spark, [b""]), fail)
+
+
+def test_a_stop_is_no_failure_of_spark() -> None:
+    """Even if pyspark has met an error because of it."""
+    with pytest.raises(Interrupted), named_failures("Spark's job failed"):
+        try:
+            raise Interrupted(15)
+        except Interrupted:
+            raise ConnectionError("Answer from Java side is empty") from None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stops_are_held_back_while_java_starts(number: signal.Signals) -> None:
+    """But not a second one; afterwards all is as before."""
+    seen: list[str] = []
+
+    def stop(number: int, frame: object) -> None:
+        seen.append("stopped")
+        raise Interrupted(number)
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for num_signals, wanted in ((1, ["held", "stopped"]), (2, ["stopped"])):
+            with pytest.raises(Interrupted), session._stops_held_back():
+                for _ in range(num_signals):
+                    signal.raise_signal(number)
+                seen.append("held")
+            assert seen == wanted
+            seen.clear()
+        with pytest.raises(Interrupted), session._stops_held_back():
+            raise KeyboardInterrupt  # by pyspark's handler
+        assert all(signal.getsignal(each) is stop for each in before)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_a_part_has_many_small_files_or_some_row_groups_of_a_large_one(

@@ -11,6 +11,7 @@ import sys
 import venv
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 from deltalake import Schema, convert_to_deltalake
 from support.benchmark_modules import load
 from support.fake_job import DS, document_rows
-from support.spark_jobs import Jobs, only_error, planned_rows, wait_for
+from support.spark_jobs import Driver, Jobs, only_error, planned_rows, wait_for
 
 from batchllm_operator import __version__
 from batchllm_operator.artifacts.stored_plan import StoredPlan
@@ -176,26 +177,39 @@ def test_a_driver_that_is_killed(jobs: Jobs, undisturbed: StoredPlan) -> None:
     check_same(jobs.plan("driver"), undisturbed)
 
 
+def java_of(jobs: Jobs, driver: Driver) -> list[int]:
+    """The driver's Java process, from when a shell prepares it."""
+    found = []
+    for pid in jobs.descendants(driver.process.pid):
+        with suppress(OSError):  # it has ended
+            if "SparkSubmit" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+    return found
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_driver_that_is_stopped(jobs: Jobs, number: signal.Signals) -> None:
-    """It stops its tasks, and leaves nothing."""
-    name = f"stopped-{number.name.lower()}"
+@pytest.mark.parametrize("when", ["starting", "writing"])
+def test_a_driver_that_is_stopped(jobs: Jobs, number: signal.Signals, when: str) -> None:
+    """It stops its tasks and its Java, and leaves nothing."""
+    name = f"stopped-{when}-{number.name.lower()}"
     driver = jobs.start(jobs.spec(name))
-    wait_for(driver, lambda: has_staged(jobs, name))
+    java = wait_for(driver, lambda: java_of(jobs, driver))
+    if when == "writing":
+        wait_for(driver, lambda: has_staged(jobs, name))
     driver.process.send_signal(number)
     assert driver.wait() == 128 + number
     assert driver.lines[-1].startswith("batchllm: ")
     assert not any(line.startswith("Traceback") for line in driver.lines), driver.lines
     wait_for(None, lambda: not jobs.executors())
+    wait_for(None, lambda: not any(Path(f"/proc/{pid}").exists() for pid in java))
     assert jobs.folders(name) == []
 
 
 def test_a_driver_whose_java_is_killed(jobs: Jobs) -> None:
     driver = jobs.start(jobs.spec("java"))
     wait_for(driver, lambda: has_staged(jobs, "java"))
-    for pid in jobs.descendants(driver.process.pid):
-        if "SparkSubmit" in Path(f"/proc/{pid}/cmdline").read_text():
-            os.kill(pid, signal.SIGKILL)
+    for pid in java_of(jobs, driver):
+        os.kill(pid, signal.SIGKILL)
     assert driver.wait() == ExitCode.FAILURE
     # Above it, a thread of pyspark's says that it has lost its connection.
     error = "Spark's job failed: the driver's Java process has ended"
@@ -216,7 +230,7 @@ def test_executors_without_the_package(jobs: Jobs, tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     driver = jobs.start(jobs.spec("lacking", {"spark.pyspark.python": str(python)}))
     assert driver.wait() == ExitCode.INVALID
-    assert f"Spark's executors have not batchllm_operator {__version__}" in driver.error
+    assert f"Spark's executors lack batchllm_operator {__version__}" in driver.error
     assert f"ModuleNotFoundError: No module named 'batchllm_operator' ({python})" in driver.error
     assert jobs.folders("lacking") == []
 
