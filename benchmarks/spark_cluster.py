@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
@@ -161,16 +161,11 @@ def _found(log: IO[str], pattern: str) -> str:
 
 def descendants(pid: int) -> Iterator[int]:
     """Numbers of all processes that descend from one."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    # Threads start processes, too.
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            children += (task / "children").read_text().split()
-        except OSError:
-            continue
+    children: list[str] = []
+    with suppress(OSError):  # it has ended, or a thread has; each thread may start processes
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                children += (task / "children").read_text().split()
     for child in sorted(set(map(int, children))):
         yield child
         yield from descendants(child)

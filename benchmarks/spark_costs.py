@@ -64,10 +64,10 @@ def row(known: Constants, num_rows: int, cores: int, usd_per_core_hour: float) -
 def table(known: Constants, cores: int, usd_per_core_hour: float) -> str:
     heads = [
         "rows",
-        "shuffled",
+        "shuffled, compressed",
         "ranges",
         "prompts of a range",
-        "its task's numbers",
+        "memory for their numbers",
         "plan, core-hours",
         "commit, core-hours",
         f"both on {cores} cores",

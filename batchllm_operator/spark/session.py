@@ -10,7 +10,8 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
@@ -139,7 +140,8 @@ def _ended(spark: SparkSession) -> Iterator[None]:
             spark.sparkContext.setLogLevel("OFF")
         raise
     finally:
-        with suppress(Exception):  # as above
+        # A thread of pyspark's may print that Java has closed its connection.
+        with suppress(Exception), redirect_stderr(StringIO()):
             spark.stop()
 
 

@@ -12,8 +12,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -74,6 +74,10 @@ class Driver:
         return code
 
     @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
     def error(self) -> str:
         """What the user is told: the last line, and no other."""
         return only_error(self.lines)
@@ -107,6 +111,17 @@ class Jobs:
     folder: Path
     """The cluster's."""
     lake: Path
+    drivers: list[Driver] = field(default_factory=list)
+
+    @contextmanager
+    def ended(self) -> Iterator[Jobs]:
+        """Itself; drivers that a failed test has left are killed at the end."""
+        try:
+            yield self
+        finally:
+            for driver in self.drivers:
+                driver.process.kill()
+                driver.wait()
 
     def spec(self, name: str, conf: Mapping[str, str] | None = None, **changes: Any) -> str:
         """The spec of job `name`, as JSON."""
@@ -128,7 +143,8 @@ class Jobs:
             stderr=subprocess.PIPE,
             text=True,
         )
-        return Driver(process, folder)
+        self.drivers.append(Driver(process, folder))
+        return self.drivers[-1]
 
     def folders(self, name: str) -> list[Path]:
         """Folders beside the job's plans, and these; empty ones count."""

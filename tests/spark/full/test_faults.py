@@ -43,8 +43,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     for name, some in (("a", rows[:160]), ("b", rows[160:])):
         pq.write_table(pa.Table.from_pylist(some), folder / f"{name}.parquet", row_group_size=10)
     cluster_folder = tmp_path_factory.mktemp("spark") / "cluster"
-    with load("spark_cluster").spark_cluster(cluster_folder, HOSTS) as cluster:
-        yield Jobs(cluster, cluster_folder, lake)
+    with (
+        load("spark_cluster").spark_cluster(cluster_folder, HOSTS) as cluster,
+        Jobs(cluster, cluster_folder, lake).ended() as jobs,
+    ):
+        yield jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +202,7 @@ def test_a_driver_that_is_stopped(jobs: Jobs, number: signal.Signals, when: str)
     driver.process.send_signal(number)
     assert driver.wait() == 128 + number
     assert driver.lines[-1].startswith("batchllm: ")
-    assert not any(line.startswith("Traceback") for line in driver.lines), driver.lines
+    assert not any(line.startswith("Traceback") for line in driver.lines), driver.text
     wait_for(None, lambda: not jobs.executors())
     wait_for(None, lambda: not any(Path(f"/proc/{pid}").exists() for pid in java))
     assert jobs.folders(name) == []
