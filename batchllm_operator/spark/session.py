@@ -95,7 +95,7 @@ def _session(spec: JobSpec) -> Iterator[SparkSession]:
 
 @contextmanager
 def _stops_held_back() -> Iterator[None]:
-    """Holds SIGINT and SIGTERM back until the end: Java without a driver, when it starts, stays.
+    """Holds SIGINT and SIGTERM back: Java that loses its driver while it starts never ends.
 
     A second one isn't held back. The handler that pyspark sets for SIGINT is taken away.
     """
@@ -122,7 +122,7 @@ def _stops_held_back() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        held += [] if held else [signal.SIGINT]  # pyspark's handler has taken it
+        held = held or [signal.SIGINT]  # pyspark's handler has taken it
         raise
     finally:
         restore()
