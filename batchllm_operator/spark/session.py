@@ -102,7 +102,6 @@ def _stops_held_back() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     held: list[int] = []
 
     def restore() -> None:
@@ -117,8 +116,7 @@ def _stops_held_back() -> Iterator[None]:
         else:
             _log.warning("stopping as soon as Spark has started; a second signal stops at once")
 
-    for number in before:
-        signal.signal(number, hold)
+    before = {each: signal.signal(each, hold) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except KeyboardInterrupt:

@@ -103,8 +103,10 @@ def _check(spec: JobSpec) -> None:
 
 
 def _warn_of_one_file(spec: JobSpec, num_rows: int) -> None:
+    if num_rows <= MOST_ROWS_OF_ONE_FILE:
+        return
     table = open_table(spec.output.uri, spec.input.partition_column)
-    if num_rows > MOST_ROWS_OF_ONE_FILE and isinstance(table, ParquetTable):
+    if isinstance(table, ParquetTable):
         _log.warning(
             "output %s: a partition of plain Parquet is one file, and Spark won't commit one of"
             " %s rows; give the job an Iceberg or Delta table, or commit with --on local",

@@ -75,6 +75,7 @@ class Driver:
 
     @property
     def text(self) -> str:
+        """All that it has said."""
         return "\n".join(self.lines)
 
     @property
