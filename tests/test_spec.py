@@ -603,6 +603,35 @@ def test_relative_paths_start_at_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert own == str(tmp_path / "gpus.toml")
 
 
+def test_paths_keep_symbolic_links(tmp_path: Path) -> None:
+    """`/models` may be a link on one machine, and another link or a folder in a pod."""
+    for name in ("dags", "lake", "models"):
+        (tmp_path / f"real-{name}").mkdir()
+        (tmp_path / name).symlink_to(tmp_path / f"real-{name}")
+    load(
+        tmp_path / "dags",
+        **{"input__uri": "../lake/in", "output__uri": f"delta+file://{tmp_path}/lake/out"},
+        **{"output__staging_uri": "staging/", "planner__gpu_table": "../dags/./gpus.toml"},
+        **{"model__path": f"{tmp_path}/models/./base/", "model__adapters": {"a": "../models/a"}},
+        **{"model__adapter_column": "adapter"},
+    )
+    spec = load_spec(tmp_path / "dags" / "job.yaml")
+    assert spec.input.uri == f"{tmp_path}/lake/in"
+    assert spec.output.uri == f"delta+{tmp_path}/lake/out"
+    assert spec.output.staging_uri == f"{tmp_path}/dags/staging"
+    assert spec.planner.gpu_table == f"{tmp_path}/dags/gpus.toml"
+    assert spec.model.path == f"{tmp_path}/models/base"
+    assert spec.model.adapters == {"a": f"{tmp_path}/models/a"}
+
+
+def test_a_parent_of_a_link_is_that_of_its_target(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "models").mkdir(parents=True)
+    (tmp_path / "models").symlink_to("disk/models")
+    spec = load(tmp_path, model__path="./models/../base", input__uri="models/../../in")
+    assert spec.model.path == f"{tmp_path}/disk/base"
+    assert spec.input.uri == f"{tmp_path}/in"
+
+
 @pytest.mark.parametrize(
     ("uri", "expected"),
     [
@@ -722,6 +751,16 @@ def test_an_iceberg_output_needs_a_folder_for_the_job(tmp_path: Path) -> None:
 def test_tables_that_overlap(one: str, other: str, expected: bool) -> None:
     first, second = TableAddress.parse(one), TableAddress.parse(other)
     assert first.overlaps(second) == second.overlaps(first) == expected
+
+
+@pytest.mark.parametrize("form", ["{}", "delta+{}", "file://{}"])
+def test_tables_that_overlap_through_a_link(tmp_path: Path, form: str) -> None:
+    (tmp_path / "lake").mkdir()
+    (tmp_path / "link").symlink_to("lake")
+    lake = TableAddress.parse(f"{tmp_path}/lake/in")
+    for name, expected in (("in", True), ("in/out", True), ("out", False)):
+        linked = TableAddress.parse(form.format(f"{tmp_path}/link/{name}"))
+        assert linked.overlaps(lake) == lake.overlaps(linked) == expected
 
 
 def test_the_home_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,19 +72,25 @@ class TableAddress:
     def uri(self) -> str:
         return {"iceberg": _ICEBERG, "delta": _DELTA, "parquet": ""}[self.format] + self.location
 
-    def resolved(self, resolve: Callable[[str], str]) -> TableAddress:
-        """The address with a folder's path made absolute by `resolve`."""
+    def made_absolute(self, absolute: Callable[[str], str]) -> TableAddress:
+        """The address with a folder's path made absolute by `absolute`."""
         if self.format == "iceberg":
             return self
-        return TableAddress(self.format, resolve(self.location))
+        return TableAddress(self.format, absolute(self.location))
 
     def overlaps(self, other: TableAddress) -> bool:
         """Whether both are one table, or one is in the other's folder."""
         if "iceberg" in (self.format, other.format):
             return self == other
-        # s3 and s3a are one scheme.
-        ours, theirs = (f"{each.location.replace('s3a://', 's3://', 1)}/" for each in (self, other))
+        ours, theirs = (f"{each._real_location.rstrip('/')}/" for each in (self, other))
         return ours.startswith(theirs) or theirs.startswith(ours)
+
+    @property
+    def _real_location(self) -> str:
+        """A folder's location, equal for all its names: through symbolic links, by s3 or s3a."""
+        if scheme_of(self.location) in ("s3", "s3a"):
+            return self.location.replace("s3a://", "s3://", 1)
+        return os.path.realpath(self.location.removeprefix("file://"))
 
 
 def check_folder(uri: str, *, forms: str = _FOLDER) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -43,7 +44,9 @@ class _SpecLoader(yaml.SafeLoader):
 
 
 def load_spec(path: str | Path) -> JobSpec:
-    """Read a job spec from a YAML file; relative paths in it start at the file's folder.
+    """Read a job spec from a YAML file; relative paths in it start at the folder of `path`.
+
+    Paths keep their symbolic links, which may lead elsewhere on the machines that run the plan.
 
     Raises:
         SpecError: the file is absent, isn't YAML, or doesn't hold a valid spec; the
@@ -58,7 +61,7 @@ def load_spec(path: str | Path) -> JobSpec:
     data = _with_schema(data, path)
     spec = parse_spec(data, source=f"job spec {path}")
     try:
-        return _resolve_paths(spec, path.resolve().parent)
+        return _absolute_paths(spec, path.absolute().parent)
     except ValueError as error:
         raise SpecError(f"job spec {path}: {error}") from error
 
@@ -112,7 +115,7 @@ def _with_schema(data: dict[str, Any], path: Path) -> dict[str, Any]:
         return data
     source = f"job spec {path}: response_format.json_schema: {shown(name)}"
     try:
-        text = _read_text(path.resolve().parent / Path(name).expanduser(), source)
+        text = _read_text(path.parent / Path(name).expanduser(), source)
     except RuntimeError:  # ~user
         raise SpecError(f"{source}: there is no such home folder") from None
     if name.endswith(".json"):
@@ -181,43 +184,53 @@ def _unique_fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _resolve_paths(spec: JobSpec, folder: Path) -> JobSpec:
+def _absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
     """Make local paths absolute, because a plan is read in other working directories."""
 
-    def resolve(uri: str, field: str) -> str:
+    def absolute(uri: str, field: str) -> str:
         if uri.startswith("file://"):
             uri = uri.removeprefix("file://")
         if scheme_of(uri) is not None:
             return uri.rstrip("/")
         try:
-            return str((folder / Path(uri).expanduser()).resolve())
+            return _absolute(folder / Path(uri).expanduser())
         except RuntimeError as error:  # ~user
             user = uri.partition("/")[0]
             raise ValueError(f"{field}: there is no home folder {user}") from error
 
-    def resolve_table(uri: str, field: str) -> str:
-        return TableAddress.parse(uri).resolved(lambda folder: resolve(folder, field)).uri
+    def absolute_table(uri: str, field: str) -> str:
+        return TableAddress.parse(uri).made_absolute(lambda folder: absolute(folder, field)).uri
 
-    resolved: dict[str, dict[str, Any]] = {
-        "input": {"uri": resolve_table(spec.input.uri, "input.uri")},
-        "output": {"uri": resolve_table(spec.output.uri, "output.uri")},
+    changes: dict[str, dict[str, Any]] = {
+        "input": {"uri": absolute_table(spec.input.uri, "input.uri")},
+        "output": {"uri": absolute_table(spec.output.uri, "output.uri")},
     }
     if _is_folder(spec.model.path):
-        resolved["model"] = {"path": resolve(spec.model.path, "model.path")}
-    resolved.setdefault("model", {})["adapters"] = {
-        name: resolve(path, f"model.adapters.{name}") if _is_folder(path) else path
+        changes["model"] = {"path": absolute(spec.model.path, "model.path")}
+    changes.setdefault("model", {})["adapters"] = {
+        name: absolute(path, f"model.adapters.{name}") if _is_folder(path) else path
         for name, path in spec.model.adapters.items()
     }
     if spec.planner.gpu_table is not None:
-        table = resolve(spec.planner.gpu_table, "planner.gpu_table")
-        resolved["planner"] = {"gpu_table": table}
+        table = absolute(spec.planner.gpu_table, "planner.gpu_table")
+        changes["planner"] = {"gpu_table": table}
     if spec.output.staging_uri is not None:
-        folder_uri = resolve(spec.output.staging_uri, "output.staging_uri")
-        resolved["output"]["staging_uri"] = folder_uri
+        folder_uri = absolute(spec.output.staging_uri, "output.staging_uri")
+        changes["output"]["staging_uri"] = folder_uri
     sections = {
-        name: getattr(spec, name).model_copy(update=fields) for name, fields in resolved.items()
+        name: getattr(spec, name).model_copy(update=fields) for name, fields in changes.items()
     }
     return spec.model_copy(update=sections)
+
+
+def _absolute(path: Path) -> str:
+    """An absolute path without `.` and `..`, and with the links that stand in it.
+
+    Where a link comes before a `..`, which starts at the link's target, links are resolved.
+    """
+    written = "/" + os.path.normpath(path).lstrip("/")
+    real = os.path.realpath(path)
+    return written if os.path.realpath(written) == real else real
 
 
 def _is_folder(path: str) -> bool:
