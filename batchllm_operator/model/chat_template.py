@@ -8,6 +8,7 @@ from typing import Any
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model.content_format import takes_parts
+from batchllm_operator.spec import PromptSpec
 
 Message = Mapping[str, Any]
 
@@ -27,17 +28,15 @@ class ChatTemplate:
         tokenizer: transformers' tokenizer, which has a chat template.
         path: the model, in messages.
         ds: the date, for templates that ask for it, so that a plan can be repeated.
-        arguments: of the template, among them `tools`.
+        prompt: the spec's, with arguments of the template.
 
     Raises:
         ModelError: there are several templates, and none is the default.
     """
 
-    def __init__(
-        self, tokenizer: Any, path: str, ds: str, arguments: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any, path: str, ds: str, prompt: PromptSpec) -> None:
         self._tokenizer, self._path, self._ds = tokenizer, path, ds
-        self._arguments = dict(arguments or {})
+        self._arguments, self._advice = prompt.chat_arguments, advise_without_template(prompt)
         try:
             template = tokenizer.get_chat_template(tools=self._arguments.get("tools"))
         except ValueError as error:
@@ -67,7 +66,7 @@ class ChatTemplate:
         except Exception as error:
             raise ChatRefusedError(
                 f"model {self._path}: its chat template refuses the prompt: {error}; change"
-                " prompt.system, or set prompt.chat_template: false",
+                f" prompt.system, or {self._advice}",
                 str(error),
             ) from error
         return texts
@@ -92,8 +91,18 @@ class ChatTemplate:
         except ValueError as error:
             raise ModelError(
                 f"model {self._path}: its chat template asks for the date, and partition"
-                f" {self._ds!r} isn't one (YYYY-MM-DD); set prompt.chat_template: false"
+                f" {self._ds!r} isn't one (YYYY-MM-DD); {self._advice}"
             ) from error
+
+
+def advise_without_template(prompt: PromptSpec) -> str:
+    """What a spec can do if the model's chat template is missing or doesn't suit it."""
+    if not prompt.is_chat:
+        return "set prompt.chat_template: false"
+    return (
+        "put a chat template that works into the model's folder, as chat_template.jinja, or write"
+        f" the whole text as prompt.template, in place of prompt.{prompt.field}"
+    )
 
 
 def _without_developers(chat: Sequence[Message]) -> Iterator[Message]:

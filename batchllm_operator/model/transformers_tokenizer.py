@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from batchllm_operator.errors import ModelError
-from batchllm_operator.model.chat_template import ChatTemplate
+from batchllm_operator.model.chat_template import ChatTemplate, advise_without_template
 from batchllm_operator.model.stored_tokenizer import fingerprint
-from batchllm_operator.spec import ModelSpec
+from batchllm_operator.spec import ModelSpec, PromptSpec
 
 
 class TransformersTokenizer:
@@ -21,7 +21,7 @@ class TransformersTokenizer:
 
     Args:
         model: a folder or a name on the hub.
-        chat: whether prompts go through its chat template.
+        prompt: the spec's, which says whether prompts go through its chat template.
 
     Attributes:
         backend: a copy of what its call passes its texts to, set not to cut or pad; None if the
@@ -34,14 +34,14 @@ class TransformersTokenizer:
         ModelError: the tokenizer can't be loaded, or has no chat template.
     """
 
-    def __init__(self, model: ModelSpec, *, chat: bool) -> None:
-        self._path = model.path
+    def __init__(self, model: ModelSpec, prompt: PromptSpec) -> None:
+        self._path, self._prompt = model.path, prompt
         self._tokenizer, config = _load(model)
-        self._chat = chat
+        self._chat = chat = prompt.chat_template
         template = self._tokenizer.chat_template if chat else ""
         if chat and not template:
             raise ModelError(
-                f"model {model.path}: has no chat template; set prompt.chat_template: false"
+                f"model {model.path}: has no chat template; {advise_without_template(prompt)}"
             )
         self.backend = _copy_backend(self._tokenizer)
         self.fingerprint = self._fingerprint(json.dumps(template) if chat else "")
@@ -70,9 +70,9 @@ class TransformersTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
 
-    def chat_template(self, ds: str, arguments: Mapping[str, Any]) -> ChatTemplate:
+    def chat_template(self, ds: str) -> ChatTemplate:
         """Its chat template; see there."""
-        return ChatTemplate(self._tokenizer, self._path, ds, arguments)
+        return ChatTemplate(self._tokenizer, self._path, ds, self._prompt)
 
     def _fingerprint(self, chat_template: str) -> str:
         """The fingerprint by the backend, or by class and vocabulary without one."""

@@ -94,10 +94,8 @@ class ModelTokenizer:
             raise ModelError(f"model {model.path}: there is no such folder")
         self._prompt = spec.prompt
         stored = None if chat or model.trust_remote_code else read_stored(folder)
-        loaded = TransformersTokenizer(model, chat=chat) if stored is None else None
-        self._chat = (
-            loaded.chat_template(ds, spec.prompt.chat_arguments) if loaded and chat else None
-        )
+        loaded = TransformersTokenizer(model, spec.prompt) if stored is None else None
+        self._chat = loaded.chat_template(ds) if loaded and chat else None
         own = loaded or stored
         assert own is not None
         self._decode = own.decode

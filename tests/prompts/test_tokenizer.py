@@ -11,6 +11,7 @@ import pytest
 
 from batchllm_operator import prompts
 from batchllm_operator.errors import ExitCode, ModelError
+from batchllm_operator.model import TransformersTokenizer
 from batchllm_operator.prompts import Tokenizer, length_fault
 from batchllm_operator.prompts import tokenizer as tokenizer_module
 from batchllm_operator.prompts.tokenizer import ModelTokenizer, Utf8Tokenizer
@@ -280,6 +281,23 @@ def test_a_missing_chat_template(tmp_path: Path) -> None:
     model = build_tokenizer(tmp_path, chat_template=None)
     assert "prompt.chat_template: false" in refused(job(model, chat_template=True))
     load_tokenizer(job(model))
+
+
+@pytest.mark.parametrize(
+    "chat", [{"messages": "chat"}, {"turns": [{"role": "user", "template": "{text}"}]}]
+)
+@pytest.mark.parametrize("chat_template", [None, "{{ strftime_now('%Y') }}", "{{ nosuch.field }}"])
+def test_advice_on_a_chat_template_names_no_setting_that_chats_refuse(
+    tmp_path: Path, chat: dict[str, Any], chat_template: str | None
+) -> None:
+    spec = job(build_tokenizer(tmp_path, chat_template=chat_template), template=None, **chat)
+    with pytest.raises(ModelError) as refusal:
+        TransformersTokenizer(spec.model, spec.prompt).chat_template("latest").render(
+            [[{"role": "user", "content": "x"}]]
+        )
+    assert "chat_template: false" not in str(refusal.value)
+    assert f"prompt.template, in place of prompt.{next(iter(chat))}" in str(refusal.value)
+    assert "chat_template.jinja" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
