@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import Final
 
 import pyarrow as pa
@@ -26,7 +27,10 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
         TableError: the file vanished, or isn't a whole Parquet file.
     """
     where = f"table {folder.uri}"
-    broken = f"{where}: {name} isn't a whole Parquet file; write it again or move it away"
+    broken = (
+        f"{where}: {name} isn't a whole Parquet file; write it again, move it away or, if it holds"
+        " no rows, begin its name with _ so that readers skip it"
+    )
     if not size_bytes:  # S3 refuses to read it, too
         raise TableError(f"{where}: {name} is empty; write it again or move it away")
     try:
@@ -52,6 +56,15 @@ def read_footer(folder: Folder, name: str, size_bytes: int) -> tuple[pq.FileMeta
     except (pa.ArrowException, OSError) as error:
         raise TableError(f"{broken}: {error}") from error
     return metadata, hashlib.sha256(footer).hexdigest()
+
+
+def is_parquet(folder: Folder, name: str, size_bytes: int) -> bool:
+    """Whether the file ends as Parquet files do, whatever its name is."""
+    if size_bytes < _TAIL_BYTES:
+        return False
+    with suppress(FileNotFoundError):
+        return folder.read_bytes(name, size_bytes - len(_MAGIC)) in (_MAGIC, _ENCRYPTED)
+    return False
 
 
 def file_schema(footer: pq.FileMetaData) -> pa.Schema:

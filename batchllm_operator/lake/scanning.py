@@ -55,10 +55,12 @@ def row_condition(
         try:
             nothing.filter(_expression(term))  # else refused only once a file has rows
         except (pa.ArrowException, OverflowError) as error:
+            value = list(term.value) if isinstance(term.value, tuple) else term.value
             raise TableError(
                 f"input.filter: column {term.column!r} of table {uri} holds"
                 f" {schema.field(term.column).type}, which can't be compared with {term.op}"
-                f" {term.value!r}: {' '.join(str(error).split())}"
+                f" {value!r}; compare it with a value of its own type, or add a column of text,"
+                " numbers or booleans in a view of the input, and filter by that"
             ) from error
     return reduce(and_, map(_expression, conditions)) if conditions else None
 

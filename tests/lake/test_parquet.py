@@ -147,7 +147,11 @@ def test_a_partition_folder_without_data_is_an_empty_partition(
 
 
 @pytest.mark.parametrize(
-    "hidden", ["_batchllm/x.parquet", "_SUCCESS", ".crc", "_tmp.parquet", ".x/y.parquet"]
+    "hidden",
+    [
+        *("_batchllm/x.parquet", "_SUCCESS", ".crc", "_tmp.parquet", ".x/y.parquet"),
+        *(".a.parquet.crc", "_metadata", "region=eu/_SUCCESS", "region=eu/.b.parquet.crc"),
+    ],
 )
 def test_hidden_files_are_not_data(folder: Folder, table: LakeTable, hidden: str) -> None:
     put(folder, f"ds={DS}/a.parquet", numbers(1))
@@ -156,17 +160,34 @@ def test_hidden_files_are_not_data(folder: Folder, table: LakeTable, hidden: str
     assert rows(table, ["n"]) == [{"n": 1}]
 
 
-def test_files_that_are_not_parquet_are_not_data(folder: Folder, table: LakeTable) -> None:
+@pytest.mark.parametrize(
+    "name", ["README.md", "a.parquet.crc", "b.csv", "part-0.parquet.gz", "region=eu/c.json"]
+)
+def test_a_visible_file_of_another_kind_is_named(
+    folder: Folder, table: LakeTable, name: str
+) -> None:
+    """Its rows would be left out."""
     put(folder, f"ds={DS}/a.parquet", numbers(1))
-    folder.write_bytes(f"ds={DS}/README.md", b"# Table")
-    folder.write_bytes(f"ds={DS}/a.parquet.crc", b"crc")
-    folder.write_bytes("notes.txt", b"x")
+    folder.write_bytes(f"ds={DS}/{name}", b"id,doc\n1,hello\n")
+    with pytest.raises(TableError, match=rf"ds={DS}/{name} isn't .* begin its name with _"):
+        table.snapshot(DS)
+
+
+def test_files_outside_of_the_partition_are_not_looked_at(folder: Folder, table: LakeTable) -> None:
+    put(folder, f"ds={DS}/a.parquet", numbers(1))
+    for name in ("notes.txt", "ds=2026-02-01/README.md", "other/b.csv"):
+        folder.write_bytes(name, b"# Table")
     assert rows(table, ["n"]) == [{"n": 1}]
 
 
-def test_parquet_files_need_no_suffix(folder: Folder, table: LakeTable) -> None:
-    put(folder, f"ds={DS}/part-0", numbers(1))
-    assert rows(table, ["n"]) == [{"n": 1}]
+def test_files_are_known_by_their_content_not_by_their_names(
+    folder: Folder, table: LakeTable
+) -> None:
+    """As pipelines leave them that wrote some days with another tool."""
+    names = ("a.parquet", "b.PARQUET", "c", "d.snappy", "e.parquet.snappy", "region=eu/f.pq")
+    for number, name in enumerate(names):
+        put(folder, f"ds={DS}/{name}", numbers(number))
+    assert [row["n"] for row in rows(table, ["n"])] == list(range(len(names)))
 
 
 WHOLE = parquet_bytes(numbers(*range(1000)))

@@ -142,6 +142,34 @@ def test_conditions_on_columns_that_are_not_read(lake: Lake, table: LakeTable) -
             rows(table, ["n"], [condition])
 
 
+UNCOMPARABLE: list[tuple[Any, str, Any]] = [
+    ([[1]], ">", 5),
+    ([[1]], "in", (1, 2)),
+    ([{"a": 1}], "==", "x"),
+    ([b"x"], "<", 1.5),
+    (["x"], ">=", 5),
+    ([1], "==", "x"),
+    ([True], "==", 1),
+    ([datetime.date(2026, 1, 1)], "==", "2026-01-01"),
+    ([datetime.datetime(2026, 1, 1)], ">", "2026-01-01"),
+    ([Decimal("1.5")], "==", "1.5"),
+]
+
+
+def test_a_condition_that_a_type_does_not_allow_says_what_to_do(
+    lake: Lake, table: LakeTable
+) -> None:
+    data = {f"c{number}": values for number, (values, _, _) in enumerate(UNCOMPARABLE)}
+    lake.append(DS, pa.table({"n": [1], **data}))
+    for number, (_, op, value) in enumerate(UNCOMPARABLE):
+        condition = FilterTerm.model_construct(column=f"c{number}", op=op, value=value)
+        with pytest.raises(TableError, match=rf"input.filter: column 'c{number}' .*") as refused:
+            rows(table, ["n"], [condition])
+        message = str(refused.value)
+        assert "add a column" in message
+        assert "kernel" not in message and "Array type" not in message
+
+
 def test_a_file_that_its_statistics_rule_out_is_not_read(lake: Lake, table: LakeTable) -> None:
     if not lake.has_versions:
         pytest.skip("plain Parquet has statistics in the files' own footers")

@@ -79,7 +79,10 @@ class DeltaTable:
     def snapshot(self, partition: str) -> Snapshot:
         version = self._log.latest()
         if version is None:
-            raise TableError(f"table {self.uri}: there is no Delta table")
+            raise TableError(
+                f"table {self.uri}: there is no Delta table (no _delta_log); check the address, or"
+                " write the table first"
+            )
         return self._snapshot_of(version, partition)
 
     def scan(

@@ -120,9 +120,11 @@ class CatalogTable:
                 return load_catalog(self._name)
         except (ValueError, NotInstalledError) as error:
             text, cause = without_secrets(error, self.uri)
+            prefix = f"PYICEBERG_CATALOG__{self._name.upper()}__"
             raise SpecError(
                 f"table {self.uri}: catalog {self._name!r} can't be set up from pyiceberg's"
-                f" configuration (PYICEBERG_CATALOG__*, .pyiceberg.yaml): {text}"
+                f" configuration: {text}. Describe it in .pyiceberg.yaml, or by environment"
+                f" variables such as {prefix}TYPE=rest and {prefix}URI=https://..."
             ) from cause
 
     @contextmanager
@@ -142,8 +144,11 @@ class CatalogTable:
         try:
             yield
         except NoSuchNamespaceError as error:
+            namespace = ".".join(self._identifier[:-1])
             raise TableError(
-                f"table {self.uri}: the catalog has no such namespace; create it first"
+                f"table {self.uri}: catalog {self._name!r} has no such namespace; create it first,"
+                f" with `pyiceberg --catalog {self._name} create namespace {namespace}` or, in SQL,"
+                f" `CREATE NAMESPACE {self._name}.{namespace}`"
             ) from error
 
 
@@ -163,24 +168,27 @@ def iceberg_errors(uri: str) -> Iterator[None]:
         raise
     except _FAULTS_OF_THE_TABLE as error:
         text, cause = without_secrets(error, uri)
-        raise TableError(f"table {uri}: {text}") from cause
+        raise TableError(f"table {uri}: pyiceberg refuses it: {text}") from cause
     except Exception as error:  # noqa: BLE001 - all others are the catalog's or its storage's
         failure, cause = _failure(uri, error)
         raise failure from cause
 
 
 def without_secrets(error: BaseException, uri: str) -> tuple[str, BaseException | None]:
-    """The error's masked message, and the error as a cause; None if its traceback has secrets.
+    """The error's masked message on one line, and the error; None if its traceback has secrets.
 
     Secrets are those of the environment and of pyiceberg's settings for the catalog of `uri`.
     """
     settings = Config().get_catalog_config(TableAddress.parse(uri).catalog) or {}
     masker = Masker.of(os.environ, settings)
     shown = "".join(traceback.format_exception(error))
-    return masker(str(error)), error if masker(shown) == shown else None
+    text = " ".join(masker(str(error)).split())
+    return text, error if masker(shown) == shown else None
 
 
 def _failure(uri: str, error: Exception) -> tuple[StorageError, BaseException | None]:
     """The error for a failure outside this package, and its cause."""
     text, cause = without_secrets(error, uri)
-    return StorageError(f"table {uri}: {type(error).__name__}: {text}"), cause
+    return StorageError(
+        f"table {uri}: its catalog or storage fails ({type(error).__name__}): {text}"
+    ), cause

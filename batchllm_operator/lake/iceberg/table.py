@@ -161,5 +161,8 @@ class IcebergTable:
     def _load(self) -> Table:
         table = self._catalog_table.load()
         if table is None:
-            raise TableError(f"table {self.uri}: the catalog has no such table")
+            raise TableError(
+                f"table {self.uri}: the catalog has no such table; check its name, or write the"
+                " table first"
+            )
         return table

@@ -40,11 +40,17 @@ def is_visible(name: str) -> bool:
 
 
 def visible(files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The files that hold data: not those below `_x` or `.x`.
+    """The files that readers see, whatever their names end with: their footers tell what they hold.
 
-    Only names ending in `.parquet` if there are any, as writers leave other files beside them;
-    otherwise all but empty files, which stand for folders or mark a finished write.
+    Empty files stand for folders or mark a finished write, unless their names end with `.parquet`.
     """
-    seen = {n: details for n, details in files.items() if is_visible(n)}
-    named = {n: details for n, details in seen.items() if n.casefold().endswith(".parquet")}
-    return named or {n: details for n, details in seen.items() if details["size"]}
+    return {
+        name: details
+        for name, details in files.items()
+        if is_visible(name) and (details["size"] or has_suffix(name))
+    }
+
+
+def has_suffix(name: str) -> bool:
+    """Whether the file's name says that it is Parquet."""
+    return name.casefold().endswith(".parquet")

@@ -40,7 +40,7 @@ class Partitions:
         ]
 
     def files_near(self, partition: str) -> dict[str, dict[str, Any]]:
-        """Parquet files that readers see, by name: the partition's, or all if it has none.
+        """Files that readers see, by name: the partition's, or all if it has none.
 
         Raises:
             TableError: a file of the partition can't be read, and isn't skipped.

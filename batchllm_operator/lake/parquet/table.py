@@ -24,13 +24,20 @@ from batchllm_operator.lake.many_files import ahead
 from batchllm_operator.lake.parquet.hive_names import (
     HIVE_NULL,
     folder_name,
+    has_suffix,
     hive_values,
     is_visible,
+    visible,
 )
 from batchllm_operator.lake.parquet.partitions import Partitions
 from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
 from batchllm_operator.lake.parquet.versions import etag_version, listing_version
-from batchllm_operator.lake.parquet_footer import file_schema, publication_of, read_footer
+from batchllm_operator.lake.parquet_footer import (
+    file_schema,
+    is_parquet,
+    publication_of,
+    read_footer,
+)
 from batchllm_operator.lake.publishing import check_name, is_published, looking_again
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
@@ -66,7 +73,10 @@ class ParquetTable:
 
     def snapshot(self, partition: str) -> Snapshot:
         if not self._folder.exists():
-            raise TableError(f"table {self.uri}: there is no such folder")
+            raise TableError(
+                f"table {self.uri}: there is no such folder; check the address, or write the table"
+                " first"
+            )
         files = self._partitions.files_near(partition)
         if not files:
             raise TableError(f"table {self.uri}: holds no Parquet files")
@@ -265,8 +275,8 @@ class ParquetTable:
 
     def _check_free(self) -> None:
         """Refuse to create a table on top of another: readers would take both for one."""
-        for name in self._folder.find():
-            if is_visible(name) and name.endswith(".parquet"):
+        for name, details in visible(self._folder.find()).items():
+            if has_suffix(name) or is_parquet(self._folder, name, int(details["size"])):
                 raise TableError(
                     f"output {self.uri}: holds {name!r}, but isn't partitioned by"
                     f" {self._partition_column!r}; move it away or choose another output table"
