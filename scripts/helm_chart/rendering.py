@@ -95,7 +95,7 @@ def render(values: Values, *, name: str = RELEASE, namespace: str = NAMESPACE) -
 
 
 def notes(values: Values, *, namespace: str = NAMESPACE) -> str:
-    """What `helm install` prints.
+    """What `helm upgrade --install` prints.
 
     Raises:
         HelmError: as `render`.

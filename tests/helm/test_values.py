@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from helm_chart.check import REFUSED
 from helm_chart.readme import read_values
-from helm_chart.rendering import CHART, render
-from helm_python import HelmError, HelmValuesError
+from helm_chart.rendering import CHART, chart, render
+from helm_python import Config, HelmError, HelmValuesError
+from support.kubernetes.cluster import Cluster
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 PRE_PULL = {"enabled": True, "models": [{"repo": "org/model", "revision": "0" * 40}]}
@@ -113,6 +114,23 @@ def test_values_that_make_no_sense_are_refused(values: dict[str, Any], message: 
     with pytest.raises(HelmError) as refusal:
         render(values)
     assert message in str(refusal.value)
+
+
+def test_an_absent_namespace_of_airflow_is_refused_before_anything_is_made(
+    cluster: Cluster,
+) -> None:
+    """The ConfigMap of pod templates would fail after half of the objects."""
+
+    def render_there(namespace: str, **values: Any) -> dict[str, str]:
+        values = {"airflow": {"namespace": namespace}, **values}
+        return config.render(chart(), values, name="batchllm", namespace="batch-gpu")
+
+    with Config(kubeconfig_path=cluster.kubeconfig) as config:
+        assert render_there(cluster.namespace)
+        assert render_there("batch-gpu")  # the release's, which --create-namespace makes
+        assert render_there("absent", podTemplates={"create": False})  # nothing goes there
+        with pytest.raises(HelmError, match=r"no namespace absent; .*kubectl create namespace"):
+            render_there("absent")
 
 
 def objects_in(schema: Any) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,20 @@ Namespaces contain no dot, so no two releases make the same name.
 {{- include "batchllm.outsideName" (dict "root" . "suffix" "pod-templates") -}}
 {{- end -}}
 
+{{/*
+Fails if Airflow's namespace is absent: half of the objects would be made before that shows. Every namespace has a ConfigMap
+(kube-root-ca.crt). Without a cluster, as in `helm template`, lookup returns an empty map.
+*/}}
+{{- define "batchllm.checkAirflowNamespace" -}}
+{{- $namespace := .Values.airflow.namespace -}}
+{{- if ne $namespace .Release.Namespace -}}
+{{- $configMaps := lookup "v1" "ConfigMap" $namespace "" -}}
+{{- if and $configMaps (not $configMaps.items) -}}
+{{- fail (printf "airflow.namespace: there is no namespace %s; name the one that Airflow runs in, or make it first: kubectl create namespace %s" $namespace $namespace) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "batchllm.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 app.kubernetes.io/name: batchllm

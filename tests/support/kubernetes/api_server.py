@@ -103,6 +103,8 @@ class ApiServer:
             return web.json_response(error.body(), status=error.code, headers=headers)
 
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/api/v1":
+            return web.json_response(_discovery())
         is_admin = self.access.is_admin(request.headers.get("Authorization", ""))
         target = _target(request.path)
         if not is_admin:
@@ -157,6 +159,15 @@ class ApiServer:
         except ConnectionError:  # the client went away
             return response
         return response
+
+
+def _discovery() -> Object:
+    """The types of objects, for clients that ask, such as Helm's."""
+    types = [
+        {"name": each.plural, "kind": each.kind, "namespaced": each.namespaced, "verbs": ["list"]}
+        for each in RESOURCES.values()
+    ]
+    return {"kind": "APIResourceList", "groupVersion": "v1", "resources": types}
 
 
 def _target(path: str) -> Target:
