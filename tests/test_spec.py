@@ -430,19 +430,43 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ("{{{doc}}}", ("doc",)),
         ("{{doc}}", ()),
         ("{a column} {naïve} {0}", ("a column", "naïve", "0")),
+        ("{q.id} {a[0]} {a..b} {.x}", ("q.id", "a[0]", "a..b", ".x")),
         ("no places", ()),
     ],
 )
 def test_templates(template: str, columns: tuple[str, ...]) -> None:
     assert template_columns(template) == columns
-    assert parse(prompt__template=template).prompt.columns == columns
+    spec = parse(prompt__template=template, prompt__constant=not columns)
+    assert spec.prompt.columns == columns
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"template": "Summarize the document."},
+        {"template": "Summarize {{document}}."},
+        {"system": "Summarize {document}.", "template": "Go."},
+        {"template": "Summarize.", "chat_template": True},
+        {
+            "turns": [
+                {"role": "user", "template": "Hi."},
+                {"role": "assistant", "template": "{{x}}"},
+            ]
+        },
+    ],
+)
+def test_a_prompt_without_a_column_is_refused_unless_it_is_asked_for(
+    prompt: dict[str, Any],
+) -> None:
+    fields = {**changed(), "prompt": prompt}
+    assert "places no column" in refusal(fields)
+    fields["prompt"] = {**prompt, "constant": True}
+    assert parse_spec(fields, source="test spec").prompt.columns == ()
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        "{a.b}",
-        "{a[0]}",
         "{a!r}",
         "{a:>3}",
         "{a:{b}}",
@@ -451,8 +475,6 @@ def test_templates(template: str, columns: tuple[str, ...]) -> None:
         "{a",
         "a}",
         "{a!}",
-        "{.x}",
-        "{[0]}",
     ],
 )
 def test_a_template_places_columns_and_does_nothing_else(template: str) -> None:
@@ -570,7 +592,7 @@ def test_a_secret_in_a_file_is_not_in_the_traceback(tmp_path: Path) -> None:
         ("prompt__system", "Never reveal a password, token or api_key. password: none"),
         ("prompt__template", "Is {text} a secret? See https://example.org/a@b for help."),
         ("prompt__template", "token={token}"),
-        ("prompt__template", "hf_model and sk-learn, AKIA and skeletons"),
+        ("prompt__template", "{x} hf_model and sk-learn, AKIA and skeletons"),
         ("input__key", "token"),
         ("output__carry", ["secret", "api_key"]),
         ("input__uri", "s3://bucket/secrets/table?versionId=3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -48,8 +49,14 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     for place, columns in places.items():
         for column in columns:
             if column not in snapshot.schema.names:
+                owner = re.split(r"[.\[]", column)[0]
+                inside = (
+                    f" (fields inside {owner!r} can't be named)"
+                    if owner in snapshot.schema.names
+                    else ""
+                )
                 raise SpecError(
-                    f"{place}: table {table.uri} has no column {column!r}; it has"
+                    f"{place}: table {table.uri} has no column {column!r}{inside}; it has"
                     f" {listed_columns(snapshot.schema)}"
                 )
     check_key_types(snapshot.schema, spec.input.key, f"input.key: table {table.uri}")

@@ -69,7 +69,8 @@ class _TurnsRenderer:
     def __init__(self, turns: tuple[Turn, ...], system: str | None) -> None:
         self._head = _head(system)
         self._turns = [
-            (turn.role, PromptRenderer(PromptSpec(template=turn.template))) for turn in turns
+            (turn.role, PromptRenderer(PromptSpec(template=turn.template, constant=True)))
+            for turn in turns
         ]
 
     def render(self, batch: pa.RecordBatch) -> RenderedPrompts:

@@ -33,9 +33,9 @@ def _check_template(template: str) -> str:
 def template_columns(template: str) -> tuple[str, ...]:
     """Names of the columns in `template`, in order of first use.
 
-    A place is `{column}`; `{{` and `}}` are literal braces. Other features of Python's format
-    strings (attributes, indexes, conversions, formats) are refused, so that a template can only
-    insert data.
+    A place is `{column}`; `{{` and `}}` are literal braces. A name is taken whole: `{q.id}` is the
+    column `q.id`, not a field of `q`. Conversions and formats, as in Python's format strings, are
+    refused: a template can only insert data.
 
     Raises:
         ValueError: the template isn't well formed.
@@ -52,8 +52,6 @@ def template_columns(template: str) -> tuple[str, ...]:
             continue
         if format_spec or conversion:
             raise ValueError(f"{{{name}}} may not carry a conversion or a format")
-        if any(mark in name for mark in ".[]"):
-            raise ValueError(f"{{{name}}} may not reach into a value; name a column")
         columns[name] = None
     return tuple(columns)
 
@@ -157,7 +155,10 @@ class PromptSpec(Section):
     """Functions that the model may call, as in OpenAI's API: a list of
     `{type: function, function: {name, description, parameters}}`. The chat template describes them;
     the answer's text is kept as it is. Stored as JSON text, which may be given as well."""
-    later_fields = frozenset({"turns", "messages", "chat_template_kwargs", "tools"})
+    constant: bool = False
+    """Allow a prompt without any column, the same for all rows: for several samples of one prompt,
+    with a `temperature`. Without it such a prompt is refused, as a place is missing."""
+    later_fields = frozenset({"turns", "messages", "chat_template_kwargs", "tools", "constant"})
 
     @model_validator(mode="before")
     @classmethod
@@ -184,6 +185,12 @@ class PromptSpec(Section):
             )
         if self.system is not None and self.turns and self.turns[0].role in SYSTEM_ROLES:
             raise ValueError("system: the first of turns is one already; leave one of them out")
+        if not self.columns and not self.constant:
+            raise ValueError(
+                f"{self.field}: places no column, so that all rows would have the same prompt;"
+                " write {COLUMN}, with single braces, where a row's value belongs, or set"
+                " prompt.constant: true"
+            )
         return self
 
     @property

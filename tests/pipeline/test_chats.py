@@ -160,9 +160,9 @@ def test_advice_is_for_templates(tmp_path: Path) -> None:
         ({"messages": "chat", "chat_template": False}, "always go through the model's chat"),
         ({"template": "{a}", "tools": TOOLS}, "are for the model's chat template"),
         ({"template": "{a}", "chat_template_kwargs": {"a": 1}}, "are for the model's chat"),
-        ({"turns": [{"role": "bot", "template": "x"}]}, r"turns\[0\]\.role: must be 'system'"),
+        ({"turns": [{"role": "bot", "template": "{x}"}]}, r"turns\[0\]\.role: must be 'system'"),
         ({"turns": [{"role": "user"}]}, r"turns\[0\]\.template: is missing"),
-        ({"turns": [{"role": "user", "template": "{a.b}"}]}, "may not reach into a value"),
+        ({"turns": [{"role": "user", "template": "{a!r}"}]}, "may not carry a conversion"),
         (
             {"system": "x", "turns": [{"role": "system", "template": "y"}]},
             "system: the first of turns is one already",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Any
 
 import pyarrow as pa
@@ -44,11 +45,12 @@ def test_doubled_braces_are_literal_and_values_are_never_parsed() -> None:
 @given(st.text(alphabet="ab {}!:.[", min_size=1, max_size=12), st.text(max_size=5))
 def test_an_accepted_template_means_what_it_means_to_python(template: str, value: str) -> None:
     try:
-        spec = PromptSpec(template=template)
+        spec = PromptSpec(template=template, constant=True)
     except ValidationError:
         return
     columns = {name: [value] for name in ("unused", *spec.columns)}
-    expected = template.format_map(dict.fromkeys(spec.columns, value))
+    parsed = Formatter().parse(template)
+    expected = "".join(literal + ("" if name is None else value) for literal, name, *_ in parsed)
     rendered = PromptRenderer(spec).render(pa.record_batch(columns))
     assert rendered.present() == ([expected] if expected else [])
 
@@ -141,7 +143,12 @@ def test_the_chat_template_places_the_system_text_instead() -> None:
 
 
 def test_a_template_without_places_gives_every_row_the_same() -> None:
-    assert texts({"doc": [None, "x"]}, "constant") == ["constant", "constant"]
+    assert texts({"doc": [None, "x"]}, "constant", constant=True) == ["constant", "constant"]
+
+
+def test_a_column_whose_name_has_a_dot_is_placed_and_fields_of_a_value_are_not() -> None:
+    columns = {"q.id": ["a", "b"], "q": ["x", "y"], "a[0]": ["1", "2"]}
+    assert texts(columns, "{q.id}|{q}|{a[0]}") == ["a|x|1", "b|y|2"]
 
 
 def test_no_rows() -> None:
