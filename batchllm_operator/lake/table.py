@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -51,6 +51,9 @@ class Snapshot:
     files: tuple[InputFile, ...]
     schema: pa.Schema
     """Columns of the partition, including the partition columns."""
+    outer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Values of the partition columns before this one in the table's layout, in the partition's
+    files: `year` and `month` where the partition is a `day` below them."""
 
     @property
     def num_rows(self) -> int:
@@ -134,7 +137,7 @@ class LakeTable(Protocol):
         """Characters that the format doesn't allow in names of columns."""
 
     def partitions(self) -> list[str]:
-        """Names of the partitions, ascending; none if there is no table."""
+        """Names of the partitions, as `in_order` has them; none if there is no table."""
 
     def snapshot(self, partition: str) -> Snapshot:
         """Pin the partition's current content; no files if the table lacks the partition.

@@ -32,7 +32,7 @@ from batchllm_operator.artifacts.reuse_index import (
 from batchllm_operator.artifacts.row_groups import RowGroupWriter
 from batchllm_operator.artifacts.stored_plan import StoredPlan, check_publisher, job_folder
 from batchllm_operator.errors import PlanError, TableError
-from batchllm_operator.lake import LakeTable, open_table
+from batchllm_operator.lake import LakeTable, before, open_table
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.planner import TokenTable
 from batchllm_operator.spec import JobSpec
@@ -133,7 +133,7 @@ class Reuse:
 def find_indexes(
     spec: JobSpec, ds: str, identity: str, budget: MemoryBudget, folder: Path
 ) -> list[ReuseIndex]:
-    """The indexes to reuse: the partition's own, and that of the latest before it by name.
+    """The indexes to reuse: the partition's own, and that of the latest before it.
 
     Only partitions that this job has published count, and only those with at least one text. An
     index that is missing, altered or of another identity is skipped, with a note in the log.
@@ -153,7 +153,7 @@ def find_indexes(
     found: list[ReuseIndex] = []
     if (own := check_publisher(table, spec, ds)) is not None:
         found += _open_index(spec, ds, own.plan_id, identity, budget, folder / "own.parquet")
-    for earlier in reversed([name for name in table.partitions() if name < ds]):
+    for earlier in reversed(before(table.partitions(), ds)):
         if (plan_id := _publisher(table, spec, earlier)) is None:
             continue
         held = budget.holding(sum(index.num_bytes for index in found))

@@ -16,6 +16,16 @@ from batchllm_operator.prompts import has_messages, has_text
 from batchllm_operator.spec import JobSpec
 
 _MAX_NAMED: Final = 3  # partitions
+_IS_A_TIME: Final = re.compile(r"(19|20|21)[0-9]{2}[-_/]?([0-9]{2}|[WwQq][0-9])")
+"""Begins with a year and a month, week or quarter, as dates do."""
+_IS_A_YEAR: Final = re.compile(r"(19|20|21)[0-9]{2}$")
+_WORDS: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_UNITS_OF_TIME: Final = frozenset(
+    [
+        *("year", "yr", "yyyy", "yy", "y", "quarter", "qtr", "q", "month", "mon", "mm", "m"),
+        *("week", "wk", "w", "date", "dt", "ds", "day", "dd", "d", "hour", "hr", "hh", "h"),
+    ]
+)
 _log = logging.getLogger(__name__)
 
 
@@ -29,6 +39,54 @@ def check_input(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     if not snapshot.files and spec.on_empty == "fail":
         raise EmptyPartitionError(f"{describe_empty(table, snapshot)} (on_empty: fail)")
     check_columns(spec, table, snapshot)
+    _check_outer(spec, table, snapshot)
+
+
+def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
+    """Refuse to read, say, the 31st of several months as one partition.
+
+    Other outer columns, such as a region, may have any number of values: a partition is in all.
+
+    Raises:
+        SpecError: names the columns that tell the partitions apart.
+    """
+    if _IS_A_TIME.match(snapshot.partition):  # whatever it lies below
+        return
+    filtered = {term.column for term in spec.input.filter}
+    several = {
+        column: values
+        for column, values in snapshot.outer.items()
+        if len(values) > 1 and column not in filtered and _are_times(column, values)
+    }
+    if not several:
+        return
+    own = f"{spec.input.partition_column}={snapshot.partition}"
+    shown = " and ".join(
+        f"{column} {', '.join(map(repr, values[:_MAX_NAMED]))}"
+        + (f" and {len(values) - _MAX_NAMED} more" if len(values) > _MAX_NAMED else "")
+        for column, values in several.items()
+    )
+    terms = ", ".join(
+        f"{{column: {column}, value: {value}}}"
+        for column, values in several.items()
+        for value in [
+            values[-1]
+            if pa.types.is_integer(snapshot.schema.field(column).type)
+            else f'"{values[-1]}"'
+        ]
+    )
+    raise SpecError(
+        f"input.partition_column: table {table.uri} has partition {own} in {shown}, which would be"
+        f" read as one; set input.filter to [{terms}], let input.uri name one of the outer folders,"
+        " or give the table a column that tells them apart, such as ds=2026-01-31"
+    )
+
+
+def _are_times(column: str, values: Sequence[str]) -> bool:
+    words = {word.casefold() for word in _WORDS.findall(column)}
+    return bool(words & _UNITS_OF_TIME) or all(
+        _IS_A_TIME.match(value) or _IS_A_YEAR.match(value) for value in values
+    )
 
 
 def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
@@ -150,14 +208,5 @@ def describe_empty(table: LakeTable, snapshot: Snapshot) -> str:
         names = []
     if snapshot.files or snapshot.partition in names:
         return f"{where}, partition {snapshot.partition!r}: has no rows"
-    newest = ", ".join(map(repr, _newest(names))) or "none"
+    newest = ", ".join(map(repr, names[: -_MAX_NAMED - 1 : -1])) or "none"
     return f"{where}: there is no partition {snapshot.partition!r}; the newest are: {newest}"
-
-
-def _newest(names: Sequence[str]) -> list[str]:
-    """The last few partitions by value, newest first."""
-    try:
-        ascending = sorted(names, key=int)
-    except ValueError:  # dates and other text sort by name
-        ascending = sorted(names)
-    return ascending[: -_MAX_NAMED - 1 : -1]

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from batchllm_operator.artifacts.manifest import LearnedOutputs, LengthBucket
 from batchllm_operator.artifacts.stored_plan import check_publisher
 from batchllm_operator.errors import TableError
-from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.lake import LakeTable, Snapshot, before, open_table
 from batchllm_operator.plan.group_lengths import GroupLengths, LearnedGroups
 from batchllm_operator.plan.memory import MemoryBudget
 from batchllm_operator.planner import PrefixGroups, Requests
@@ -66,7 +66,7 @@ def learn_output_lengths(
 ) -> Learned | None:
     """Learn from the latest partition before `ds` that this job has published, if asked to.
 
-    Partitions are compared by name. Those without any text, or of another job or program, don't
+    `lake.before` compares partitions. Those without any text, or of another job or program, don't
     count, nor do rows that aren't in the plan that published them.
 
     Raises:
@@ -76,7 +76,7 @@ def learn_output_lengths(
     if not spec.planner.learns_output_tokens:
         return None
     table = open_table(spec.output.uri, spec.input.partition_column)
-    for earlier in reversed([name for name in table.partitions() if name < ds]):
+    for earlier in reversed(before(table.partitions(), ds)):
         try:
             found = check_publisher(table, spec, earlier)
         except TableError:

@@ -187,6 +187,18 @@ def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEngine, "_answer", shorter)
 
 
+def test_the_latest_week_before_the_tenth_is_the_ninth(tmp_path: Path, short_answers: None) -> None:
+    spec = fake_spec(tmp_path, input={"partition_column": "week"}, planner=LEARN)
+    for week in ("1", "9", "10", "11"):
+        write_table(tmp_path / "documents", document_rows(), week)
+        (tmp_path / "documents" / f"ds={week}").rename(tmp_path / "documents" / f"week={week}")
+        if week != "10":
+            run_and_commit(spec, week)
+    learned = plan_job(spec, "10").manifest.learned
+    assert learned is not None
+    assert learned.ds == "9"
+
+
 def test_lengths_are_learned_from_the_latest_earlier_partition(
     tmp_path: Path, short_answers: None
 ) -> None:

@@ -99,6 +99,16 @@ def index_path(plan: StoredPlan) -> Path:
 # What is generated, and what is committed
 
 
+def test_outputs_of_the_ninth_week_are_reused_in_the_tenth(tmp_path: Path) -> None:
+    rows = document_rows()
+    spec = reusing(tmp_path)
+    for week, some in (("1", rows[:3]), ("9", rows), ("10", rows)):
+        put(tmp_path, some, week)
+    for week in ("1", "9"):
+        run_and_commit(spec, week)
+    assert plan_job(spec, "10").manifest.counts.num_reused_rows == len(rows)
+
+
 def test_a_second_day_pays_for_what_has_changed(tmp_path: Path) -> None:
     rows = document_rows(10, 10)
     later = changed(rows, 10)

@@ -26,6 +26,7 @@ from batchllm_operator.lake.delta.staging import DeltaStaging, StagedOutputs
 from batchllm_operator.lake.delta.version import DataFile, TableVersion, may_hold
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.parquet_footer import read_footer
+from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.lake.publishing import (
     RUN_ID,
     check_name,
@@ -68,13 +69,13 @@ class DeltaTable:
         self._files_at: tuple[tuple[str, str], dict[str, DataFile]] = (("", ""), {})
 
     def partitions(self) -> list[str]:
-        """Partitions with files, sorted. Rows where the column is null are in none."""
+        """Partitions with files. Rows where the column is null are in none."""
         version = self._log.latest()
         if version is None:
             return []
         self._check_partitioning(version)
         found = {file.partition_values[self._partition_column] for file in version.files()}
-        return sorted(str(value) for value in found if value is not None)
+        return in_order(str(value) for value in found if value is not None)
 
     def snapshot(self, partition: str) -> Snapshot:
         version = self._log.latest()
@@ -296,11 +297,17 @@ class DeltaTable:
         return publisher_in(self.uri, partition, version.schema, rows)
 
     def _snapshot_of(self, version: TableVersion, partition: str) -> Snapshot:
+        files = self._files_of(version, partition)
+        columns = version.partition_columns
         return Snapshot(
             partition=partition,
             version=f"{_VERSION_PREFIX}{version.number}",
-            files=tuple(self._input_file(file) for file in self._files_of(version, partition)),
+            files=tuple(map(self._input_file, files)),
             schema=version.schema,
+            outer={
+                column: tuple(in_order({str(file.partition_values[column]) for file in files}))
+                for column in columns[: columns.index(self._partition_column)]
+            },
         )
 
     def _input_file(self, file: DataFile) -> InputFile:

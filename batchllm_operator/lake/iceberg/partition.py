@@ -30,6 +30,7 @@ from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg.catalog import iceberg_errors
 from batchllm_operator.lake.iceberg.read import IcebergFiles, read_metadata
 from batchllm_operator.lake.iceberg.schema import arrow_schema, partition_name, partition_value
+from batchllm_operator.lake.partition_order import in_order
 from batchllm_operator.lake.publishing import RUN_ID, publisher_in
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.table import FilePart, InputFile, Publication
@@ -140,6 +141,20 @@ class PartitionView:
         with iceberg_errors(self.uri), reading(self.uri, self.partition, path):
             return read_metadata(self._table.io, path)
 
+    def outer_values(self) -> dict[str, tuple[str, ...]]:
+        """See `Snapshot.outer`: columns whose values the table is partitioned by, too."""
+        found: dict[str, set[str]] = {}
+        for task in self.tasks():
+            parts = self._table.specs()[task.file.spec_id].fields
+            for place, part in enumerate(parts):
+                if part.source_id == self._field.field_id:
+                    break
+                source = self._schema.find_field(part.source_id)
+                if _is_identity(part, source.field_id):
+                    value = partition_name(source.field_type, task.file.partition[place])
+                    found.setdefault(source.name, set()).add(value)
+        return {column: tuple(in_order(values)) for column, values in found.items()}
+
     def _task_of(self, file: InputFile) -> FileScanTask:
         """The task of one of the partition's files, all of which are looked up once."""
         if self._tasks is None:
@@ -191,7 +206,7 @@ def partition_names(table: Table, uri: str, column: str) -> list[str]:
             value = task.file.partition[places[0]]
             if value is not None:
                 names.add(partition_name(field.field_type, value))
-    return sorted(names)
+    return in_order(names)
 
 
 def _is_identity(part: PartitionField, field_id: int) -> bool:

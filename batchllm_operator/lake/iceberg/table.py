@@ -67,6 +67,7 @@ class IcebergTable:
                 for task in view.tasks()
             ),
             schema=view.arrow_schema,
+            outer=view.outer_values(),
         )
 
     def scan(

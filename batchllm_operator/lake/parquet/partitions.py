@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.parquet.hive_names import hive_values, is_visible, visible
+from batchllm_operator.lake.parquet.hive_names import (
+    HIVE_NULL,
+    has_suffix,
+    hive_values,
+    is_visible,
+    visible,
+)
+from batchllm_operator.lake.parquet_footer import is_parquet
+from batchllm_operator.lake.partition_order import in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +29,8 @@ class Partitions:
     column: str
 
     def names(self) -> list[str]:
-        """Names of all partitions, sorted."""
-        return sorted(set(self._names_in(self.folder)))
+        """Names of all partitions, ascending."""
+        return in_order(self._names_in(self.folder))
 
     def _names_in(self, folder: Folder) -> Iterator[str]:
         """Names of partitions with a folder in this one, or in its folders of other columns."""
@@ -60,6 +68,45 @@ class Partitions:
     ) -> dict[str, dict[str, Any]]:
         """The partition's among some files."""
         return {name: each for name, each in files.items() if self._is_in(name, partition)}
+
+    def outer_values(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Values of the columns whose folders hold the partition's, by the names of its files."""
+        found: dict[str, set[str]] = {}
+        for folder in {name.rpartition("/")[0] for name in names}:
+            for column, value in hive_values(f"{folder}/").items():
+                if column == self.column:
+                    break
+                found.setdefault(column, set()).add(HIVE_NULL if value is None else value)
+        return {column: tuple(in_order(values)) for column, values in found.items()}
+
+    def check_apart(self) -> None:
+        """Refuse to write a table on top of another: readers would take both for one.
+
+        Of a table that has partitions, only folders of other columns are looked at.
+
+        Raises:
+            TableError: there is Parquet that isn't in a partition.
+        """
+        columns = {name: hive_values(f"{name}/") for name in self.folder.subfolder_names()}
+        folders = [f"{name}/" for name, found in columns.items() if self.column not in found]
+        if len(folders) == len(columns):
+            folders = [""]
+        else:
+            folders = [name for name in folders if columns[name[:-1]]]
+        for name in (f"{each}{below}" for each in folders for below in self._below(each)):
+            raise TableError(
+                f"output {self.folder.uri}: holds {name!r}, but isn't partitioned by"
+                f" {self.column!r}; move it away or choose another output table"
+            )
+
+    def _below(self, name: str) -> Iterator[str]:
+        """Names of the Parquet files that readers see below a folder; "" is the table's."""
+        folder = self.folder.child(name.rstrip("/")) if name else self.folder
+        for below, details in folder.find().items():
+            if is_visible(f"{name}{below}") and (
+                has_suffix(below) or is_parquet(folder, below, int(details["size"]))
+            ):
+                yield below
 
     def _is_in(self, name: str, partition: str) -> bool:
         return hive_values(name).get(self.column) == partition

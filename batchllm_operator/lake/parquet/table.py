@@ -24,17 +24,14 @@ from batchllm_operator.lake.many_files import ahead
 from batchllm_operator.lake.parquet.hive_names import (
     HIVE_NULL,
     folder_name,
-    has_suffix,
     hive_values,
     is_visible,
-    visible,
 )
 from batchllm_operator.lake.parquet.partitions import Partitions
 from batchllm_operator.lake.parquet.swap import FileChangedError, etag_of, exclusive, replace_file
 from batchllm_operator.lake.parquet.versions import etag_version, listing_version
 from batchllm_operator.lake.parquet_footer import (
     file_schema,
-    is_parquet,
     publication_of,
     read_footer,
 )
@@ -100,6 +97,7 @@ class ParquetTable:
             version=listing_version(pinned),
             files=tuple(pinned),
             schema=self._merge(schemas or self._newest_schema(files, partition)),
+            outer=self._partitions.outer_values(chosen),
         )
 
     def _look_into(
@@ -166,7 +164,7 @@ class ParquetTable:
         return self._look(partition)[0]
 
     def columns(self, partition: str) -> pa.Schema | None:
-        """Read from the last other partition by name, or from the one itself."""
+        """Read from the last other partition, or from the one itself."""
         return self._published_schema([partition, *self._others(partition)])
 
     def check_outputs(
@@ -177,9 +175,7 @@ class ParquetTable:
             raise TableError(
                 f"output {self.uri}: a folder named {HIVE_NULL} means null; choose another name"
             )
-        names = self._folder.subfolder_names()
-        if not any(self._partition_column in hive_values(f"{name}/") for name in names):
-            self._check_free()
+        self._partitions.check_apart()
         known = self._published_schema(self._others(partition)) or columns
         check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
 
@@ -272,15 +268,6 @@ class ParquetTable:
                 footer, _ = read_footer(folder, DATA_FILE, int(files[DATA_FILE]["size"]))
                 return file_schema(footer)
         return None
-
-    def _check_free(self) -> None:
-        """Refuse to create a table on top of another: readers would take both for one."""
-        for name, details in visible(self._folder.find()).items():
-            if has_suffix(name) or is_parquet(self._folder, name, int(details["size"])):
-                raise TableError(
-                    f"output {self.uri}: holds {name!r}, but isn't partitioned by"
-                    f" {self._partition_column!r}; move it away or choose another output table"
-                )
 
     def _partition_folder(self, partition: str) -> tuple[Folder, dict[str, dict[str, Any]]]:
         """The partition's folder, and the files in it that readers see.
