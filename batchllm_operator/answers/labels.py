@@ -1,4 +1,4 @@
-"""Labels with probabilities, and a score."""
+"""Labels with probabilities, and a score; how much of the model's probability the labels hold."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchllm_operator.spec import JobSpec
+
+LOW_MASS: Final = 0.1
+"""Below this mean of `label_mass`, the model would mostly write something else than a label."""
+_MOST_NAMED: Final = 5
 LOGPROBS_FIELD: Final = pa.field("label_logprobs", pa.list_(pa.float64()))
-"""Log-probabilities of the labels' first tokens in the model's whole vocabulary, in the order of
+"""Log-probabilities of the labels' tokens in the model's whole vocabulary, in the order of
 `JobSpec.labels`."""
 
 
@@ -30,12 +35,13 @@ class LabelColumns:
     def __init__(self, labels: Mapping[str, str], values: Mapping[str, float]) -> None:
         self._labels, self._values = list(labels), values
         score = [pa.field("score", pa.float64())] if values else []
-        self.averaged = ("probability", *(field.name for field in score))
+        self.averaged = ("probability", "label_mass", *(field.name for field in score))
         self.fields = (
             pa.field("label", pa.string()),
             pa.field("probability", pa.float64()),
             pa.field("probabilities", pa.struct([(label, pa.float64()) for label in labels])),
             pa.field("logit_margin", pa.float64()),
+            pa.field("label_mass", pa.float64()),
             *score,
         )
 
@@ -63,6 +69,7 @@ class LabelColumns:
                 each, names=self._labels, mask=pa.array(is_missing)
             ),
             "logit_margin": column(ascending[:, 1] - ascending[:, 0]),
+            "label_mass": column(label_mass(logprobs)),
         }
         if self._values:
             values = np.array([self._values[label] for label in self._labels])
@@ -84,3 +91,34 @@ def label_probabilities(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.flo
     """
     weights = np.exp(logprobs - logprobs.max(axis=1, keepdims=True))
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
+def label_mass(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The labels' share of the model's probability, 0 to 1: float64 [num_rows].
+
+    Args:
+        logprobs: see `label_probabilities`.
+    """
+    return np.asarray(np.minimum(np.exp(logprobs).sum(axis=1), 1.0))
+
+
+def low_mass_warning(spec: JobSpec, mean_mass: float) -> str | None:
+    """What a mean `label_mass` below `LOW_MASS` says of a job, and its cures; None above."""
+    if mean_mass >= LOW_MASS:
+        return None
+    answers = [repr(answer) for answer in spec.labels.values()]
+    more = f" and {len(answers) - _MOST_NAMED} more" if len(answers) > _MOST_NAMED else ""
+    prompt = spec.prompt
+    cures = [
+        "ask for exactly these answers in the prompt",
+        "give labels the answers that the model would write (capitals, or a space first)",
+    ]
+    if not prompt.chat_template:
+        cures.append("end the template where the answer begins, such as with 'Category:'")
+        cures.append("set prompt.chat_template for a model that is made for chats")
+    return (
+        f"labels: all together hold {mean_mass:.2g} of the model's probability (mean label_mass;"
+        f" below {LOW_MASS}), so it would mostly write something else, and label, probability and"
+        f" score say little. Answers are {', '.join(answers[:_MOST_NAMED])}{more}. To cure it,"
+        f" {'; or '.join(cures)}"
+    )

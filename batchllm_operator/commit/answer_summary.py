@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchllm_operator.answers import Answers
+from batchllm_operator.answers.labels import low_mass_warning
 from batchllm_operator.artifacts.buckets import Outputs
 from batchllm_operator.artifacts.run_report import AnswerSummary
 from batchllm_operator.spec import JobSpec
@@ -66,9 +67,13 @@ def summarize_answers(
                 found.update(_rows_by_value(columns[name], num_rows))
             for name, mean in means.items():
                 mean.add(columns[name], num_rows)
+    known = {name: mean.value for name, mean in means.items() if mean.value is not None}
+    mass = known.get("label_mass")
+    warning = None if mass is None else low_mass_warning(spec, mass)
     return AnswerSummary(
         counts={name: _most_frequent(found) for name, found in counts.items()},
-        means={name: mean.value for name, mean in means.items() if mean.value is not None},
+        means=known,
+        warnings=() if warning is None else (warning,),
     )
 
 

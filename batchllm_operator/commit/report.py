@@ -54,6 +54,13 @@ def describe_run(
     num_computed, num_tokens = total.num_computed_tokens, total.num_request_tokens
     attempts = _attempts(plan)
     runs = _shard_runs(manifest, shards, attempts)
+    answers = summarize_answers(
+        spec,
+        [*shards, ReusedOutputs(plan)],
+        manifest.pooling.embedding_size if manifest.pooling is not None else None,
+    )
+    for warning in answers.warnings if answers is not None else ():
+        _log.warning("%s", warning)
     return RunReport(
         job=spec.name,
         ds=manifest.ds,
@@ -89,11 +96,7 @@ def describe_run(
         timelines=_timelines(plan, runs, attempts),
         sharing=manifest.sharing,
         num_workers=len({each for each in map(_finisher, attempts.values()) if each}) or None,
-        answers=summarize_answers(
-            spec,
-            [*shards, ReusedOutputs(plan)],
-            manifest.pooling.embedding_size if manifest.pooling is not None else None,
-        ),
+        answers=answers,
     )
 
 

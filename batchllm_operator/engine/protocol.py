@@ -58,7 +58,7 @@ class EngineJob:
     spread_groups: frozenset[int] = frozenset()
     """Groups whose requests go to all replicas in turn; each other group goes to one."""
     label_token_ids: tuple[int, ...] = ()
-    """First tokens of `JobSpec.labels`, in their order, if the task is to classify."""
+    """Tokens of `JobSpec.labels`, in their order, if the task is to classify."""
     embedding_size: int | None = None
     """Numbers of an embedding, if the task is to embed."""
     chain: ChainJob | None = None

@@ -67,8 +67,8 @@ class Tokenizer(Protocol):
         A row whose chat the template refuses gets an error.
         """
 
-    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[int | None]:
-        """The token with which a model begins each answer to a prompt; None if it has no tokens."""
+    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
+        """The tokens by which a model gives each answer to a prompt."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of some tokens, for people: invalid bytes are replaced."""
@@ -129,7 +129,7 @@ class ModelTokenizer:
     def be_exact(self) -> None:
         self._encoder.be_exact()
 
-    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[int | None]:
+    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
         (head,) = self._rendered([prompt])
         before, special, *found = self._encoder.encode(
             [head, "", *(head + each for each in answers), *answers]
@@ -137,9 +137,7 @@ class ModelTokenizer:
         after, alone = found[: len(answers)], found[len(answers) :]
         # An answer may merge with the prompt's end, which is fixed when the model begins.
         return [
-            next(iter(whole[len(before) :]), None)
-            if whole[: len(before)] == before
-            else next(iter(text[len(special) :]), None)
+            whole[len(before) :] if whole[: len(before)] == before else text[len(special) :]
             for whole, text in zip(after, alone, strict=True)
         ]
 
@@ -199,8 +197,9 @@ class Utf8Tokenizer:
         encoded = [text.encode("utf-8", errors="replace") for text in texts]
         return TokenTable.from_lists([np.frombuffer(text, dtype=np.uint8) for text in encoded])
 
-    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[int | None]:
-        return [next(iter(answer.encode("utf-8", errors="replace")), None) for answer in answers]
+    def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
+        """The first byte of each answer stands for all of it: no word is one byte."""
+        return [list(answer.encode("utf-8", errors="replace")[:1]) for answer in answers]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")

@@ -58,6 +58,7 @@ def _answer_lines(report: RunReport) -> list[str]:
     if answers.means:
         means = (f"{name} {value:,.4g}" for name, value in answers.means.items())
         lines.append(f"  means          {', '.join(means)}")
+    lines += [f"  warning        {warning}" for warning in answers.warnings]
     if answers.embedding_size is not None:
         lines.append(f"  embeddings     {answers.embedding_size:,} numbers each")
     if report.num_rows_invalid:

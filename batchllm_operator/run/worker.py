@@ -14,6 +14,7 @@ from batchllm_operator.engine import Engine, EngineJob, EngineOutput, EngineRequ
 from batchllm_operator.errors import FencedError
 from batchllm_operator.progress import Progress
 from batchllm_operator.run.engine_job import engine_job, pin_revision
+from batchllm_operator.run.label_mass import LabelMass
 from batchllm_operator.run.retries import Retries
 from batchllm_operator.run.shard_run import Holder, ShardRun
 from batchllm_operator.run.shards import Shards
@@ -62,7 +63,7 @@ class Worker:
         self._engine: Engine | None = None
         self._context = ExitStack()
         """Of the engine."""
-        self._retries = Retries(plan.manifest.spec)
+        self._retries, self._mass = Retries(plan.manifest.spec), LabelMass(plan.manifest.spec)
         self._progress: Progress | None = None
         self._expected: set[int] = set()
         """Shards whose rows are in the progress line's total from the beginning."""
@@ -89,6 +90,7 @@ class Worker:
                     run.__exit__(type(error), error, error.__traceback__)
                 raise
             finally:
+                self._mass.judge()
                 self._close_engine()
 
     def _run_all(self, lines: ExitStack) -> Iterator[float]:
@@ -157,7 +159,8 @@ class Worker:
             self._give_up(run, error)
             return
         assert self._progress is not None
-        self._progress.advance(num_rows, run.tally.note())
+        self._mass.count(output)
+        self._progress.advance(num_rows, run.tally.note() + self._mass.note)
         if not run.num_left and not run.is_given_up:
             self._end(run)
 

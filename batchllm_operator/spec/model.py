@@ -58,13 +58,13 @@ class JobSpec(Section):
     """How tokens are chosen; greedy by default."""
     task: Task = "generate"
     """`generate` a text, or an answer without decoding: `classify`, which chooses one of `labels`
-    by the probabilities of the tokens with which their answers begin; `embed`, a vector for each
+    by the probabilities of their answers, one token each; `embed`, a vector for each
     row; or `pool`, the scores of a model with a classification or reward head. `sampling` is left
     out then."""
     labels: Labels = Field(default_factory=dict)
     """Labels of `classify`: a list, or a mapping of each label to the text with which the model
     would answer (such as `" yes"`, with a space, after a prompt that ends without one). From 2 to
-    128, whose answers begin with different tokens. Output columns have them by name."""
+    128, whose answers are different tokens. Output columns have them by name."""
     label_values: dict[NonEmpty, float] = Field(default_factory=dict)
     """A number for each label: the output column `score` is their mean, weighted by the labels'
     probabilities. Without `labels`, its names are the labels."""

@@ -150,7 +150,7 @@ def output_columns(spec: JobSpec) -> tuple[str, ...]:
 def _answer_columns(spec: JobSpec) -> Iterator[str]:
     """Those that not every job has."""
     if spec.task == "classify":
-        yield from ("label", "probability", "probabilities", "logit_margin")
+        yield from ("label", "probability", "probabilities", "logit_margin", "label_mass")
         if spec.label_values:
             yield "score"
     if spec.task == "embed":

@@ -48,6 +48,7 @@ def test_probabilities_equal_those_of_full_logprobs(demo: Demo) -> None:
         assert found["probabilities"][found["label"]] == found["probability"]
         score = sum(VALUES[label] * each for label, each in wanted.items())
         assert found["score"] == pytest.approx(score, abs=1e-3)
+        assert found["label_mass"] == pytest.approx(sum(weights.values()), abs=1e-4)
         assert found["num_output_tokens"] == 1
     assert len({found["label"] for found in table}) > 1
     assert job.report["achieved_saving_ratio"] > job.report["planned_saving_ratio"] - 0.01

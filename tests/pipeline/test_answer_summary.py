@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,18 +11,21 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from markupsafe import escape
 from support.answers_job import asking, published, run_and_commit
-from support.fake_job import document_rows, write_table
+from support.fake_job import DS, document_rows, write_table
 
 from batchllm_operator.artifacts.run_report import REPORT_FILE, RunReport
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.answer_summary import summarize_answers
 from batchllm_operator.commit.report import load_report
 from batchllm_operator.commit.stage import commit_run
-from batchllm_operator.engine.fake import FAKE_SIZE
+from batchllm_operator.engine.fake import FAKE_SIZE, fake_logprobs
+from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.report.comparison import compare
 from batchllm_operator.report.page import render_report
 from batchllm_operator.report.summary import format_summary
+from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spec import JobSpec
 
 CLASSIFY = {"task": "classify", "label_values": {"no": 0, "partly": 1, "yes": 3}}
@@ -44,7 +48,7 @@ def report_of(plan: StoredPlan) -> RunReport:
 @pytest.mark.parametrize(
     ("ask", "counted", "averaged"),
     [
-        (CLASSIFY, ["label"], ["probability", "score"]),
+        (CLASSIFY, ["label"], ["probability", "label_mass", "score"]),
         (CHOICES, ["generated_text"], []),
         (SCORED, [], ["mean_logprob"]),
     ],
@@ -96,6 +100,49 @@ def test_a_job_of_texts_has_none(tmp_path: Path) -> None:
     report = report_of(run_and_commit(asking(tmp_path)))
     assert report.answers is None
     assert "means" not in format_summary(report)
+
+
+@pytest.fixture
+def few_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake engine's labels have an eighth of their probability, under a tenth on average."""
+
+    def logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
+        return [value - math.log(8) for value in fake_logprobs(prompt_token_ids, num_labels)]
+
+    monkeypatch.setattr("batchllm_operator.engine.fake.fake_logprobs", logprobs)
+
+
+def test_labels_that_the_model_does_not_choose_are_warned_of(
+    few_labels: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_table(tmp_path / "documents", rows_of_table())
+    spec = asking(tmp_path, **CLASSIFY, max_failed_fraction=0.5)
+    with caplog.at_level("WARNING", logger="batchllm_operator"):
+        plan = plan_job(spec, DS)
+        for shard_idx in range(len(plan.manifest.shards)):
+            run_shard(plan.folder.uri, shard_idx)
+        in_run = [record for record in caplog.messages if "label_mass" in record]
+        commit_run(plan.folder.uri)
+    answers = report_of(plan).answers
+    assert answers is not None
+    mean = fmean(row["label_mass"] for row in published(spec) if row["error"] is None)
+    assert answers.means["label_mass"] == pytest.approx(mean, abs=1e-6)
+    [warning] = answers.warnings
+    assert f"{mean:.2g} of the model's probability" in warning
+    assert "'no', 'partly', 'yes'" in warning
+    assert "answer begins" in warning
+    assert len(in_run) == len(plan.manifest.shards)
+    assert caplog.messages[-1] == warning
+    assert warning in format_summary(report_of(plan))
+    assert escape(warning) in render_report(report_of(plan))
+
+
+def test_labels_that_the_model_chooses_are_not_warned_of(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", rows_of_table())
+    report = report_of(run_and_commit(asking(tmp_path, **CLASSIFY, max_failed_fraction=0.5)))
+    assert report.answers is not None
+    assert report.answers.means["label_mass"] > 0.1
+    assert report.answers.warnings == ()
 
 
 def test_the_summary_names_the_most_frequent_labels(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prompts.test_tokenizer import build_tokenizer
 from support.answers_job import asking, published, run_and_commit
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 from support.lake_tables import LAKES
@@ -38,6 +40,7 @@ def check_row(found: dict[str, Any], row: dict[str, Any], labels: list[str]) -> 
     assert found["probability"] == pytest.approx(max(wanted.values()))
     first, second, *_ = sorted(logprobs, reverse=True)
     assert found["logit_margin"] == pytest.approx(first - second)
+    assert found["label_mass"] == pytest.approx(min(total, 1))
     assert found["num_output_tokens"] == 1
     if "score" in found:
         score = sum(VALUES[label] * each for label, each in wanted.items())
@@ -97,6 +100,7 @@ def test_column_types(tmp_path: Path) -> None:
     assert kinds["label"] == pa.string()
     assert kinds["probabilities"] == pa.struct([(label, number) for label in sorted(VALUES)])
     assert kinds["probability"] == kinds["logit_margin"] == kinds["score"] == number
+    assert kinds["label_mass"] == number
 
 
 @pytest.mark.parametrize("kind", LAKES)
@@ -162,6 +166,42 @@ def test_labels_that_begin_alike_are_refused_by_name(tmp_path: Path) -> None:
         SpecError, match=r"'related' and 'relevant' begin with the same token \('r'"
     ):
         plan_job(classifying(tmp_path, labels=["relevant", "related", "other"]), DS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer to which rare words are several tokens."""
+    return build_tokenizer(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.mark.parametrize(
+    ("labels", "named"),
+    [
+        (["b", "irrelevant"], "'irrelevant' is answered by 'irrelevant', which is 'i' + 'r' + "),
+        ({"good": "b", "bad": "no good"}, "'bad' is answered by 'no good', which is 'n' + "),
+        ({"good": "b", "無": "無"}, "'無' is answered by '無', which is "),
+    ],
+)
+def test_answers_of_several_tokens_are_refused_with_their_pieces(
+    model: Path, tmp_path: Path, labels: Any, named: str
+) -> None:
+    write_table(tmp_path / "documents", document_rows(1, 1))
+    spec = classifying(
+        tmp_path, labels=labels, model={"path": str(model)}, engine={"backend": "fake"}
+    )
+    with pytest.raises(SpecError, match=re.escape(named)):
+        plan_job(spec, DS)
+
+
+def test_a_first_piece_is_an_answer_where_a_label_asks_for_it(model: Path, tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", document_rows(1, 1))
+    spec = classifying(
+        tmp_path,
+        labels={"relevant": "r", "irrelevant": "i"},
+        model={"path": str(model)},
+        engine={"backend": "fake"},
+    )
+    assert len(plan_job(spec, DS).manifest.label_token_ids) == 2
 
 
 @pytest.mark.parametrize(
