@@ -3,6 +3,9 @@
 Everything here raises `StorageError` when the storage or a catalog fails.
 """
 
+from batchllm_operator.lake.conditional_writes import (
+    check_conditional_writes as check_conditional_writes,
+)
 from batchllm_operator.lake.data_files import gather as gather
 from batchllm_operator.lake.data_files import write_files as write_files
 from batchllm_operator.lake.folder import Folder as Folder

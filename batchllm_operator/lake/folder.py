@@ -23,6 +23,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from batchllm_operator.errors import SpecError, StorageError
+from batchllm_operator.lake.conditional_writes import check_conditional_writes
 from batchllm_operator.lake.s3_settings import s3_options
 from batchllm_operator.spec import check_folder, holds_credentials
 
@@ -180,10 +181,12 @@ class Folder:
         Competing callers therefore put a random token into `data`.
 
         Raises:
-            StorageError: nothing was written, as far as can be known.
+            StorageError: nothing was written, as far as can be known; or see
+                `check_conditional_writes`.
         """
         from botocore.exceptions import BotoCoreError
 
+        check_conditional_writes(self, "IfNoneMatch")
         with self._errors(name, writing=True):
             for wait_s in (*_CONFLICT_WAITS_S, None):
                 try:

@@ -9,7 +9,7 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.stored_plan import job_folder
 from batchllm_operator.engine import check_format
 from batchllm_operator.errors import SpecError, TableError
-from batchllm_operator.lake import Folder, LakeTable, check_names
+from batchllm_operator.lake import Folder, LakeTable, check_conditional_writes, check_names
 from batchllm_operator.spec import JobSpec, TableAddress
 
 
@@ -38,7 +38,12 @@ def check_apart(spec: JobSpec) -> None:
 
 
 def check_folders(spec: JobSpec, ds: str) -> None:
-    """Raise SpecError if a local file is in the place of a folder."""
+    """Check the folders of outputs and plans.
+
+    Raises:
+        SpecError: a local file is in the place of one.
+        StorageError: the S3 store of plans can't keep claims apart.
+    """
     table = TableAddress.parse(spec.output.uri).folder
     folders = [("output.uri", Folder.open(table))] if table is not None else []
     staging = "output.uri" if spec.output.staging_uri is None else "output.staging_uri"
@@ -49,3 +54,4 @@ def check_folders(spec: JobSpec, ds: str) -> None:
         there = next(each for each in (path, *path.parents) if os.path.lexists(each))
         if not there.is_dir():
             raise SpecError(f"{field}: {there} isn't a folder; choose another place")
+    check_conditional_writes(job_folder(spec, ds), "IfNoneMatch")

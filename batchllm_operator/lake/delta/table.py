@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from batchllm_operator.errors import BatchLLMError, CommitUnknownError, StorageError, TableError
+from batchllm_operator.lake.conditional_writes import check_conditional_writes
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.delta.data import FILE_PREFIX, OutputFiles, check_takes, delta_schema
 from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
@@ -125,6 +126,7 @@ class DeltaTable:
     ) -> None:
         check_name(self.uri, partition)
         check_cases(f"table {self.uri}", [self._partition_column, *columns.names])
+        check_conditional_writes(self._folder, "IfNoneMatch")
         self._columns(self._log.latest(), partition, columns, add_columns)
 
     def staging(

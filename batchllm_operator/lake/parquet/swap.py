@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchllm_operator.errors import CommitUnknownError, StorageError
+from batchllm_operator.lake.conditional_writes import CONDITION_FAILS, http_status
 from batchllm_operator.lake.folder import Folder
 
 _PART_BYTES: Final = 64 << 20  # of a single request, or of a part of a larger upload
 _MOST_PARTS: Final = 10_000
 _UPLOADS: Final = 4  # concurrent; each has a part in memory
-_CONDITION_FAILS: Final = frozenset({409, 412})  # HTTP status; 404 too, where a file was expected
 
 
 class FileChangedError(Exception):
@@ -77,11 +77,11 @@ def replace_file(folder: Folder, source: Path, name: str, *, etag: str | None) -
         _upload(folder, source, name, condition)
     except (OSError, BotoCoreError) as error:
         where = f"{folder.uri}/{name}"
-        response = getattr(error.__cause__, "response", None) or {}
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        if status in _CONDITION_FAILS or (status == 404 and etag is not None):
+        status = http_status(error)
+        # 404, too, where a file was expected.
+        if status in CONDITION_FAILS or (status == 404 and etag is not None):
             raise FileChangedError(f"{where}: {error}") from error
-        is_refused = isinstance(status, int) and status < 500
+        is_refused = status is not None and status < 500
         kind = StorageError if is_refused else CommitUnknownError
         raise kind(f"{where}: {error}") from error
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.errors import CommitUnknownError, StorageError, TableError
+from batchllm_operator.lake.conditional_writes import check_conditional_writes
 from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.folder import Folder
 from batchllm_operator.lake.many_files import ahead
@@ -175,6 +176,7 @@ class ParquetTable:
             raise TableError(
                 f"output {self.uri}: a folder named {HIVE_NULL} means null; choose another name"
             )
+        check_conditional_writes(self._folder, "IfNoneMatch", "IfMatch")
         self._partitions.check_apart()
         known = self._published_schema(self._others(partition)) or columns
         check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
