@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from typing import Final, TextIO
 
 from tqdm import tqdm
+
+from batchllm_operator.amounts import counted
 
 LINE_INTERVAL_S: Final = 10.0
 INTERVAL_VARIABLE: Final = "BATCHLLM_PROGRESS_INTERVAL_S"
@@ -23,7 +26,7 @@ class Progress:
     Args:
         label: name of the work.
         total: amount of work.
-        unit: its unit.
+        unit: its unit, in the plural.
         initial: amount that was done before.
         announce: whether to print a plain line at the start.
         stream: where to show it; stderr by default.
@@ -55,13 +58,19 @@ class Progress:
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():
             self._bar = tqdm(
-                total=total, initial=initial, desc=label, unit=f" {unit}", file=self._stream
+                total=total,
+                initial=initial,
+                desc=label,
+                unit=f" {unit}",
+                file=self._stream,
+                **_assumed_size(self._stream),
             )
 
     def __enter__(self) -> Progress:
         if self._bar is None and self._announce:
-            resumed = f", {self._initial} of them done before" if self._initial else ""
-            self._print(f"{self._label}: {self._total} {self._unit}{resumed}")
+            resumed = f", {self._initial:,} of them done before" if self._initial else ""
+            total = counted(self._total, self._unit.removesuffix("s"), self._unit)
+            self._print(f"{self._label}: {total}{resumed}")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -116,6 +125,20 @@ class Progress:
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+
+def _assumed_size(stream: TextIO) -> dict[str, int]:
+    """tqdm's arguments for a terminal that says it has no columns or no lines.
+
+    tqdm itself would show nothing there.
+    """
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):  # not a terminal after all, or closed
+        return {}
+    assumed = shutil.get_terminal_size()
+    columns = {} if size.columns > 1 else {"ncols": assumed.columns}
+    return columns if size.lines > 1 else columns | {"nrows": assumed.lines}
 
 
 def _interval_s() -> float:

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import struct
+import termios
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+
+import pytest
 
 from batchllm_operator.progress import Progress
 
@@ -104,7 +113,7 @@ def test_resumed_work_counts_as_done_but_not_as_speed() -> None:
         clock.now_s += 10
         progress.advance(10)
         assert progress.line() == "s: 910/1000 rows (91 %), 1.0 rows/s, ETA 1 min 30 s"
-    assert lines(stream)[0] == "s: 1000 rows, 900 of them done before"
+    assert lines(stream)[0] == "s: 1,000 rows, 900 of them done before"
 
 
 def test_an_interrupted_run_says_how_far_it_came() -> None:
@@ -154,3 +163,34 @@ def test_a_bar_ends_full_when_rows_were_left_out() -> None:
         progress.advance(4)
         progress.complete()
     assert "4/4" in stream.getvalue().split("\r")[-1]
+
+
+def shown_on(columns: int, show: Callable[[], None]) -> str:
+    """What `show` puts on stderr, which is a terminal that says it has so many columns."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", columns, columns, 0, 0))
+    with os.fdopen(its, "w") as stream, pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        patch.setattr("sys.stderr", stream)
+        show()
+    found = b""
+    with os.fdopen(ours, "rb", buffering=0) as terminal, suppress(OSError):  # its other end closed
+        while some := terminal.read(1 << 16):
+            found += some
+    return found.decode()
+
+
+@pytest.mark.parametrize("columns", [0, 1, 120])
+def test_a_terminal_of_width_0_gets_a_bar_as_any_other(columns: int) -> None:
+    def show() -> None:
+        with Progress("shard 0", 4) as progress:
+            progress.advance(4)
+
+    assert "shard 0: 100%" in shown_on(columns, show)
+
+
+def test_one_of_a_unit_is_no_plural() -> None:
+    stream = io.StringIO()
+    with Progress("plan", 1, unit="step sizes", stream=stream, clock=Clock()):
+        pass
+    assert lines(stream)[0] == "plan: 1 step size"

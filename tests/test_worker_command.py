@@ -93,7 +93,7 @@ def test_verify_fails_while_a_shard_is_free(
     assert batchllm("run", "--plan", uri, "--shard", 3).code == 0
     done = batchllm("verify", "--plan", uri, "--worker", 0, "--num-workers", 2)
     assert done.code == ExitCode.INCOMPLETE
-    assert "1 of 8 shards are finished, and no worker runs shard 0" in done.err
+    assert "1 of 8 shards finished, and no worker runs shard 0" in done.err
 
 
 def test_replicas_are_workers_in_one_pod(

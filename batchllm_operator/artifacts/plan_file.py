@@ -10,6 +10,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.errors import PlanError
 
 
@@ -42,7 +43,8 @@ class PlanFile(pq.ParquetFile):  # type: ignore[misc]  # pyarrow ships no types
             )
         if num_rows is not None and self.metadata.num_rows != num_rows:
             raise PlanError(
-                f"{where} has {self.metadata.num_rows} rows where the manifest says {num_rows};"
+                f"{where} has {counted(self.metadata.num_rows, 'row')} where the manifest says"
+                f" {num_rows:,};"
                 " make the plan again"
             )
 

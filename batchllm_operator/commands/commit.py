@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.commands.arguments import add_plan, plan_uri
 
 
@@ -36,5 +37,6 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         f"published in {report.table_uri}, partition {report.ds}; report: {report.report_uri}"
     )
     failed = share(report.num_rows_failed, report.num_rows_in)
-    print(f"{report.num_rows_in:,} rows published, {report.num_rows_failed:,} failed ({failed})")
+    rows = counted(report.num_rows_in, "row")
+    print(f"{rows} published, {report.num_rows_failed:,} failed ({failed})")
     return report.figures()

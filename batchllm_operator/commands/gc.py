@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from batchllm_operator.amounts import byte_size, counted
 from batchllm_operator.commands.arguments import add_job, load_job
 
 _UNIT_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
@@ -48,8 +49,8 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
     for each in garbage:
         days = (now - each.modified_at) / _UNIT_S["d"]
         print(
-            f"{'removed' if args.yes else 'would remove'} {len(each.files):,} files,"
-            f" {each.num_bytes:,} bytes, {days:,.1f} days old: {each.folder.uri} ({each.what})"
+            f"{'removed' if args.yes else 'would remove'} {counted(len(each.files), 'file')},"
+            f" {byte_size(each.num_bytes)}, {days:,.1f} days old: {each.folder.uri} ({each.what})"
         )
     for stays in kept:
         print(f"kept: {stays.folder.uri}: {stays.why}")
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         "num_kept": len(kept),
     }
     print(
-        f"{result['num_files']:,} files, {result['num_bytes']:,} bytes in all"
+        f"{counted(result['num_files'], 'file')}, {byte_size(result['num_bytes'])} in all"
         + ("" if args.yes or not garbage else "; to remove them, add --yes")
     )
     return result

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.commands.arguments import (
     add_plan,
     add_work,
@@ -91,8 +92,9 @@ def _run_shard(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[st
 
     report = run_shard(uri, args.shard, **options)
     print(
-        f"shard {report.shard_idx}: {report.num_rows:,} rows, {report.num_failed_rows:,} failed;"
-        f" {report.num_parts} parts, {report.num_resumed_parts} of them done before"
+        f"shard {report.shard_idx}: {counted(report.num_rows, 'row')},"
+        f" {report.num_failed_rows:,} failed; {counted(report.num_parts, 'part')},"
+        f" {report.num_resumed_parts:,} of them done before"
     )
     return report.model_dump()
 
@@ -109,9 +111,9 @@ def _run_worker(args: argparse.Namespace, uri: str, **options: Any) -> Mapping[s
 def format_worker(result: Mapping[str, Any]) -> str:
     """A line of counts for a worker's result."""
     line = (
-        f"worker {result['worker']}: {len(result['shard_idxs']):,} shards,"
-        f" {result['num_rows']:,} rows, {result['num_failed_rows']:,} failed; of the plan"
-        f" {result['num_finished']:,} of {result['num_shards']:,} shards are finished"
+        f"worker {result['worker']}: {counted(len(result['shard_idxs']), 'shard')},"
+        f" {counted(result['num_rows'], 'row')}, {result['num_failed_rows']:,} failed; of the plan"
+        f" {result['num_finished']:,} of {counted(result['num_shards'], 'shard')} finished"
     )
     if others := result["others"]:
         line += f"; other workers run {len(others):,}, the first is shard {others[0]}"

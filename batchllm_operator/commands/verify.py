@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Final
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.commands.arguments import add_plan, add_work, check_work, load_job, plan_uri
 from batchllm_operator.commands.run import format_worker
 
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         return result
     report = verify_shard(uri, args.shard, args.owner)
     print(
-        f"shard {report.shard_idx}: complete, {report.num_rows:,} rows in {report.num_parts} parts"
+        f"shard {report.shard_idx}: complete, {counted(report.num_rows, 'row')} in"
+        f" {counted(report.num_parts, 'part')}"
     )
     return {"plan_uri": uri, **report.model_dump()}

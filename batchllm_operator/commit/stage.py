@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.committed import find_committed, mark_committed
 from batchllm_operator.artifacts.parts import read_ledger
 from batchllm_operator.artifacts.reuse_index import ReusedOutputs, write_index
@@ -101,7 +102,8 @@ def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
         folder = plan.run_folder(shard_idx)
         entries = read_ledger(folder, plan.manifest.plan_id)
         if set(entries) != set(range(shard.num_parts)):
-            unfinished.append(f"shard {shard_idx} ({len(entries)} of {shard.num_parts} parts)")
+            parts = counted(shard.num_parts, "part")
+            unfinished.append(f"shard {shard_idx} ({len(entries)} of {parts})")
         shards.append(FinishedShard(folder, list(entries.values())))
     if unfinished:
         raise IncompleteRunError(

@@ -13,6 +13,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.demo.documents import DemoDocument, demo_documents
 from batchllm_operator.errors import TableError
 
@@ -42,8 +43,9 @@ class DemoTableInfo:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_rows:,} rows ({self.num_documents:,} documents, {self.num_queries:,}"
-            f" different queries) in {self.partition_path}"
+            f"{counted(self.num_rows, 'row')} ({counted(self.num_documents, 'document')},"
+            f" {counted(self.num_queries, 'different query', 'different queries')}) in"
+            f" {self.partition_path}"
         )
 
 

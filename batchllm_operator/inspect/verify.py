@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.attempts import check_free
 from batchllm_operator.artifacts.committed import committed_shard, find_committed
 from batchllm_operator.artifacts.parts import read_ledger
@@ -72,8 +73,9 @@ def _verify_shard(plan: StoredPlan, shard_idx: int) -> ShardReport:
     missing = [part_idx for part_idx in range(shard.num_parts) if part_idx not in entries]
     if missing:
         raise IncompleteRunError(
-            f"{where}: there is a report, but {len(missing)} of {shard.num_parts} parts are"
-            f" missing or altered, the first is part {missing[0]}; run the shard again"
+            f"{where}: there is a report, but of {counted(shard.num_parts, 'part')}"
+            f" {len(missing):,} missing or altered, the first is part {missing[0]}; run the shard"
+            " again"
         )
     found = ShardReport.of_parts(
         manifest.plan_id, shard_idx, list(entries.values()), report.num_resumed_parts
@@ -112,8 +114,8 @@ def verify_worker(
         free = queue.next_shard()
     if free is not None:
         raise IncompleteRunError(
-            f"plan {plan_uri}: {queue.num_finished:,} of {num_shards:,} shards are finished, and no"
-            f" worker runs shard {free}"
+            f"plan {plan_uri}: {queue.num_finished:,} of {counted(num_shards, 'shard')} finished,"
+            f" and no worker runs shard {free}"
         )
     others = queue.others()
     reports = queue.reports()

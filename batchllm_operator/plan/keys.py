@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.reuse_index import FINGERPRINT_DTYPE, fingerprints_of
 from batchllm_operator.artifacts.row_keys import encode_keys, shown_key
 from batchllm_operator.errors import KeyColumnError
@@ -92,7 +93,7 @@ def _check_nulls(rows_file: Path, key: tuple[str, ...], where: str) -> None:
 def null_keys(name: str, num_nulls: int, first: Sequence[int], where: str) -> KeyColumnError:
     """The error for a key column with nulls; `first` are the first rows that have one."""
     return KeyColumnError(
-        f"{where}: key column {name!r} is null in {num_nulls} rows, such as row"
+        f"{where}: key column {name!r} is null in {counted(num_nulls, 'row')}, such as row"
         f" {', '.join(map(str, first))} (counted from 0); fill it in the table, or choose"
         " another key"
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from batchllm_operator.amounts import counted
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
@@ -33,7 +35,7 @@ def format_advice(advice: Advice) -> str:
     """Lines for a terminal, without a trailing line break. Templates can be pasted into YAML."""
     lines = [
         f"saving ratios of column orders on the first {advice.num_sampled_rows:,} of"
-        f" {advice.num_rows:,} rows; nothing was changed",
+        f" {counted(advice.num_rows, 'row')}; nothing was changed",
         " saving  template",
     ]
     for each in advice.alternatives:

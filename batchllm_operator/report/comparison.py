@@ -9,8 +9,9 @@ from typing import Final, Literal
 from batchllm_operator.artifacts.run_report import AnswerSummary, Bill, RunReport
 from batchllm_operator.report.pages import Trail, count, duration, mean, ratio, render, usd
 
-Verdict = Literal["better", "worse", "same", "changed"]
-"""`changed`: neither better nor worse, such as more rows. A tiny change counts as `same`."""
+Verdict = Literal["better", "worse", "same", "changed", ""]
+"""`changed`: neither better nor worse, such as more rows. A tiny change counts as `same`. Empty if
+either figure is unknown."""
 
 _NOTABLE: Final = 0.01
 _NOTABLE_FAILURES: Final = 0.001
@@ -255,7 +256,9 @@ def _share(
 def _verdict(
     change: float | None, more_is_better: bool | None, notable: float = _NOTABLE
 ) -> Verdict:
-    if change is None or abs(change) < notable:
+    if change is None:
+        return ""
+    if abs(change) < notable:
         return "same"
     if more_is_better is None:
         return "changed"

@@ -9,6 +9,7 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from batchllm_operator import __version__, progress
+from batchllm_operator.amounts import counted
 
 _UNKNOWN: Final = "unknown"
 
@@ -62,5 +63,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(count=count, mean=mean, ratio=ratio, duration=duration, usd=usd)
+    environment.filters.update(
+        count=count, counted=counted, mean=mean, ratio=ratio, duration=duration, usd=usd
+    )
     return environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchllm_operator.amounts import byte_size, counted
 from batchllm_operator.artifacts.manifest import CostEstimate, PlanManifest
 
 
@@ -9,8 +10,9 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
     """Lines for a terminal, the last one `uri` alone; no trailing line break."""
     counts = manifest.counts
     lines = [
-        f"{counts.num_rows:,} rows: {counts.num_requests:,} requests in {counts.num_groups:,}"
-        f" groups ({counts.num_shared_groups:,} shared), {counts.num_duplicate_rows:,} duplicates,"
+        f"{counted(counts.num_rows, 'row')}: {counted(counts.num_requests, 'request')} in"
+        f" {counted(counts.num_groups, 'group')} ({counts.num_shared_groups:,} shared),"
+        f" {counted(counts.num_duplicate_rows, 'duplicate')},"
         f" {counts.num_rejected_rows:,} rejected",
         f"{counts.num_logical_tokens:,} prompt tokens, {counts.num_planned_tokens:,} after sharing:"
         f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
@@ -18,13 +20,13 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
     ]
     if manifest.spec.reuse_outputs:
         lines.append(
-            f"{counts.num_reused_rows:,} rows reuse an output that was committed before; tokens and"
-            " saving ratios are about the others"
+            f"{counted(counts.num_reused_rows, 'row reuses', 'rows reuse')} an output that was"
+            " committed before; tokens and saving ratios are about the others"
         )
     if (learned := manifest.learned) is not None:
         lines.append(
             f"output lengths as in partition {learned.ds}: {learned.mean_output_tokens:,.1f} tokens"
-            f" on average of {learned.num_rows:,} rows;"
+            f" on average of {counted(learned.num_rows, 'row')};"
             f" {learned.num_known_prefixes:,} of its prefixes can be known again"
         )
     if manifest.estimate is not None:
@@ -33,7 +35,7 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
         lines += _format_replicas(manifest)
     num_shards = len(manifest.shards)
     balance = f", the largest with {manifest.imbalance:.2f} times the average work"
-    lines.append(f"{_of(num_shards, 'shard', 'shards')}{balance if num_shards > 1 else ''}; plan:")
+    lines.append(f"{counted(num_shards, 'shard')}{balance if num_shards > 1 else ''}; plan:")
     lines.append(uri)
     return "\n".join(lines)
 
@@ -46,13 +48,13 @@ def _format_replicas(manifest: PlanManifest) -> list[str]:
     num_spread = sum(len(each.spread) for each in placed) - num_chained
     line = f"{engine.replicas} replicas share a shard"
     if num_spread:
-        line += f"; {_of(num_spread, 'group is', 'groups are')} spread over all"
+        line += f"; {counted(num_spread, 'group is', 'groups are')} spread over all"
     if num_chained:
         chained = [each for each in placed if each.num_chained]
         without_s = max(each.without_chains_s for each in chained)
         makespan_s = max(each.makespan_s for each in chained)
         line += (
-            f"; all compute {_of(num_chained, 'prefix', 'prefixes')} together: the longest such"
+            f"; all compute {counted(num_chained, 'prefix', 'prefixes')} together: the longest such"
             f" shard takes {_duration(makespan_s)}, not {_duration(without_s)}"
         )
     if any(each.measure for each in placed):
@@ -63,12 +65,12 @@ def _format_replicas(manifest: PlanManifest) -> list[str]:
 
 
 def _format_estimate(estimate: CostEstimate) -> list[str]:
-    steps = f"{estimate.num_steps:,.0f} steps"
+    steps = counted(round(estimate.num_steps), "step")
     phases = f"prefill {_duration(estimate.prefill_s)} in {steps}, without decode"
     if estimate.num_output_tokens:
         phases = (
             f"prefill {_duration(estimate.prefill_s)}, decode {_duration(estimate.decode_s)} with"
-            f" {estimate.attention_bytes / 1e12:,.3g} TB of KV read in {steps}"
+            f" {byte_size(estimate.attention_bytes)} of KV read in {steps}"
         )
     return [
         f"predicted for {estimate.gpu.name}: {_duration(estimate.gpu_s)} of GPU time,"
@@ -90,7 +92,3 @@ def _duration(seconds: float) -> str:
 
 def _price(usd: float) -> str:
     return f"${usd:,.2f}" if usd >= 0.01 or usd == 0 else "under $0.01"
-
-
-def _of(count: int, one: str, more: str) -> str:
-    return f"{count:,} {one if count == 1 else more}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.run_report import RunReport, ShardRun, Timeline, TokenKinds
 from batchllm_operator.planner.sharing import Histogram
 from batchllm_operator.report.drawing import Plot, Table, colour, draw, plain_axes
@@ -205,7 +206,7 @@ def shard_plot(shards: Sequence[ShardRun]) -> Plot:
     seconds = np.array([each.engine_s for each in shards])
     return draw(
         "Seconds of generating, by shard",
-        f"Bars of the {len(slowest)} slowest of {len(shards)} shards: the slowest took"
+        f"Bars of the {len(slowest)} slowest of {counted(len(shards), 'shard')}: the slowest took"
         f" {duration(float(seconds.max()))}, an average one {duration(float(seconds.mean()))}",
         Table(
             ("Shard", "Generating", "Rows", "Tokens/s"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar, get_args
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.status import (
     JobStatus,
     ShardState,
@@ -79,8 +80,7 @@ def _shown(shards: Sequence[ShardStatus]) -> tuple[list[ShardStatus], list[Shard
 def _live_workers(status: JobStatus) -> str:
     if not status.workers or status.is_finished:
         return ""
-    count = status.num_live_workers
-    return f"{count:,} worker{'' if count == 1 else 's'} at work"
+    return f"{counted(status.num_live_workers, 'worker')} at work"
 
 
 def _count_states(items: Sequence[ShardStatus | WorkerStatus], states: object) -> str:

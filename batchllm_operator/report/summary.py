@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.run_report import AnswerSummary, RunReport
 
 _MAX_TEXT_CHARS: Final = 70
@@ -12,22 +13,21 @@ _NUM_VALUES: Final = 5
 
 def format_summary(report: RunReport) -> str:
     failed = "".join(f", {count} {kind}" for kind, count in sorted(report.errors_by_kind.items()))
-    workers = "" if report.num_workers is None else f" by {report.num_workers:,} worker"
-    if report.num_workers not in (None, 1):
-        workers += "s"
+    workers = "" if report.num_workers is None else f" by {counted(report.num_workers, 'worker')}"
     reused = f", {report.num_rows_reused:,} reused" if report.num_rows_reused else ""
     lines = [
         f"job {report.job}, partition {report.ds}",
         f"  rows           {report.num_rows_in:,} in, {report.num_rows_out:,} out,"
         f" {report.num_rows_failed:,} failed{failed and ' (' + failed[2:] + ')'},"
-        f" {report.num_rows_duplicate:,} duplicates generated once{reused}",
+        f" {counted(report.num_rows_duplicate, 'duplicate')} generated once{reused}",
         f"  prompt tokens  {report.num_logical_tokens:,} logical,"
         f" {report.num_computed_tokens:,} computed; output tokens {report.num_output_tokens:,}",
         *_answer_lines(report),
         f"  saving ratio   {_ratio(report.achieved_saving)} achieved,"
         f" {_ratio(report.planned_saving)} planned, {_ratio(report.optimal_saving)} optimal",
-        f"  plan           {report.num_requests:,} requests in {report.num_groups:,} groups"
-        f" ({report.num_shared_groups:,} shared), {report.num_shards} shards",
+        f"  plan           {counted(report.num_requests, 'request')} in"
+        f" {counted(report.num_groups, 'group')} ({report.num_shared_groups:,} shared),"
+        f" {counted(report.num_shards, 'shard')}",
         f"  speed          {'unknown' if report.speed is None else f'{report.speed:,.0f}'} tokens/s"
         f" over {report.engine_s:,.1f} s of generating{workers}",
         f"  model          {report.model}",
@@ -60,11 +60,12 @@ def _answer_lines(report: RunReport) -> list[str]:
         lines.append(f"  means          {', '.join(means)}")
     lines += [f"  warning        {warning}" for warning in answers.warnings]
     if answers.embedding_size is not None:
-        lines.append(f"  embeddings     {answers.embedding_size:,} numbers each")
+        lines.append(f"  embeddings     {counted(answers.embedding_size, 'number')} each")
     if report.num_rows_invalid:
         num_answers = report.num_rows_out + report.num_rows_invalid
         of_answers = share(report.num_rows_invalid, num_answers)
-        lines.append(f"  invalid        {report.num_rows_invalid:,} answers, {of_answers}")
+        invalid = counted(report.num_rows_invalid, "answer")
+        lines.append(f"  invalid        {invalid}, {of_answers}")
     return lines
 
 

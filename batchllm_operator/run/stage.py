@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.attempts import check_free, claim_attempt
 from batchllm_operator.artifacts.committed import committed_shard, find_committed
 from batchllm_operator.artifacts.parts import read_ledger
@@ -225,14 +226,16 @@ def _with_gpus(plan: StoredPlan, num_gpus: int | None) -> StoredPlan:
         if engine.replicas > 1:
             what += f" and engine.replicas {engine.replicas}"
         raise SpecError(
-            f"{what}, but the task has {num_gpus} GPUs; give it as many, or leave the setting out"
+            f"{what}, but the task has {counted(num_gpus, 'GPU')}; give it as many, or leave the"
+            " setting out"
         )
     each, rest = divmod(num_gpus, num_workers)
     if rest or not each:
         what = f"engine.replicas is {engine.replicas}"
         if num_stages > 1:
             what += f" and pipeline_parallel_size {num_stages}"
-        raise SpecError(f"{what}, but the task has {num_gpus} GPUs, which they can't share evenly")
+        gpus = counted(num_gpus, "GPU")
+        raise SpecError(f"{what}, but the task has {gpus}, which they can't share evenly")
     engine, planner = engine.model_copy(update={"tensor_parallel_size": each}), spec.planner
     if engine.reason_against_chains is not None:  # `chain_job` warns if the plan has chains
         planner = planner.model_copy(update={"runahead": "off", "link_bytes_per_s": None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.simulate.machine import Machine
 from batchllm_operator.simulate.run import Run
 from batchllm_operator.simulate.workload import Workload
@@ -32,8 +33,9 @@ def relative_times(runs: Sequence[Run]) -> list[float]:
 def format_runs(workload: Workload, machine: Machine, runs: Sequence[Run]) -> str:
     """A few lines for a terminal; no trailing line break."""
     lines = [
-        f"{workload.name}: {len(workload):,} requests, {workload.tokens.num_tokens:,} prompt and"
-        f" {int(workload.output_tokens.sum()):,} output tokens",
+        f"{workload.name}: {counted(len(workload), 'request')},"
+        f" {workload.tokens.num_tokens:,} prompt and"
+        f" {counted(int(workload.output_tokens.sum()), 'output token')}",
         f"{machine.model.name} on {machine.num_gpus} x {machine.gpu.name}: {machine.num_blocks:,}"
         f" KV blocks of {machine.block_size} tokens, steps of up to"
         f" {machine.max_num_batched_tokens:,} tokens",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.web.runs import (
     ACTIVE,
     COMMIT,
@@ -52,9 +53,10 @@ def job_state(session: Session, job: JobInRun) -> JobState:
 def _generating(tasks: list[str]) -> JobState:
     """Tasks are shards or workers, which isn't known without reading their fields."""
     counts = Counter(tasks)
-    done = f"{counts['success']} of {len(tasks)} tasks"
+    all_tasks = counted(len(tasks), "task")
+    done = f"{counts['success']:,} of {all_tasks}"
     if num_failed := sum(counts[state] for state in FAILED):
-        return JobState(f"generating failed ({num_failed} of {len(tasks)} tasks)", is_failed=True)
+        return JobState(f"generating failed ({num_failed:,} of {all_tasks})", is_failed=True)
     if any(counts[state] for state in ACTIVE):
         return JobState(f"generating ({done})")
     return JobState("planned" if not counts["success"] else f"generated ({done})")

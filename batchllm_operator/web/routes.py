@@ -13,6 +13,7 @@ from airflow.utils.session import create_session
 from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
+from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.run_report import RunReport
 from batchllm_operator.errors import PlanError
 from batchllm_operator.report.comparison import compare, render_comparison
@@ -221,7 +222,8 @@ def _live_shard(job: JobInRun, shard_idx: int) -> views.LiveShard | None:
     if found.status is None:
         raise PageError(404, "Nothing is planned yet, so there are no shards.")
     if shard_idx >= len(found.status.shards):
-        raise PageError(404, f"The plan has {len(found.status.shards)} shards, and no such one.")
+        shards = counted(len(found.status.shards), "shard")
+        raise PageError(404, f"The plan has {shards}, and no such one.")
     return views.LiveShard(job, found.status.shards[shard_idx], found.is_final)
 
 

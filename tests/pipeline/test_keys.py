@@ -85,7 +85,7 @@ def test_nulls_come_before_repeats(tmp_path: Path) -> None:
     table = pa.table({"a": [1, 1], "b": [None, "x"]})
     message = check(tmp_path, table, "a", "b")
     assert message is not None
-    assert "'b' is null in 1 rows, such as row 0 (" in message
+    assert "'b' is null in 1 row, such as row 0 (" in message
 
 
 def test_a_table_without_rows(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def against(**changes: Any) -> Comparison:
         ({"tokens_per_s": 8082.0}, "Tokens per second", "+100.0\xa0%", "better"),
         ({"num_rows_failed": 37}, "Failed rows", "+0.2 points", "worse"),
         ({"errors_by_kind": {}}, "of them null_value", "-2.4 points", "better"),
-        ({"bill": None}, "Cost", "", "same"),
+        ({"bill": None}, "Cost", "", ""),
         (
             {"timelines": (make_timeline(valley_share=0.5),)},
             "Time in valleys",
@@ -71,8 +71,8 @@ def test_answers_are_compared_by_share() -> None:
         "label no": ("-25.0 points", "changed"),
         "label maybe": ("+50.0 points", "changed"),
         "Mean probability": ("-0.250", "changed"),
-        "Mean mean_logprob": ("", "same"),
-        "Mean score": ("", "same"),
+        "Mean mean_logprob": ("", ""),
+        "Mean score": ("", ""),
         "Invalid outputs": ("-20.0 points", "better"),
     }
     assert "label maybe" in format_comparison(comparison)
@@ -138,7 +138,20 @@ def test_worse_comes_first() -> None:
 def test_old_reports_can_be_compared() -> None:
     found = measures(compare(make_report(), make_full_report()))
     assert found["GPU time"].before == "unknown"
-    assert found["GPU time"].verdict == "same"
+    assert found["GPU time"].verdict == ""
+
+
+def test_figures_unknown_in_either_run_get_no_verdict() -> None:
+    known = make_full_report(answers=AnswerSummary(means={"score": 0.5}, embedding_size=8))
+    unknown = make_report(num_rows_in=0, engine_s=0.0, answers=AnswerSummary())
+    for before, after in ((unknown, unknown), (unknown, known), (known, unknown)):
+        comparison = compare(before, after)
+        shown = [
+            each for each in measures(comparison).values() if "unknown" in (each.before, each.after)
+        ]
+        assert {"Cost", "GPU time", "Failed rows"} <= {each.name for each in shown}
+        assert {(each.change, each.verdict) for each in shown} == {("", "")}
+        assert '<td class="muted"></td>' in render_comparison(comparison)
 
 
 def test_a_run_that_generated_nothing_is_no_worse() -> None:

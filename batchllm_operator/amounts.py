@@ -1,0 +1,21 @@
+"""Amounts in words: counted nouns, sizes in bytes."""
+
+from __future__ import annotations
+
+
+def counted(number: int, one: str, more: str | None = None) -> str:
+    """A number and its noun, such as `1 shard`, `1,024 shards`; the plural adds an s, or is `more`.
+
+    >>> counted(1, "reply", "replies"), counted(0, "row")
+    ('1 reply', '0 rows')
+    """
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def byte_size(num_bytes: float) -> str:
+    """A size in the decimal unit that fits it, three digits, such as `748 MB`, `1.2 TB`."""
+    size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB", "PB"]
+    while size >= 999.5 and len(units) > 1:  # 999.5 is shown as 1,000
+        size /= 1000
+        units.pop(0)
+    return "1 byte" if num_bytes == 1 else f"{size:,.3g} {units[0]}"
