@@ -113,7 +113,9 @@ def low_mass_warning(spec: JobSpec, mean_mass: float) -> str | None:
         "ask for exactly these answers in the prompt",
         "give labels the answers that the model would write (capitals, or a space first)",
     ]
-    if not prompt.chat_template:
+    if prompt.chat_template and prompt.answer_prefix is None:
+        cures.append("begin the answer with prompt.answer_prefix, such as 'Category:'")
+    elif not prompt.chat_template:
         cures.append("end the template where the answer begins, such as with 'Category:'")
         cures.append("set prompt.chat_template for a model that is made for chats")
     return (

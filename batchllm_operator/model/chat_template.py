@@ -28,7 +28,7 @@ class ChatTemplate:
         tokenizer: transformers' tokenizer, which has a chat template.
         path: the model, in messages.
         ds: the date, for templates that ask for it, so that a plan can be repeated.
-        prompt: the spec's, with arguments of the template.
+        prompt: the spec's, with arguments of the template, and the answer's beginning.
 
     Raises:
         ModelError: there are several templates, and none is the default.
@@ -36,6 +36,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, path: str, ds: str, prompt: PromptSpec) -> None:
         self._tokenizer, self._path, self._ds = tokenizer, path, ds
+        self._answer_prefix = prompt.answer_prefix or ""
         self._arguments, self._advice = prompt.chat_arguments, advise_without_template(prompt)
         try:
             template = tokenizer.get_chat_template(tools=self._arguments.get("tools"))
@@ -45,7 +46,7 @@ class ChatTemplate:
         self._knows_developers = any(f"{quote}developer{quote}" in template for quote in "'\"")
 
     def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
-        """The text of each chat, at whose end the assistant's answer begins.
+        """The text of each chat, at whose end the assistant's answer begins or continues.
 
         Raises:
             ChatRefusedError: the template refuses one.
@@ -69,7 +70,7 @@ class ChatTemplate:
                 f" prompt.system, or {self._advice}",
                 str(error),
             ) from error
-        return texts
+        return [text + self._answer_prefix for text in texts]
 
     def _given(self, chat: Sequence[Message]) -> list[Message]:
         """The messages in the form that the template reads."""

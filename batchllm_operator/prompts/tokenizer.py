@@ -28,6 +28,7 @@ from batchllm_operator.spec.limits import shown
 
 PROMPT_TOO_LONG: Final = "prompt_too_long"
 _UTF8_MAX_LEN: Final = 4096
+_MOST_NAMED: Final = 5
 _log = logging.getLogger(__name__)
 
 
@@ -136,6 +137,17 @@ class ModelTokenizer:
         ).to_lists()
         after, alone = found[: len(answers)], found[len(answers) :]
         # An answer may merge with the prompt's end, which is fixed when the model begins.
+        merged = [
+            answer
+            for answer, whole in zip(answers, after, strict=True)
+            if whole[: len(before)] != before
+        ]
+        if merged:
+            _log.warning(
+                "labels: the prompt's end and %s would be one token, which the model can't choose"
+                " any more; end the prompt without its last space or line break",
+                ", ".join(map(repr, merged[:_MOST_NAMED])),
+            )
         return [
             whole[len(before) :] if whole[: len(before)] == before else text[len(special) :]
             for whole, text in zip(after, alone, strict=True)
@@ -186,6 +198,7 @@ class Utf8Tokenizer:
 
     def __init__(self, spec: JobSpec) -> None:
         self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
+        self._answer_prefix = spec.prompt.answer_prefix or ""
 
     def be_exact(self) -> None:
         """There is no fast library."""
@@ -194,7 +207,8 @@ class Utf8Tokenizer:
         return prompts
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
-        encoded = [text.encode("utf-8", errors="replace") for text in texts]
+        whole = (text + self._answer_prefix for text in texts)
+        encoded = [text.encode("utf-8", errors="replace") for text in whole]
         return TokenTable.from_lists([np.frombuffer(text, dtype=np.uint8) for text in encoded])
 
     def answer_tokens(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:

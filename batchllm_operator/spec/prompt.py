@@ -155,10 +155,17 @@ class PromptSpec(Section):
     """Functions that the model may call, as in OpenAI's API: a list of
     `{type: function, function: {name, description, parameters}}`. The chat template describes them;
     the answer's text is kept as it is. Stored as JSON text, which may be given as well."""
+    answer_prefix: NonEmpty | None = None
+    """Constant text with which the assistant's answer begins (braces are literal), such as
+    `"Category:"`: it follows the chat template's text, and the model continues it, so answers don't
+    repeat it. For chats: end a plain `template` with such text. Let it end without a space, as most
+    models write a word with the space before it."""
     constant: bool = False
     """Allow a prompt without any column, the same for all rows: for several samples of one prompt,
     with a `temperature`. Without it such a prompt is refused, as a place is missing."""
-    later_fields = frozenset({"turns", "messages", "chat_template_kwargs", "tools", "constant"})
+    later_fields = frozenset(
+        {"turns", "messages", "chat_template_kwargs", "tools", "answer_prefix", "constant"}
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -182,6 +189,11 @@ class PromptSpec(Section):
             raise ValueError(
                 "chat_template_kwargs and tools are for the model's chat template: set"
                 " chat_template: true, or give turns or messages"
+            )
+        if self.answer_prefix is not None and not self.chat_template:
+            raise ValueError(
+                "answer_prefix: begins the answer of a chat; end prompt.template with its text, or"
+                " set chat_template: true"
             )
         if self.system is not None and self.turns and self.turns[0].role in SYSTEM_ROLES:
             raise ValueError("system: the first of turns is one already; leave one of them out")

@@ -133,6 +133,8 @@ def _check_response_format(spec: JobSpec) -> None:
 def _check_pooled(spec: JobSpec) -> None:
     if spec.sampling != SamplingSpec(max_tokens=1):
         raise ValueError(f"sampling: task {spec.task} generates no tokens; leave sampling out")
+    if spec.prompt.answer_prefix is not None:
+        raise ValueError(f"prompt.answer_prefix: task {spec.task} has no answer that it can begin")
     if spec.planner.estimated_output_tokens is not None:
         raise ValueError(
             f"planner.estimated_output_tokens: task {spec.task} generates no tokens; leave it out"

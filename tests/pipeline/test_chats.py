@@ -114,6 +114,35 @@ def test_classify_knows_chats(tmp_path: Path) -> None:
     assert published(spec)[0]["label"] in ("yes", "no")
 
 
+def test_a_begun_answer_is_a_part_of_the_prompt(tmp_path: Path) -> None:
+    rows = [{"row_key": f"{idx}", "document": "d", "query": f"q{idx}"} for idx in range(3)]
+    write_table(tmp_path / "documents", rows)
+    prompt = {"turns": TURNS, "answer_prefix": "Category:"}
+    spec = chatting(tmp_path, prompt=prompt, reuse_outputs=True)
+    run_and_commit(spec)
+    for found, row in zip(published(spec), rows, strict=True):
+        chat = prompt_of(*({**USER, "content": row[name]} for name in ("document", "query")))
+        assert found["generated_text"] == fake_text([*chat, *b"Category:"])
+        assert found["num_prompt_tokens"] == len(chat) + len("Category:")
+    other = chatting(tmp_path, prompt={**prompt, "answer_prefix": "Topic:"}, reuse_outputs=True)
+    assert other.identity != spec.identity
+    assert plan_job(other, DS).manifest.counts.num_reused_rows == 0
+    assert plan_job(spec, DS).manifest.counts.num_reused_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": {"template": "{q}", "answer_prefix": "A:"}}, "end prompt.template with"),
+        ({"prompt": {"messages": "chat", "answer_prefix": ""}}, "answer_prefix"),
+        ({"prompt": {"messages": "chat", "answer_prefix": "A:"}, "task": "embed"}, "has no answer"),
+    ],
+)
+def test_a_begun_answer_is_refused_where_none_can_be(changes: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        chatting("/lake", **changes)
+
+
 @pytest.mark.parametrize(
     "column",
     [[["hello"]], [1], [[{"role": "user"}]], [[{"role": "user", "content": b"x"}]]],

@@ -14,6 +14,7 @@ from batchllm_operator.errors import ExitCode, ModelError
 from batchllm_operator.model import TransformersTokenizer
 from batchllm_operator.prompts import Tokenizer, length_fault
 from batchllm_operator.prompts import tokenizer as tokenizer_module
+from batchllm_operator.prompts.template import rendered_prompts
 from batchllm_operator.prompts.tokenizer import ModelTokenizer, Utf8Tokenizer
 from batchllm_operator.spec import JobSpec
 
@@ -171,6 +172,41 @@ def test_chat_prompts_get_what_the_models_chat_template_gives(
         load_tokenizer(job(model, chat_template=True, system=system)).encode(texts).to_lists()
         == expected
     )
+
+
+@pytest.mark.parametrize("prefix", ["Category:", "{braces}", "{% raw %}", " 表\n", f"{START}x"])
+@pytest.mark.parametrize("form", ["template", "turns", "messages"])
+def test_a_begun_answer_has_the_tokens_of_a_last_message_that_is_continued(
+    model: Path, form: str, prefix: str
+) -> None:
+    forms = {
+        "template": {"template": "{doc}", "chat_template": True},
+        "turns": {"template": None, "turns": [{"role": "user", "template": "{doc}"}]},
+        "messages": {"template": None, "messages": "doc"},
+    }
+    tokenizer = load_tokenizer(job(model, answer_prefix=prefix, **forms[form]))
+    messages = [{"role": "user", "content": "The quick brown fox"}]
+    text = messages[0]["content"] if form == "template" else json.dumps(messages)
+    rendered = tokenizer.apply_chat_template(rendered_prompts([text], {}))
+    expected = reference(model).apply_chat_template(
+        [*messages, {"role": "assistant", "content": prefix}],
+        continue_final_message=True,
+        tokenize=True,
+        return_dict=True,
+    )["input_ids"]
+    assert tokenizer.encode(rendered.present()).to_lists() == [expected]
+
+
+def test_answers_follow_a_begun_one(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer(job(model, chat_template=True, answer_prefix="The lazy"))
+    plain = reference(model)
+    assert tokenizer.answer_tokens("hello", [" dog", "."]) == [
+        plain(answer)["input_ids"] for answer in (" dog", ".")
+    ]
+    assert not caplog.messages
+    with_space = load_tokenizer(job(model, chat_template=True, answer_prefix="The lazy "))
+    with_space.answer_tokens("hello", ["dog", "."])
+    assert "end and 'dog' would be one token" in caplog.messages[0]
 
 
 def test_batches_do_not_change_token_ids(model: Path) -> None:
