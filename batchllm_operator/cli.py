@@ -114,8 +114,6 @@ def _main(argv: Sequence[str] | None) -> int:
     _log.setLevel(logging.INFO)
     if not sys.warnoptions:  # warnings are for developers; -W and PYTHONWARNINGS enable them
         warnings.simplefilter("ignore")
-    # For torch's C++ logs, such as vLLM's memory binding; read when torch is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if args.die_with_parent is not None:
         from batchllm_operator.engine.lifeline import die_with_parent
 

@@ -1,6 +1,7 @@
 """The inference engine behind one protocol; a row that kills it costs only itself."""
 
 import logging
+import os
 from dataclasses import replace
 from itertools import count
 
@@ -19,6 +20,9 @@ from batchllm_operator.engine.protocol import (
 from batchllm_operator.errors import EngineError, MissingLibraryError, SpecError
 from batchllm_operator.spec import JobSpec
 
+# For torch's C++ logs, such as vLLM's memory binding; read when torch is imported, which each stage
+# does after this room.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 _log = logging.getLogger(__name__)
 
 __all__ = [

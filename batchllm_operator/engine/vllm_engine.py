@@ -25,6 +25,7 @@ from batchllm_operator.engine.vllm_logs import (
     configure_logs,
     drop_broken_preloads,
     one_line,
+    without_futile_binding,
     without_llvmlite,
 )
 from batchllm_operator.errors import EngineError, ModelError, SpecError
@@ -160,7 +161,7 @@ class VLLMEngine:
         if spec.model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", spec.model.path)
         try:
-            with without_llvmlite():
+            with without_llvmlite(), without_futile_binding():
                 self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         except SpecError:  # from our attention
             raise

@@ -5,20 +5,21 @@ Imported before vLLM, which reads the environment when it is imported.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 LEVEL: Final = "VLLM_LOGGING_LEVEL"
+_OURS: Final = "BATCHLLM_VLLM_LOGGING_LEVEL"
+"""Holds the level that we have set, by which a process that this one starts knows it as ours."""
 _MAX_ERROR_CHARS: Final = 400
-_SETTINGS: Final = {
-    LEVEL: "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
-}
+_STREAM: Final = "VLLM_LOGGING_STREAM"
 _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
     # We choose the seed, the scheduler and the form of prompts.
     "engine.arg_utils": ("The global random seed is set to",),
@@ -27,7 +28,12 @@ _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
     "v1.engine.input_processor": ("Passing raw prompts to InputProcessor is deprecated",),
     # Limits of CPUs, and hints to make them faster.
     "triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
-    "platforms.cpu": ("Triton is not installed. triton-cpu is expected",),
+    "platforms.cpu": (
+        "Triton is not installed. triton-cpu is expected",
+        "Reset SSM cache type to float32",  # of Mamba's layers; logged for all models
+    ),
+    # A model that is stored in one type and computed in another: engine.dtype, or vLLM's default.
+    "model_executor.models.utils": ("Attempted to load weight %s with dtype",),
     "v1.worker.cpu_worker": (
         "%s is not found in LD_PRELOAD",
         "CPU backend doesn't allow to use `torch.set_num_threads`",
@@ -36,6 +42,7 @@ _EVERY_RUN: Final[Mapping[str, tuple[str, ...]]] = {
 """Warnings of every run that users can't avoid: loggers below `vllm`, and the beginnings of their
 messages. A message that vLLM rewords just appears again."""
 _ON_CPU: Final[Mapping[str, tuple[str, ...]]] = {
+    "model_executor.layers.utils": ("Failed to create oneDNN linear",),
     "config.vllm": (
         "Enforce eager set, disabling torch.compile",
         "Inductor compilation was disabled by user settings",
@@ -47,14 +54,16 @@ _ON_CPU: Final[Mapping[str, tuple[str, ...]]] = {
 
 def configure_logs() -> None:
     """Filter the lines of every run, unless the user has chosen a level."""
-    is_chosen = LEVEL in os.environ
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    if not is_chosen:
-        for name, starts in _EVERY_RUN.items():
-            logging.getLogger(f"vllm.{name}").addFilter(_Without(starts))
-        for name, starts in _ON_CPU.items():
-            logging.getLogger(f"vllm.{name}").addFilter(_WithoutOnCPU(starts))
+    os.environ.setdefault(_STREAM, "ext://sys.stderr")  # stdout is for results
+    if not sys.warnoptions:  # warnings are for developers; -W and PYTHONWARNINGS enable them
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    if os.environ.get(LEVEL) != os.environ.get(_OURS):
+        return
+    os.environ[LEVEL] = os.environ[_OURS] = "WARNING"
+    for name, starts in _EVERY_RUN.items():
+        logging.getLogger(f"vllm.{name}").addFilter(_Without(starts))
+    for name, starts in _ON_CPU.items():
+        logging.getLogger(f"vllm.{name}").addFilter(_WithoutOnCPU(starts))
 
 
 class _Without(logging.Filter):
@@ -100,6 +109,38 @@ def without_llvmlite() -> Iterator[None]:
     finally:
         if module is not None:
             sys.modules[name] = module
+
+
+@contextmanager
+def without_futile_binding() -> Iterator[None]:
+    """Keep vLLM on CPU from binding memory inside the context, where the system forbids it.
+
+    Containers do by default. The binding would fail without harm, but libnuma prints that.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or _may_bind_memory():
+        yield
+        return
+    import torch
+    import vllm._custom_ops  # noqa: F401  loads the operator
+
+    operators: Any = torch.ops._C
+    before = operators.init_cpu_memory_env
+    operators.init_cpu_memory_env = lambda nodes: None
+    try:
+        yield
+    finally:
+        operators.init_cpu_memory_env = before
+
+
+def _may_bind_memory() -> bool:
+    try:
+        libnuma = ctypes.CDLL("libnuma.so.1")
+    except OSError:  # then vLLM doesn't use it
+        return True
+    nothing = ctypes.c_ulong(0)
+    return bool(libnuma.get_mempolicy(None, None, nothing, None, nothing) == 0)
 
 
 def one_line(error: BaseException) -> str:

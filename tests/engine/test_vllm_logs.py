@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +19,9 @@ SEED = "The global random seed is set to %d. Since VLLM_ENABLE_V1_MULTIPROCESSIN
 @pytest.fixture
 def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     """One that vLLM warns by in every run, without filters; the environment chooses nothing."""
-    for name in vllm_logs._SETTINGS:
-        monkeypatch.delenv(name, raising=False)
+    for name in (vllm_logs.LEVEL, vllm_logs._OURS, vllm_logs._STREAM):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
     for name in (*vllm_logs._EVERY_RUN, *vllm_logs._ON_CPU):
         monkeypatch.setattr(logging.getLogger(f"vllm.{name}"), "filters", [])
     return logging.getLogger("vllm.engine.arg_utils")
@@ -35,6 +38,51 @@ def test_lines_of_every_run_are_left_out_and_no_others(logger: logging.Logger) -
     assert passes(logger, logging.WARNING, "This model does not officially support it")
 
 
+def test_a_process_that_ours_starts_filters_lines_too(logger: logging.Logger) -> None:
+    vllm_logs.configure_logs()
+    logger.filters.clear()  # the next process inherits the environment alone
+    vllm_logs.configure_logs()
+    assert not passes(logger, logging.WARNING, SEED)
+
+
+@pytest.mark.parametrize("level", ["WARNING", "DEBUG"])
+def test_a_level_that_the_user_chose_shows_all(
+    level: str, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+    vllm_logs.configure_logs()
+    assert passes(logger, logging.WARNING, SEED)
+    assert vllm_logs._OURS not in os.environ
+
+
+@pytest.mark.parametrize("options", [[], ["error"]])
+def test_warnings_for_developers_of_vllm_are_left_out_unless_enabled(
+    options: list[str], logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "warnoptions", options)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        vllm_logs.configure_logs()
+        for module in ("vllm.triton_utils.dispatcher", "mine"):
+            warnings.warn_explicit("is deprecated", FutureWarning, "file", 1, module)
+    assert len(shown) == (2 if options else 1)
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_memory_is_bound_only_where_the_system_allows_it(
+    is_allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = pytest.importorskip("vllm._custom_ops") and pytest.importorskip("torch").ops._C
+    called: list[object] = []
+    monkeypatch.setattr(ops, "init_cpu_memory_env", called.append)
+    monkeypatch.setattr(vllm_logs, "_may_bind_memory", lambda: is_allowed)
+    with vllm_logs.without_futile_binding():
+        ops.init_cpu_memory_env([0])
+    assert bool(called) is is_allowed
+    ops.init_cpu_memory_env([0])
+    assert called[-1] == [0]
+
+
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_what_a_cpu_cannot_do_is_left_out_there_alone(
     is_cpu: bool, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
@@ -47,14 +95,6 @@ def test_what_a_cpu_cannot_do_is_left_out_there_alone(
     text = "Enforce eager set, disabling torch.compile and CUDAGraphs."
     assert passes(config, logging.WARNING, text) is not is_cpu
     assert passes(config, logging.WARNING, "another")
-
-
-def test_a_level_that_is_chosen_shows_all(
-    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-    vllm_logs.configure_logs()
-    assert passes(logger, logging.WARNING, SEED)
 
 
 def test_what_ld_so_cannot_read_is_not_preloaded(tmp_path: Path) -> None:
