@@ -192,12 +192,9 @@ def _stopping_on_signals() -> Iterator[None]:
         raise Interrupted(number)
 
     before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # see commands/children.py
     try:
         yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler or signal.SIG_DFL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -78,7 +78,7 @@ def make_spec(lake: Path, address: str) -> JobSpec:
 
 def committed(plan_uri: str, *arguments: str) -> dict[str, Any]:
     """Commit in a process of its own, whose memory is looked at with that of its children."""
-    command = [sys.executable, "-P", "-m", "batchllm_operator.cli", "commit", "--plan", plan_uri]
+    command = [sys.executable, "-P", "-m", "batchllm_operator", "commit", "--plan", plan_uri]
     started_at = time.perf_counter()
     # The shell, because a cluster's usage is that of the processes below its own.
     with subprocess.Popen(["sh", "-c", '"$@"; exit $?', "sh", *command, *arguments]) as shell:

@@ -171,7 +171,7 @@ def _run_batchllm(folder: Path, engine: dict[str, Any], max_tokens: int) -> dict
 def _batchllm(folder: Path, *args: str) -> dict[str, Any]:
     result = folder / "result.json"
     subprocess.run(
-        [sys.executable, "-P", "-m", "batchllm_operator.cli", *args, "--result", str(result)],
+        [sys.executable, "-P", "-m", "batchllm_operator", *args, "--result", str(result)],
         check=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -5,7 +5,7 @@
 demo="$root/.demo"
 venv="${BATCHLLM_VENV:-$root/.venv}"
 airflow="$venv/bin/airflow"
-batchllm=("$venv/bin/python" -P -m batchllm_operator.cli)
+batchllm=("$venv/bin/python" -P -m batchllm_operator)
 
 if [[ ! -x "$airflow" ]]; then
   echo "there is no Airflow in $venv; run 'make setup' first" >&2

@@ -140,7 +140,7 @@ def batchllm(capsys: pytest.CaptureFixture[str]) -> Iterator[Batchllm]:
 
 @pytest.fixture(scope="session")
 def commands() -> Iterator[ForkServer]:
-    """Starts `batchllm` commands as processes (module `batchllm_operator.cli`), without imports.
+    """Starts `batchllm` commands as processes (module `batchllm_operator`), without imports.
 
     Not for those that start vLLM.
     """

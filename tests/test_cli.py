@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,12 +19,13 @@ from support.fake_job import DS, document_rows, job_fields, write_table
 from support.fork_server import ForkServer
 
 from batchllm_operator import cli, standard_streams
+from batchllm_operator.commands.children import start_command
 from batchllm_operator.errors import ExitCode
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spec import load_spec
 
 Batchllm = Callable[..., Any]  # the fixture in conftest.py
-CLI = "batchllm_operator.cli"
+CLI = "batchllm_operator"
 COMMAND = [sys.executable, "-m", CLI]
 
 
@@ -106,6 +108,24 @@ def check_stop(job: Path, how: signal.Signals, batchllm: Batchllm, commands: For
     assert batchllm("commit", "--plan", uri).code == 0
     keys = pq.read_table(job.parent / "out")["row_key"].to_pylist()
     assert keys == [row["row_key"] for row in document_rows(8, 5)]
+
+
+def test_a_command_stopped_among_its_imports_ends_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*COMMAND, "schema"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_child_command_stopped_as_it_starts_stops_in_order(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    process = start_command(["report", "--plan", "nowhere"])
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == ExitCode.INTERRUPTED
+    said = capfd.readouterr().err
+    assert said.startswith("batchllm: ") and "Traceback" not in said
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "this process gets signals again"
 
 
 def test_a_signal_after_the_end_of_a_command_changes_nothing_of_it(

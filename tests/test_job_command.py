@@ -14,7 +14,7 @@ from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, JobFolder
 from support.fork_server import ForkServer
 
-CLI = "batchllm_operator.cli"
+CLI = "batchllm_operator"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from conftest import Batchllm
 from batchllm_operator.errors import StorageError
 from batchllm_operator.named_file import parse_file, write_file
 
-COMMAND = [sys.executable, "-m", "batchllm_operator.cli"]
+COMMAND = [sys.executable, "-m", "batchllm_operator"]
 
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "batchllm_operator.cli"]
+COMMAND = [sys.executable, "-m", "batchllm_operator"]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -57,7 +57,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, arguments: list[str]) -> None:
 def test_closed_streams_keep_nothing_from_working(tmp_path: Path) -> None:
     result = tmp_path / "gc.json"
     job = tmp_path / "none.yaml"
-    code = f"exec {sys.executable} -m batchllm_operator.cli"
+    code = f"exec {sys.executable} -m batchllm_operator"
     closed = subprocess.run(
         ["bash", "-c", f'{code} schema >&- 2>&-; exec 2>&-; {code} gc --job "$1"', "-", job],
         stdout=subprocess.PIPE,

@@ -20,7 +20,7 @@ from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.spec import load_spec
 
 Batchllm = Callable[..., Any]  # the fixture in conftest.py
-CLI = "batchllm_operator.cli"
+CLI = "batchllm_operator"
 NUM_SHARDS = 8
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from batchllm_operator.commands import commit, plan, report
 from batchllm_operator.commands.arguments import add_job
+from batchllm_operator.commands.children import exit_code, start_command
 from batchllm_operator.errors import Interrupted
 
 
@@ -38,15 +36,11 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
 
 def _generate(uri: str) -> None:
     """Run `batchllm run` in its own process, whose end frees all of the engine's memory."""
-    command = [sys.executable, "-P", "-m", "batchllm_operator.cli", "run"]
-    options = ["--plan", uri, "--worker", "0", "--num-workers", "1"]
-    options += ["--die-with-parent", str(os.getpid())]
-    # Its own process group, so that Ctrl-C reaches it once, from here.
-    with subprocess.Popen([*command, *options], process_group=0) as process:
-        try:
-            code = process.wait()
-        except Interrupted as stop:
-            process.send_signal(stop.signal_number)
-            code = process.wait()
-    if code:
-        raise SystemExit(code if code > 0 else 128 - code)
+    process = start_command(["run", "--plan", uri, "--worker", 0, "--num-workers", 1])
+    try:
+        status = process.wait()
+    except Interrupted as stop:
+        process.send_signal(stop.signal_number)
+        status = process.wait()
+    if status:
+        raise SystemExit(exit_code(status))

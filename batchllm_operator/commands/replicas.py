@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import secrets
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from batchllm_operator.commands.children import exit_code, start_command
 from batchllm_operator.errors import ExitCode, IncompleteRunError, Interrupted
 
 _log = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ def run_replicas(
             for rank, path in enumerate(paths)
         ]
         with _running(commands, environments) as processes:
-            codes = [_code(process.wait()) for process in processes]
+            codes = [exit_code(process.wait()) for process in processes]
         results = [json.loads(path.read_bytes()) for path in paths if path.exists()]
     if any(codes):
         _check_whole(args, uri, owner, codes)
@@ -52,7 +51,7 @@ def run_replicas(
 
 def _command(
     args: argparse.Namespace, uri: str, owner: str, rank: int, result: Path, num_replicas: int
-) -> list[str]:
+) -> list[object]:
     options: dict[str, object] = {
         "--plan": uri,
         "--worker": args.worker * num_replicas + rank,
@@ -61,28 +60,24 @@ def _command(
         "--owner": f"{owner}/{rank}",
         "--drain-s": args.drain_s,
         "--result": result,
-        "--die-with-parent": os.getpid(),
         "--metrics-port": 0,
     }
     if args.num_gpus is not None:
         options["--num-gpus"] = args.num_gpus
     if args.metrics is not None:
         options["--metrics-port"] = args.metrics.beside(rank)
-    flat = [str(each) for option in options.items() for each in option]
-    return [sys.executable, "-P", "-m", "batchllm_operator.cli", "run", *flat]
+    return ["run", *(part for option in options.items() for part in option)]
 
 
 @contextmanager
 def _running(
-    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
+    commands: Sequence[Sequence[object]], environments: Sequence[Mapping[str, str]]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes of the commands, which get the signals of this one, and have ended at its end."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for command, more in zip(commands, environments, strict=True):
-            # Process groups of their own, so that Ctrl-C reaches each once, from here.
-            process = subprocess.Popen(command, env={**os.environ, **more}, process_group=0)
-            processes.append(process)
+            processes.append(start_command(command, more))
         yield processes
     except BaseException as error:
         number = error.signal_number if isinstance(error, Interrupted) else None
@@ -94,10 +89,6 @@ def _running(
         for process in processes:
             process.wait()
         raise
-
-
-def _code(status: int) -> int:
-    return status if status >= 0 else 128 - status
 
 
 def _check_whole(args: argparse.Namespace, uri: str, owner: str, codes: Sequence[int]) -> None:

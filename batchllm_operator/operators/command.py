@@ -21,7 +21,7 @@ from batchllm_operator.operators.credentials import Credentials
 RESULT_VERSION: Final = 1
 
 # -P: the working directory must not shadow packages (kernels/ would shadow Hugging Face's).
-_COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator.cli")
+_COMMAND: Final = (sys.executable, "-P", "-m", "batchllm_operator")
 
 
 class TakenOverError(AirflowException):

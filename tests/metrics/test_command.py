@@ -20,7 +20,7 @@ from batchllm_operator.metrics import ADDRESS_VARIABLE
 from batchllm_operator.plan.stage import plan_job
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-CLI = "batchllm_operator.cli"
+CLI = "batchllm_operator"
 RUN = ("run", "--shard", "0", "--plan")
 
 

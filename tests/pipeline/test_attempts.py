@@ -340,7 +340,7 @@ def test_processes_side_by_side(
 ) -> None:
     """A pod that was cut off, as SIGSTOP does it, comes back when another has done its work."""
     plan = plan_of_slow_requests
-    command = "batchllm_operator.cli", ["run", "--shard", "0", "--plan", plan.folder.uri]
+    command = "batchllm_operator", ["run", "--shard", "0", "--plan", plan.folder.uri]
     with (tmp_path / "stderr").open("w") as stderr:
         zombie = commands.start(*command, stderr=stderr.fileno())
         wait_until(lambda: attempts_of_parts(plan), "the first part is finished")

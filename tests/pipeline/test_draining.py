@@ -182,7 +182,7 @@ def test_the_command_drains_and_says_how_it_ended(tmp_path: Path, commands: Fork
     plan_uri = plan_job(fake_spec(tmp_path, **changes), DS).folder.uri
     command = ["run", "--plan", plan_uri, "--shard", "0", "--drain-s", "60"]
     with (tmp_path / "stderr").open("w") as stderr:
-        process = commands.start("batchllm_operator.cli", command, stderr=stderr.fileno())
+        process = commands.start("batchllm_operator", command, stderr=stderr.fileno())
         # The fake engine has requests of three parts by then.
         wait_until(lambda: parts(plan_uri), "the first part is finished")
         process.terminate()

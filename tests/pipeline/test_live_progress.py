@@ -169,7 +169,7 @@ def test_killed_processes_leave_the_last_sign(tmp_path: Path, commands: ForkServ
     plan = plan_job(fake_spec(tmp_path, **changes), DS)
     command = ["run", "--plan", plan.folder.uri, "--shard", "0"]
     env = {**os.environ, live.INTERVAL_VARIABLE: "0.1"}
-    process = commands.start("batchllm_operator.cli", command, env=env)
+    process = commands.start("batchllm_operator", command, env=env)
     try:
         wait_for_state(plan, "running")
         wait_until(lambda: left(plan).num_rows_done > 0, "a row is done", poll_s=0.01)

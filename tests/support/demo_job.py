@@ -121,7 +121,7 @@ class Command:
         with self._log.open("wb") as log:
             to = log.fileno()
             self._process = server.start(
-                "batchllm_operator.cli", args, env=environment, stdout=to, stderr=to
+                "batchllm_operator", args, env=environment, stdout=to, stderr=to
             )
 
     @property

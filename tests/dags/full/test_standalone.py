@@ -359,7 +359,7 @@ def commands(session_id: int, name: str) -> list[int]:
     for pid in live_processes(session_id):
         with suppress(FileNotFoundError, ProcessLookupError):
             argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if "batchllm_operator.cli" in argv and name in argv:
+            if "batchllm_operator" in argv and name in argv:
                 found.append(pid)
     return found
 

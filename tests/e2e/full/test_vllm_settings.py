@@ -15,7 +15,7 @@ def test_a_command_that_vllm_refuses_ends_in_one_line(demo: Demo) -> None:
     plan = demo.run("plan", "--job", str(spec), "--ds", DS)
     run = ["run", "--plan", plan["plan_uri"], "--shard", "0"]
     ended = subprocess.run(
-        [sys.executable, "-m", "batchllm_operator.cli", *run],
+        [sys.executable, "-m", "batchllm_operator", *run],
         env={**os.environ, **OFFLINE},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

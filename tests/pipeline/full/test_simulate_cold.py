@@ -11,7 +11,7 @@ from pipeline.test_simulate import SMALL
 
 def test_nothing_but_progress_stands_beside_the_table(tmp_path: Path) -> None:
     """In a process of its own, as vLLM remarks on things when it is imported, too."""
-    command = [sys.executable, "-m", "batchllm_operator.cli", "simulate", *map(str, SMALL)]
+    command = [sys.executable, "-m", "batchllm_operator", "simulate", *map(str, SMALL)]
     done = subprocess.run(
         [*command, "--policies", "stock_sorted", "--out", str(tmp_path)],
         capture_output=True,

@@ -23,7 +23,7 @@ from batchllm_operator.run.stage import run_shard
 
 def batchllm(command: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "batchllm_operator.cli", command, *args, "--on", "spark"],
+        [sys.executable, "-P", "-m", "batchllm_operator", command, *args, "--on", "spark"],
         env=os.environ | {"SPARK_LOCAL_IP": "127.0.0.1"},
         capture_output=True,
         text=True,

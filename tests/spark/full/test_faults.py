@@ -221,7 +221,7 @@ def test_a_driver_whose_java_is_killed(jobs: Jobs) -> None:
 
 
 def gc(spec: str, age: str) -> str:
-    command = ["-m", "batchllm_operator.cli", "gc", "--job-json", spec, "--older-than", age]
+    command = ["-m", "batchllm_operator", "gc", "--job-json", spec, "--older-than", age]
     done = subprocess.run(
         [sys.executable, "-P", *command, "--yes"], capture_output=True, text=True, check=True
     )

@@ -145,7 +145,7 @@ async def _start(
     arguments = command.arguments[1:]
     if command.commands is not None and command.arguments[0] == "batchllm":
         return command.commands.start(
-            "batchllm_operator.cli",
+            "batchllm_operator",
             arguments,
             env=environment,
             cwd=command.folder,
