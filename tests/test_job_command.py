@@ -7,12 +7,17 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import pytest
+import yaml
 from support.demo_job import live_processes, wait_until
 from support.fake_job import DS, JobFolder
 from support.fork_server import ForkServer
+
+from batchllm_operator import commit_run, load_spec, plan_job, run_worker
 
 CLI = "batchllm_operator"
 
@@ -97,9 +102,25 @@ def test_stages_are_imported_from_the_top_which_is_light() -> None:
     code = (
         "import sys, batchllm_operator\n"
         "assert not {'pydantic', 'numpy', 'pyarrow'} & {*sys.modules}\n"
+        "assert {*batchllm_operator.__all__} <= {*dir(batchllm_operator)}\n"
         "from batchllm_operator import commit_run, load_spec, plan_job, run_shard\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("form", [str, Path, "fields", "spec"])
+def test_stages_take_a_spec_in_any_form_a_date_and_the_plan(
+    job: JobFolder, monkeypatch: pytest.MonkeyPatch, form: Callable[[str], object] | str
+) -> None:
+    monkeypatch.chdir(job.path)  # where relative paths of fields start
+    file = job.write_spec("job")
+    forms = {"fields": yaml.safe_load(Path(file).read_text()), "spec": load_spec(file)}
+    spec = forms[form] if isinstance(form, str) else form(file)
+    plan = plan_job(spec, date.fromisoformat(DS))
+    assert run_worker(plan).num_finished == 2
+    assert commit_run(plan).num_rows_out == 12
+    assert commit_run(Path(plan.folder.uri)) == commit_run(plan.folder.uri)
+    job.check_published("job")
 
 
 @pytest.mark.parametrize(

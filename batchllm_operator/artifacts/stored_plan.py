@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, Final
 from urllib.parse import quote
 
@@ -43,12 +44,15 @@ class StoredPlan:
     manifest: PlanManifest
 
     @classmethod
-    def open(cls, uri: str) -> StoredPlan:
-        """Read the manifest of the plan at `uri`.
+    def open(cls, plan: str | Path | StoredPlan) -> StoredPlan:
+        """Read the manifest of the plan at an address. An open plan is returned as it is.
 
         Raises:
             PlanError: there is no plan, or it is corrupted, foreign or of another version.
         """
+        if isinstance(plan, StoredPlan):
+            return plan
+        uri = str(plan)
         folder = Folder.open(uri)
         try:
             data = folder.read_bytes(MANIFEST_FILE)

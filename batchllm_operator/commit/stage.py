@@ -36,13 +36,13 @@ WritePartition = Callable[
 _log = logging.getLogger(__name__)
 
 
-def commit_run(plan_uri: str, write: WritePartition | None = None) -> RunReport:
+def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = None) -> RunReport:
     """Publish the outputs of a finished plan, all rows or nothing.
 
     Committing a published plan again changes nothing.
 
     Args:
-        plan_uri: the plan.
+        plan: its address, or the plan that `plan_job` returned.
         write: writes the partition's rows, for `LakeTable.publish`; by default `write_partition`.
 
     Raises:
@@ -56,13 +56,13 @@ def commit_run(plan_uri: str, write: WritePartition | None = None) -> RunReport:
             its rows.
         CommitUnknownError: the outputs may have been published; commit again to find out.
     """
-    plan = StoredPlan.open(plan_uri)
+    plan = StoredPlan.open(plan)
     manifest = plan.manifest
     spec = manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column, spec.output.target_file_bytes)
     if find_committed(plan) is not None and plan.folder.exists(REPORT_FILE):
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
-        return load_report(plan_uri)
+        return load_report(plan.folder.uri)
     plan.mark_committing()
     shards = _finished_shards(plan)
     seen = check_publisher(table, spec, manifest.ds)

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -60,7 +61,7 @@ from batchllm_operator.planner import (
 )
 from batchllm_operator.progress import Progress
 from batchllm_operator.prompts import TokenIdsDifferError
-from batchllm_operator.spec import SPEC_VERSION, JobSpec
+from batchllm_operator.spec import SPEC_VERSION, JobSpec, load_spec
 
 if TYPE_CHECKING:
     pass
@@ -69,11 +70,15 @@ _log = logging.getLogger(__name__)
 _PROMPTS_FILE: Final = "prompts.bin"
 
 
-def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
+def plan_job(spec: JobSpec | str | Path | Mapping[str, Any], ds: str | date | int) -> StoredPlan:
     """Plan the job for partition `ds`, and persist the plan in the job's staging folder.
 
     Nothing is written there before the whole plan is ready. Equal inputs give equal bytes
     in the same folder, so planning again is harmless.
+
+    Args:
+        spec: the job's, or what `load_spec` takes.
+        ds: the partition, as text or as its key's value, such as a date.
 
     Raises:
         SpecError: input and output overlap; a file is in the place of an output folder; the spec
@@ -88,7 +93,7 @@ def plan_job(spec: JobSpec, ds: str) -> StoredPlan:
         EmptyPartitionError: there is no such partition, or it has no rows, and the spec says
             `on_empty: fail`.
     """
-    given = find_given(spec, ds)
+    given = find_given(load_spec(spec), str(ds))
     try:
         with open_scratch() as scratch:
             return _build(given, scratch)

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.attempts import check_free, claim_attempt
@@ -89,9 +90,9 @@ def run_shard(
 
 
 def run_worker(
-    plan_uri: str,
-    worker: int,
-    num_workers: int,
+    plan: str | Path | StoredPlan,
+    worker: int = 0,
+    num_workers: int = 1,
     *,
     start: Start = start_engine,
     num_gpus: int | None = None,
@@ -107,7 +108,7 @@ def run_worker(
     a shard to run, no engine is started.
 
     Args:
-        plan_uri: the plan.
+        plan: its address, or the plan that `plan_job` returned.
         worker: its number, from 0. Of two with the same number, each takes other shards.
         num_workers: may differ from one call to the next.
         start, num_gpus, observe: see `run_shard`.
@@ -123,7 +124,7 @@ def run_worker(
     """
     if not 0 <= worker < num_workers:
         raise ValueError(f"worker {worker} isn't one of {num_workers}")
-    plan = _with_gpus(StoredPlan.open(plan_uri), num_gpus)
+    plan = _with_gpus(StoredPlan.open(plan), num_gpus)
     num_shards = len(plan.manifest.shards)
     if find_committed(plan) is not None:
         _log.info("the plan is committed: there is nothing left to do")

@@ -43,27 +43,40 @@ class _SpecLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_spec(path: str | Path) -> JobSpec:
-    """Read a job spec from a YAML file; relative paths in it start at the folder of `path`.
+def load_spec(source: str | Path | Mapping[str, Any] | JobSpec) -> JobSpec:
+    """Read a job spec.
 
-    Paths keep their symbolic links, which may lead elsewhere on the machines that run the plan.
+    Relative paths in it start at the file's folder, for a mapping at the working directory. They
+    keep their symbolic links, which may lead elsewhere on the machines that run the plan.
+
+    Args:
+        source: a YAML file, or its fields. A spec is returned as it is.
 
     Raises:
         SpecError: the file is absent, isn't YAML, or doesn't hold a valid spec; the
             message names the file and every offending field, never a value.
     """
-    path = Path(path)
-    data, fault = _parse_yaml(_read_text(path, f"job spec {path}"))
+    if isinstance(source, JobSpec):
+        return source
+    if isinstance(source, Mapping):
+        return _load_fields(source, Path.cwd(), "job spec")
+    path = Path(source)
+    name = f"job spec {path}"
+    data, fault = _parse_yaml(_read_text(path, name))
     if fault is not None:
-        raise SpecError(f"job spec {path}: {fault}")
+        raise SpecError(f"{name}: {fault}")
     if not isinstance(data, dict):
-        raise SpecError(f"job spec {path}: must be a mapping of fields, such as 'name: my_job'")
-    data = _with_schema(data, path)
-    spec = parse_spec(data, source=f"job spec {path}")
+        raise SpecError(f"{name}: must be a mapping of fields, such as 'name: my_job'")
+    return _load_fields(data, path.absolute().parent, name)
+
+
+def _load_fields(data: Mapping[str, Any], folder: Path, source: str) -> JobSpec:
+    """The spec with these fields, whose relative paths start at `folder`."""
+    spec = parse_spec(_with_schema(data, folder, source), source=source)
     try:
-        return _absolute_paths(spec, path.absolute().parent)
+        return _absolute_paths(spec, folder)
     except ValueError as error:
-        raise SpecError(f"job spec {path}: {error}") from error
+        raise SpecError(f"{source}: {error}") from error
 
 
 def parse_spec(data: Mapping[str, object], *, source: str) -> JobSpec:
@@ -105,17 +118,17 @@ def _parse_object(text: str, source: str) -> dict[str, Any]:
     return data
 
 
-def _with_schema(data: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of the spec file `path`, with a schema that lies in a file of its own."""
+def _with_schema(data: Mapping[str, Any], folder: Path, source: str) -> Mapping[str, Any]:
+    """The fields of a spec, with a schema that lies in a file of its own."""
     form = data.get("response_format")
     if not isinstance(form, dict):
         return data
     name = form.get("json_schema")
     if not isinstance(name, str) or not name.endswith((".json", ".yaml", ".yml")):
         return data
-    source = f"job spec {path}: response_format.json_schema: {shown(name)}"
+    source = f"{source}: response_format.json_schema: {shown(name)}"
     try:
-        text = _read_text(path.parent / Path(name).expanduser(), source)
+        text = _read_text(folder / Path(name).expanduser(), source)
     except RuntimeError:  # ~user
         raise SpecError(f"{source}: there is no such home folder") from None
     if name.endswith(".json"):
@@ -151,6 +164,9 @@ def _parse_yaml(text: str) -> tuple[object, str | None]:
     """
     try:
         return yaml.load(text, _SpecLoader), None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        return None, f"not YAML at line {line}: holds the character {text[error.position]!r}"
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
