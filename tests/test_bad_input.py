@@ -136,6 +136,17 @@ def test_a_spec_that_is_not_yaml(job: Job) -> None:
     assert not job.out.exists()
 
 
+def test_a_spec_with_a_control_character_is_refused_with_its_line(job: Job) -> None:
+    (job.folder / "job.yaml").write_text("name: x\nprompt: a\x00b\n", encoding="utf-8")
+    assert_refused(job.plan(), 2, "job.yaml: not YAML at line 2: holds the character '\\x00'")
+
+
+@pytest.mark.parametrize("command", ["plan", "job"])
+def test_a_command_without_job_and_partition_names_both(batchllm: Any, command: str) -> None:
+    assert_refused(batchllm(command), 2, "--job FILE", "--ds DS")
+    assert_refused(batchllm(command, "--ds", "2026-01-31"), 2, "--job FILE")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

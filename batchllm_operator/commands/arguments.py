@@ -16,9 +16,29 @@ _log = logging.getLogger(__name__)
 
 
 def add_job(command: argparse.ArgumentParser) -> None:
-    which = command.add_mutually_exclusive_group(required=True)
+    """Add the arguments that name a job; `check_job` checks that one is there."""
+    command.set_defaults(check=check_job)
+    which = command.add_mutually_exclusive_group()
     which.add_argument("--job", type=Path, metavar="FILE", help="job spec (YAML)")
     which.add_argument("--job-json", metavar="JSON", help="the job spec itself, paths absolute")
+
+
+def add_job_and_ds(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a job and a partition, which `check_job` then requires."""
+    add_job(command)
+    command.set_defaults(needs_ds=True)
+    command.add_argument("--ds", help="the partition, such as 2026-01-31")
+
+
+def check_job(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Name all that is missing at once; argparse itself would name `--ds` alone."""
+    missing = []
+    if args.job is None and args.job_json is None:
+        missing.append("--job FILE or --job-json JSON")
+    if getattr(args, "needs_ds", False) and args.ds is None:
+        missing.append("--ds DS")
+    if missing:
+        parser.error(f"{args.name}: give {', and '.join(missing)}")
 
 
 def load_job(args: argparse.Namespace) -> JobSpec:

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchllm_operator.commands import commit, plan, report
-from batchllm_operator.commands.arguments import add_job
+from batchllm_operator.commands.arguments import add_job_and_ds
 from batchllm_operator.commands.children import exit_code, start_command
 from batchllm_operator.errors import Interrupted
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    add_job(command)
-    command.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
+    add_job_and_ds(command)
 
 
 def run(args: argparse.Namespace) -> Mapping[str, Any]:

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from batchllm_operator.commands.arguments import add_job, load_job
+from batchllm_operator.commands.arguments import add_job_and_ds, load_job
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    add_job(command)
-    command.add_argument("--ds", required=True, help="the partition, such as 2026-01-31")
+    add_job_and_ds(command)
     command.add_argument(
         "--record", metavar="NAME", help="keep the result in the output table too, for `verify`"
     )
