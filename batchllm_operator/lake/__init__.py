@@ -20,6 +20,8 @@ from batchllm_operator.lake.parquet.table import ParquetTable as ParquetTable
 from batchllm_operator.lake.parquet_footer import published_schema as published_schema
 from batchllm_operator.lake.partition_order import before as before
 from batchllm_operator.lake.partition_order import in_order as in_order
+from batchllm_operator.lake.partition_order import name_one as name_one
+from batchllm_operator.lake.partition_order import near as near
 from batchllm_operator.lake.row_stream import joined as joined
 from batchllm_operator.lake.scanning import listed_columns as listed_columns
 from batchllm_operator.lake.scanning import row_condition as row_condition

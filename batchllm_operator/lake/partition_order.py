@@ -8,7 +8,13 @@ from decimal import Decimal
 from typing import Final
 
 _NUMBER: Final = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+CAN_NOT_NAME: Final = (
+    "which can't name a partition; give the table a partition column of text, integers or dates,"
+    " such as the date and hour of this one"
+)
 _DIGITS: Final = re.compile(r"([0-9]+)")
+_LEAST_ALIKE: Final = 6
+"""Digits that two names of one time have in common: those of a year and a month."""
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -26,6 +32,40 @@ def before(names: Iterable[str], partition: str) -> list[str]:
     """Those of the names that come before `partition`, ascending."""
     ordered = in_order([*names, partition])
     return ordered[: ordered.index(partition)]
+
+
+def near(names: Iterable[str], partition: str, most: int = 3) -> list[str]:
+    """Those of the names that mean the same time, more or less exactly; else its neighbours.
+
+    `2026-01-31` is near `2026-01-31 00:00:00`, `20260131` and `2026-01`.
+    """
+    ordered = in_order(names)
+    wanted = "".join(_DIGITS.findall(partition))
+    alike = []
+    for name in ordered if wanted else ():
+        digits = "".join(_DIGITS.findall(name))
+        if min(len(digits), len(wanted)) >= _LEAST_ALIKE and (
+            digits.startswith(wanted) or wanted.startswith(digits)
+        ):
+            alike.append(name)
+    if alike:
+        return alike[:most]
+    place = len(before(ordered, partition))
+    return ordered[max(0, place - 1) : place + 1]
+
+
+def shown_near(names: Iterable[str], partition: str) -> str:
+    """The end of an error's message: the nearest names that are there."""
+    found = ", ".join(map(repr, near(names, partition)))
+    return f"; the nearest partitions are {found}" if found else ""
+
+
+def name_one(value: str = "logical_date.strftime('%Y-%m-%d')") -> str:
+    """Advice where a partition's name has another form than the table's; `value` is Jinja's."""
+    return (
+        "name one with --ds or, in Airflow, with the task group's argument ds, such as"
+        f' ds="{{{{ {value} }}}}"'
+    )
 
 
 def _spelled(name: str) -> list[str | int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from airflow.providers.common.compat.sdk import AirflowFailException, conf
 from airflow.sdk import BaseOperator, Context
@@ -13,6 +13,9 @@ from batchllm_operator.errors import SpecError
 from batchllm_operator.operators.command import uris_and_counts
 from batchllm_operator.operators.metrics import send_stage
 from batchllm_operator.spec import JobSpec, load_spec
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 PLAN_URI_KEY: Final = "plan_uri"
 SUMMARY_KEY: Final = "plan"
@@ -46,8 +49,38 @@ class Planning(BaseOperator):
         self.num_workers = num_workers
         self.report_root = _report_root(spec_path)
 
+    def render_template_fields(
+        self, context: Context, jinja_env: Environment | None = None
+    ) -> None:
+        """Render them as Airflow does.
+
+        Raises:
+            AirflowFailException: `ds` needs a logical date, and the run has none.
+        """
+        from jinja2 import UndefinedError
+
+        if context.get("logical_date") is None:
+            try:
+                self.render_template(self.ds, context, jinja_env or self.get_template_env())
+            except UndefinedError as error:
+                raise AirflowFailException(self._no_partition(str(error))) from None
+        super().render_template_fields(context, jinja_env)
+
+    def _no_partition(self, why: str) -> str:
+        return (
+            f"{self.spec_path}: nothing says which partition this run is for ({why}), as the run"
+            " has no logical date: trigger it with one, or give the task group a `ds` that the run"
+            ' has, such as ds="{{ dag_run.conf[\'ds\'] }}" with the conf {"ds": "2026-01-31"}, or'
+            " ds=one_run_per_partition(...)"
+        )
+
     def check(self) -> None:
-        """Refuse more tasks than Airflow maps one over: it would fail only after planning."""
+        """Refuse a run without a partition, and more tasks than Airflow maps one over.
+
+        Airflow would fail only after planning.
+        """
+        if self.ds.strip() in ("", "None"):
+            raise AirflowFailException(self._no_partition(f"ds is {self.ds!r}"))
         what, count = f"{self.spec_path}: planner.num_shards", self.spec.planner.num_shards
         if self.num_workers is not None:
             what, count = "num_workers", self.num_workers

@@ -57,7 +57,7 @@ def advise(spec: JobSpec, ds: str, *, sample_rows: int = SAMPLE_ROWS) -> Advice:
     num_sampled = sum(batch.num_rows for batch in sample)
     if num_sampled == 0:
         raise EmptyPartitionError(
-            f"{describe_empty(table, snapshot)}; there is nothing to advise on"
+            f"{describe_empty(spec, table, snapshot)}; there is nothing to advise on"
         )
     try:
         alternatives = _try_orders(spec, sample, tokenizer, adapters)

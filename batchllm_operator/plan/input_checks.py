@@ -5,13 +5,21 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Final
 
 import pyarrow as pa
 
 from batchllm_operator.artifacts.row_keys import check_key_types
 from batchllm_operator.errors import EmptyPartitionError, SpecError, TableError
-from batchllm_operator.lake import LakeTable, Snapshot, listed_columns, row_condition
+from batchllm_operator.lake import (
+    LakeTable,
+    Snapshot,
+    listed_columns,
+    name_one,
+    near,
+    row_condition,
+)
 from batchllm_operator.prompts import has_messages, has_text
 from batchllm_operator.spec import JobSpec
 
@@ -26,6 +34,12 @@ _UNITS_OF_TIME: Final = frozenset(
         *("week", "wk", "w", "date", "dt", "ds", "day", "dd", "d", "hour", "hr", "hh", "h"),
     ]
 )
+_FORMS: Final = (
+    *("%Y-%m-%d", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M"),
+    *("%Y-%m-%d %H", "%Y-%m-%dT%H", "%Y-%m-%d-%H", "%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%dT%H:%M:%S.%f"),
+    *("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d %H:%M:%S+00:00", "%Y-%m-%dT%H:%M:%S+00:00", "%Y%m%d"),
+    *("%Y%m%d%H", "%Y%m%d-%H", "%Y%m%dT%H%M%S", "%Y/%m/%d", "%Y-%m", "%Y%m", "%G-W%V-%u"),
+)
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +51,7 @@ def check_input(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
         SpecError, KeyColumnError, TableError: see `check_columns`.
     """
     if not snapshot.files and spec.on_empty == "fail":
-        raise EmptyPartitionError(f"{describe_empty(table, snapshot)} (on_empty: fail)")
+        raise EmptyPartitionError(f"{describe_empty(spec, table, snapshot)} (on_empty: fail)")
     check_columns(spec, table, snapshot)
     _check_outer(spec, table, snapshot)
 
@@ -194,7 +208,7 @@ def describe_rows(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
     return f"{where}, counting rows that input.filter keeps" if spec.input.filter else where
 
 
-def describe_empty(table: LakeTable, snapshot: Snapshot) -> str:
+def describe_empty(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> str:
     """Why a partition has no rows: it is missing or empty, or the filter keeps none."""
     where = f"table {table.uri}"
     if snapshot.num_rows:
@@ -209,4 +223,32 @@ def describe_empty(table: LakeTable, snapshot: Snapshot) -> str:
     if snapshot.files or snapshot.partition in names:
         return f"{where}, partition {snapshot.partition!r}: has no rows"
     newest = ", ".join(map(repr, names[: -_MAX_NAMED - 1 : -1])) or "none"
-    return f"{where}: there is no partition {snapshot.partition!r}; the newest are: {newest}"
+    absent = f"{where}: there is no partition {snapshot.partition!r}; the newest are: {newest}"
+    return absent + _describe_key(spec, snapshot, names)
+
+
+def _describe_key(spec: JobSpec, snapshot: Snapshot, names: Sequence[str]) -> str:
+    """What the partition column holds, and how to name it, if the names have another form."""
+    if not names or _form(snapshot.partition) in map(_form, names):
+        return ""
+    column = spec.input.partition_column
+    kind = snapshot.schema.field(column).type
+    nearest = near(names, snapshot.partition)
+    form = next((f for f in _FORMS if _has_form(nearest[0], f)), None)
+    value = "..." if form is None else f"logical_date.strftime('{form}')"
+    return (
+        f". Column {column!r} holds {kind} in another form than {snapshot.partition!r}; the nearest"
+        f" are: {', '.join(map(repr, nearest))}; {name_one(value)}"
+    )
+
+
+def _form(name: str) -> str:
+    """The name with its numbers, but not digits of dates, cut to 0: equal for names of one form."""
+    return re.sub(r"[0-9]+", lambda found: "0" * (len(found[0]) if len(found[0]) > 3 else 1), name)
+
+
+def _has_form(name: str, form: str) -> bool:
+    try:
+        return datetime.strptime(name, form).strftime(form) == name
+    except ValueError:
+        return False

@@ -275,7 +275,7 @@ def check_rows(
         EmptyPartitionError: there are no rows, and the spec says `on_empty: fail`.
     """
     if num_rows == 0:
-        reason = describe_empty(table, snapshot)
+        reason = describe_empty(spec, table, snapshot)
         if spec.on_empty == "fail":
             raise EmptyPartitionError(f"{reason} (on_empty: fail)")
         _log.warning("%s: an empty partition will be committed", reason)

@@ -833,3 +833,12 @@ def test_the_lake_is_imported_without_it() -> None:
     code = "import sys, batchllm_operator.lake.delta.table; print('deltalake' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_partition_column_of_times_is_shown_with_the_nearest(folder: Folder) -> None:
+    rows = pa.table({"n": [1], "at": [datetime(2026, 1, 31, 5, tzinfo=UTC)]})
+    write(folder, rows, partition_by="at")
+    with pytest.raises(
+        TableError, match=r"holds timestamp.* can't name a partition; .* are '2026-01-31 05:00:00"
+    ):
+        DeltaTable(folder.uri, "at").snapshot("2026-01-31")

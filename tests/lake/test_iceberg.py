@@ -591,3 +591,27 @@ def test_a_catalog_that_fails(lake: IcebergLake, table: LakeTable) -> None:
 
     with wrapped(lake.read, fail), pytest.raises(StorageError, match="no route"):
         table.published(DS)
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "message"),
+    [
+        (
+            datetime.date(2026, 1, 31),
+            "2026-01-31 00:00:00",
+            "holds date, and .* isn't one; name one with --ds .*nearest .* are '2026-01-31'",
+        ),
+        (20260131, "2026-01-31", "holds long, and .*nearest partitions are '20260131'"),
+        (
+            datetime.datetime(2026, 1, 31, 5),
+            "2026-01-31",
+            "holds timestamp, which can't name .*nearest partitions are '2026-01-31 05:00:00'",
+        ),
+    ],
+)
+def test_a_name_that_is_not_of_the_partition_columns_type_is_shown_beside_the_nearest(
+    lake: IcebergLake, value: Any, name: str, message: str
+) -> None:
+    create(lake, pa.table({"n": [1], "at": [value]}), "at", IdentityTransform())
+    with pytest.raises(TableError, match=message):
+        open_table(lake.address, "at").snapshot(name)

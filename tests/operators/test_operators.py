@@ -5,7 +5,7 @@ import sys
 from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -289,6 +289,34 @@ def test_templates_are_rendered() -> None:
     commit = BatchLLMCommitOperator(task_id="c", plan_uri="{{ root }}/p")
     commit.render_template_fields(context)
     assert commit.plan_uri == "s3://b/p"
+
+
+@pytest.mark.parametrize("ds", ["{{ ds }}", "{{ logical_date.strftime('%Y%m%d') }}", "{{ day }}"])
+@pytest.mark.parametrize("context", [{}, {"logical_date": None}])
+def test_a_run_without_a_logical_date_says_how_to_name_its_partition(
+    ds: str, context: dict[str, Any], tmp_path: Path
+) -> None:
+    with DAG("job", schedule=None):  # whose templates are strict
+        task = BatchLLMPlanOperator(task_id="p", spec_path=write_spec(tmp_path, 1), ds=ds)
+    with pytest.raises(AirflowFailException, match=r"no logical date.*dag_run.conf\['ds'\]"):
+        task.render_template_fields(cast(Any, context))
+
+
+def test_a_run_without_a_logical_date_may_have_its_partition_in_its_conf(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, 1)
+    task = BatchLLMPlanOperator(task_id="p", spec_path=spec, ds="{{ conf['ds'] }}")
+    task.render_template_fields(cast(Any, {"conf": {"ds": "2026-01-31 05"}}))
+    assert task.ds == "2026-01-31 05"
+
+
+@pytest.mark.parametrize("ds", ["", "None"])
+def test_a_partition_without_a_name_is_refused(
+    ran: list[tuple[str, ...]], tmp_path: Path, ds: str
+) -> None:
+    task = BatchLLMPlanOperator(task_id="p", spec_path=write_spec(tmp_path, 1), ds=ds)
+    with pytest.raises(AirflowFailException, match="nothing says which partition"):
+        execute(task, {"ti": TaskInstance()})
+    assert ran == []
 
 
 def test_task_group_wires_plan_generate_commit_report() -> None:

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from batchllm_operator.errors import TableError
+from batchllm_operator.lake.partition_order import CAN_NOT_NAME, shown_near
 from batchllm_operator.lake.scanning import COMPARISONS
 from batchllm_operator.spec import FilterTerm
 
@@ -93,9 +94,10 @@ class TableVersion:
             elif pa.types.is_date(kind):
                 value = date.fromisoformat(partition)
             else:
+                names = [str(file.partition_values[column]) for file in self.files()]
                 raise TableError(
-                    f"table {self.raw.table_uri}: partition column {column!r} holds {kind}; only"
-                    " strings, integers and dates can name a partition"
+                    f"table {self.raw.table_uri}: partition column {column!r} holds {kind},"
+                    f" {CAN_NOT_NAME}{shown_near(names, partition)}"
                 )
         except ValueError:
             return None

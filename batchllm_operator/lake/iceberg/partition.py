@@ -30,7 +30,7 @@ from batchllm_operator.errors import TableError
 from batchllm_operator.lake.iceberg.catalog import iceberg_errors
 from batchllm_operator.lake.iceberg.read import IcebergFiles, read_metadata
 from batchllm_operator.lake.iceberg.schema import arrow_schema, partition_name, partition_value
-from batchllm_operator.lake.partition_order import in_order
+from batchllm_operator.lake.partition_order import in_order, shown_near
 from batchllm_operator.lake.publishing import RUN_ID, publisher_in
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.table import FilePart, InputFile, Publication
@@ -78,7 +78,11 @@ class PartitionView:
         self.snapshot_id = snapshot_id
         self._schema = schema
         self._field = _partition_field(table, uri, column, schema)
-        self.value = partition_value(f"table {uri}", self._field.field_type, partition)
+        try:
+            self.value = partition_value(f"table {uri}", self._field.field_type, partition)
+        except TableError as error:
+            names = partition_names(table, uri, column)
+            raise TableError(f"{error}{shown_near(names, partition)}") from None
         self.arrow_schema = arrow_schema(schema)
         self._tasks: dict[str, FileScanTask] | None = None
 

@@ -10,9 +10,17 @@ import pyarrow as pa
 from pyarrow import types
 from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids, schema_to_pyarrow
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
-from pyiceberg.types import DateType, IntegerType, LongType, StringType
+from pyiceberg.types import (
+    DateType,
+    IntegerType,
+    LongType,
+    StringType,
+    TimestampType,
+    TimestamptzType,
+)
 
 from batchllm_operator.errors import TableError
+from batchllm_operator.lake.partition_order import CAN_NOT_NAME, name_one
 from batchllm_operator.lake.schema import plain_type
 
 _EPOCH: Final = datetime.date(1970, 1, 1)
@@ -69,16 +77,18 @@ def partition_value(where: str, kind: Any, partition: str) -> str | int | dateti
                 return datetime.date.fromisoformat(partition)
             except ValueError as error:
                 raise TableError(f"{where}: {partition!r}: {error}") from error
-    raise TableError(
-        f"{where}: the partition column holds {kind}, and {partition!r} isn't one; partitions are"
-        " named by strings, integers, and dates such as 2026-01-31"
-    )
+    holds = f"{where}: the partition column holds {kind}"
+    if isinstance(kind, IntegerType | LongType | DateType):
+        raise TableError(f"{holds}, and {partition!r} isn't one; {name_one()}")
+    raise TableError(f"{holds}, {CAN_NOT_NAME}")
 
 
 def partition_name(kind: Any, value: Any) -> str:
-    """The name for a value from a partition record, where dates are days since 1970."""
+    """The name for a value from a partition record: dates and times there count from 1970."""
     if isinstance(kind, DateType) and isinstance(value, int):
         return (_EPOCH + datetime.timedelta(days=value)).isoformat()
+    if isinstance(kind, TimestampType | TimestamptzType) and isinstance(value, int):
+        return str(datetime.datetime(1970, 1, 1) + datetime.timedelta(microseconds=value))
     return str(value)
 
 
