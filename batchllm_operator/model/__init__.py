@@ -2,16 +2,20 @@
 
 from batchllm_operator.model.adapters import Adapter, find_adapters, warn_of_other_models
 from batchllm_operator.model.chat_template import ChatRefusedError, ChatTemplate
+from batchllm_operator.model.files import ModelFiles
 from batchllm_operator.model.folder import folder_digest
 from batchllm_operator.model.stored_tokenizer import StoredTokenizer, read_stored
 from batchllm_operator.model.transformers_tokenizer import TransformersTokenizer
+from batchllm_operator.model.weights import check_weights
 
 __all__ = [
     "Adapter",
     "ChatRefusedError",
     "ChatTemplate",
+    "ModelFiles",
     "StoredTokenizer",
     "TransformersTokenizer",
+    "check_weights",
     "find_adapters",
     "folder_digest",
     "read_stored",

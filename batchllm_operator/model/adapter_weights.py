@@ -6,13 +6,13 @@ lacks, without a word.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from batchllm_operator.model.weights import read_header
 
 _LORA_WEIGHT: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
 _NUMBER: Final = re.compile(r"\d+")
 
 
@@ -46,13 +46,9 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
     shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
+            header, _ = read_header(path)
             shapes |= {
-                name: [int(each) for each in tensor["shape"]]
-                for name, tensor in header.items()
-                if name != "__metadata__"
+                name: [int(each) for each in tensor["shape"]] for name, tensor in header.items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue

@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model.adapter_weights import find_misfit
+from batchllm_operator.model.files import ModelFiles, one_line
 from batchllm_operator.model.folder import folder_digest
+from batchllm_operator.model.weights import check_adapter_weights
 from batchllm_operator.spec import ModelSpec
 
 _CONFIG_FILE: Final = "adapter_config.json"
@@ -78,7 +80,8 @@ def warn_of_other_models(model: ModelSpec, adapters: tuple[Adapter, ...]) -> Non
 
 def _read(name: str, number: int, path: str) -> Adapter:
     where, is_on_hub = _where(name), not Path(path).is_absolute()
-    folder = _load(path, where) if is_on_hub else Path(path)
+    files = ModelFiles(path, where=f"{where}: {path}")
+    folder = files.folder or _load(path, where)
     try:
         config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -88,6 +91,7 @@ def _read(name: str, number: int, path: str) -> Adapter:
     kind = config.get("peft_type", "LORA") if isinstance(config, dict) else None
     if kind != "LORA":
         raise ModelError(f"{where}: {folder} isn't a LoRA adapter: its peft_type is {kind!r}")
+    check_adapter_weights(files)
     base_model = config.get("base_model_name_or_path")
     return Adapter(
         name,
@@ -129,10 +133,7 @@ def _load(path: str, where: str) -> Path:
         return Path(snapshot_download(path))
     # An unknown name, no network, a full disk: all mean that the adapter can't be used.
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [repr(error)])[0]
-        raise ModelError(
-            f"{where}: {path} can't be loaded (a folder begins with ./, ../, ~/ or /): {first_line}"
-        ) from error
+        raise ModelError(f"{where}: {path} can't be loaded: {one_line(error)}") from error
 
 
 def _where(name: str) -> str:

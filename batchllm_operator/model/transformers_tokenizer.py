@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.model.chat_template import ChatTemplate, advise_without_template
+from batchllm_operator.model.files import ModelFiles, one_line, pointer_fault
 from batchllm_operator.model.stored_tokenizer import fingerprint
 from batchllm_operator.spec import ModelSpec, PromptSpec
+
+_CONFIG_FILE: Final = "config.json"
+_MISTRAL_FILE: Final = "tekken.json"
+_TOKENIZERS: Final = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json"})
 
 
 class TransformersTokenizer:
@@ -22,6 +26,7 @@ class TransformersTokenizer:
     Args:
         model: a folder or a name on the hub.
         prompt: the spec's, which says whether prompts go through its chat template.
+        files: the model's.
 
     Attributes:
         backend: a copy of what its call passes its texts to, set not to cut or pad; None if the
@@ -34,9 +39,9 @@ class TransformersTokenizer:
         ModelError: the tokenizer can't be loaded, or has no chat template.
     """
 
-    def __init__(self, model: ModelSpec, prompt: PromptSpec) -> None:
+    def __init__(self, model: ModelSpec, prompt: PromptSpec, files: ModelFiles) -> None:
         self._path, self._prompt = model.path, prompt
-        self._tokenizer, config = _load(model)
+        self._tokenizer, config = _load(model, files)
         self._chat = chat = prompt.chat_template
         template = self._tokenizer.chat_template if chat else ""
         if chat and not template:
@@ -84,29 +89,55 @@ class TransformersTokenizer:
         return fingerprint(None, kind, vocabulary, special, chat_template)
 
 
-def _load(model: ModelSpec) -> tuple[Any, Any]:
+def _load(model: ModelSpec, files: ModelFiles) -> tuple[Any, Any]:
     """The tokenizer and the configuration of a model.
 
     Raises:
         ModelError: they can't be loaded.
     """
+    _check_format(files)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     from transformers import AutoConfig, AutoTokenizer  # seconds to import
 
     origin: dict[str, Any] = {
         "revision": model.revision,
         "trust_remote_code": model.trust_remote_code,
+        "local_files_only": files.is_cached,
     }
+    # Of Mistral's models with both, transformers would take its own format.
+    one_format = {"mistral_format": False} if _MISTRAL_FILE in files.names else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, **origin)
-        return tokenizer, AutoConfig.from_pretrained(model.path, **origin)
-    # A damaged folder, an unknown name, a missing package: each library has its own errors, and
-    # all mean that the spec's model can't be used.
+        config = AutoConfig.from_pretrained(model.path, **origin)
+        tokenizer = AutoTokenizer.from_pretrained(model.path, **origin, **one_format)
+        is_empty = not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    # A damaged folder, a missing package: each library has its own errors, and all mean that the
+    # spec's model can't be used.
     except Exception as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        is_folder = Path(model.path).is_absolute()
-        hint = "" if is_folder else " (a folder begins with ./, ../, ~/ or /)"
-        raise ModelError(f"model {model.path}: can't be loaded{hint}: {first_line}") from error
+        hint = "" if "tokenizer.json" in files.names else " (there is no tokenizer.json)"
+        raise ModelError(f"{files.where}: can't be loaded{hint}: {one_line(error)}") from error
+    if is_empty:  # as transformers makes it where the files are missing
+        raise ModelError(f"{files.where}: has no tokenizer: there is no tokenizer.json")
+    return tokenizer, config
+
+
+def _check_format(files: ModelFiles) -> None:
+    """Refuse what transformers fails at with a message of its own code.
+
+    Raises:
+        ModelError: the tokenizer or the configuration is in a format that isn't supported.
+    """
+    has_config = files.read_json(_CONFIG_FILE) is not None
+    if not has_config and any(name.lower().endswith(".gguf") for name in files.names):
+        raise files.gguf_error()
+    if _MISTRAL_FILE in files.names and not (has_config and files.names & _TOKENIZERS):
+        raise ModelError(
+            f"{files.where}: is in Mistral's own format ({_MISTRAL_FILE}), which isn't supported;"
+            f" use a copy of the model that has {_CONFIG_FILE} and tokenizer.json, as transformers"
+            " writes them"
+        )
+    for name in sorted(files.names & _TOKENIZERS):
+        if files.folder and (fault := pointer_fault((files.folder / name).read_bytes())):
+            raise ModelError(f"{files.where}: its {name} {fault}")
 
 
 def _copy_backend(tokenizer: Any) -> Backend | None:

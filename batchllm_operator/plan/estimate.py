@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from batchllm_operator.artifacts.manifest import CostEstimate
 from batchllm_operator.errors import ModelError, PlanError
+from batchllm_operator.model import ModelFiles
 from batchllm_operator.planner import (
     GPU,
     EngineLimits,
@@ -249,14 +250,11 @@ def read_shape(
     Raises:
         ModelError: its `config.json` can't be read, or it isn't of a kind that is known.
     """
-    from transformers import PretrainedConfig  # seconds to import
-
-    try:
-        config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {path}: its config.json can't be read") from error
+    config = ModelFiles(path, revision).read_json("config.json")
+    if not isinstance(config, dict):
+        raise ModelError(f"model {path}: has no config.json")
     return model_shape(
-        dict(config),
+        config,
         path,
         bytes_per_weight=bytes_per_weight,
         bytes_per_kv_element=bytes_per_kv_element,

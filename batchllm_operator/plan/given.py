@@ -13,6 +13,7 @@ from batchllm_operator.artifacts.stored_plan import (
 )
 from batchllm_operator.engine import check_arguments
 from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.model import check_weights
 from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.plan.estimate import Target, find_target
 from batchllm_operator.plan.input_checks import (
@@ -59,15 +60,17 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     table = open_table(spec.input.uri, spec.input.partition_column)
     snapshot = table.snapshot(ds)
     check_input(spec, table, snapshot)
+    tokenizer = load_tokenizer(spec, ds)
+    if tokenizer.files is not None and spec.engine.backend != "fake":
+        check_weights(tokenizer.files, str(spec.engine.extra_args.get("load_format") or "auto"))
     # Faults that would stop the commit should show before the GPU runs.
     check_folders(spec, ds)
     output = open_table(spec.output.uri, spec.input.partition_column)
     check_publisher(output, spec, ds)
     check_response_format(spec, output)
-    pooling = find_pooling(spec)
+    pooling = find_pooling(spec, tokenizer.files)
     columns = output_schema(spec, snapshot.schema, output.columns(ds), pooling)
     output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
-    tokenizer = load_tokenizer(spec, ds)
     check_lengths(spec, tokenizer.max_model_len)
     label_token_ids = find_label_tokens(spec, tokenizer)
     target = find_target(spec)

@@ -6,15 +6,14 @@ tokens see only those before them, pooled at the last token, may take a prefix f
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from batchllm_operator.artifacts.planned_pooling import PlannedPooling
 from batchllm_operator.engine.fake import FAKE_SIZE
 from batchllm_operator.errors import ModelError
+from batchllm_operator.model import ModelFiles
 from batchllm_operator.spec import JobSpec
 
 _log = logging.getLogger(__name__)
@@ -23,18 +22,19 @@ _SIZES: Final = ("embedding_size", "hidden_size", "n_embd", "d_model")
 _POOLED_TOKENS: Final = {"mean": "the mean of all tokens", "cls": "the first token"}
 
 
-def find_pooling(spec: JobSpec) -> PlannedPooling | None:
+def find_pooling(spec: JobSpec, files: ModelFiles | None) -> PlannedPooling | None:
     """What the plan of an `embed` or `pool` job says of its vectors; None for other tasks.
 
+    Args:
+        files: the model's; None for the fake engine without a model.
+
     Raises:
-        ModelError: the model's `config.json` can't be read, or doesn't say the size of embeddings.
+        ModelError: a file can't be read, or `config.json` doesn't say the size of embeddings.
     """
     if not spec.is_pooled:
         return None
-    config = _read_json(spec, _CONFIG)
-    if config is None and spec.engine.backend != "fake":
-        raise ModelError(f"model {spec.model.path}: its {_CONFIG} can't be read")
-    modules = _modules(spec)
+    config = files.read_json(_CONFIG) if files is not None else None
+    modules = _modules(files) if files is not None else {}
     reason = None if config is None else _reason_against_sharing(spec, config, modules)
     if reason is not None:
         _log.info("planned without shared prefixes: %s", reason)
@@ -104,42 +104,14 @@ def _pooled_tokens(spec: JobSpec, modules: Mapping[str, Mapping[str, Any]]) -> s
     return next((name for name in _POOLED_TOKENS if f"_{name}_" in " ".join(modes)), None)
 
 
-def _modules(spec: JobSpec) -> dict[str, Mapping[str, Any]]:
+def _modules(files: ModelFiles) -> dict[str, Mapping[str, Any]]:
     """The configs of a sentence-transformers model's modules by kind, of equal ones the last."""
-    found = _read_json(spec, "modules.json")
+    found = files.read_json("modules.json")
     if not isinstance(found, list):
         return {}
     modules: dict[str, Mapping[str, Any]] = {}
     for module in found:
         kind = str(module.get("type")).rpartition(".")[2]
         if kind in ("Pooling", "Dense"):
-            modules[kind] = _read_json(spec, f"{module.get('path')}/{_CONFIG}") or {}
+            modules[kind] = files.read_json(f"{module.get('path')}/{_CONFIG}") or {}
     return modules
-
-
-def _read_json(spec: JobSpec, name: str) -> Any:
-    """A JSON file of the model, in its folder or on the hub; None if there is none.
-
-    Raises:
-        ModelError: it isn't JSON.
-    """
-    path: str | None = str(Path(spec.model.path) / name)
-    if not Path(spec.model.path).is_dir():
-        if spec.engine.backend == "fake":
-            return None
-        from transformers.utils.hub import cached_file
-
-        path = cached_file(
-            spec.model.path,
-            name,
-            revision=spec.model.revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-    if path is None or not Path(path).is_file():
-        return None
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"model {spec.model.path}: its {name} isn't JSON") from error

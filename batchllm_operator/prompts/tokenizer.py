@@ -14,6 +14,7 @@ from batchllm_operator.errors import ModelError
 from batchllm_operator.model import (
     ChatRefusedError,
     ChatTemplate,
+    ModelFiles,
     TransformersTokenizer,
     folder_digest,
     read_stored,
@@ -42,6 +43,10 @@ class Tokenizer(Protocol):
     @property
     def model_version(self) -> str:
         """Changes when the model does: the hub's commit, or a digest of the model's folder."""
+
+    @property
+    def files(self) -> ModelFiles | None:
+        """The model's files; None if there is no model."""
 
     @property
     def max_model_len(self) -> int:
@@ -90,12 +95,10 @@ class ModelTokenizer:
         model, chat = spec.model, spec.prompt.chat_template
         if model.trust_remote_code:
             _log.warning("model %s: runs code of its own (trust_remote_code)", model.path)
-        folder = Path(model.path)
-        if folder.is_absolute() and not _is_folder(folder):
-            raise ModelError(f"model {model.path}: there is no such folder")
-        self._prompt = spec.prompt
+        self.files = files = ModelFiles(model.path, model.revision)
+        self._prompt, folder = spec.prompt, Path(model.path)
         stored = None if chat or model.trust_remote_code else read_stored(folder)
-        loaded = TransformersTokenizer(model, spec.prompt) if stored is None else None
+        loaded = TransformersTokenizer(model, spec.prompt, files) if stored is None else None
         self._chat = loaded.chat_template(ds) if loaded and chat else None
         own = loaded or stored
         assert own is not None
@@ -197,6 +200,7 @@ class Utf8Tokenizer:
     vocabulary_bound = 256
 
     def __init__(self, spec: JobSpec) -> None:
+        self.files = _local_files(spec.model.path)
         self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
         self._answer_prefix = spec.prompt.answer_prefix or ""
 
@@ -238,11 +242,12 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
         ) from error
 
 
-def _is_folder(path: Path) -> bool:
+def _local_files(path: str) -> ModelFiles | None:
+    """The files of a model's folder; None if there is none."""
     try:
-        return path.is_dir()
-    except OSError:  # the name is too long
-        return False
+        return ModelFiles(path) if Path(path).is_absolute() else None
+    except ModelError:
+        return None
 
 
 def length_fault(num_prompt_tokens: int, max_model_len: int) -> str | None:

@@ -47,7 +47,7 @@ def test_its_version_is_the_commit(cache: Path) -> None:
 
 def test_an_unknown_name(cache: Path) -> None:
     model = ModelSpec(path="we/base", adapters={"a": "we/unknown"}, adapter="a")
-    with pytest.raises(ModelError, match=r"model\.adapters\.a: we/unknown can't be loaded"):
+    with pytest.raises(ModelError, match=r"model\.adapters\.a: we/unknown: the hub"):
         find_adapters(model)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from batchllm_operator import prompts
 from batchllm_operator.errors import ExitCode, ModelError
-from batchllm_operator.model import TransformersTokenizer
+from batchllm_operator.model import ModelFiles, TransformersTokenizer
 from batchllm_operator.prompts import Tokenizer, length_fault
 from batchllm_operator.prompts import tokenizer as tokenizer_module
 from batchllm_operator.prompts.template import rendered_prompts
@@ -313,6 +313,46 @@ def test_a_broken_config(own_model: Path, content: str) -> None:
     refused(job(own_model))
 
 
+@pytest.mark.parametrize("names", [["params.json"], ["config.json"], ["tokenizer.json"]])
+def test_a_model_in_mistrals_own_format_only(own_model: Path, names: list[str]) -> None:
+    for path in own_model.iterdir():
+        if path.name not in names:
+            path.unlink()
+    (own_model / "tekken.json").write_text("{}", encoding="utf-8")
+    message = refused(job(own_model))
+    assert "Mistral's own format (tekken.json)" in message
+    assert "config.json and tokenizer.json" in message
+
+
+def test_of_two_formats_that_of_transformers_is_used(own_model: Path) -> None:
+    expected = load_tokenizer(job(own_model)).encode(TEXTS).to_lists()
+    config = {**CONFIG, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (own_model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (own_model / "tekken.json").write_text("{}", encoding="utf-8")
+    for chat in (False, True):
+        load_tokenizer(job(own_model, chat_template=chat))
+    assert load_tokenizer(job(own_model)).encode(TEXTS).to_lists() == expected
+
+
+def test_a_folder_of_gguf_files_only(tmp_path: Path) -> None:
+    (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+    assert "GGUF isn't supported" in refused(job(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "bert"])
+@pytest.mark.parametrize("kept", ["config.json", "*config.json"])
+def test_a_folder_without_a_tokenizer(own_model: Path, kind: str, kept: str) -> None:
+    """transformers makes an empty one for some models, and has reasons of several lines."""
+    for path in own_model.iterdir():
+        if not path.match(kept):
+            path.unlink()
+    config = {**CONFIG, "model_type": kind}
+    (own_model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    message = refused(job(own_model))
+    assert "there is no tokenizer.json" in message
+    assert not message.rstrip().endswith(":")
+
+
 def test_a_missing_chat_template(tmp_path: Path) -> None:
     model = build_tokenizer(tmp_path, chat_template=None)
     assert "prompt.chat_template: false" in refused(job(model, chat_template=True))
@@ -328,9 +368,9 @@ def test_advice_on_a_chat_template_names_no_setting_that_chats_refuse(
 ) -> None:
     spec = job(build_tokenizer(tmp_path, chat_template=chat_template), template=None, **chat)
     with pytest.raises(ModelError) as refusal:
-        TransformersTokenizer(spec.model, spec.prompt).chat_template("latest").render(
-            [[{"role": "user", "content": "x"}]]
-        )
+        files = ModelFiles(spec.model.path)
+        template = TransformersTokenizer(spec.model, spec.prompt, files).chat_template("latest")
+        template.render([[{"role": "user", "content": "x"}]])
     assert "chat_template: false" not in str(refusal.value)
     assert f"prompt.template, in place of prompt.{next(iter(chat))}" in str(refusal.value)
     assert "chat_template.jinja" in str(refusal.value)

@@ -1,0 +1,162 @@
+"""Whether a model's weights are there, whole, and in a format that vLLM loads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from batchllm_operator.errors import ModelError
+from batchllm_operator.model.files import ModelFiles, pointer_fault
+
+_CONSOLIDATED: Final = "consolidated*.safetensors"
+_PATTERNS: Final = {
+    "hf": ("*.safetensors", "*.bin", "*.pt"),
+    "mistral": (_CONSOLIDATED,),
+    "npcache": ("*.bin", "*.pt"),
+    "pt": ("*.pt",),
+    **dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor"), ("*.safetensors",)),
+}
+"""Files by vLLM's load format, of which it takes the first that match."""
+_OF_TRAINING: Final = (
+    *("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
+)
+_ADAPTER: Final = tuple(f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt"))
+_SHARD: Final = re.compile(r"(?P<head>.+-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<tail>\..+)")
+_MAX_SHARDS: Final = 10_000
+_MAX_NAMED: Final = 3
+_MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
+
+
+def check_weights(files: ModelFiles, load_format: str = "auto") -> None:
+    """Refuse a model whose weights vLLM can't load, as far as names, sizes and headers tell.
+
+    Args:
+        load_format: vLLM's argument.
+
+    Raises:
+        ModelError: weights are missing, of another format, cut off or empty; names them.
+    """
+    if load_format == "auto":
+        has_own = any(fnmatchcase(name, _CONSOLIDATED) for name in files.names)
+        load_format = "mistral" if has_own else "hf"
+    if load_format not in _PATTERNS or files.is_cached:  # another machine may load the rest
+        return
+    found = _matching(files.names, _PATTERNS[load_format])
+    indexes = [f"{each}.index.json" for each in _indexed(load_format, found)]
+    listed = {name for each in indexes for name in _listed(files, each)}
+    missing = sorted((listed or _numbered(found)) - files.names)
+    if missing:
+        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        named = ", ".join(missing[:_MAX_NAMED])
+        raise ModelError(f"{files.where}: lacks files of its weights: {named}{more}")
+    if not found:
+        raise _without_weights(files, _PATTERNS[load_format])
+    for name in sorted(listed & found or found):
+        _check_file(files, name)
+
+
+def check_adapter_weights(files: ModelFiles) -> None:
+    """Refuse an adapter without weights; see `check_weights`.
+
+    Raises:
+        ModelError: they are missing, cut off or empty.
+    """
+    name = next((each for each in _ADAPTER if each in files.names), None)
+    if name is None:
+        raise ModelError(f"{files.where}: has no weights: there is no {_ADAPTER[0]}")
+    _check_file(files, name)
+
+
+def _check_file(files: ModelFiles, name: str) -> None:
+    if files.folder is not None and (fault := _fault(files.folder / name)):
+        raise ModelError(f"{files.where}: its {name} {fault}")
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a file of weights, by its size and its head; None if nothing is."""
+    try:
+        size = path.stat().st_size
+        if size == 0:
+            return "is empty"
+        with path.open("rb") as file:
+            if fault := pointer_fault(file.read(64)):
+                return fault
+        if path.suffix != ".safetensors":
+            return None
+        header, start = read_header(path)
+        ends = [int(each["data_offsets"][1]) for each in header.values()]
+    except OSError as error:
+        return f"can't be read: {error}"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return "isn't a safetensors file, or is cut off"
+    if not ends:
+        return "has no weights in it"
+    if size < (whole := start + max(ends)):
+        return f"is cut off: it has {size:,} of {whole:,} bytes"
+    return None
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The tensors that a safetensors file describes by name, and where its data begins.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError, AttributeError, RecursionError: it isn't such a file.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
+    return {name: each for name, each in header.items() if name != "__metadata__"}, 8 + size
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
+    """The weights that vLLM takes: those of the first pattern that any name matches."""
+    for pattern in patterns:
+        if found := {name for name in names if fnmatchcase(name, pattern) and "/" not in name}:
+            return found - {*_OF_TRAINING, *_ADAPTER}
+    return set()
+
+
+def _indexed(load_format: str, found: set[str]) -> tuple[str, ...]:
+    """What the indexes of the shards are of, most of which models don't have."""
+    if load_format == "mistral":
+        return ("consolidated.safetensors",)
+    if any(name.endswith(".safetensors") for name in found):
+        return ("model.safetensors",)
+    return ("pytorch_model.bin",) if found else ("model.safetensors", "pytorch_model.bin")
+
+
+def _listed(files: ModelFiles, index: str) -> set[str]:
+    """The files that an index names; none if there is no index."""
+    content = files.read_json(index)
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    return set(map(str, shards.values())) if isinstance(shards, dict) else set()
+
+
+def _numbered(found: Iterable[str]) -> set[str]:
+    """All shards, by the names of some: `model-00001-of-00003.safetensors` is one of three."""
+    shards: set[str] = set()
+    for match in filter(None, map(_SHARD.fullmatch, found)):
+        count = min(int(match["count"]), _MAX_SHARDS)
+        numbers = range(1, count + 1)
+        shards |= {f"{match['head']}{n:05d}-of-{match['count']}{match['tail']}" for n in numbers}
+    return shards
+
+
+def _without_weights(files: ModelFiles, patterns: tuple[str, ...]) -> ModelError:
+    if any(name.lower().endswith(".gguf") for name in files.names):
+        return files.gguf_error()
+    if "adapter_config.json" in files.names:
+        return ModelError(
+            f"{files.where}: is a LoRA adapter, not a model: give the model that it is for as"
+            " model.path, and the adapter in model.adapters"
+        )
+    kinds = ", ".join(patterns)
+    return ModelError(
+        f"{files.where}: has no weights ({kinds}); complete the folder, or download it again"
+        " (engine.backend: fake needs none)"
+    )

@@ -1,0 +1,88 @@
+"""A model's files, in folders and on a hub that answers, refuses or is out of reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from model.test_adapters import COMMITS, publish
+
+from batchllm_operator.errors import ModelError
+from batchllm_operator.model import ModelFiles
+
+NAME = "we/base"
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub that counts requests, and answers each with the server's status."""
+
+    server: Any
+
+    def do_GET(self) -> None:
+        self.server.paths.append(self.path)
+        self.send_response(self.server.status)
+        if self.server.status == 404:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    server: Any = HTTPServer(("127.0.0.1", 0), _Hub)
+    server.status, server.paths = 503, []
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize("status", [500, 503, 404])
+def test_a_hub_that_does_not_help_is_asked_once(hub: Any, status: int) -> None:
+    hub.status = status
+    with pytest.raises(ModelError) as caught:
+        ModelFiles(NAME)
+    message = str(caught.value)
+    assert len(hub.paths) == 1
+    assert f"model {NAME}: the hub" in message
+    assert "a folder begins with ./, ../, ~/ or /" in message
+    assert ("HF_TOKEN" in message) == (status == 404)
+
+
+def test_a_hub_out_of_reach_leaves_what_its_cache_has(hub: Any, tmp_path: Path) -> None:
+    folder = publish(tmp_path, NAME, COMMITS[0])
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    files = ModelFiles(NAME)
+    assert (files.is_cached, files.folder, files.names) == (True, folder, {"config.json"})
+    assert files.read_json("config.json") == {"model_type": "qwen2"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "isn't JSON"), ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull")],
+)
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=rf"its config\.json .*{message}"):
+        ModelFiles(str(tmp_path)).read_json("config.json")
+
+
+def test_a_path_of_one_file_asks_for_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"")
+    with pytest.raises(ModelError, match="is a file; give the folder"):
+        ModelFiles(str(path))
