@@ -19,6 +19,7 @@ from helm_chart.rendering import (
     notes,
     pod_templates,
     render,
+    spark_applications,
 )
 from helm_chart.validation import errors_of
 from helm_python import Chart, package
@@ -352,3 +353,34 @@ def test_a_wrong_field_is_found() -> None:
         part = "data" if each.kind == "ConfigMap" else "metadata"
         broken = {**each.content, part: {**each.content[part], "bogus": {"a": 1}}}
         assert any("bogus" in error for error in errors_of(Rendered("x", broken))), each.kind
+
+
+def test_further_volumes_are_in_every_pod() -> None:
+    volumes = [
+        {"name": "weights", "persistentVolumeClaim": {"claimName": "weights", "readOnly": True}},
+        {"name": "company", "projected": {"sources": [{"configMap": {"name": "company-ca"}}]}},
+    ]
+    mounts = [
+        {"name": "weights", "mountPath": "/weights", "readOnly": True},
+        {"name": "company", "mountPath": "/etc/ca.crt", "subPath": "ca.crt"},
+    ]
+    values = pre_pull(
+        [MODEL],
+        **{kind: {"enabled": True} for kind in ("cpu", "spark")},
+        gpu={"amd": {"enabled": True}},
+        pods={"extraVolumes": volumes, "extraVolumeMounts": mounts},
+    )
+    objects = render(values)
+    pods = [*pod_templates(objects), *spark_applications(objects)]
+    assert [error for each in [*objects, *pods] for error in errors_of(each)] == []
+    specs = [each.content["spec"] for each in pod_templates(objects)]
+    specs.append(one(objects, "Job")["spec"]["template"]["spec"])
+    assert len(specs) == 4
+    for spec in specs:
+        assert spec["volumes"][-2:] == volumes
+        assert spec["containers"][0]["volumeMounts"][-2:] == mounts
+    [application] = spark_applications(objects)
+    spark = application.content["spec"]
+    assert [each for each in spark["volumes"] if each in volumes] == volumes
+    for part in ("driver", "executor"):
+        assert [each for each in spark[part]["volumeMounts"] if each in mounts] == mounts

@@ -16,6 +16,8 @@ from support.kubernetes.cluster import Cluster
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 PRE_PULL = {"enabled": True, "models": [{"repo": "org/model", "revision": "0" * 40}]}
 
+EXTRA = {"name": "weights", "nfs": {"server": "files", "path": "/weights"}}
+
 
 @pytest.mark.parametrize(("place", "values"), REFUSED)
 def test_wrong_values_are_refused_by_name(place: str, values: dict[str, Any]) -> None:
@@ -108,6 +110,25 @@ def test_no_secret_can_be_given(values: dict[str, Any], message: str) -> None:
             "modelCache.accessModes",
         ),
         ({"networkPolicy": {"dns": {"ports": []}}}, "/networkPolicy/dns/ports"),
+        ({"pods": {"extraVolumes": [{"name": "a"}]}}, "/pods/extraVolumes/0"),
+        ({"pods": {"extraVolumes": [{"name": "a", "configmap": {}}]}}, "'configmap' not allowed"),
+        ({"pods": {"extraVolumes": [{"name": "a.b", "emptyDir": {}}]}}, "extraVolumes/0/name"),
+        ({"pods": {"extraVolumes": [EXTRA | {"name": "cache"}]}}, "cache is the name of another"),
+        ({"pods": {"extraVolumes": [EXTRA, EXTRA]}}, "weights is the name of another"),
+        ({"pods": {"extraVolumeMounts": [{"name": "a", "mountPath": "b"}]}}, "mountPath"),
+        (
+            {"pods": {"extraVolumeMounts": [{"name": "a", "mountPath": "/b"}]}},
+            "a isn't in pods.extraVolumes",
+        ),
+        (
+            {
+                "pods": {
+                    "extraVolumes": [EXTRA],
+                    "extraVolumeMounts": [{"name": "weights", "mountPath": "/tmp/"}],
+                }
+            },
+            "another volume is mounted at /tmp",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:

@@ -42,10 +42,14 @@ spec:
       volumeMounts:
         - {name: scratch, mountPath: /tmp}
         - {name: models, mountPath: /models}
+        {{- include "batchllm.extraVolumeMounts" . | nindent 8 }}
   volumes:
     - name: scratch
       emptyDir: {}
     - name: models
       persistentVolumeClaim:
         claimName: {{ include "batchllm.modelClaimName" . | quote }}
+    {{- with .Values.pods.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}

@@ -21,6 +21,9 @@
   persistentVolumeClaim:
     claimName: {{ include "batchllm.modelClaimName" . | quote }}
 {{- end }}
+{{- with .Values.pods.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "batchllm.volumeMounts" -}}
@@ -34,5 +37,36 @@
 - name: models
   mountPath: /models
   readOnly: {{ .Values.modelCache.readOnly }}
+{{- end }}
+{{- include "batchllm.extraVolumeMounts" . }}
+{{- end -}}
+
+{{/* The mounts of extraVolumes; fails where a pod would be refused: the API server sees the template hours later. */}}
+{{- define "batchllm.extraVolumeMounts" -}}
+{{- $names := list "shm" "scratch" "cache" "work" "spark-local-dir-1" -}}
+{{- $paths := list "/dev/shm" "/tmp" "/cache" "/opt/spark/work-dir" "/var/data/spark" -}}
+{{- if .Values.modelCache.enabled -}}
+{{- $names = append $names "models" -}}
+{{- $paths = append $paths "/models" -}}
+{{- end -}}
+{{- $own := list -}}
+{{- range .Values.pods.extraVolumes -}}
+{{- if has .name (concat $names $own) -}}
+{{- fail (printf "pods.extraVolumes: %s is the name of another volume; choose another" .name) -}}
+{{- end -}}
+{{- $own = append $own .name -}}
+{{- end -}}
+{{- range .Values.pods.extraVolumeMounts -}}
+{{- if not (has .name $own) -}}
+{{- fail (printf "pods.extraVolumeMounts: %s isn't in pods.extraVolumes" .name) -}}
+{{- end -}}
+{{- $path := trimSuffix "/" .mountPath -}}
+{{- if has $path $paths -}}
+{{- fail (printf "pods.extraVolumeMounts: another volume is mounted at %s; choose another mountPath" $path) -}}
+{{- end -}}
+{{- $paths = append $paths $path -}}
+{{- end -}}
+{{- with .Values.pods.extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
