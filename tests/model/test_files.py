@@ -9,6 +9,7 @@ from threading import Thread
 from typing import Any
 
 import huggingface_hub.constants
+import huggingface_hub.hf_api
 import pytest
 from model.test_adapters import COMMITS, publish
 
