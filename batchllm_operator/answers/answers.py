@@ -65,20 +65,26 @@ class Answers:
 
     @classmethod
     def of(
-        cls, spec: JobSpec, *, vector_size: int | None = None, score_labels: Sequence[str] = ()
+        cls,
+        spec: JobSpec,
+        *,
+        vector_size: int | None = None,
+        score_labels: Sequence[str] = (),
+        label_prior: Sequence[float] | None = None,
     ) -> Answers:
         """Those that a spec asks for; parts need no more, columns what the plan found, too.
 
         Args:
             vector_size: numbers of an embedding.
             score_labels: names of the scores of a pooling head.
+            label_prior: mean probabilities of the labels, for the columns of a job that calibrates.
 
         Raises:
             SpecError: a schema can't be columns; see `JsonColumns`.
         """
         kinds: list[Kind] = []
         if spec.task == "classify":
-            kinds.append(LabelColumns(spec.labels, spec.label_values))
+            kinds.append(LabelColumns(spec, label_prior))
         if spec.task == "embed" or spec.task == "pool":
             kinds.append(VectorColumns(spec.task, vector_size, score_labels))
         if isinstance(spec.response_format, JsonSchemaFormat):

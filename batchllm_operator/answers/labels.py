@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -25,52 +25,62 @@ class LabelColumns:
     """The likeliest label, which is also the text, and the probabilities of all.
 
     Args:
-        labels: see `JobSpec.labels`.
-        values: see `JobSpec.label_values`.
+        spec: a job's that classifies.
+        prior: where it calibrates, the mean probability of each label over the table, for
+            `columns`.
     """
 
     raw_fields = (LOGPROBS_FIELD,)
     counted = ("label",)
 
-    def __init__(self, labels: Mapping[str, str], values: Mapping[str, float]) -> None:
-        self._labels, self._values = list(labels), values
-        score = [pa.field("score", pa.float64())] if values else []
+    def __init__(self, spec: JobSpec, prior: Sequence[float] | None = None) -> None:
+        self._labels, self._values = list(spec.labels), spec.label_values
+        self._is_calibrated, self._prior = spec.calibrate is not None, prior
+        each = pa.struct([(label, pa.float64()) for label in self._labels])
+        raw = [pa.field("raw_probabilities", each)] if self._is_calibrated else []
+        score = [pa.field("score", pa.float64())] if self._values else []
         self.averaged = ("probability", "label_mass", *(field.name for field in score))
         self.fields = (
             pa.field("label", pa.string()),
             pa.field("probability", pa.float64()),
-            pa.field("probabilities", pa.struct([(label, pa.float64()) for label in labels])),
+            pa.field("probabilities", each),
             pa.field("logit_margin", pa.float64()),
             pa.field("label_mass", pa.float64()),
+            *raw,
             *score,
         )
 
     def columns(self, outputs: pa.Table) -> dict[str, pa.Array]:
-        raw = outputs[LOGPROBS_FIELD.name].combine_chunks()
-        is_wrong = pc.or_(raw.is_null(), outputs["error"].combine_chunks().is_valid())
-        is_missing = is_wrong.to_numpy(zero_copy_only=False)
-        logprobs = np.zeros((len(raw), len(self._labels)))
-        given = raw.filter(pc.invert(is_wrong)).flatten().to_numpy()
-        logprobs[~is_missing] = given.reshape(-1, len(self._labels))
+        is_answered = has_labels(outputs)
+        logprobs = np.zeros((len(is_answered), len(self._labels)))
+        logprobs[is_answered] = label_logprobs(outputs, len(self._labels))
+        raw, mass = label_probabilities(logprobs), label_mass(logprobs)
+        if self._is_calibrated and is_answered.any():
+            assert self._prior is not None, "the labels' prior isn't known yet"
+            logprobs = calibrated(logprobs, self._prior)
         probabilities = label_probabilities(logprobs)
         best = probabilities.argmax(axis=1)
         ascending = np.sort(logprobs, axis=1)[:, -2:]
+        is_missing = ~is_answered
 
         def column(values: npt.NDArray[np.float64]) -> pa.Array:
             return pa.array(values, pa.float64(), mask=is_missing)
 
-        each = [pa.array(values) for values in probabilities.T]
+        def struct(values: npt.NDArray[np.float64]) -> pa.Array:
+            each = [pa.array(column) for column in values.T]
+            return pa.StructArray.from_arrays(each, names=self._labels, mask=pa.array(is_missing))
+
         label = pa.array(np.array(self._labels, dtype=object)[best], mask=is_missing)
         columns = {
             "generated_text": label,
             "label": label,
             "probability": column(probabilities.max(axis=1)),
-            "probabilities": pa.StructArray.from_arrays(
-                each, names=self._labels, mask=pa.array(is_missing)
-            ),
+            "probabilities": struct(probabilities),
             "logit_margin": column(ascending[:, 1] - ascending[:, 0]),
-            "label_mass": column(label_mass(logprobs)),
+            "label_mass": column(mass),
         }
+        if self._is_calibrated:
+            columns["raw_probabilities"] = struct(raw)
         if self._values:
             values = np.array([self._values[label] for label in self._labels])
             columns["score"] = column(probabilities @ values)
@@ -81,6 +91,36 @@ class LabelColumns:
         if math.isfinite(max(logprobs)) and not any(map(math.isnan, logprobs)):
             return None
         return "not_finite: the model gives the labels no probabilities"
+
+
+def has_labels(outputs: pa.Table) -> npt.NDArray[np.bool_]:
+    """Which rows of parts have log-probabilities of labels, and no error: [num_rows]."""
+    raw, errors = (outputs[name].combine_chunks() for name in (LOGPROBS_FIELD.name, "error"))
+    return np.asarray(pc.and_(raw.is_valid(), errors.is_null()).to_numpy(zero_copy_only=False))
+
+
+def label_logprobs(outputs: pa.Table, num_labels: int) -> npt.NDArray[np.float64]:
+    """Of the rows that `has_labels`: float64 [num_answered, num_labels]."""
+    answered = outputs[LOGPROBS_FIELD.name].combine_chunks().filter(pa.array(has_labels(outputs)))
+    return np.asarray(answered.flatten().to_numpy().reshape(-1, num_labels))
+
+
+def calibrated(
+    logprobs: npt.NDArray[np.float64], prior: Sequence[float]
+) -> npt.NDArray[np.float64]:
+    """Log-probabilities of labels divided by their prior: float64 [num_rows, num_labels].
+
+    With the prior of a table this is batch calibration (Zhou et al. 2023, arXiv 2309.17249),
+    which takes the mean over the texts themselves where contextual calibration takes a text
+    without content (Zhao et al. 2021, arXiv 2102.09690). A label whose prior is 0 stays impossible.
+
+    Args:
+        logprobs: see `label_probabilities`.
+        prior: mean probabilities of the labels, which add up to 1.
+    """
+    known = np.array(prior) > 0
+    shift = np.log(np.where(known, prior, 1.0))
+    return np.where(known, logprobs - shift, -np.inf)
 
 
 def label_probabilities(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -19,10 +20,12 @@ ERROR_FIELD: Final = pa.field(
 )
 
 
-def planned_answers(spec: JobSpec, pooling: PlannedPooling | None) -> Answers:
-    """The kinds of a job's answers, with what its plan says of vectors."""
+def planned_answers(
+    spec: JobSpec, pooling: PlannedPooling | None, label_prior: Sequence[float] | None = None
+) -> Answers:
+    """The kinds of a job's answers, with what its plan says of vectors, and the labels' prior."""
     if pooling is None:
-        return Answers.of(spec)
+        return Answers.of(spec, label_prior=label_prior)
     return Answers.of(spec, vector_size=pooling.embedding_size, score_labels=pooling.score_labels)
 
 

@@ -117,6 +117,8 @@ class AnswerSummary(Frozen):
     """Rows by value, the most frequent first: by label, or by choice."""
     means: dict[str, Annotated[float, Field(ge=-1e24, le=1e24)]] = Field(default_factory=dict)
     """Of probabilities, scores, mean log-probabilities; not of infinite ones."""
+    prior: dict[str, _Share] = Field(default_factory=dict)
+    """Mean probability of each label before calibration, by which it was divided; empty without."""
     warnings: tuple[str, ...] = ()
     """What makes the answers doubtful, and its cures."""
     embedding_size: Count | None = None

@@ -15,6 +15,7 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.answers.labels import low_mass_warning
 from batchllm_operator.artifacts.buckets import Outputs
 from batchllm_operator.artifacts.run_report import AnswerSummary
+from batchllm_operator.commit.label_prior import find_label_prior
 from batchllm_operator.spec import JobSpec
 
 _MOST_VALUES: Final = 128
@@ -50,7 +51,8 @@ def summarize_answers(
     """
     if embedding_size is not None:
         return AnswerSummary(embedding_size=embedding_size)
-    answers = Answers.of(spec)
+    prior = find_label_prior(spec, sources)
+    answers = Answers.of(spec, label_prior=prior)
     counts = {name: Counter[str]() for kind in answers.summarized for name in kind.counted}
     means = {name: _Mean() for kind in answers.summarized for name in kind.averaged}
     if not counts and not means:
@@ -73,6 +75,9 @@ def summarize_answers(
     return AnswerSummary(
         counts={name: _most_frequent(found) for name, found in counts.items()},
         means=known,
+        prior=dict(zip(spec.labels, (round(each, _DIGITS) for each in prior), strict=True))
+        if prior is not None
+        else {},
         warnings=() if warning is None else (warning,),
     )
 

@@ -17,6 +17,7 @@ from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.artifacts.outputs import model_name, output_schema, planned_answers
 from batchllm_operator.artifacts.parts import PartEntry, part_schema
 from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.label_prior import find_label_prior
 from batchllm_operator.commit.outcomes import outcomes
 from batchllm_operator.errors import PlanError
 from batchllm_operator.lake import (
@@ -83,7 +84,7 @@ def write_partition(
     Raises:
         PlanError: a row has no output, or more than one.
     """
-    joining = Joining.of(plan, table)
+    joining = Joining.of(plan, table, sources)
     num_rows = plan.manifest.counts.num_rows
     buckets = spread(sources, part_schema(plan.manifest.spec), num_rows, spool)
     most = table.most_file_bytes
@@ -111,8 +112,8 @@ class Joining:
     run_id: str
 
     @classmethod
-    def of(cls, plan: StoredPlan, table: LakeTable) -> Joining:
-        """For the plan's rows in this table.
+    def of(cls, plan: StoredPlan, table: LakeTable, sources: Sequence[Outputs]) -> Joining:
+        """For the plan's rows in this table, and all of their outputs.
 
         Raises:
             PlanError: the plan lacks columns that the job keeps.
@@ -122,7 +123,7 @@ class Joining:
         _check_kept(plan, rows_schema)
         columns = output_schema(spec, rows_schema, table.columns(manifest.ds), pooling)
         schema = published_schema(columns, plan.publication)
-        answers = planned_answers(spec, pooling)
+        answers = planned_answers(spec, pooling, find_label_prior(spec, sources))
         return cls(spec, answers, tuple(rows_schema.names), schema, plan.publication.run_id)
 
     def tables(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from batchllm_operator.amounts import counted
@@ -58,6 +59,8 @@ def _answer_lines(report: RunReport) -> list[str]:
     if answers.means:
         means = (f"{name} {value:,.4g}" for name, value in answers.means.items())
         lines.append(f"  means          {', '.join(means)}")
+    if answers.prior:
+        lines.append(f"  prior          {_prior_text(answers.prior)}; labels are calibrated by it")
     lines += [f"  warning        {warning}" for warning in answers.warnings]
     if answers.embedding_size is not None:
         lines.append(f"  embeddings     {counted(answers.embedding_size, 'number')} each")
@@ -67,6 +70,13 @@ def _answer_lines(report: RunReport) -> list[str]:
         invalid = counted(report.num_rows_invalid, "answer")
         lines.append(f"  invalid        {invalid}, {of_answers}")
     return lines
+
+
+def _prior_text(prior: Mapping[str, float]) -> str:
+    likeliest = sorted(prior.items(), key=lambda each: (-each[1], each[0]))
+    named = [f"{_printable(_clip(label))} {value:.4g}" for label, value in likeliest[:_NUM_VALUES]]
+    more = f", {len(prior) - _NUM_VALUES} more" if len(prior) > _NUM_VALUES else ""
+    return ", ".join(named) + more
 
 
 def share(num_some: int, num_all: int) -> str:

@@ -67,7 +67,7 @@ def _write(
 ) -> Path | StagedRows:
     """Write the partition's data files; see `write_partition`."""
     spec, num_rows = plan.manifest.spec, plan.manifest.counts.num_rows
-    joining = Joining.of(plan, table)
+    joining = Joining.of(plan, table, sources)
     add_columns = spec.output.add_columns
     staging = table.staging(plan.manifest.ds, joining.schema, add_columns=add_columns)
     if staging is None:

@@ -68,6 +68,12 @@ class JobSpec(Section):
     label_values: dict[NonEmpty, float] = Field(default_factory=dict)
     """A number for each label: the output column `score` is their mean, weighted by the labels'
     probabilities. Without `labels`, its names are the labels."""
+    calibrate: Literal["prior"] | None = None
+    """`prior` takes out what the model prefers whatever the text is: commit divides each row's
+    probabilities of the labels by their means over the table, and scales them to add up to 1
+    (batch calibration, Zhou et al. 2023, https://arxiv.org/abs/2309.17249). The model's own are in
+    `raw_probabilities`. It moves labels towards equal shares: not for tables where one label is
+    truly rare, or for few rows."""
     response_format: ResponseFormat | None = None
     """The form of the answers, which the engine enforces as it generates: `json_schema`, whose
     properties become columns; `choice`, one of some texts; or `regex`. An answer without it (cut
@@ -94,7 +100,10 @@ class JobSpec(Section):
     sampling are the same: from the partition itself, or the latest before it (by name). Only with
     greedy sampling."""
     later_fields = frozenset(
-        {"task", "labels", "label_values", "response_format", "retry_invalid", "embedding"}
+        {
+            *("task", "labels", "label_values", "calibrate"),
+            *("response_format", "retry_invalid", "embedding"),
+        }
     )
 
     @model_validator(mode="before")

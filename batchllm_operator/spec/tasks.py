@@ -64,8 +64,8 @@ def check_task(spec: JobSpec) -> None:
     """Raise ValueError if a field doesn't go with the task."""
     if spec.task == "classify":
         _check_classify(spec)
-    elif spec.labels or spec.label_values:
-        raise ValueError("labels and label_values are for task: classify")
+    elif spec.labels or spec.label_values or spec.calibrate:
+        raise ValueError("labels, label_values and calibrate are for task: classify")
     if spec.model.reasoning_parser is not None and (spec.task != "generate" or spec.sampling.n > 1):
         raise ValueError(
             "model.reasoning_parser: takes one text a row apart, so it is for task: generate with"
@@ -153,6 +153,8 @@ def _answer_columns(spec: JobSpec) -> Iterator[str]:
     """Those that not every job has."""
     if spec.task == "classify":
         yield from ("label", "probability", "probabilities", "logit_margin", "label_mass")
+        if spec.calibrate:
+            yield "raw_probabilities"
         if spec.label_values:
             yield "score"
     if spec.task == "embed":

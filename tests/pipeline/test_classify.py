@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -15,9 +16,12 @@ from support.answers_job import asking, published, run_and_commit
 from support.fake_job import DS, document_rows, expected_prompt, fake_spec, write_table
 from support.lake_tables import LAKES
 
+from batchllm_operator.commit.report import load_report
 from batchllm_operator.engine.fake import fake_logprobs
 from batchllm_operator.errors import SpecError
 from batchllm_operator.plan.stage import plan_job
+from batchllm_operator.report.page import render_report
+from batchllm_operator.report.summary import format_summary
 from batchllm_operator.spec import JobSpec
 
 NEXT = "2026-02-01"
@@ -218,6 +222,8 @@ def test_a_first_piece_is_an_answer_where_a_label_asks_for_it(model: Path, tmp_p
         ({"sampling": {"max_tokens": 8}}, "leave sampling out"),
         ({"sampling": {"max_tokens": 1, "temperature": 1}}, "leave sampling out"),
         ({"task": "generate"}, "are for task: classify"),
+        ({"task": "generate", "labels": {}, "calibrate": "prior"}, "are for task: classify"),
+        ({"calibrate": "mean"}, "calibrate"),
         ({"output": {"uri": "/lake/out", "carry": ["label"]}}, "writes a column of that name"),
     ],
 )
@@ -233,3 +239,90 @@ def test_identity_knows_labels_and_older_specs_keep_theirs() -> None:
     assert identity(LABELS) != identity({**LABELS, "partly": "maybe"})
     known = "b258ddd43928e15649fb9120da82749bfbff80f337cef27365e99330d706c423"
     assert fake_spec("/lake").identity == known
+
+
+def biased_logprobs(prompt_token_ids: list[int], num_labels: int) -> list[float]:
+    """With a label that all rows prefer, and one that none has."""
+    first, *others = fake_logprobs(prompt_token_ids, num_labels)
+    return [first / 8, *others[:-1], -math.inf]
+
+
+@pytest.fixture
+def biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchllm_operator.engine.fake.fake_logprobs", biased_logprobs)
+
+
+GRADES = {"1": 1.0, "2": 2.0, "5": 5.0, "9": 9.0}
+
+
+def check_calibrated(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Checks all columns against Bayes' rule in plain Python; returns the prior."""
+    asked = [row for row in rows if row["document"] is not None]
+    prompts = (list(expected_prompt(row).encode()) for row in asked)
+    logprobs = [biased_logprobs(prompt, len(GRADES)) for prompt in prompts]
+    weights = [list(map(math.exp, row)) for row in logprobs]
+    raw = [[each / sum(row) for each in row] for row in weights]
+    prior = [fmean(column) for column in zip(*raw, strict=True)]
+    by_key = {row["row_key"]: row for row in found}
+    for row, probabilities, weight in zip(asked, raw, weights, strict=True):
+        divided = [p / q if q else 0.0 for p, q in zip(probabilities, prior, strict=True)]
+        wanted = dict(zip(GRADES, (each / sum(divided) for each in divided), strict=True))
+        have = by_key[row["row_key"]]
+        assert have["raw_probabilities"] == pytest.approx(
+            dict(zip(GRADES, probabilities, strict=True))
+        )
+        assert have["probabilities"] == pytest.approx(wanted)
+        assert have["label"] == have["generated_text"] == max(wanted, key=lambda k: wanted[k])
+        assert have["probability"] == max(have["probabilities"].values())
+        assert have["score"] == pytest.approx(sum(GRADES[k] * p for k, p in wanted.items()))
+        assert have["label_mass"] == pytest.approx(min(sum(weight), 1))
+    return dict(zip(GRADES, prior, strict=True))
+
+
+def test_calibration_divides_by_the_tables_mean_probabilities(biased: None, tmp_path: Path) -> None:
+    rows = document_rows(6, 3)
+    rows[2] = {**rows[2], "document": None}
+    rows[5] = {**rows[8], "row_key": "a duplicate, which counts too"}
+    write_table(tmp_path / "documents", rows)
+    given = {"label_values": GRADES, "max_failed_fraction": 0.1}
+    plain = classifying(tmp_path, **given)
+    run_and_commit(plain)
+    assert {row["label"] for row in published(plain)} == {None, "1"}
+    spec = classifying(tmp_path, **given, calibrate="prior")
+    assert spec.identity != plain.identity
+    plan = run_and_commit(spec)
+    found = published(spec)
+    prior = check_calibrated(found, rows)
+    assert len({row["label"] for row in found if row["label"]}) > 1
+    assert found[2]["probabilities"] is found[2]["raw_probabilities"] is None
+    report = load_report(plan.folder.uri)
+    assert report.answers is not None
+    assert report.answers.prior == pytest.approx(prior, abs=1e-6)
+    assert report.answers.prior["9"] == 0
+    assert f"prior          1 {prior['1']:.4g}, " in format_summary(report)
+    assert f"1 {prior['1']:.4g},\n" in render_report(report)
+
+
+def test_calibrated_labels_are_reused_by_what_the_model_said(biased: None, tmp_path: Path) -> None:
+    rows = document_rows(4, 3)
+    write_table(tmp_path / "documents", rows)
+    run_and_commit(classifying(tmp_path, label_values=GRADES, reuse_outputs=True))
+    later = [*rows[:5], {"row_key": "new", "document": "Another.", "query": "now?"}]
+    write_table(tmp_path / "documents", later, NEXT)
+    output = {"uri": f"{tmp_path}/out", "carry": ["query"], "add_columns": True}
+    spec = classifying(
+        tmp_path, label_values=GRADES, reuse_outputs=True, calibrate="prior", output=output
+    )
+    plan = run_and_commit(spec, NEXT)
+    assert plan.manifest.counts.num_reused_rows == 5
+    check_calibrated(published(spec, NEXT), later)
+
+
+def test_a_table_without_an_answer_needs_no_prior(tmp_path: Path) -> None:
+    write_table(tmp_path / "documents", [{**row, "document": None} for row in document_rows(1, 2)])
+    spec = classifying(tmp_path, labels=LABELS, calibrate="prior", max_failed_fraction=1)
+    plan = run_and_commit(spec)
+    assert [row["raw_probabilities"] for row in published(spec)] == [None, None]
+    answers = load_report(plan.folder.uri).answers
+    assert answers is not None
+    assert answers.prior == {}
