@@ -11,7 +11,12 @@ from airflow.sdk import Context, XComArg
 from batchllm_operator.operators.command import uris_and_counts
 from batchllm_operator.operators.metrics import send_stage
 from batchllm_operator.operators.pods.owner import LABEL
-from batchllm_operator.operators.pods.settings import DRAIN_MARGIN_S
+from batchllm_operator.operators.pods.settings import (
+    DRAIN_MARGIN_S,
+    PodSettings,
+    check_grace,
+    check_grace_of_template,
+)
 from batchllm_operator.operators.stage import BatchLLMStageOperator
 
 
@@ -37,7 +42,8 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         kwargs: see `BatchLLMPodOperator`.
 
     Raises:
-        ValueError: neither a shard nor a worker is given, or both, or only half of the latter.
+        ValueError: neither a shard nor a worker is given, or both, or only half of the latter; or
+            an argument or the pod template leaves no time to finish open parts.
     """
 
     template_fields = (
@@ -65,12 +71,22 @@ class BatchLLMGenerateOperator(BatchLLMStageOperator):
         self.worker, self.num_workers = worker, num_workers
         self.look_interval = None if worker is None else look_interval
 
+    @classmethod
+    def _check_settings(cls, settings: PodSettings, *templates: Any) -> None:
+        if settings.grace_s is None:  # it would win
+            check_grace_of_template(*templates)
+
     def command(self, context: Context) -> list[str]:
         return self._run_command(context, self.gpu_count if self.gpu is not None else 0)
 
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
-        """`batchllm run` with the pod's GPUs; open parts may finish within the grace period."""
-        drain_s = max(0, grace_s - DRAIN_MARGIN_S)
+        """`batchllm run` with the pod's GPUs; open parts may finish within the grace period.
+
+        Raises:
+            ValueError: it is too short for that.
+        """
+        check_grace("the pod's grace period", grace_s)  # of a template that only workers have
+        drain_s = grace_s - DRAIN_MARGIN_S
         return [*self._run_command(context, num_gpus), "--drain-s", str(drain_s)]
 
     def verify_command(self, context: Context, pod_uid: str | None) -> list[str]:

@@ -41,6 +41,7 @@ _OURS: Final = {
     *("startup_timeout_seconds", "trigger_kwargs"),
 }
 """Arguments of `KubernetesPodOperator` that would have no effect, or break this operator."""
+_TEMPLATES: Final = ("pod_template_file", "pod_template_dict", "full_pod_spec")
 _OURS_REASON: Final = (
     "how a pod is named, found, awaited and logged is this operator's own (see queue_timeout,"
     " start_timeout, stuck_timeout, poll_interval)"
@@ -169,12 +170,45 @@ class BatchLLMPodOperator(KubernetesPodOperator):
             deadline_s=active_deadline_seconds,
             grace_s=termination_grace_period,
         )
+        self._check_settings(self.settings, *(getattr(self, name) for name in _TEMPLATES))
         self.env, self.aws_conn_id, self.connection_env = env, aws_conn_id, connection_env
         self.session_token_outlives_task = session_token_outlives_task
         self.max_disruptions = max_disruptions
         self.queue_timeout, self.start_timeout = queue_timeout, start_timeout
         self.stuck_timeout, self.api_timeout = stuck_timeout, api_timeout
         self.kill_grace_s = kill_grace_s
+
+    @classmethod
+    def partial(cls, **kwargs: Any) -> Any:
+        """As Airflow's, which would call the constructor only once the task is mapped.
+
+        Raises:
+            ValueError: the constructor would refuse these arguments, or the `default_args` of the
+                DAG or the task group.
+        """
+        made = super().partial(**kwargs)
+        given: dict[str, Any] = {}
+        for owner in (made.kwargs.get("dag"), made.kwargs.get("task_group")):
+            given |= getattr(owner, "default_args", None) or {}
+        given |= {**(kwargs.get("default_args") or {}), **kwargs}
+        try:
+            _check(given.get("runner"), given.get("memory"), given.get("secret_names", ()), kwargs)
+            cls._check_settings(
+                PodSettings(
+                    gpu=given.get("gpu"),
+                    gpu_count=given.get("gpu_count", 1),
+                    grace_s=given.get("termination_grace_period"),
+                ),
+                *(given.get(name) for name in _TEMPLATES),
+            )
+        except ValueError:
+            made._expand_called = True  # else Airflow warns that it was never mapped
+            raise
+        return made
+
+    @classmethod
+    def _check_settings(cls, settings: PodSettings, *templates: Any) -> None:
+        """Raise `ValueError` if the settings, or those `_TEMPLATES`, don't suit the work."""
 
     def build_pod_request_obj(self, context: Context | None = None, **kwargs: Any) -> k8s.V1Pod:
         """The pod: our defaults, the user's template over them, single arguments over both.

@@ -62,7 +62,11 @@ class BatchLLMPodTask(BatchLLMPodOperator):
 
     @abstractmethod
     def pod_command(self, context: Context, grace_s: int, num_gpus: int) -> list[str]:
-        """The arguments of `batchllm` in a pod with `num_gpus` and a grace period of `grace_s`."""
+        """The arguments of `batchllm` in a pod with `num_gpus` and a grace period of `grace_s`.
+
+        Raises:
+            ValueError: the pod is unfit for them.
+        """
 
     @abstractmethod
     def table_uri(self) -> str:
@@ -155,10 +159,10 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         }
         try:
             pod = self.build_pod_request_obj(context)
-            gpus = num_gpus(pod)
+            grace_s = pod.spec.termination_grace_period_seconds
+            arguments = self.pod_command(context, grace_s, num_gpus(pod))
         except ValueError as error:
             raise AirflowFailException(str(error)) from error
-        arguments = self.pod_command(context, pod.spec.termination_grace_period_seconds, gpus)
         pod.spec.containers[0].args = [escaped(each) for each in arguments]
         return with_secret(pod, name, variables) if self.has_secrets else pod
 

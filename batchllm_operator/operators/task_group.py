@@ -14,7 +14,7 @@ from batchllm_operator.operators.generate import BatchLLMGenerateOperator
 from batchllm_operator.operators.plan import BatchLLMPlanOperator
 from batchllm_operator.operators.planning import PLAN_URI_KEY
 from batchllm_operator.operators.pod_operator import Runner
-from batchllm_operator.operators.pods.settings import GpuVendor, PodSettings
+from batchllm_operator.operators.pods.settings import GpuVendor
 from batchllm_operator.operators.report import BatchLLMReportOperator
 from batchllm_operator.operators.spark_planning import spark_plan_operator
 
@@ -72,9 +72,9 @@ def batchllm_task_group(
         generate_args: further arguments of the generate tasks, such as a namespace.
 
     Raises:
-        ValueError: there is no such `gpu`, or `gpu_count` or `num_workers` isn't positive.
+        ValueError: there is no such `gpu`, `gpu_count` or `num_workers` isn't positive, or a task
+            refuses another argument.
     """
-    PodSettings(gpu=gpu, gpu_count=gpu_count)  # checked now: mapped tasks are created late
     everywhere = {"env": env, "aws_conn_id": aws_conn_id, "connection_env": connection_env}
     pool_args = {} if pool is None else {"pool": pool}
     asset = Asset(output_asset) if isinstance(output_asset, str) else output_asset

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
+
+import yaml
 
 from batchllm_operator import __version__
 
@@ -92,11 +95,40 @@ class PodSettings:
         if self.gpu is not None and self.gpu not in PRESETS:
             known = " or ".join(repr(name) for name in get_args(GpuVendor))
             raise ValueError(f"gpu is {self.gpu!r}; it must be {known}, or None for no GPU")
-        if self.grace_s is not None and self.grace_s <= DRAIN_MARGIN_S:
-            raise ValueError(f"termination_grace_period must be above {DRAIN_MARGIN_S} seconds")
+        check_grace("termination_grace_period", self.grace_s)
         if self.gpu_count < 1:
             raise ValueError(f"gpu_count is {self.gpu_count}; a pod with a GPU has at least one")
 
     @property
     def preset(self) -> GpuPreset | None:
         return PRESETS[self.gpu] if self.gpu is not None else None
+
+
+def check_grace(name: str, seconds: Any) -> None:
+    """Raise ValueError if a pod would have no time to finish its open parts.
+
+    None, or a text that Airflow renders first, is no number of seconds yet.
+    """
+    if str(seconds).isdecimal() and int(seconds) <= DRAIN_MARGIN_S:
+        raise ValueError(
+            f"{name} is {seconds}; it must be above {DRAIN_MARGIN_S} seconds, which closing the"
+            " engine takes: what is above is for finishing open parts"
+        )
+
+
+def check_grace_of_template(file: Any, content: Any, full_pod_spec: Any) -> None:
+    """`check_grace` of a pod template, in the operator's three forms.
+
+    A file that isn't on this machine, or isn't YAML, is left to the one that makes the pod.
+    """
+    if file is not None:
+        try:
+            content = yaml.safe_load(Path(file).read_bytes())
+        except (OSError, TypeError, yaml.YAMLError):
+            content = None
+    spec = content.get("spec") if isinstance(content, Mapping) else None
+    seconds = spec.get("terminationGracePeriodSeconds") if isinstance(spec, Mapping) else None
+    full_spec = getattr(full_pod_spec, "spec", None)
+    whole = getattr(full_spec, "termination_grace_period_seconds", None)
+    name = "the pod template's terminationGracePeriodSeconds"
+    check_grace(name, seconds if whole is None else whole)

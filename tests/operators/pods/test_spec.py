@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from airflow.sdk import DAG
+from airflow.sdk import DAG, TaskGroup
 from kubernetes.client import ApiClient
 from kubernetes.client import models as k8s
 from support.task_runs import TaskInstance
@@ -215,6 +216,66 @@ def test_wrong_arguments_are_refused_when_the_dag_is_parsed(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         operator(**arguments)
+
+
+def grace(seconds: Any) -> dict[str, Any]:
+    return {"spec": {"terminationGracePeriodSeconds": seconds, "containers": [{"name": "base"}]}}
+
+
+def short_graces(folder: Path) -> Iterator[dict[str, Any]]:
+    """Arguments with a grace period that leaves no time to finish open parts."""
+    (folder / "pod.yaml").write_text(yaml.safe_dump(grace(30)), encoding="utf-8")
+    full = k8s.V1Pod(spec=k8s.V1PodSpec(containers=[], termination_grace_period_seconds=0))
+    yield {"termination_grace_period": 30}
+    yield {"termination_grace_period": 0, "pod_template_dict": grace(330)}
+    yield {"pod_template_file": str(folder / "pod.yaml")}
+    yield {"pod_template_dict": grace(30)}
+    yield {"pod_template_dict": grace("29")}
+    yield {"full_pod_spec": full, "pod_template_dict": grace(330)}
+    yield {"pod_template_file": str(folder / "pod.yaml"), "pod_template_dict": grace(330)}
+
+
+def test_a_grace_period_without_time_for_open_parts_is_refused_when_the_dag_is_parsed(
+    tmp_path: Path,
+) -> None:
+    """Also of a task that is mapped: Airflow would construct it only after planning."""
+    refused = pytest.raises(ValueError, match="must be above 30 seconds")
+    for arguments in short_graces(tmp_path):
+        with refused:
+            operator(**arguments)
+        with DAG("job", schedule=None), refused:
+            batchllm_task_group("job.yaml", gpu="nvidia", generate_args=arguments)
+        with DAG("job", schedule=None, default_args=arguments), refused:
+            batchllm_task_group("job.yaml", gpu="nvidia")
+        with DAG("job", schedule=None), refused, TaskGroup("g", default_args=arguments):
+            BatchLLMGenerateOperator.partial(task_id="generate", num_workers=1)
+
+
+def test_a_grace_period_that_is_enough_or_not_known_yet_is_no_fault(tmp_path: Path) -> None:
+    late = tmp_path / "late.yaml"
+    enough: list[dict[str, Any]] = [
+        {"pod_template_dict": grace(31)},
+        {"pod_template_dict": grace(30), "termination_grace_period": 31},
+        {"pod_template_dict": grace("{{ params.grace }}")},
+        {"pod_template_dict": {"spec": None}},
+        {"pod_template_file": "/templates/{{ params.template }}.yaml"},
+        {"pod_template_file": str(late)},
+    ]
+    for arguments in enough:
+        with DAG("job", schedule=None):
+            task = operator(**arguments)
+            batchllm_task_group("job.yaml", gpu="nvidia", generate_args=arguments)
+    late.write_text(yaml.safe_dump(grace(30)), encoding="utf-8")  # on the worker's disk only
+    pod = task.build_pod_request_obj(dry_run=True)
+    with pytest.raises(ValueError, match="grace period is 30; it must be above 30"):
+        task.pod_command(CONTEXT, pod.spec.termination_grace_period_seconds, num_gpus(pod))
+
+
+def test_wrong_arguments_of_mapped_tasks_are_refused_when_the_dag_is_parsed() -> None:
+    wrong = [{"runner": "docker"}, {"secret_names": "s3"}, {"cmds": ["sh"]}, {"gpu": "intel"}]
+    for arguments in wrong:
+        with pytest.raises(ValueError, match=r"must be|can't be set"):
+            BatchLLMGenerateOperator.partial(task_id="generate", **arguments)
 
 
 def test_a_gpu_means_a_pod_and_the_runner_can_be_named() -> None:
