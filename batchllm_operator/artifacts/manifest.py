@@ -142,6 +142,8 @@ class PlanCounts(Frozen):
     """Tokens that the best single-level choice saves; the plan takes the better of the two."""
     num_reused_rows: Count = 0
     """Rows that take the output of an earlier commit; in no other count than `num_rows`."""
+    num_control_rows: Count = 0
+    """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
 
     @property
     def planned_saving_ratio(self) -> float:

@@ -196,6 +196,8 @@ class RunReport(Frozen):
     """Rows that took their text from an equal prompt's request."""
     num_rows_reused: Count = 0
     """Rows that took their text from an earlier commit. Tokens and ratios exclude them."""
+    num_rows_control: Count = 0
+    """Rows whose values spell a control token of the model; see `prompt.special_tokens`."""
     errors_by_kind: dict[str, Count]
     num_requests: Count
     num_groups: Count

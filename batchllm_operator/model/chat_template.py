@@ -42,6 +42,7 @@ class ChatTemplate:
             template = tokenizer.get_chat_template(tools=self._arguments.get("tools"))
         except ValueError as error:
             raise ModelError(f"model {path}: {error}") from error
+        self.source: str = template
         self._takes_parts = takes_parts(template)
         self._knows_developers = any(f"{quote}developer{quote}" in template for quote in "'\"")
 

@@ -72,6 +72,11 @@ class StoredTokenizer:
     def vocabulary(self) -> dict[str, int]:
         return self.backend.get_vocab()
 
+    def added_tokens(self) -> dict[str, bool]:
+        """Tokens beside the model's own vocabulary, and whether they are special."""
+        decoder = self.backend.get_added_tokens_decoder()
+        return {token.content: token.special for token in decoder.values()}
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, special tokens included."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]

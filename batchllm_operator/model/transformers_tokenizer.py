@@ -59,6 +59,12 @@ class TransformersTokenizer:
         found: dict[str, int] = self._tokenizer.get_vocab()
         return found
 
+    def added_tokens(self) -> dict[str, bool]:
+        """See `StoredTokenizer.added_tokens`."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        found = {token.content: bool(token.special) for token in added}
+        return found | dict.fromkeys(map(str, self._tokenizer.all_special_tokens), True)
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text; a chat template adds its special tokens itself."""
         # verbose=False: the caller checks the lengths.

@@ -121,7 +121,8 @@ def _prompts(
     adapters: RowAdapters | None,
 ) -> TokenTable:
     """Token ids of the sampled rows that can be prompted."""
-    renderer = PromptRenderer(spec.prompt.model_copy(update={"template": template}))
+    prompt = spec.prompt.model_copy(update={"template": template})
+    renderer = PromptRenderer(prompt, tokenizer.control_tokens)
     prompts: list[npt.NDArray[np.int32]] = []
     for batch in sample:
         _, tokens = encode(renderer.render(batch), batch, tokenizer, adapters)

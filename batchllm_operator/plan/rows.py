@@ -44,6 +44,8 @@ class Rows:
     """Row indexes of the prompts, batch by batch."""
     estimates: list[npt.NDArray[np.int64]] = field(default_factory=list)
     """Their estimated output tokens, if a column holds them."""
+    num_control: int = 0
+    """Rows whose values spell a control token of the model."""
 
     @property
     def num_reused(self) -> int:
@@ -90,6 +92,7 @@ def read_rows(
         batches = checked(spec, joined(scanned), where)
         for found in tokenize(spec, batches, tokenizer, adapters, rows.reuse):
             rows.num_rows += found.num_rows
+            rows.num_control += found.num_control
             keeper.run(_keep, rows, found, writer)
             progress.advance(found.num_rows, f"{rows.prompts.num_tokens} tokens")
         progress.complete()  # a filter may skip rows
@@ -116,6 +119,8 @@ class Tokenized:
     """int64 [num_prompts], if a column holds them."""
     errors: dict[int, str]
     """Faults by row of the piece, too long prompts included."""
+    num_control: int
+    """Rows whose values spell a control token of the model."""
     kept: pa.Table | None = None
     """With the last piece of a batch: the batch's columns for `open_rows_file`."""
 
@@ -153,7 +158,7 @@ def tokenize(
     Raises:
         ModelError, TokenIdsDifferError: see `Tokenizer.encode`.
     """
-    renderer = renderer_of(spec.prompt)
+    renderer = renderer_of(spec.prompt, tokenizer.control_tokens)
     num_rows, num_at_once = 0, _FIRST_ROWS
     for batch in batches:
         if batch.num_rows == 0:
@@ -162,10 +167,13 @@ def tokenize(
         start = 0
         while start < batch.num_rows:
             piece = batch.slice(start, num_at_once)
-            rendered = tokenizer.apply_chat_template(renderer.render(piece))
+            rendered = renderer.render(piece)
+            num_control = len(rendered.control_rows)
+            rendered = tokenizer.apply_chat_template(rendered)
             num_at_once = _num_at_once(rendered)
             rendered, tokens = encode(rendered, piece, tokenizer, adapters)
             found = _choose(spec, piece, rendered, tokens, tokenizer, num_rows, reuse)
+            found = replace(found, num_control=num_control)
             errors |= {start + row: error for row, error in found.errors.items()}
             num_rows += piece.num_rows
             start += piece.num_rows
@@ -223,7 +231,7 @@ def _choose(
         if not is_new.all():
             idxs, tokens = idxs[is_new], tokens.take(np.flatnonzero(is_new))
     expected = None if estimates is None else np.asarray(estimates, dtype=np.int64)[idxs]
-    return Tokenized(piece.num_rows, tokens, first_row + idxs, expected, errors)
+    return Tokenized(piece.num_rows, tokens, first_row + idxs, expected, errors, 0)
 
 
 def _keep(rows: Rows, found: Tokenized, writer: pq.ParquetWriter) -> None:

@@ -213,6 +213,7 @@ def _read(given: Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBu
     path = scratch / ROWS_FILE
     read_rows(spec, given.table, snapshot, given.tokenizer, rows, path, given.adapters)
     check_rows(spec, rows.num_rows, rows.num_rejected, given.table, snapshot)
+    warn_of_control_tokens(spec, rows.num_control)
     budget.check(rows.num_rows)
     return rows, budget
 
@@ -231,6 +232,7 @@ def _counts(rows: Rows, requests: Requests, chosen: Arrangement) -> PlanCounts:
         num_algorithm_1_saved_tokens=chosen.num_algorithm_1_saved_tokens,
         num_exact_saved_tokens=chosen.num_exact_saved_tokens,
         num_reused_rows=rows.num_reused,
+        num_control_rows=rows.num_control,
     )
 
 
@@ -289,6 +291,24 @@ def check_rows(
         _log.warning(
             "that is more than max_failed_fraction %s allows: commit will refuse this plan",
             spec.max_failed_fraction,
+        )
+
+
+def warn_of_control_tokens(spec: JobSpec, num_rows: int) -> None:
+    """Log how many rows spell a control token of the model, and what becomes of it."""
+    mode = spec.prompt.control_mode
+    if num_rows and mode == "keep":
+        _log.warning(
+            "text of %d rows spells control tokens of the model, and becomes them: a row can end"
+            " its turn and begin another; prompt.special_tokens: text makes ordinary text of them",
+            num_rows,
+        )
+    elif num_rows:
+        fate = "is ordinary text in their prompts" if mode == "text" else "fails them"
+        _log.info(
+            "text of %d rows spells control tokens of the model, which %s (prompt.special_tokens)",
+            num_rows,
+            fate,
         )
 
 

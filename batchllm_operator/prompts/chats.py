@@ -8,6 +8,11 @@ from typing import Any, Final, Protocol
 import pyarrow as pa
 from pyarrow import types
 
+from batchllm_operator.prompts.control_tokens import (
+    CONTROL_TOKEN,
+    ControlTokenError,
+    ControlTokens,
+)
 from batchllm_operator.prompts.messages import InvalidMessagesError, messages_of
 from batchllm_operator.prompts.template import (
     NULL_VALUE,
@@ -30,13 +35,17 @@ class Renderer(Protocol):
         """Render each row of `batch`, which must hold all columns of the prompt."""
 
 
-def renderer_of(prompt: PromptSpec) -> Renderer:
-    """The renderer of a spec's prompt. Chats are as `read_chat` reads them."""
+def renderer_of(prompt: PromptSpec, control: ControlTokens | None = None) -> Renderer:
+    """The renderer of a spec's prompt. Chats are as `read_chat` reads them.
+
+    Args:
+        control: see `PromptRenderer`.
+    """
     if prompt.turns:
-        return _TurnsRenderer(prompt.turns, prompt.system)
+        return _TurnsRenderer(prompt.turns, prompt.system, control)
     if prompt.messages is not None:
-        return _MessagesRenderer(prompt.messages, prompt.system)
-    return PromptRenderer(prompt)
+        return _MessagesRenderer(prompt.messages, prompt.system, control)
+    return PromptRenderer(prompt, control)
 
 
 def read_chat(text: str) -> Messages:
@@ -66,10 +75,12 @@ def has_messages(kind: pa.DataType) -> bool:
 class _TurnsRenderer:
     """Renders `prompt.turns`; a row has the error of its first turn without a text."""
 
-    def __init__(self, turns: tuple[Turn, ...], system: str | None) -> None:
+    def __init__(
+        self, turns: tuple[Turn, ...], system: str | None, control: ControlTokens | None
+    ) -> None:
         self._head = _head(system)
         self._turns = [
-            (turn.role, PromptRenderer(PromptSpec(template=turn.template, constant=True)))
+            (turn.role, PromptRenderer(PromptSpec(template=turn.template, constant=True), control))
             for turn in turns
         ]
 
@@ -87,14 +98,16 @@ class _TurnsRenderer:
                     for (role, _), column in zip(self._turns, columns, strict=True)
                 ]
                 texts[row] = _as_text(self._head + chat)
-        return rendered_prompts(texts, errors)
+        control_rows = frozenset[int]().union(*(turn.control_rows for turn in turns))
+        return rendered_prompts(texts, errors, control_rows)
 
 
 class _MessagesRenderer:
     """Renders `prompt.messages`."""
 
-    def __init__(self, column: str, system: str | None) -> None:
+    def __init__(self, column: str, system: str | None, control: ControlTokens | None) -> None:
         self._column, self._head = column, _head(system)
+        self._control = control or ControlTokens()
 
     def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
         column, where = batch.column(self._column), f"column {self._column!r}"
@@ -102,22 +115,27 @@ class _MessagesRenderer:
         faults = {} if known is None else known.faults
         errors = {row: f"{fault.code}: {where} {fault.reason}" for row, fault in faults.items()}
         texts: list[str | None] = [None] * batch.num_rows
+        control_rows = []
         for row, value in enumerate(column if known is None else known.texts):
             try:
                 if row not in errors:
                     given = value.as_py()
                     found = _loaded(given) if known is not None else _without_nulls(given)
-                    texts[row] = self._chat(found)
+                    messages, spells_control = self._control.in_messages(messages_of(found))
+                    control_rows += [row] if spells_control else []
+                    texts[row] = self._chat(messages)
+            except ControlTokenError as error:
+                control_rows.append(row)
+                errors[row] = f"{CONTROL_TOKEN}: {where} {error}"
             except UnicodeDecodeError as error:
                 errors[row] = f"{NOT_UTF8}: {where} isn't valid UTF-8: {error.reason}"
             except InvalidMessagesError as error:
                 is_null = not value.is_valid
                 code = NULL_VALUE if is_null else INVALID_MESSAGES
                 errors[row] = f"{code}: {where} {'is null' if is_null else error}"
-        return rendered_prompts(texts, errors)
+        return rendered_prompts(texts, errors, control_rows)
 
-    def _chat(self, value: object) -> str:
-        messages = messages_of(value)
+    def _chat(self, messages: Messages) -> str:
         head = [] if messages[0]["role"] in SYSTEM_ROLES else self._head
         return _as_text(head + messages)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +14,7 @@ from tokenizers import Tokenizer
 
 from batchllm_operator.errors import ModelError
 from batchllm_operator.planner import TokenTable
+from batchllm_operator.prompts.control_tokens import MARK
 
 _FIRST_SAMPLE: Final = 64
 _LATER_SAMPLE: Final = 512
@@ -61,6 +64,7 @@ class PromptEncoder:
         self._add_special_tokens = add_special_tokens
         self._num_encoded = 0
         self._num_until_sample = 0
+        self._drops_marks = False
         self._fast = None if backend is None else self._make_fast(backend)
         if backend is not None and self._fast is not None:
             probes = [*_PROBES, *_with_added_tokens(backend)]
@@ -82,6 +86,43 @@ class PromptEncoder:
             TokenIdsDifferError: at most once; later calls don't use fastokens.
             ModelError: `tokenizers` fails at a text, such as megabytes of spaces.
         """
+        if not self._drops_marks or not (marked := [i for i, t in enumerate(texts) if MARK in t]):
+            return self._encode_unmarked(texts)
+        others = sorted({*range(len(texts))}.difference(marked))
+        plain = self._encode_unmarked([texts[idx] for idx in others])
+        rest = self._encode_by(self._marked, [texts[idx] for idx in marked])
+        token_ids = np.concatenate([plain.token_ids, rest.token_ids])
+        offsets = np.concatenate([plain.offsets, plain.num_tokens + rest.offsets[1:]])
+        both = TokenTable(token_ids, offsets)
+        return both.take(np.argsort([*others, *marked]))
+
+    def drop_marks(self, control: Iterable[str]) -> Callable[[str], bool] | None:
+        """From now on, drop marks in texts after the search for the tokens `control`.
+
+        Returns:
+            Whether a token's marked spelling becomes ordinary text; None if marks can't be dropped.
+        """
+        if self._backend is None:
+            return None
+        self._drops_marks = True
+        ids = set(map(self._backend.token_to_id, control))
+
+        @cache
+        def can_be_text(token: str) -> bool:
+            marked = token[0] + MARK + token[1:]
+            texts = [marked, f"a{marked}a", f" {marked} "]
+            found = self._marked.encode_batch_fast(texts, add_special_tokens=False)
+            return all(ids.isdisjoint(each.ids) for each in found)
+
+        return can_be_text
+
+    @cached_property
+    def _marked(self) -> Tokenizer:
+        """For texts with marks; few plans have such texts."""
+        assert self._backend is not None
+        return _without_marks(self._backend)
+
+    def _encode_unmarked(self, texts: Sequence[str]) -> TokenTable:
         if self._fast is None or not texts or any(_DISPUTED in text for text in texts):
             return self._encode_plainly(texts)
         sample = self._next_sample(len(texts))
@@ -149,9 +190,12 @@ class PromptEncoder:
     def _encode_plainly(self, texts: Sequence[str]) -> TokenTable:
         if self._backend is None or not texts:
             return TokenTable.from_lists(self._reference(texts) if texts else [])
+        return self._encode_by(self._backend, texts)
+
+    def _encode_by(self, backend: Tokenizer, texts: Sequence[str]) -> TokenTable:
         try:
             # Like the tokenizer's own call, but without offsets.
-            encodings = self._backend.encode_batch_fast(
+            encodings = backend.encode_batch_fast(
                 list(texts), add_special_tokens=self._add_special_tokens
             )
         except BaseException as error:
@@ -163,6 +207,20 @@ class PromptEncoder:
                 " (input.filter)"
             ) from error
         return TokenTable.from_lists([encoding.ids for encoding in encodings])
+
+
+def _without_marks(backend: Tokenizer) -> Tokenizer:
+    """A copy that drops marks once it has searched a text for control tokens."""
+    content = json.loads(backend.to_str())
+    drop: dict[str, Any] = {"type": "Replace", "pattern": {"String": MARK}, "content": ""}
+    first = content["normalizer"]
+    if first is None:  # then normalized tokens, which are searched after it, may come before it
+        for token in content["added_tokens"]:
+            token["normalized"] = False
+    content["normalizer"] = {"type": "Sequence", "normalizers": [drop, *([first] if first else [])]}
+    copy = Tokenizer.from_str(json.dumps(content))
+    copy.encode_special_tokens = backend.encode_special_tokens
+    return copy
 
 
 def _result(expected: Future[Sequence[Sequence[int]]]) -> Sequence[Sequence[int]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Final
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.prompts.values import TextColumn, text_column
 from batchllm_operator.spec import PromptSpec
 
@@ -26,10 +27,12 @@ class RenderedPrompts:
     Attributes:
         texts: large strings [num_rows], null for a row with an error.
         errors: `code: explanation`, by row of the batch, ascending.
+        control_rows: rows whose values spell a control token of the model.
     """
 
     texts: pa.LargeStringArray
     errors: dict[int, str]
+    control_rows: frozenset[int] = frozenset()
 
     @property
     def idxs(self) -> npt.NDArray[np.int64]:
@@ -41,15 +44,24 @@ class RenderedPrompts:
         return list(self.texts.drop_null().to_numpy(zero_copy_only=False))
 
 
-def rendered_prompts(texts: Sequence[str | None], errors: dict[int, str]) -> RenderedPrompts:
+def rendered_prompts(
+    texts: Sequence[str | None], errors: dict[int, str], control_rows: Iterable[int] = ()
+) -> RenderedPrompts:
     """Texts by row, with the errors of those without one."""
-    return RenderedPrompts(pa.array(texts, pa.large_string()), dict(sorted(errors.items())))
+    sorted_errors = dict(sorted(errors.items()))
+    return RenderedPrompts(
+        pa.array(texts, pa.large_string()), sorted_errors, frozenset(control_rows)
+    )
 
 
 class PromptRenderer:
-    """Renders the template of a spec over batches of rows."""
+    """Renders the template of a spec over batches of rows.
 
-    def __init__(self, prompt: PromptSpec) -> None:
+    Args:
+        control: the control tokens of the model that is to read the prompts.
+    """
+
+    def __init__(self, prompt: PromptSpec, control: ControlTokens | None = None) -> None:
         assert prompt.template is not None
         # A chat template places the system text itself.
         head = "" if prompt.chat_template else (prompt.system or "")
@@ -59,6 +71,8 @@ class PromptRenderer:
         self._pieces += [
             (literal, name) for literal, name, _, _ in Formatter().parse(prompt.template)
         ]
+        self._control = control or ControlTokens()
+        self._within = self._control.columns_within(self._pieces)
 
     def render(self, batch: pa.RecordBatch) -> RenderedPrompts:
         """Render each row of `batch`, which must hold all columns of the template.
@@ -66,7 +80,12 @@ class PromptRenderer:
         Each column has a type that `has_text`. A row gets an error in place of a text if one of
         its values is null or has no text, or if the whole text is empty.
         """
-        values = {name: text_column(batch.column(name)) for name in self._columns}
+        values: dict[str, TextColumn] = {}
+        control_rows: set[int] = set()
+        for name in self._columns:
+            texts, within = text_column(batch.column(name)), name in self._within
+            values[name], found = self._control.in_column(texts, within=within)
+            control_rows |= found
         rendered = self._join(values, batch.num_rows)
         errors: dict[int, str] = {}
         if rendered.null_count:
@@ -78,7 +97,7 @@ class PromptRenderer:
             text = f"{EMPTY_PROMPT}: the template gives this row no text"
             empty = np.flatnonzero(is_empty.to_numpy(zero_copy_only=False))
             errors = dict(sorted((errors | dict.fromkeys(empty.tolist(), text)).items()))
-        return RenderedPrompts(rendered, errors)
+        return RenderedPrompts(rendered, errors, frozenset(control_rows))
 
     def _join(self, values: dict[str, TextColumn], num_rows: int) -> pa.LargeStringArray:
         """All pieces of each row as one text, null if one of them is null."""

@@ -15,6 +15,7 @@ from batchllm_operator.model import (
     ChatRefusedError,
     ChatTemplate,
     ModelFiles,
+    StoredTokenizer,
     TransformersTokenizer,
     folder_digest,
     read_stored,
@@ -22,6 +23,7 @@ from batchllm_operator.model import (
 from batchllm_operator.planner import TokenTable
 from batchllm_operator.planner.token_table import MAX_TOKEN_ID
 from batchllm_operator.prompts.chats import INVALID_MESSAGES, read_chat, renderer_of, sample_chat
+from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.prompts.prompt_encoder import PromptEncoder
 from batchllm_operator.prompts.template import EMPTY_PROMPT, RenderedPrompts, rendered_prompts
 from batchllm_operator.spec import JobSpec
@@ -55,6 +57,10 @@ class Tokenizer(Protocol):
     @property
     def vocabulary_bound(self) -> int:
         """Above all token ids."""
+
+    @property
+    def control_tokens(self) -> ControlTokens:
+        """What renderers have to know of its control tokens."""
 
     def encode(self, texts: Sequence[str]) -> TokenTable:
         """Token ids of each text, chat template and special tokens included.
@@ -113,6 +119,7 @@ class ModelTokenizer:
         self._encoder = PromptEncoder(
             own.encode, own.backend, f"model {model.path}", add_special_tokens=not chat
         )
+        self.control_tokens = self._control_tokens(own)
         if spec.prompt.turns:
             self._check_turns(model.path)
 
@@ -121,6 +128,16 @@ class ModelTokenizer:
         sample = renderer_of(self._prompt).render(sample_chat(self._prompt))
         for error in self.apply_chat_template(sample).errors.values():
             raise ModelError(f"model {path}: prompt.turns: {error}")
+
+    def _control_tokens(self, own: TransformersTokenizer | StoredTokenizer) -> ControlTokens:
+        prompt, added = self._prompt, own.added_tokens()
+        chat_template = "" if self._chat is None else self._chat.source
+        written = "\0".join([chat_template, *prompt.literals])
+        special = {token for token, is_special in added.items() if is_special}
+        others = {each for each in added.keys() - special if _is_markup(each) and each in written}
+        mode = prompt.control_mode
+        can_be_text = self._encoder.drop_marks(special | others) if mode != "keep" else None
+        return ControlTokens(special, others, mode=mode, can_be_text=can_be_text)
 
     @property
     def library(self) -> str:
@@ -198,6 +215,7 @@ class Utf8Tokenizer:
     fingerprint = "utf-8"
     model_version = "none"
     vocabulary_bound = 256
+    control_tokens = ControlTokens()
 
     def __init__(self, spec: JobSpec) -> None:
         self.files = _local_files(spec.model.path)
@@ -240,6 +258,11 @@ def load_tokenizer(spec: JobSpec, ds: str) -> Tokenizer:
         raise ModelError(
             f"{error}; for the fake engine, engine.extra_args: {{byte_tokens: true}} needs no model"
         ) from error
+
+
+def _is_markup(token: str) -> bool:
+    """Whether it isn't just a word or white space that a vocabulary was extended by."""
+    return not (token[0].isalnum() or token[0].isspace() or token[-1].isalnum())
 
 
 def _local_files(path: str) -> ModelFiles | None:

@@ -18,6 +18,12 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
         f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
         f" {counts.optimal_saving_ratio:.1%} optimal",
     ]
+    if counts.num_control_rows:
+        fate = {"keep": "kept", "text": "placed as ordinary text", "reject": "rejected"}
+        lines.append(
+            f"{counts.num_control_rows:,} rows spell control tokens of the model:"
+            f" {fate[manifest.spec.prompt.control_mode]}"
+        )
     if manifest.spec.reuse_outputs:
         lines.append(
             f"{counted(counts.num_reused_rows, 'row reuses', 'rows reuse')} an output that was"

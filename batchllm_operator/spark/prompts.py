@@ -172,7 +172,7 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
     """Prompts with their ranges; then what the task says, its file of rows included."""
     reading, spec = task.reading, task.reading.spec
     tokenizer, adapters = reading.tokenizer(task.is_exact)
-    num_rows, differs = 0, False
+    num_rows, num_control, differs = 0, 0, False
     with ExitStack() as stack:
         path = stack.enter_context(scratch_folder()) / "rows"
         writer = stack.enter_context(open_rows_file(path, spec, reading.snapshot.schema))
@@ -182,6 +182,7 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
             batches = checked(spec, scanned, task.where, first_row)
             for found in tokenize(spec, batches, tokenizer, adapters):
                 num_rows += found.num_rows
+                num_control += found.num_control
                 if found.kept is not None:
                     writer.write_table(found.kept)
                 if len(found.tokens):
@@ -191,6 +192,7 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
         writer.close()
         file = task.staging.publish(path, "rows", num_rows)
     result = {"part": part.number, "file": file.model_dump(mode="json"), "differs": differs}
+    result["counts"] = {"num_control_rows": num_control}
     row = {"range": len(task.ranges), "head": b"", "key": json.dumps(result).encode()}
     row |= {"place": part.number, "output_tokens": 0}
     yield pa.RecordBatch.from_pylist([row], schema=_SCHEMA)

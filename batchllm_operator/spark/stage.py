@@ -44,6 +44,7 @@ from batchllm_operator.plan.stage import (
     check_rows,
     complete,
     describe_plan,
+    warn_of_control_tokens,
 )
 from batchllm_operator.planner import PlanSharing, Work, WorkArrays, imbalance
 from batchllm_operator.planner.sharing import merged
@@ -143,6 +144,7 @@ def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool
         counts = planned.counts
         num_rows, num_rejected = counts.num_rows, counts.num_rejected_rows
         check_rows(spec, num_rows, num_rejected, given.table, given.snapshot)
+        warn_of_control_tokens(spec, counts.num_control_rows)
         manifest = describe_plan(given, planned.content(given, learned))
         with counted(spark, progress, 1, PHASES[3]):
             return complete(
@@ -164,6 +166,8 @@ class _Planned:
     """What tasks have said, in the order of rows and of ranges."""
 
     row_files: list[StagedFile]
+    row_counts: list[dict[str, int]]
+    """Of each file of rows: counts of the plan that only reading tells."""
     ranges: list[dict[str, Any]]
     num_rows: int
 
@@ -172,7 +176,7 @@ class _Planned:
         rows = sorted((each for each in found if "part" in each), key=itemgetter("part"))
         ranges = sorted((each for each in found if "range" in each), key=itemgetter("range"))
         files = [StagedFile.model_validate(each["file"]) for each in rows]
-        return cls(files, ranges, numbers.num_rows)
+        return cls(files, [each["counts"] for each in rows], ranges, numbers.num_rows)
 
     @property
     def shard_files(self) -> list[StagedFile]:
@@ -195,6 +199,7 @@ class _Planned:
         sums = {name: sum(each["counts"][name] for each in self.ranges) for name in names}
         num_prompts = sums["num_rows"]
         sums |= {"num_rows": self.num_rows, "num_rejected_rows": self.num_rows - num_prompts}
+        sums |= {name: sum(n[name] for n in self.row_counts) for name in self.row_counts[0]}
         return PlanCounts(**sums)
 
     def num_stitched_tokens(self, block_size: int) -> int:

@@ -134,9 +134,7 @@ class PromptSpec(Section):
     and decimals as plain digits, floats by the fewest digits (0.1, 3.0, 1e+20), booleans as `true`
     and `false`, dates and times as in ISO 8601 (in UTC if they have a time zone), lists of these as
     JSON. A null, NaN or infinity fails its row; a column of anything else is refused.
-    Values mean nothing here, but text that spells a special token of the model (`<|im_start|>`)
-    becomes that token, as in vLLM itself. Untrusted rows can end a chat's turn and begin another
-    that way: remove such text from them first."""
+    Values mean nothing here, but see `special_tokens`."""
     turns: tuple[Turn, ...] = ()
     """The messages of a chat, each with a `template`; through the model's chat template. A turn
     without text fails its row."""
@@ -160,12 +158,17 @@ class PromptSpec(Section):
     `"Category:"`: it follows the chat template's text, and the model continues it, so answers don't
     repeat it. For chats: end a plain `template` with such text. Let it end without a space, as most
     models write a word with the space before it."""
+    special_tokens: Literal["keep", "text", "reject"] | None = None
+    """What becomes of a column's text that spells a control token of the model (`<|im_end|>`), with
+    which a row could end its turn in a chat and begin another. `text`: ordinary text, the default
+    where the model's chat template is used; `keep`: the token, as in vLLM itself, the default
+    elsewhere, as columns may hold prompts that are complete; `reject`: the row fails."""
     constant: bool = False
     """Allow a prompt without any column, the same for all rows: for several samples of one prompt,
     with a `temperature`. Without it such a prompt is refused, as a place is missing."""
-    later_fields = frozenset(
-        {"turns", "messages", "chat_template_kwargs", "tools", "answer_prefix", "constant"}
-    )
+    later_fields = frozenset({"turns", "messages", "chat_template_kwargs", "tools"}) | {
+        *("answer_prefix", "constant", "special_tokens"),
+    }
 
     @model_validator(mode="before")
     @classmethod
@@ -214,6 +217,18 @@ class PromptSpec(Section):
     def field(self) -> str:
         """The name of the field that says how a row becomes a prompt."""
         return "turns" if self.turns else "template" if self.messages is None else "messages"
+
+    @property
+    def control_mode(self) -> Literal["keep", "text", "reject"]:
+        """`special_tokens`, or its default."""
+        return self.special_tokens or ("text" if self.chat_template else "keep")
+
+    @property
+    def literals(self) -> list[str]:
+        """All constant texts."""
+        templates = [self.template or "", *(turn.template for turn in self.turns)]
+        parsed = [literal for each in templates for literal, *_ in Formatter().parse(each)]
+        return [*filter(None, [self.system, self.answer_prefix]), *parsed]
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from batchllm_operator.lake import Folder
 from batchllm_operator.plan.given import find_given
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.prompts import TokenIdsDifferError
+from batchllm_operator.prompts.control_tokens import ControlTokens
 from batchllm_operator.run.stage import run_shard
 from batchllm_operator.spark import prompts, ranges, reading, requirements, session, stage
 from batchllm_operator.spark.keys import RowNumbers
@@ -318,6 +319,7 @@ def test_wrong_ids_of_the_fast_tokenizer(
 def test_tasks_tell_of_wrong_ids(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Differing:
         max_model_len = 1000
+        control_tokens = ControlTokens()
 
         def apply_chat_template(self, rendered: Any) -> Any:
             return rendered

@@ -1,0 +1,204 @@
+"""What becomes of text in rows that spells a control token of the model, such as `<|im_end|>`.
+
+As a control token it could end a chat's turn and begin another. To make it ordinary text, two
+noncharacters are put into its spelling before the prompt is rendered. So the tokenizer's search for
+control tokens passes it over; then `PromptEncoder` has the noncharacters dropped, before the rest
+of the tokenizer sees the text. It is the same text wherever a chat template puts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchllm_operator.prompts.values import Fault, TextColumn
+
+CONTROL_TOKEN: Final = "control_token"
+MARK: Final = "\ufdd0\ufdd1"
+_WITHIN_DATA: Final = MARK[0] + MARK + MARK[1]  # dropping one leaves what the row holds
+_MOST_REPEATS: Final = 1000  # of a counted repetition in Arrow's expressions
+
+Mode = Literal["keep", "text", "reject"]
+
+
+class ControlTokenError(ValueError):
+    """A text spells a control token, and must not; the text says so, after the column's name."""
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """The spellings of some tokens, none shorter than two characters."""
+
+    tokens: tuple[str, ...]
+
+    @cached_property
+    def whole(self) -> re.Pattern[str]:
+        longest_first = sorted(self.tokens, key=lambda token: (-len(token), token))
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @cached_property
+    def candidates(self) -> str:
+        """An expression of Arrow's for texts that `marked` may change."""
+        most = min(self.longest, _MOST_REPEATS)
+        firsts, lasts = (
+            "".join(sorted({re.escape(t[end]) for t in self.tokens})) for end in (0, -1)
+        )
+        edges = rf"(?s:[{firsts}].{{0,{most}}}\z|\A.{{0,{most}}}[{lasts}])"
+        return "|".join([*map(re.escape, (*self.tokens, MARK)), edges])
+
+    @cached_property
+    def longest(self) -> int:
+        return max(map(len, self.tokens), default=0)
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(token[:size] for token in self.tokens for size in range(1, len(token)))
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        return frozenset(token[-size:] for token in self.tokens for size in range(1, len(token)))
+
+    def begin_in(self, text: str) -> bool:
+        """Whether a token may begin in `text` and go on after it."""
+        sizes = range(1, min(len(text), self.longest) + 1)
+        return any(text[-size:] in self._beginnings for size in sizes)
+
+    def go_through(self, text: str) -> bool:
+        """Whether a token may begin before `text` and go on after it."""
+        return any(text in token for token in self.tokens)
+
+    def marked(self, text: str, *, within: bool = False) -> str:
+        """The text with marks in all spellings, and in what the text around it could make one.
+
+        Args:
+            within: whether a token may begin before the text and end after it.
+        """
+        text = text.replace(MARK, _WITHIN_DATA)
+        while self.whole.search(text):  # one may overlap the next
+            text = self.whole.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
+        sizes = range(1, min(len(text), self.longest) + 1)
+        places = {len(text) - size + 1 for size in sizes if text[-size:] in self._beginnings}
+        places |= {size - 1 for size in sizes if text[:size] in self._ends}
+        if within and text and self.go_through(text):
+            places.add(1)
+        for place in sorted(places, reverse=True):
+            text = text[:place] + MARK + text[place:]
+        return text
+
+
+class ControlTokens:
+    """Finds control tokens in values, and keeps, marks or refuses them.
+
+    Args:
+        special: tokens that the tokenizer calls special.
+        written: others that the prompt's template writes, such as `<tool_call>`.
+        can_be_text: whether the tokenizer makes ordinary text of a marked spelling; where it can't,
+            the row is refused. None: of none, and it doesn't drop marks.
+    """
+
+    def __init__(
+        self,
+        special: Iterable[str] = (),
+        written: Iterable[str] = (),
+        *,
+        mode: Mode = "keep",
+        can_be_text: Callable[[str], bool] | None = None,
+    ) -> None:
+        special, written = ({t for t in each if len(t.strip()) > 1} for each in (special, written))
+        self._all = Spellings(tuple(sorted(special | written)))
+        self._special = Spellings(tuple(sorted(special)))
+        self.mode = mode
+        self._can_be_text = can_be_text
+
+    def columns_within(self, pieces: Iterable[tuple[str, str | None]]) -> frozenset[str]:
+        """Columns that are placed where the text before may have begun a token.
+
+        Args:
+            pieces: of a template: a text, and the column after it or None.
+        """
+        found, may_go_on = set[str](), False
+        for literal, name in pieces:
+            may_go_on = may_go_on and self._all.go_through(literal)
+            may_go_on |= self._all.begin_in(literal)
+            if may_go_on and name is not None:
+                found.add(name)
+        return frozenset(found)
+
+    def in_column(self, column: TextColumn, *, within: bool = False) -> tuple[TextColumn, set[int]]:
+        """A column's texts as they may be placed, and the rows that spell a token.
+
+        Args:
+            within: see `Spellings.marked`.
+        """
+        spellings = self._all
+        if not spellings.tokens:
+            return column, set()
+        is_candidate = pc.match_substring_regex(column.texts, spellings.candidates)
+        if within:
+            is_short = pc.less(pc.utf8_length(column.texts), spellings.longest)
+            is_candidate = pc.or_(is_candidate, is_short)
+        chosen = np.flatnonzero(is_candidate.fill_null(False).to_numpy(zero_copy_only=False))
+        if not len(chosen):
+            return column, set()
+        texts, faults, rows = column.texts.to_pylist(), dict(column.faults), set[int]()
+        for row in chosen.tolist():
+            if found := spellings.whole.findall(texts[row]):
+                rows.add(row)
+            try:
+                texts[row] = self._placed(texts[row], found, spellings, within=within)
+            except ControlTokenError as error:
+                texts[row], faults[row] = None, Fault(CONTROL_TOKEN, str(error))
+        return TextColumn(pa.array(texts, pa.large_string()), faults), rows
+
+    def in_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+        """Messages as they may be rendered, and whether they spell a token.
+
+        What an assistant has said may hold tokens of the second kind: models write them.
+
+        Raises:
+            ControlTokenError: see `in_column`.
+        """
+        is_found = False
+
+        def placed(value: Any, spellings: Spellings) -> Any:
+            nonlocal is_found
+            if isinstance(value, str):
+                found = spellings.whole.findall(value)
+                is_found |= bool(found)
+                return self._placed(value, found, spellings)
+            if isinstance(value, list):
+                return [placed(each, spellings) for each in value]
+            if isinstance(value, dict):
+                return {placed(k, spellings): placed(v, spellings) for k, v in value.items()}
+            return value
+
+        result: list[dict[str, Any]] = []
+        for message in messages:
+            spellings = self._special if message["role"] == "assistant" else self._all
+            result.append(placed(message, spellings) if spellings.tokens else message)
+        return result, is_found
+
+    def _placed(
+        self, text: str, found: Sequence[str], spellings: Spellings, *, within: bool = False
+    ) -> str:
+        if self.mode == "keep":
+            return text
+        for token in found:
+            if self.mode == "reject":
+                raise ControlTokenError(
+                    f"spells {token!r}, a control token of the model"
+                    " (prompt.special_tokens: reject)"
+                )
+            if self._can_be_text is None or not self._can_be_text(token):
+                raise ControlTokenError(
+                    f"spells {token!r}, a control token of the model, of which its tokenizer can't"
+                    " make ordinary text (prompt.special_tokens: text)"
+                )
+        return text if self._can_be_text is None else spellings.marked(text, within=within)
