@@ -1,4 +1,4 @@
-"""Amounts in words: counted nouns, sizes in bytes."""
+"""Amounts in words: counted nouns, sizes in bytes, speeds."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def byte_size(num_bytes: float) -> str:
         size /= 1000
         units.pop(0)
     return "1 byte" if num_bytes == 1 else f"{size:,.3g} {units[0]}"
+
+
+def token_speed(computed_tokens_per_s: float, output_tokens_per_s: float) -> str:
+    """The speed of an engine, without the prompt tokens that it found in its cache."""
+    computed, output = f"{computed_tokens_per_s:,.0f}", f"{output_tokens_per_s:,.0f}"
+    return f"{computed} computed prompt and {output} output tokens/s"

@@ -203,12 +203,12 @@ def test_a_report_is_written_where_it_is_asked_for(job: Path, batchllm: Batchllm
     page, result = job.parent / "page.html", job.parent / "result.json"
     outcome = batchllm("report", "--plan", uri, "--out", str(page))
     assert outcome.code == ExitCode.OK
-    assert "saving ratio" in outcome.out
+    assert "saved tokens" in outcome.out
     assert page.read_text() == (Path(uri) / "report.html").read_text()
     outcome = batchllm("report", "--compare", uri, uri, "--out", str(page), "--result", str(result))
     assert outcome.code == ExitCode.OK
     assert "note: both are the same run" in outcome.out
-    assert "Achieved saving" in page.read_text()
+    assert "Prompt tokens saved" in page.read_text()
     assert json.loads(result.read_text())["after"]["num_rows_in"] == 40
 
 

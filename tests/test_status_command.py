@@ -43,6 +43,7 @@ def job(*shards: ShardStatus, is_committed: bool = False) -> JobStatus:
     return JobStatus("/lake/plan", "p", "job", "2026-01-31", is_committed, NOW, shards)
 
 
+SPEEDS = ("computed/s", "output/s")
 RUNNING = shard(
     1,
     "running",
@@ -51,7 +52,8 @@ RUNNING = shard(
     num_logical_tokens=1000,
     num_prompt_tokens=500,
     num_cached_tokens=110,
-    tokens_per_s=4321.6,
+    computed_tokens_per_s=4321.6,
+    output_tokens_per_s=65.4,
     eta_s=61.0,
     age_s=2.0,
 )
@@ -64,12 +66,23 @@ def test_the_table_shows_each_shard() -> None:
     lines = format_status(status).splitlines()
     assert lines[0] == (
         "job job, partition 2026-01-31: 1,304/5,300 (25 %) rows, shards: 1 waiting, 1 running, 1"
-        " silent, 1 failed, 4,322 tokens/s, 61 % saved, ETA 1 min 05 s"
+        " silent, 1 failed, 4,322 computed prompt and 65 output tokens/s, 61 % of prompt tokens"
+        " saved, ETA 1 min 05 s"
     )
     assert [re.split(r"  +", line.strip()) for line in lines[1:6]] == [
-        ["shard", "state", "rows", "parts", "tokens/s", "saved", "ETA", "last sign"],
+        ["shard", "state", "rows", "parts", *SPEEDS, "saved", "ETA", "last sign"],
         ["0", "waiting", "0/100 (0 %)", "0/10"],
-        ["1", "running", "1,234/5,000 (25 %)", "3/10", "4,322", "61 %", "1 min 01 s", "2 s ago"],
+        [
+            "1",
+            "running",
+            "1,234/5,000 (25 %)",
+            "3/10",
+            "4,322",
+            "65",
+            "61 %",
+            "1 min 01 s",
+            "2 s ago",
+        ],
         ["2", "failed", "50/100 (50 %)", "0/10", "10 s ago"],
         ["3", "silent", "20/100 (20 %)", "0/10", "no sign for 5 min 30 s"],
     ]
@@ -92,7 +105,8 @@ def worker(number: int, state: WorkerState, *live_shards: int, **fields: Any) ->
         "num_workers": 8,
         "num_finished": 3,
         "num_rows_done": 4000,
-        "tokens_per_s": 4321.6 if live_shards else 0.0,
+        "computed_tokens_per_s": 4321.6 if live_shards else 0.0,
+        "output_tokens_per_s": 65.4 if live_shards else 0.0,
         "age_s": 2.0,
         "gpu_s": 75.0,
     }
@@ -104,14 +118,14 @@ def test_workers_are_shown_before_their_shards() -> None:
     workers = (worker(2, "silent", age_s=330.0, gpu_s=0.0), worker(7, "running", 1, 12))
     status = replace(job(*shards), workers=workers)
     lines = format_status(status).splitlines()
-    assert "1 waiting, 1 running, 1 worker at work, 4,322 tokens/s" in lines[0]
+    assert "1 waiting, 1 running, 1 worker at work, 4,322 computed prompt and 65 output" in lines[0]
     assert [re.sub(r"  +", "|", line.strip()) for line in lines[1:]] == [
-        "worker|state|runs|finished|rows|tokens/s|GPU time|last sign|host",
+        "worker|state|runs|finished|rows|computed/s|output/s|GPU time|last sign|host",
         "2|silent|3|4,000|no sign for 5 min 30 s|pod-2",
-        "7|running|1, 12|3|4,000|4,322|1 min 15 s|2 s ago|pod-7",
-        "shard|state|worker|rows|parts|tokens/s|saved|ETA|last sign",
+        "7|running|1, 12|3|4,000|4,322|65|1 min 15 s|2 s ago|pod-7",
+        "shard|state|worker|rows|parts|computed/s|output/s|saved|ETA|last sign",
         "0|waiting|0/100 (0 %)|0/10",
-        "1|running|7|1,234/5,000 (25 %)|3/10|4,322|61 %|1 min 01 s|2 s ago",
+        "1|running|7|1,234/5,000 (25 %)|3/10|4,322|65|61 %|1 min 01 s|2 s ago",
     ]
     finished = replace(job(shard(0, "finished", 100, worker=7)), workers=workers)
     assert "at work" not in format_totals(finished)
@@ -244,7 +258,8 @@ def test_the_result_names_workers() -> None:
         "live_shards": [1],
         "num_finished": 3,
         "num_rows_done": 4000,
-        "tokens_per_s": 4321.6,
+        "computed_tokens_per_s": 4321.6,
+        "output_tokens_per_s": 65.4,
         "age_s": 2.0,
         "gpu_s": 75.0,
     }

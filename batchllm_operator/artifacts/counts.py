@@ -72,8 +72,3 @@ class Counts(Frozen):
     def num_computed_tokens(self) -> int:
         """Prompt tokens whose KV was computed."""
         return self.num_prompt_tokens - self.num_cached_tokens
-
-    @property
-    def num_request_tokens(self) -> int:
-        """Prompt and output tokens of the requests that were served."""
-        return self.num_prompt_tokens + self.num_output_tokens

@@ -177,6 +177,14 @@ class CostEstimate(Frozen):
     unshared_cost_usd: float
     assumptions: tuple[str, ...]
 
+    @property
+    def saved_gpu_s(self) -> float:
+        return self.unshared_gpu_s - self.gpu_s
+
+    @property
+    def saved_cost_usd(self) -> float:
+        return self.unshared_cost_usd - self.cost_usd
+
 
 class LengthBucket(Frozen):
     """Counts of outputs for prompts in a range of lengths."""

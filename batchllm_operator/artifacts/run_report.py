@@ -65,8 +65,9 @@ class ShardRun(Frozen):
     num_rows: Count
     num_rows_failed: Count
     num_requests: Count
-    num_tokens: Count
-    """Prompt and output tokens of the requests that got a text."""
+    num_computed_tokens: Count
+    """Prompt tokens of the requests that got a text, without those found in the cache."""
+    num_output_tokens: Count
     engine_s: Seconds
     num_attempts: Count
     gpu_s: _Number | None = None
@@ -76,8 +77,12 @@ class ShardRun(Frozen):
     """Number of the worker that finished it; None for `run --shard`, or if unknown."""
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.engine_s if self.engine_s else 0.0
+    def computed_tokens_per_s(self) -> float:
+        return self.num_computed_tokens / self.engine_s if self.engine_s else 0.0
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.engine_s if self.engine_s else 0.0
 
 
 class Bill(Frozen):
@@ -108,6 +113,17 @@ class Bill(Frozen):
     @property
     def predicted_cost_usd(self) -> float | None:
         return self.usd(self.predicted_gpu_s)
+
+    @property
+    def predicted_saved_gpu_s(self) -> float | None:
+        """Predicted GPU seconds that the plan saves against each row's prompt computed alone."""
+        if self.unshared_gpu_s is None or self.predicted_gpu_s is None:
+            return None
+        return self.unshared_gpu_s - self.predicted_gpu_s
+
+    @property
+    def predicted_saved_usd(self) -> float | None:
+        return self.usd(self.predicted_saved_gpu_s)
 
 
 class AnswerSummary(Frozen):
@@ -218,8 +234,6 @@ class RunReport(Frozen):
     engine_s: Seconds
     """Seconds of generating the parts, summed over the shards, without engine starts and without
     parts that an interruption dropped."""
-    tokens_per_s: _Number
-    """Prompt and output tokens of the requests per second of `engine_s`."""
     sample_rows: tuple[SampleRow, ...]
 
     committed_at: AwareDatetime | None = None
@@ -268,9 +282,19 @@ class RunReport(Frozen):
         return self.achieved_saving_ratio if num_tokens else None
 
     @property
-    def speed(self) -> float | None:
-        """`tokens_per_s`; None if there was nothing to generate."""
-        return self.tokens_per_s if self.engine_s else None
+    def num_saved_tokens(self) -> int | None:
+        """Prompt tokens of the rows with a text that weren't computed; None if unknown."""
+        return None if self.tokens is None else self.tokens.num_duplicate + self.tokens.num_cached
+
+    @property
+    def computed_tokens_per_s(self) -> float | None:
+        """`num_computed_tokens` per second of `engine_s`; None if there was nothing to generate."""
+        return self.num_computed_tokens / self.engine_s if self.engine_s else None
+
+    @property
+    def output_tokens_per_s(self) -> float | None:
+        """Output tokens per second of `engine_s`; None if there was nothing to generate."""
+        return self.num_output_tokens / self.engine_s if self.engine_s else None
 
     @property
     def rows_per_s(self) -> float | None:
@@ -289,12 +313,16 @@ class RunReport(Frozen):
             "optimal_saving_ratio": self.optimal_saving,
             "planned_saving_ratio": self.planned_saving,
             "achieved_saving_ratio": self.achieved_saving,
-            "tokens_per_s": self.speed,
-            "rows_per_s": None if self.rows_per_s is None else round(self.rows_per_s, 3),
+            "num_saved_tokens": self.num_saved_tokens,
+            "computed_tokens_per_s": _rounded(self.computed_tokens_per_s, 1),
+            "output_tokens_per_s": _rounded(self.output_tokens_per_s, 1),
+            "rows_per_s": _rounded(self.rows_per_s, 3),
             "gpu_s": bill.gpu_s,
             "cost_usd": bill.cost_usd,
             "predicted_gpu_s": bill.predicted_gpu_s,
             "predicted_cost_usd": bill.predicted_cost_usd,
+            "predicted_saved_gpu_s": bill.predicted_saved_gpu_s,
+            "predicted_saved_cost_usd": bill.predicted_saved_usd,
         }
 
     @classmethod
@@ -311,3 +339,7 @@ class RunReport(Frozen):
                 f"report {source}: can't be read by this release; a later one has written it, or it"
                 " is damaged: remove it, and commit again to have it made"
             ) from error
+
+
+def _rounded(value: float | None, num_digits: int) -> float | None:
+    return None if value is None else round(value, num_digits)

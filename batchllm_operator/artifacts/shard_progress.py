@@ -64,8 +64,11 @@ class ShardProgress(Frozen):
     num_prompt_tokens: Count = 0
     num_cached_tokens: Count = 0
     num_output_tokens: Count = 0
-    tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
-    """Prompt and output tokens of this attempt's requests per second, over the last minute."""
+    computed_tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
+    """Prompt tokens that this attempt has computed per second over the last minute; without those
+    that it found in the cache."""
+    output_tokens_per_s: Annotated[float, Field(ge=0, le=1e18)] = 0.0
+    """Output tokens of this attempt per second, over the last minute."""
     eta_s: Seconds | None = None
     """Until the last row, as of `updated_at`; None while unknown."""
     error: str | None = None

@@ -40,7 +40,9 @@ class ShardStatus:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    tokens_per_s: float = 0.0
+    computed_tokens_per_s: float = 0.0
+    """Prompt tokens computed per second, without cached ones; 0 unless the shard is live."""
+    output_tokens_per_s: float = 0.0
     """0 unless the shard is live."""
     eta_s: float | None = None
     """Counted from `JobStatus.read_at`; None if unknown, or unless the shard is live."""
@@ -85,7 +87,9 @@ class WorkerStatus:
     """Shards that it has finished."""
     num_rows_done: int
     """Finished rows of the shards whose latest attempt it made, with those of earlier attempts."""
-    tokens_per_s: float
+    computed_tokens_per_s: float
+    """As of a shard; 0 unless it is live."""
+    output_tokens_per_s: float
     """0 unless it is live."""
     age_s: float
     """Seconds since its last sign."""
@@ -142,8 +146,12 @@ class JobStatus:
         return sum(shard.num_parts_done for shard in self.shards)
 
     @property
-    def tokens_per_s(self) -> float:
-        return sum(shard.tokens_per_s for shard in self.shards)
+    def computed_tokens_per_s(self) -> float:
+        return sum(shard.computed_tokens_per_s for shard in self.shards)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return sum(shard.output_tokens_per_s for shard in self.shards)
 
     @property
     def gpu_s(self) -> float:
@@ -201,7 +209,8 @@ def shard_status(latest: ShardProgress, now: datetime) -> ShardStatus:
     found = replace(found, age_s=age_s, num_attempts=1, gpu_s=latest.gpu_s)
     if not is_live:
         state = "silent" if found.is_live else state
-        return replace(found, state=state, tokens_per_s=0.0, eta_s=None)
+        found = replace(found, computed_tokens_per_s=0.0, output_tokens_per_s=0.0)
+        return replace(found, state=state, eta_s=None)
     return replace(found, eta_s=None if latest.eta_s is None else max(0.0, latest.eta_s - age_s))
 
 
@@ -240,7 +249,8 @@ def _worker_status(
         live_shards=tuple(sorted(each.shard_idx for each in live)),
         num_finished=sum(shard.state == "finished" for shard in shards),
         num_rows_done=sum(shard.num_rows_done for shard in shards),
-        tokens_per_s=sum(each.tokens_per_s for each in live),
+        computed_tokens_per_s=sum(each.computed_tokens_per_s for each in live),
+        output_tokens_per_s=sum(each.output_tokens_per_s for each in live),
         age_s=last.age_s(now),
         gpu_s=sum(each.gpu_s for each in made),
     )

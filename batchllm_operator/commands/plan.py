@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> Mapping[str, Any]:
         "imbalance": plan.manifest.imbalance,
         "predicted_gpu_s": estimate.gpu_s if estimate else None,
         "predicted_cost_usd": estimate.cost_usd if estimate else None,
+        "num_saved_tokens": counts.num_logical_tokens - counts.num_planned_tokens,
+        "predicted_saved_gpu_s": estimate.saved_gpu_s if estimate else None,
+        "predicted_saved_cost_usd": estimate.saved_cost_usd if estimate else None,
         **counts.model_dump(),
     }
     if args.record is not None:

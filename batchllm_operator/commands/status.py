@@ -65,8 +65,8 @@ def result_of(status: JobStatus) -> dict[str, Any]:
     fields = asdict(status)
     totals = (
         *("num_rows", "num_rows_done", "num_rows_failed", "num_parts", "num_parts_done"),
-        *("num_finished", "is_finished", "tokens_per_s", "saving_ratio", "eta_s", "gpu_s"),
-        "num_live_workers",
+        *("num_finished", "is_finished", "computed_tokens_per_s", "output_tokens_per_s"),
+        *("saving_ratio", "eta_s", "gpu_s", "num_live_workers"),
     )
     shards = [
         asdict(shard) | {"saving_ratio": shard.saving_ratio, "is_live": shard.is_live}

@@ -51,7 +51,7 @@ def describe_run(
     counts, spec = manifest.counts, manifest.spec
     entries = [entry for shard in shards for entry in shard.entries]
     total = Counts.total(entries)
-    num_computed, num_tokens = total.num_computed_tokens, total.num_request_tokens
+    num_computed = total.num_computed_tokens
     attempts = _attempts(plan)
     runs = _shard_runs(manifest, shards, attempts)
     answers = summarize_answers(
@@ -87,7 +87,6 @@ def describe_run(
         planned_saving_ratio=manifest.planned_saving_ratio,
         achieved_saving_ratio=saving_ratio(num_computed, total.num_logical_tokens),
         engine_s=total.engine_s,
-        tokens_per_s=round(num_tokens / total.engine_s, 1) if total.engine_s else 0.0,
         sample_rows=_sample(table, manifest),
         committed_at=_first_committed(plan.folder) or datetime.now(UTC),
         tokens=_tokens(total),
@@ -190,7 +189,8 @@ def _shard_runs(
                 num_rows=done.num_rows,
                 num_rows_failed=done.num_failed_rows,
                 num_requests=done.num_requests,
-                num_tokens=done.num_request_tokens,
+                num_computed_tokens=done.num_computed_tokens,
+                num_output_tokens=done.num_output_tokens,
                 engine_s=done.engine_s,
                 num_attempts=found.num_attempts,
                 gpu_s=_gpu_s(found),

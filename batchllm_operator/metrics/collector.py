@@ -47,8 +47,8 @@ _COUNTERS: Final[tuple[tuple[str, str, _Value], ...]] = (
 )
 
 
-def _speed(progress: ShardProgress) -> float:
-    return progress.tokens_per_s if progress.state in LIVE_STATES else 0.0
+def _while_live(speed: float, progress: ShardProgress) -> float:
+    return speed if progress.state in LIVE_STATES else 0.0
 
 
 def _num_gpus(progress: ShardProgress) -> int:
@@ -66,10 +66,15 @@ _GAUGES: Final[tuple[tuple[str, str, _Value], ...]] = (
         lambda p: p.saving_ratio,
     ),
     (
-        "tokens_per_second",
-        "Prompt and output tokens of this attempt per second, over the last minute; 0 once it has"
-        " ended.",
-        _speed,
+        "computed_tokens_per_second",
+        "Prompt tokens that this attempt computes per second, without cached ones, over the last"
+        " minute; 0 once it has ended.",
+        lambda p: _while_live(p.computed_tokens_per_s, p),
+    ),
+    (
+        "output_tokens_per_second",
+        "Output tokens of this attempt per second, over the last minute; 0 once it has ended.",
+        lambda p: _while_live(p.output_tokens_per_s, p),
     ),
     ("eta_seconds", "Until the last row; absent while unknown.", lambda p: p.eta_s),
     ("elapsed_seconds", "From the attempt's start, until it ends.", lambda p: p.elapsed_s),

@@ -61,7 +61,8 @@ STAGE_METRICS: Final[Mapping[str, tuple[TaskMetric, ...]]] = {
         ("failed_rows", "counter", "num_rows_failed"),
         ("reused_rows", "counter", "num_rows_reused"),
         ("saving_ratio", "gauge", "achieved_saving_ratio"),
-        ("tokens_per_second", "gauge", "tokens_per_s"),
+        ("computed_tokens_per_second", "gauge", "computed_tokens_per_s"),
+        ("output_tokens_per_second", "gauge", "output_tokens_per_s"),
     ),
 }
 """Metrics that a task sends when it succeeds, by stage."""

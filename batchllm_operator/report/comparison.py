@@ -66,8 +66,9 @@ class Comparison:
 def compare(before: RunReport, after: RunReport) -> Comparison:
     """Compare two runs, of one job on two days or of two jobs.
 
-    Costs and GPU times are compared as absolute values, speeds as tokens per second, and failures
-    as shares of the rows, because partitions differ in size.
+    Costs and GPU times are compared as absolute values, speeds per second, and failures as shares
+    of the rows, because partitions differ in size. More rows a second are better; of tokens, only
+    their numbers are compared: a run that saves more computes fewer.
     """
     answers = _answers(before, after)
     return Comparison(
@@ -122,18 +123,34 @@ def _input(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
 
 
 def _saving(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
+    old, new = before.bill or _UNKNOWN_BILL, after.bill or _UNKNOWN_BILL
     return (
-        _share("Optimal saving", before.optimal_saving, after.optimal_saving, None),
-        _share("Planned saving", before.planned_saving, after.planned_saving, None),
-        _share("Achieved saving", before.achieved_saving, after.achieved_saving, True),
+        _share("Prompt tokens saved", before.achieved_saving, after.achieved_saving, True),
+        _share("Planned", before.planned_saving, after.planned_saving, None),
+        _share("Optimal", before.optimal_saving, after.optimal_saving, None),
         _share("Achieved of planned", _reached(before), _reached(after), True),
+        _amount(
+            "GPU time saved, predicted",
+            *(old.predicted_saved_gpu_s, new.predicted_saved_gpu_s),
+            show=duration,
+        ),
+        _amount(
+            "Money saved, predicted", old.predicted_saved_usd, new.predicted_saved_usd, show=usd
+        ),
     )
 
 
 def _speed(before: RunReport, after: RunReport) -> tuple[Measure, ...]:
     old, new = before.bill or _UNKNOWN_BILL, after.bill or _UNKNOWN_BILL
     return (
-        _amount("Tokens per second", before.speed, after.speed, more_is_better=True),
+        _amount(
+            "Rows per second", before.rows_per_s, after.rows_per_s, show=mean, more_is_better=True
+        ),
+        _amount(
+            "Computed prompt tokens per second",
+            *(before.computed_tokens_per_s, after.computed_tokens_per_s),
+        ),
+        _amount("Output tokens per second", before.output_tokens_per_s, after.output_tokens_per_s),
         _amount("Generating", before.engine_s, after.engine_s, show=duration),
         _amount("GPU time", old.gpu_s, new.gpu_s, show=duration),
         _amount("Cost", old.cost_usd, new.cost_usd, show=usd),

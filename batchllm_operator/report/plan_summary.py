@@ -14,8 +14,8 @@ def format_plan(manifest: PlanManifest, uri: str) -> str:
         f" {counted(counts.num_groups, 'group')} ({counts.num_shared_groups:,} shared),"
         f" {counted(counts.num_duplicate_rows, 'duplicate')},"
         f" {counts.num_rejected_rows:,} rejected",
-        f"{counts.num_logical_tokens:,} prompt tokens, {counts.num_planned_tokens:,} after sharing:"
-        f" saving ratio {counts.planned_saving_ratio:.1%} planned,"
+        f"{counted(counts.num_logical_tokens, 'prompt token')}, {counts.num_planned_tokens:,} to"
+        f" compute; tokens saved: {counts.planned_saving_ratio:.1%} planned,"
         f" {counts.optimal_saving_ratio:.1%} optimal",
     ]
     if counts.num_control_rows:
@@ -78,11 +78,15 @@ def _format_estimate(estimate: CostEstimate) -> list[str]:
             f"prefill {_duration(estimate.prefill_s)}, decode {_duration(estimate.decode_s)} with"
             f" {byte_size(estimate.attention_bytes)} of KV read in {steps}"
         )
+    share = (
+        f" ({estimate.saved_gpu_s / alone_s:.1%})" if (alone_s := estimate.unshared_gpu_s) else ""
+    )
     return [
         f"predicted for {estimate.gpu.name}: {_duration(estimate.gpu_s)} of GPU time,"
         f" {_price(estimate.cost_usd)} (each row alone: {_duration(estimate.unshared_gpu_s)},"
-        f" {_price(estimate.unshared_cost_usd)});"
-        f" {estimate.num_saved_tokens:,} prefill tokens saved",
+        f" {_price(estimate.unshared_cost_usd)})",
+        f"  saved against each row alone: {counted(estimate.num_saved_tokens, 'prompt token')},"
+        f" {_duration(estimate.saved_gpu_s)} of GPU time{share}, {_price(estimate.saved_cost_usd)}",
         f"  {phases}",
         *(f"  assumed: {assumption}" for assumption in estimate.assumptions),
     ]

@@ -54,7 +54,7 @@ def saving_plot(report: RunReport) -> Plot:
         plain_axes(axes, values_along="x")
 
     return draw(
-        "Saving ratio",
+        "Prompt tokens saved",
         "Bars of the share of prompt tokens that needn't be computed: "
         + ", ".join(f"{text} {name}" for name, text in zip(values, shown, strict=True)),
         Table(("Saving", "Share of prompt tokens"), list(zip(values, shown, strict=True))),
@@ -209,13 +209,14 @@ def shard_plot(shards: Sequence[ShardRun]) -> Plot:
         f"Bars of the {len(slowest)} slowest of {counted(len(shards), 'shard')}: the slowest took"
         f" {duration(float(seconds.max()))}, an average one {duration(float(seconds.mean()))}",
         Table(
-            ("Shard", "Generating", "Rows", "Tokens/s"),
+            ("Shard", "Generating", "Rows", "Computed tokens/s", "Output tokens/s"),
             [
                 (
                     str(each.shard_idx),
                     duration(each.engine_s),
                     count(each.num_rows),
-                    count(each.tokens_per_s),
+                    count(each.computed_tokens_per_s),
+                    count(each.output_tokens_per_s),
                 )
                 for each in slowest
             ],

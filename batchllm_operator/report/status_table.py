@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar, get_args
 
-from batchllm_operator.amounts import counted
+from batchllm_operator.amounts import counted, token_speed
 from batchllm_operator.artifacts.status import (
     JobStatus,
     ShardState,
@@ -61,9 +61,10 @@ def format_totals(status: JobStatus) -> str:
     ]
     if not status.is_finished:
         eta = "unknown" if status.eta_s is None else duration(status.eta_s)
-        parts += [f"{status.tokens_per_s:,.0f} tokens/s", f"ETA {eta}"]
+        speed = token_speed(status.computed_tokens_per_s, status.output_tokens_per_s)
+        parts += [speed, f"ETA {eta}"]
     if status.saving_ratio is not None:
-        parts.insert(-1, f"{100 * status.saving_ratio:.0f} % saved")
+        parts.insert(-1, f"{100 * status.saving_ratio:.0f} % of prompt tokens saved")
     words = ", ".join(filter(None, parts))
     return f"job {_printable(status.job)}, partition {_printable(status.ds)}: {words}"
 
@@ -121,8 +122,12 @@ def _eta(shard: ShardStatus) -> str:
     return duration(shard.eta_s) if shard.is_live and shard.eta_s is not None else ""
 
 
-def _speed(item: ShardStatus | WorkerStatus) -> str:
-    return f"{item.tokens_per_s:,.0f}" if item.is_live else ""
+def _computed(item: ShardStatus | WorkerStatus) -> str:
+    return f"{item.computed_tokens_per_s:,.0f}" if item.is_live else ""
+
+
+def _output(item: ShardStatus | WorkerStatus) -> str:
+    return f"{item.output_tokens_per_s:,.0f}" if item.is_live else ""
 
 
 def _last_sign(item: ShardStatus | WorkerStatus) -> str:
@@ -153,7 +158,8 @@ _SHARD_COLUMNS: Final[_Columns[ShardStatus]] = (
     ("worker", False, _worker),
     ("rows", False, lambda shard: _share(shard.num_rows_done, shard.num_rows)),
     ("parts", False, lambda shard: f"{shard.num_parts_done:,}/{shard.num_parts:,}"),
-    ("tokens/s", False, _speed),
+    ("computed/s", False, _computed),
+    ("output/s", False, _output),
     ("saved", False, _saved),
     ("ETA", False, _eta),
     ("last sign", True, _last_sign),
@@ -164,7 +170,8 @@ _WORKER_COLUMNS: Final[_Columns[WorkerStatus]] = (
     ("runs", False, lambda worker: ", ".join(map(str, worker.live_shards))),
     ("finished", False, lambda worker: f"{worker.num_finished:,}"),
     ("rows", False, lambda worker: f"{worker.num_rows_done:,}"),
-    ("tokens/s", False, _speed),
+    ("computed/s", False, _computed),
+    ("output/s", False, _output),
     ("GPU time", False, lambda worker: duration(worker.gpu_s) if worker.gpu_s else ""),
     ("last sign", True, _last_sign),
     ("host", True, lambda worker: _printable(worker.host)),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from batchllm_operator.amounts import counted
-from batchllm_operator.artifacts.run_report import AnswerSummary, RunReport
+from batchllm_operator.amounts import counted, token_speed
+from batchllm_operator.artifacts.run_report import AnswerSummary, Bill, RunReport
+from batchllm_operator.report.pages import duration, usd
 
 _MAX_TEXT_CHARS: Final = 70
 _NUM_VALUES: Final = 5
@@ -25,13 +26,13 @@ def format_summary(report: RunReport) -> str:
         f"  prompt tokens  {report.num_logical_tokens:,} logical,"
         f" {report.num_computed_tokens:,} computed; output tokens {report.num_output_tokens:,}",
         *_answer_lines(report),
-        f"  saving ratio   {_ratio(report.achieved_saving)} achieved,"
+        f"  saved tokens   {_ratio(report.achieved_saving)} of the prompt tokens achieved,"
         f" {_ratio(report.planned_saving)} planned, {_ratio(report.optimal_saving)} optimal",
+        *_saving_lines(report.bill),
         f"  plan           {counted(report.num_requests, 'request')} in"
         f" {counted(report.num_groups, 'group')} ({report.num_shared_groups:,} shared),"
         f" {counted(report.num_shards, 'shard')}",
-        f"  speed          {'unknown' if report.speed is None else f'{report.speed:,.0f}'} tokens/s"
-        f" over {report.engine_s:,.1f} s of generating{workers}",
+        f"  speed          {_speed(report)} over {report.engine_s:,.1f} s of generating{workers}",
         f"  model          {report.model}",
         f"  table          {report.table_uri}",
         f"  report         {report.report_uri}",
@@ -43,6 +44,29 @@ def format_summary(report: RunReport) -> str:
         key = ", ".join(f"{name}={_printable(value)}" for name, value in row.key.items())
         lines.append(f"    {key}: {_clip(row.generated_text)!r}")
     return "\n".join(lines)
+
+
+def _saving_lines(bill: Bill | None) -> list[str]:
+    """The GPU time and the money that the cost model says are saved; nothing measures them."""
+    if bill is None or bill.predicted_saved_gpu_s is None:
+        return []
+    alone_s = bill.unshared_gpu_s
+    saved_s = duration(bill.predicted_saved_gpu_s)
+    lines = [
+        f"  saved time     {saved_s} of {duration(alone_s)} of GPU time, predicted for {bill.gpu}"
+        " against each row alone"
+    ]
+    if bill.predicted_saved_usd is not None:
+        saved, alone = usd(bill.predicted_saved_usd), usd(bill.usd(alone_s))
+        lines.append(
+            f"  saved money    {saved} of {alone}, predicted, at {usd(bill.usd_per_hour)} an hour"
+        )
+    return lines
+
+
+def _speed(report: RunReport) -> str:
+    computed, output = report.computed_tokens_per_s, report.output_tokens_per_s
+    return "unknown" if computed is None or output is None else token_speed(computed, output)
 
 
 def _answer_lines(report: RunReport) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Final
 
+from batchllm_operator.amounts import token_speed
 from batchllm_operator.artifacts.attempts import Attempt
 from batchllm_operator.artifacts.counts import Counts
 from batchllm_operator.artifacts.parts import PartEntry
@@ -85,7 +86,9 @@ class ShardTally:
     def count_output(self, output: EngineOutput, num_rows: int) -> None:
         counts = Counts.of([(output, num_rows)])
         self._done += counts
-        self._window.add(self._clock(), counts.num_request_tokens, num_rows)
+        self._window.add(
+            self._clock(), counts.num_computed_tokens, counts.num_output_tokens, num_rows
+        )
 
     def count_part(self, entry: PartEntry) -> None:
         """Count a written part, whose outputs have been counted one by one."""
@@ -105,7 +108,7 @@ class ShardTally:
         elapsed_s = clock - self._began_at
         running_at = self._running_at
         running_s = 0.0 if running_at is None else clock - running_at
-        tokens_per_s, rows_per_s = self._window.rates(clock, running_s)
+        computed_per_s, output_per_s, rows_per_s = self._window.rates(clock, running_s)
         return ShardProgress(
             plan_id=self._plan_id,
             shard_idx=self._shard_idx,
@@ -127,7 +130,8 @@ class ShardTally:
             num_parts=self._shard.num_parts,
             num_parts_done=self._num_parts,
             **done.tokens,
-            tokens_per_s=tokens_per_s,
+            computed_tokens_per_s=computed_per_s,
+            output_tokens_per_s=output_per_s,
             eta_s=self._eta_s(state, done, running_s, rows_per_s),
             error=self._error,
         )
@@ -136,9 +140,10 @@ class ShardTally:
         """Speed over the last minute and the saving so far, for a progress line."""
         clock, done = self._clock(), self._done
         running_s = 0.0 if self._running_at is None else clock - self._running_at
-        tokens_per_s, _ = self._window.rates(clock, running_s)
+        computed_per_s, output_per_s, _ = self._window.rates(clock, running_s)
         saved = saving_ratio(done.num_computed_tokens, done.num_logical_tokens)
-        return f"{tokens_per_s:,.0f} tokens/s, {100 * saved:.0f} % saved"
+        speed = token_speed(computed_per_s, output_per_s)
+        return f"{speed}, {100 * saved:.0f} % of prompt tokens saved"
 
     def _gpu_held_s(self, clock: float) -> float:
         held_at, ended_at = self._held_at, self._ended_at
@@ -164,31 +169,31 @@ class ShardTally:
 
 
 class _Window:
-    """Tokens and rows of the last minute."""
+    """Computed prompt tokens, output tokens and rows of the last minute."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._steps: deque[tuple[float, int, int]] = deque()
-        """Start of each entry, its tokens and rows."""
-        self._num_tokens = self._num_rows = 0
+        self._steps: deque[tuple[float, list[int]]] = deque()
+        """Start of each entry, and its counts in the order of `add`."""
 
-    def add(self, clock: float, num_tokens: int, num_rows: int) -> None:
+    def add(self, clock: float, num_computed: int, num_output: int, num_rows: int) -> None:
+        new = [num_computed, num_output, num_rows]
         with self._lock:
-            self._num_tokens += num_tokens
-            self._num_rows += num_rows
             if self._steps and clock - self._steps[-1][0] < _STEP_S:
-                began_at, tokens, rows = self._steps[-1]
-                self._steps[-1] = (began_at, tokens + num_tokens, rows + num_rows)
+                began_at, counts = self._steps[-1]
+                new = [old + more for old, more in zip(counts, new, strict=True)]
+                self._steps[-1] = (began_at, new)
             else:
-                self._steps.append((clock, num_tokens, num_rows))
+                self._steps.append((clock, new))
 
-    def rates(self, clock: float, running_s: float) -> tuple[float, float]:
-        """Tokens and rows per second, over the window or since the engine started."""
+    def rates(self, clock: float, running_s: float) -> tuple[float, float, float]:
+        """The counts per second, over the window or since the engine started."""
         with self._lock:
             while self._steps and clock - self._steps[0][0] >= _WINDOW_S:
-                _, num_tokens, num_rows = self._steps.popleft()
-                self._num_tokens -= num_tokens
-                self._num_rows -= num_rows
-            sums = self._num_tokens, self._num_rows
+                self._steps.popleft()
+            entries = [counts for _, counts in self._steps]
         span_s = min(running_s, _WINDOW_S)
-        return (sums[0] / span_s, sums[1] / span_s) if span_s > 0 else (0.0, 0.0)
+        if not entries or span_s <= 0:
+            return 0.0, 0.0, 0.0
+        num_computed, num_output, num_rows = map(sum, zip(*entries, strict=True))
+        return num_computed / span_s, num_output / span_s, num_rows / span_s

@@ -10,7 +10,7 @@ from typing import Any, Final
 from batchllm_operator.artifacts.run_report import RunReport
 from batchllm_operator.artifacts.status import JobStatus, ShardStatus
 from batchllm_operator.report.page import render_report
-from batchllm_operator.report.pages import count, ratio, render, usd
+from batchllm_operator.report.pages import mean, ratio, render, usd
 from batchllm_operator.spec import Masker
 from batchllm_operator.web.job_state import JobState
 from batchllm_operator.web.jobs import Job
@@ -31,8 +31,8 @@ def _trends(job: Job) -> list[tuple[str, Sparkline]]:
     """Named sparklines of a job's outcomes over its partitions."""
     plotted = job.by_partition.values()
     measures: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-        ("Saving ratio", "Saving ratio", "achieved_saving_ratio", ratio),
-        ("Tokens/s", "Tokens per second", "tokens_per_s", count),
+        ("Prompt tokens saved", "Prompt tokens saved", "achieved_saving_ratio", ratio),
+        ("Rows/s", "Rows per second", "rows_per_s", mean),
         ("Cost", "Cost", "cost_usd", usd),
     )
     found = (

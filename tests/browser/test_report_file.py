@@ -76,11 +76,11 @@ def test_the_numbers_behind_a_picture_are_reached_by_the_keyboard(tab: Tab, tmp_
     file = tmp_path / "report.html"
     file.write_text(PAGES["report-file"]())
     tab.page.goto(file.as_uri())
-    table = tab.page.get_by_role("region", name="Saving ratio")
+    table = tab.page.get_by_role("region", name="Prompt tokens saved")
     assert not table.is_visible()
     tab.page.keyboard.press("Tab")
     focused = tab.page.evaluate("document.activeElement.textContent")
-    assert focused == "Numbers: Saving ratio"
+    assert focused == "Numbers: Prompt tokens saved"
     tab.page.keyboard.press("Enter")
     assert table.is_visible()
     assert "planned" in table.inner_text()

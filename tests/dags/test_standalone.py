@@ -255,7 +255,7 @@ def test_progress_moves_until_the_report_takes_its_place(
     assert tab.serious_findings() == []
     page.goto(run)
     page.evaluate("window.loadedOnce = true")
-    assert "Tokens per second" in page.locator("#live").inner_text()
+    assert "Output tokens per second" in page.locator("#live").inner_text()
     assert tab.serious_findings() == []
     tab.screenshot("progress")
     page.set_viewport_size({"width": 390, "height": 900})

@@ -72,7 +72,7 @@ def test_the_end_of_a_shard_is_shown_for_five_minutes() -> None:
     metrics.clock += 100
     with metrics.collector.watching(Shard(5)):
         assert metrics.values("rows_done_total") == {"3": 100, "4": 100, "5": 50}
-        assert metrics.values("tokens_per_second") == {"3": 0, "4": 0, "5": 12.5}
+        assert metrics.values("computed_tokens_per_second") == {"3": 0, "4": 0, "5": 12.5}
         assert metrics.values("gpus") == {"3": 0, "4": 0, "5": 2}
         metrics.clock += 1
         assert metrics.values("rows_done_total") == {"4": 100, "5": 50}
@@ -95,7 +95,7 @@ def test_a_shard_that_is_run_again_is_shown_once_and_does_not_fall() -> None:
     assert metrics.values("worker_shards_finished_total") == {"": 0}
     with metrics.collector.watching(Shard(3, attempt=3, num_rows_done=60)):
         assert metrics.values("rows_done_total") == {"3": 70}
-        assert metrics.values("tokens_per_second") == {"3": 12.5}
+        assert metrics.values("computed_tokens_per_second") == {"3": 12.5}
 
 
 def test_an_attempt_that_fails_ends_too() -> None:

@@ -48,7 +48,8 @@ RESULT = {
     "num_rows_failed": 3,
     "num_rows_reused": 4,
     "achieved_saving_ratio": 0.4,
-    "tokens_per_s": 99.5,
+    "computed_tokens_per_s": 99.5,
+    "output_tokens_per_s": 9.5,
 }
 STAGES = {
     "plan": lambda: BatchLLMPlanOperator(task_id="plan", spec_path=SPEC, ds="2026-01-31"),
@@ -79,7 +80,8 @@ SENT = {
         "failed_rows": 3,
         "reused_rows": 4,
         "saving_ratio": 0.4,
-        "tokens_per_second": 99.5,
+        "computed_tokens_per_second": 99.5,
+        "output_tokens_per_second": 9.5,
     },
 }
 

@@ -49,7 +49,8 @@ def progress(plan: StoredPlan, shard_idx: int, attempt: int = 1, **fields: Any) 
         "num_logical_tokens": 400,
         "num_prompt_tokens": 300,
         "num_cached_tokens": 100,
-        "tokens_per_s": 50.0,
+        "computed_tokens_per_s": 50.0,
+        "output_tokens_per_s": 5.0,
         "eta_s": 61.0,
     }
     return ShardProgress(**(known | fields))
@@ -99,7 +100,8 @@ def test_an_attempt_without_a_sign_for_long_is_silent(
     leave(plan, progress(plan, 0, state=state, interval_s=interval_s, updated_at=when))
     shard = read_status(plan, now=NOW).shards[0]
     assert shard.state == seen
-    assert (shard.tokens_per_s > 0) == (shard.eta_s is not None) == (seen in ("running"))
+    assert (shard.output_tokens_per_s > 0) == (shard.computed_tokens_per_s > 0)
+    assert (shard.output_tokens_per_s > 0) == (shard.eta_s is not None) == (seen in ("running"))
 
 
 def test_all_shards_wait_for_the_latest_of_them(plan: StoredPlan) -> None:
@@ -107,7 +109,7 @@ def test_all_shards_wait_for_the_latest_of_them(plan: StoredPlan) -> None:
         num_left = plan.manifest.shards[shard_idx].num_rows - 4
         leave(plan, progress(plan, shard_idx, eta_s=1.0 + num_left * (shard_idx + 1)))
     status = read_status(plan, now=NOW)
-    assert status.tokens_per_s == 150.0
+    assert (status.computed_tokens_per_s, status.output_tokens_per_s) == (150.0, 15.0)
     assert status.eta_s == pytest.approx(max(shard.eta_s or 0 for shard in status.shards))
 
 
@@ -129,10 +131,14 @@ def test_a_worker_has_all_that_it_began(plan: StoredPlan) -> None:
         "running",
         (1, 2),
     )
-    assert (here.num_finished, here.num_rows_done, here.tokens_per_s) == (1, 10 + 7 + 4, 100.0)
+    assert (here.num_finished, here.num_rows_done, here.computed_tokens_per_s) == (
+        1,
+        10 + 7 + 4,
+        100.0,
+    )
     assert (here.gpu_s, here.age_s) == (2 * 99.0 + 2 * 99.0, 1.0)
     assert (lost.host, lost.num_workers, lost.state, lost.live_shards) == ("a", 5, "silent", ())
-    assert (lost.num_finished, lost.num_rows_done, lost.tokens_per_s) == (0, 0, 0.0)
+    assert (lost.num_finished, lost.num_rows_done, lost.computed_tokens_per_s) == (0, 0, 0.0)
     assert (lost.gpu_s, lost.age_s) == (20.0, 300.0)
     assert sum(worker.gpu_s for worker in status.workers) == status.gpu_s
 

@@ -122,7 +122,7 @@ def test_times_are_those_of_a_clock_that_never_goes_back(plan: StoredPlan) -> No
     run.after(40)
     starting = run.tally.snapshot()
     assert (starting.state, starting.elapsed_s, starting.engine_start_s) == ("starting", 40, 40)
-    assert (starting.eta_s, starting.tokens_per_s) == (None, 0.0)
+    assert (starting.eta_s, starting.computed_tokens_per_s) == (None, 0.0)
     run.tally.begin_running()
     run.after(20)
     running = run.tally.snapshot()
@@ -159,17 +159,21 @@ def test_progress_of_older_releases_counts_from_the_start(plan: StoredPlan) -> N
     assert (found.worker, found.gpu_s) == (None, 60)
 
 
-def test_speed_is_that_of_the_last_minute(plan: StoredPlan) -> None:
+def test_speed_is_that_of_the_last_minute_without_cached_tokens(plan: StoredPlan) -> None:
+    def speeds() -> tuple[float, float]:
+        seen = run.tally.snapshot()
+        return seen.computed_tokens_per_s, seen.output_tokens_per_s
+
     run = Ticking(plan)
     run.tally.begin_running()
-    run.after(10, run.answer)
-    assert run.tally.snapshot().tokens_per_s == 100 / 10
+    run.after(10, run.answer)  # of 90 prompt tokens 30 were cached
+    assert speeds() == (60 / 10, 10 / 10)
     run.after(30, run.answer)
-    assert run.tally.snapshot().tokens_per_s == 200 / 40
+    assert speeds() == (120 / 40, 20 / 40)
     run.after(30)
-    assert run.tally.snapshot().tokens_per_s == 100 / 60
+    assert speeds() == (60 / 60, 10 / 60)
     run.after(3600)
-    assert run.tally.snapshot().tokens_per_s == 0.0
+    assert speeds() == (0.0, 0.0)
 
 
 def test_eta_goes_by_the_minute_and_by_all_of_the_attempt(plan: StoredPlan) -> None:
@@ -195,10 +199,14 @@ def test_rows_of_earlier_attempts_say_nothing_of_the_speed(plan: StoredPlan) -> 
 
 def test_the_note_says_speed_and_saving(plan: StoredPlan) -> None:
     run = Ticking(plan)
-    assert run.tally.note() == "0 tokens/s, 0 % saved"
+    assert run.tally.note() == (
+        "0 computed prompt and 0 output tokens/s, 0 % of prompt tokens saved"
+    )
     run.tally.begin_running()
     run.after(0.05, lambda: run.answer(num_rows=2))
-    assert run.tally.note() == "2,000 tokens/s, 67 % saved"
+    assert run.tally.note() == (
+        "1,200 computed prompt and 200 output tokens/s, 67 % of prompt tokens saved"
+    )
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ def against(**changes: Any) -> Comparison:
         ({"num_rows_in": 2468}, "Rows in", "+100.0\xa0%", "changed"),
         ({"num_rows_duplicate": 56}, "Duplicate rows", "+0.0\xa0%", "same"),
         ({"num_rows_reused": 7}, "Reused rows", "new", "changed"),
-        ({"achieved_saving_ratio": 0.5}, "Achieved saving", "-10.0 points", "worse"),
-        ({"achieved_saving_ratio": 0.605}, "Achieved saving", "+0.5 points", "same"),
-        ({"optimal_saving_ratio": 0.9}, "Optimal saving", "+24.6 points", "changed"),
-        ({"tokens_per_s": 8082.0}, "Tokens per second", "+100.0\xa0%", "better"),
+        ({"achieved_saving_ratio": 0.5}, "Prompt tokens saved", "-10.0 points", "worse"),
+        ({"achieved_saving_ratio": 0.605}, "Prompt tokens saved", "+0.5 points", "same"),
+        ({"optimal_saving_ratio": 0.9}, "Optimal", "+24.6 points", "changed"),
+        ({"engine_s": 6.17}, "Rows per second", "+100.0\xa0%", "better"),
         ({"num_rows_failed": 37}, "Failed rows", "+0.2 points", "worse"),
         ({"errors_by_kind": {}}, "of them null_value", "-2.4 points", "better"),
         ({"bill": None}, "Cost", "", ""),
@@ -115,9 +115,9 @@ def test_the_table_for_a_terminal_has_a_line_for_each_figure() -> None:
     lines = format_comparison(comparison).splitlines()
     num_measures = len(measures(comparison))
     assert len(lines) == 1 + len(comparison.sections) + num_measures + 1
-    (achieved,) = (line for line in lines if "Achieved saving" in line)
+    (achieved,) = (line for line in lines if "Prompt tokens saved" in line)
     assert achieved.split() == [
-        *("Achieved", "saving", "60.0", "%", "50.0", "%", "-10.0", "points", "worse")
+        *("Prompt", "tokens", "saved", "60.0", "%", "50.0", "%", "-10.0", "points", "worse")
     ]
     assert lines[-1] == "note: the job differs: snippets and <b>other</b>"
 
@@ -125,14 +125,14 @@ def test_the_table_for_a_terminal_has_a_line_for_each_figure() -> None:
 def test_the_page_shows_both_runs_and_escapes_them() -> None:
     html = render_comparison(against(achieved_saving_ratio=0.5, job="<b>other</b>"))
     assert "<b>" not in html and "&lt;b&gt;other&lt;/b&gt;" in html
-    assert "achieved saving worse: -10.0 points" in html
+    assert "prompt tokens saved worse: -10.0 points" in html
     assert "-10.0 points" in html and "2026-02-01" in html
 
 
 def test_worse_comes_first() -> None:
-    found = against(tokens_per_s=1.0, achieved_saving_ratio=0.9).notable
-    assert found[0].startswith("tokens per second worse")
-    assert any(text.startswith("achieved saving better") for text in found)
+    found = against(engine_s=1e5, achieved_saving_ratio=0.9).notable
+    assert found[0].startswith("rows per second worse")
+    assert any(text.startswith("prompt tokens saved better") for text in found)
 
 
 def test_old_reports_can_be_compared() -> None:
@@ -157,9 +157,9 @@ def test_figures_unknown_in_either_run_get_no_verdict() -> None:
 def test_a_run_that_generated_nothing_is_no_worse() -> None:
     nothing: dict[str, Any] = {
         "num_requests": 0, "num_logical_tokens": 0, "num_computed_tokens": 0, "tokens": None,
-        "engine_s": 0.0, "tokens_per_s": 0.0, "achieved_saving_ratio": 0.0, "timelines": (),
+        "engine_s": 0.0, "achieved_saving_ratio": 0.0, "timelines": (),
     }  # fmt: skip
     comparison = against(**nothing)
     found = measures(comparison)
-    assert found["Achieved saving"].after == found["Tokens per second"].after == "unknown"
+    assert found["Prompt tokens saved"].after == found["Rows per second"].after == "unknown"
     assert comparison.notable == []

@@ -65,7 +65,7 @@ def test_everything_that_the_issue_of_a_run_is_about_is_there(no_pictures: None)
         *("snippets, 2026-01-31", "published 2026-02-01 03:04 UTC", "/models/tiny"),
         *("1,234", "1,200", "56 of duplicate prompts, 0 reused", "34"),
         *("60.0 %", "61.2 % planned, 65.4 % optimal"),
-        *("4,041", "1 min 26 s", "40 s predicted", "$0.07", "$0.03 predicted"),
+        *("3,241", "800", "1 min 26 s", "40 s predicted", "$0.07", "$0.03 predicted"),
         *("55,000", "9,876", "60 of them valleys (12.5 % of the time); 2 preemptions"),
         *("… How to prune roses", "4,000"),
         *("null_value: column 'body' is null", "id=n-1", "id=n-2", "prompt_too_long"),
@@ -232,7 +232,6 @@ def test_the_same_report_gives_the_same_page() -> None:
             num_requests=0,
             num_logical_tokens=0,
             engine_s=0.0,
-            tokens_per_s=0.0,
             shards=(),
             timelines=(),
             sample_rows=(),
@@ -278,7 +277,9 @@ def test_of_a_run_with_nothing_to_generate_no_plots_are_drawn() -> None:
     )
     found = Page(html)
     assert "There was nothing to generate." in found.text
-    assert "Saved unknown unknown planned, unknown optimal" in found.text.replace("\xa0", " ")
+    assert "Prompt tokens saved unknown unknown planned, unknown optimal" in found.text.replace(
+        "\xa0", " "
+    )
     assert found.of("svg") == []
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from support.run_reports import make_full_report, make_report, make_timeline
 
-from batchllm_operator.artifacts.run_report import RunReport, SampleRow
+from batchllm_operator.artifacts.run_report import Bill, RunReport, SampleRow
 from batchllm_operator.errors import ExitCode, PlanError
 from batchllm_operator.report import format_summary, share
+from batchllm_operator.report.page import render_report
 
 BINS = [name for name, value in make_timeline() if isinstance(value, tuple)]
 
@@ -29,8 +30,8 @@ def test_the_summary_tells_what_the_job_did() -> None:
     assert "30 null_value, 4 prompt_too_long" in lines["rows"]
     assert "56 duplicates" in lines["rows"]
     assert "100,000 logical, 40,000 computed" in lines["prompt"]
-    assert "60.0% achieved, 61.2% planned, 65.4% optimal" in lines["saving"]
-    assert "4,041 tokens/s" in lines["speed"]
+    assert "60.0% of the prompt tokens achieved, 61.2% planned, 65.4% optimal" in lines["saved"]
+    assert "3,241 computed prompt and 800 output tokens/s over 12.3 s" in lines["speed"]
     assert lines["table"] == "table /lake/out"
     assert lines["report"].endswith("/report.json")
     assert lines["model"] == "model /models/tiny"
@@ -167,12 +168,37 @@ def test_a_report_that_cant_be_drawn_cant_be_read(changes: dict[str, Any]) -> No
 def test_where_nothing_was_generated_ratios_and_speeds_are_unknown() -> None:
     nothing = make_report(
         num_requests=0, num_logical_tokens=0, num_computed_tokens=0, num_rows_reused=1200,
-        engine_s=0.0, tokens_per_s=0.0, achieved_saving_ratio=0.0, planned_saving_ratio=0.0,
+        engine_s=0.0, achieved_saving_ratio=0.0, planned_saving_ratio=0.0,
         optimal_saving_ratio=0.0,
     )  # fmt: skip
     names = ("achieved_saving_ratio", "planned_saving_ratio", "optimal_saving_ratio")
     figures = nothing.figures()
-    assert [figures[name] for name in (*names, "tokens_per_s", "rows_per_s")] == [None] * 5
+    speeds = ("computed_tokens_per_s", "output_tokens_per_s", "rows_per_s")
+    assert [figures[name] for name in (*names, *speeds)] == [None] * 6
     text = format_summary(nothing)
-    assert "unknown achieved, unknown planned, unknown optimal" in text
-    assert "unknown tokens/s" in text
+    assert "unknown of the prompt tokens achieved, unknown planned, unknown optimal" in text
+    assert "speed          unknown over" in text
+
+
+def test_saved_tokens_time_and_money_are_three_numbers() -> None:
+    lines = format_summary(make_full_report()).splitlines()
+    saved = [line.strip() for line in lines if line.startswith("  saved")]
+    assert saved == [
+        "saved tokens   60.0% of the prompt tokens achieved, 61.2% planned, 65.4% optimal",
+        "saved time     50 s of 1 min 30 s of GPU time, predicted for H100 against each row alone",
+        "saved money    $0.04 of $0.08, predicted, at $3.00 an hour",
+    ]
+    figures = make_full_report().figures()
+    assert (figures["num_saved_tokens"], figures["predicted_saved_gpu_s"]) == (60_000, 50.0)
+    assert figures["predicted_saved_cost_usd"] == pytest.approx(50 / 3600 * 3)
+    html = render_report(make_full_report())
+    for name in ("Prompt tokens saved", "GPU time saved, predicted", "Money saved, predicted"):
+        assert f"<dt>{name}</dt>" in html
+
+
+def test_a_saving_that_nothing_predicted_is_not_claimed() -> None:
+    assert "saved time" not in format_summary(make_report())
+    for bill in (None, Bill(gpu_s=7.0, usd_per_hour=None)):
+        report = make_full_report(bill=bill)
+        assert report.figures()["predicted_saved_gpu_s"] is None
+        assert "saved, predicted" not in render_report(report)

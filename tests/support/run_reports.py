@@ -45,7 +45,6 @@ def make_report(**changes: Any) -> RunReport:
         "planned_saving_ratio": 0.612,
         "achieved_saving_ratio": 0.6,
         "engine_s": 12.34,
-        "tokens_per_s": 4041.0,
         "sample_rows": (
             SampleRow(key={"id": "a-1"}, generated_text="A snippet."),
             SampleRow(key={"id": "b", "lang": "de"}, generated_text="Zwei\nZeilen"),
@@ -85,7 +84,8 @@ def make_full_report(**changes: Any) -> RunReport:
             num_rows=300,
             num_rows_failed=idx,
             num_requests=286,
-            num_tokens=12_000,
+            num_computed_tokens=9_600,
+            num_output_tokens=2_400,
             engine_s=2.5 + idx,
             num_attempts=1 + idx % 2,
             gpu_s=20.0 + idx,

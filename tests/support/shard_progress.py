@@ -30,7 +30,8 @@ def shard_progress(**changes: Any) -> ShardProgress:
         "num_prompt_tokens": 900,
         "num_cached_tokens": 500,
         "num_output_tokens": 77,
-        "tokens_per_s": 12.5,
+        "computed_tokens_per_s": 12.5,
+        "output_tokens_per_s": 2.5,
         "eta_s": 590.0,
     }
     return ShardProgress(**{**fields, **changes})

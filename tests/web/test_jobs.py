@@ -21,7 +21,11 @@ def outcome(saving: float = 0.5, **changes: Any) -> dict[str, Any]:
         "num_rows_in": 1000,
         "num_rows_failed": 2,
         "achieved_saving_ratio": saving,
-        "tokens_per_s": 4321.0,
+        "computed_tokens_per_s": 4321.0,
+        "output_tokens_per_s": 654.0,
+        "rows_per_s": 12.5,
+        "predicted_saved_gpu_s": 75.0,
+        "predicted_saved_cost_usd": 0.25,
         **changes,
     }
 
@@ -50,11 +54,22 @@ def test_a_job_is_listed_with_its_latest_run_and_the_trend(anna: Browser, record
     records.run(run_id="now", day=40).job(uri(40), run_id="now")
     html = anna.page("/")
     assert '<a href="/batchllm/dags/job/runs/now/jobs/batchllm.plan/-1">rank</a>' in html
-    for shown in ("generating (0 of 2 tasks)", "74.0 %", "as of 2026-01-35", "4,321", "1,000"):
+    for shown in (
+        "generating (0 of 2 tasks)",
+        "74.0 %",
+        "as of 2026-01-35",
+        "4,321",
+        "654",
+        "12.5",
+        "1 min 15 s",
+        "$0.25",
+        "1,000",
+    ):
         assert shown in html, shown
     assert "The last 30 runs of rank" in html and ">r5<" not in html and ">r6<" in html
     text = (
-        "Saving ratio of the last 30 partitions: from 46.0 % to 74.0 %, between 46.0 % and 74.0 %"
+        "Prompt tokens saved of the last 30 partitions: from 46.0 % to 74.0 %, between 46.0 % and"
+        " 74.0 %"
     )
     assert f'aria-label="{text}; unknown for 1"' in html
 
@@ -109,7 +124,10 @@ def test_runs_are_listed_compared_and_plotted_by_partition(anna: Browser, record
     link = unquote(html[html.rindex("<a ", 0, first) : first])
     assert "before=job/r20-again/" in link and "after=job/r21/" in link
     assert "latest run\nr21, partition 2026-01-21" in html
-    assert "Saving ratio of the last 4 partitions: from 10.0 % to 40.0 %, between 10.0 %" in html
+    assert (
+        "Prompt tokens saved of the last 4 partitions: from 10.0 % to 40.0 %, between 10.0 %"
+        in html
+    )
     assert "and 60.0 %" in html
 
 
@@ -229,6 +247,6 @@ def test_mapped_plans_are_runs_of_one_job(anna: Browser, records: Records) -> No
 
 def test_numbers_that_no_float_holds_are_unknown(anna: Browser, records: Records) -> None:
     records.run(run_id="r", state="success")
-    records.job(uri(0), run_id="r", outcome=outcome(num_rows_in=10**400, tokens_per_s=1e300))
+    records.job(uri(0), run_id="r", outcome=outcome(num_rows_in=10**400, rows_per_s=1e300))
     html = anna.page("/")
     assert '<td class="number">unknown</td>' in html

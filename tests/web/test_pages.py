@@ -78,7 +78,8 @@ def progress(plan: Any, shard_idx: int = 0, **changes: Any) -> ShardProgress:
         "num_logical_tokens": 1000,
         "num_prompt_tokens": 1000,
         "num_cached_tokens": 600,
-        "tokens_per_s": 1234.0,
+        "computed_tokens_per_s": 1234.0,
+        "output_tokens_per_s": 321.0,
         "eta_s": 90.0,
     }
     return ShardProgress(**{**fields, **changes})

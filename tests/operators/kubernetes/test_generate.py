@@ -50,7 +50,9 @@ def test_a_shard_is_generated_in_a_pod(shards: Shards, capfd: pytest.CaptureFixt
     shards.check_whole()
     log = "".join(capfd.readouterr())
     assert "shard 0: 30 rows" in log  # the pod's own lines
-    assert re.search(r"shard 0: 30/30 rows .* rows/s, .* tokens/s, \d+ % saved, took", log)
+    assert re.search(
+        r"shard 0: 30/30 rows .* rows/s, .* tokens/s, \d+ % of prompt tokens saved, took", log
+    )
     assert "being deleted" not in log
 
 
@@ -67,7 +69,10 @@ def test_progress_is_in_the_log_while_the_pod_runs(
     def has_eta() -> bool:
         nonlocal seen
         seen += "".join(capfd.readouterr())
-        return re.search(r"shard 0: \d+/30 rows .* tokens/s, \d+ % saved, ETA", seen) is not None
+        return (
+            re.search(r"shard 0: \d+/30 rows .* tokens/s, \d+ % of prompt tokens saved, ETA", seen)
+            is not None
+        )
 
     shards.wait(has_eta, "a line with an ETA")
     assert run.error is None and run.result is None  # it still runs
