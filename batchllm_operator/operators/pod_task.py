@@ -160,7 +160,7 @@ class BatchLLMPodTask(BatchLLMPodOperator):
         try:
             pod = self.build_pod_request_obj(context)
             grace_s = pod.spec.termination_grace_period_seconds
-            arguments = self.pod_command(context, grace_s, num_gpus(pod))
+            arguments = self.pod_command(context, grace_s, num_gpus(pod, self.settings))
         except ValueError as error:
             raise AirflowFailException(str(error)) from error
         pod.spec.containers[0].args = [escaped(each) for each in arguments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ class GpuPreset:
 
     resource: str
     """The extended resource that the vendor's device plugin offers."""
+    device: re.Pattern[str]
+    """Names of all its resources that are GPUs: whole, shared, or slices of one."""
     image: str
     node_selector: Mapping[str, str]
     """Labels that GPU feature discovery or node feature discovery puts on such nodes."""
@@ -42,12 +45,14 @@ PRESETS: Final[Mapping[GpuVendor, GpuPreset]] = MappingProxyType(
     {
         "nvidia": GpuPreset(
             resource="nvidia.com/gpu",
+            device=re.compile(r"nvidia\.com/(gpu([.-].+)?|mig-.+)"),
             image=_image("cuda"),
             node_selector={"nvidia.com/gpu.present": "true"},
             env={"CUDA_CACHE_PATH": "/cache/cuda"},
         ),
         "amd": GpuPreset(
             resource="amd.com/gpu",
+            device=re.compile(r"amd\.com/(gpu([.-].+)?|[sdqc]px_nps\d)"),
             image=_image("rocm"),
             node_selector={"feature.node.kubernetes.io/amd-gpu": "true"},
             env={

@@ -79,7 +79,7 @@ def default_pod(settings: PodSettings, container_name: str) -> k8s.V1Pod:
                     name=container_name,
                     image=preset.image if preset else CPU_IMAGE,
                     env=_environment(settings),
-                    resources=_resources(settings),
+                    resources=_resources(),
                     security_context=k8s.V1SecurityContext(
                         allow_privilege_escalation=False,
                         read_only_root_filesystem=True,
@@ -231,7 +231,7 @@ def without_repetitions(pod: k8s.V1Pod) -> k8s.V1Pod:
 
 
 def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
-    """Give the main container its GPUs; mutates it.
+    """Give the main container its GPUs, unless the template names its devices; mutates it.
 
     Raises:
         ValueError: the template asks for another number of GPUs, or for another vendor's.
@@ -240,37 +240,53 @@ def check_gpus(pod: k8s.V1Pod, settings: PodSettings) -> None:
         return
     container = pod.spec.containers[0]
     container.resources = container.resources or k8s.V1ResourceRequirements()
-    name, count = settings.preset.resource, str(settings.gpu_count)
-    for kind in ("limits", "requests"):
-        given = getattr(container.resources, kind) or {}
-        for other in {preset.resource for preset in PRESETS.values()} & given.keys() - {name}:
-            raise ValueError(f"the pod template asks for {other}, the operator for {name}")
-        if str(given.get(name, count)) != count:
-            raise ValueError(
-                f"the pod template asks for {given[name]} x {name}, the operator's gpu_count is"
-                f" {count}; they must be the same"
-            )
-    container.resources.limits = {**(container.resources.limits or {}), name: count}
+    given = _devices(container.resources)
+    for other in (name for name in given if not settings.preset.device.fullmatch(name)):
+        raise ValueError(
+            f"the pod template asks for {other}, the operator for {settings.preset.resource}"
+        )
+    if container.resources.claims and not given:
+        return
+    devices = given or {settings.preset.resource: settings.gpu_count}
+    if sum(devices.values()) != settings.gpu_count:
+        asked = " and ".join(f"{count} x {name}" for name, count in devices.items())
+        raise ValueError(
+            f"the pod template asks for {asked}, the operator's gpu_count is"
+            f" {settings.gpu_count}; they must be the same"
+        )
+    limits = {name: str(count) for name, count in devices.items()}
+    container.resources.limits = {**(container.resources.limits or {}), **limits}
 
 
-def num_gpus(pod: k8s.V1Pod) -> int:
-    """Number of GPUs of the main container, of any vendor.
+def num_gpus(pod: k8s.V1Pod, settings: PodSettings) -> int:
+    """Number of GPUs, or slices of GPUs, of the main container, of any vendor.
+
+    How many its resource claims stand for, only the operator's arguments tell.
 
     Raises:
         ValueError: the template's number of GPUs isn't one.
     """
-    resources = pod.spec.containers[0].resources
-    limits = (resources.limits if resources is not None else None) or {}
-    return sum(int(limits.get(preset.resource, 0)) for preset in PRESETS.values())
+    resources = pod.spec.containers[0].resources or k8s.V1ResourceRequirements()
+    devices = _devices(resources)
+    if not devices and resources.claims and settings.preset is not None:
+        return settings.gpu_count
+    return sum(devices.values())
 
 
-def _resources(settings: PodSettings) -> k8s.V1ResourceRequirements:
-    """Memory is limited; CPU time isn't, because a throttled process keeps its GPU waiting."""
+def _devices(resources: k8s.V1ResourceRequirements) -> dict[str, int]:
+    """How many of which GPUs a container asks for, whole ones and slices, of any vendor."""
+    asked = {**(resources.requests or {}), **(resources.limits or {})}
+    known = {name for each in PRESETS.values() for name in asked if each.device.fullmatch(name)}
+    return {name: int(count) for name, count in asked.items() if name in known}
+
+
+def _resources() -> k8s.V1ResourceRequirements:
+    """Memory is limited; CPU time isn't, because a throttled process keeps its GPU waiting.
+
+    `check_gpus` adds the GPUs: a template may name others.
+    """
     requests = {"cpu": DEFAULT_CPU, "memory": DEFAULT_MEMORY}
-    limits = {"memory": DEFAULT_MEMORY}
-    if settings.preset is not None:
-        limits[settings.preset.resource] = str(settings.gpu_count)
-    return k8s.V1ResourceRequirements(requests=requests, limits=limits)
+    return k8s.V1ResourceRequirements(requests=requests, limits={"memory": DEFAULT_MEMORY})
 
 
 def _tolerations(settings: PodSettings) -> list[k8s.V1Toleration] | None:

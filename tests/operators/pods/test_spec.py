@@ -268,7 +268,7 @@ def test_a_grace_period_that_is_enough_or_not_known_yet_is_no_fault(tmp_path: Pa
     late.write_text(yaml.safe_dump(grace(30)), encoding="utf-8")  # on the worker's disk only
     pod = task.build_pod_request_obj(dry_run=True)
     with pytest.raises(ValueError, match="grace period is 30; it must be above 30"):
-        task.pod_command(CONTEXT, pod.spec.termination_grace_period_seconds, num_gpus(pod))
+        task.pod_command(CONTEXT, pod.spec.termination_grace_period_seconds, 1)
 
 
 def test_wrong_arguments_of_mapped_tasks_are_refused_when_the_dag_is_parsed() -> None:
@@ -298,16 +298,71 @@ def test_the_gpus_of_a_template_are_counted(resource: str) -> None:
     """With no `gpu` given: they set the tensor parallel size all the same."""
     given = template(resources={"limits": {resource: 4}})
     task = operator(gpu=None, runner="kubernetes", pod_template_dict=given)
-    pod = task.build_pod_request_obj(dry_run=True)
-    assert num_gpus(pod) == 4
-    assert "--num-gpus 4 --drain-s" in " ".join(task.pod_command(CONTEXT, 60, num_gpus(pod)))
+    assert gpus_of(task) == 4
+    assert "--num-gpus 4 --drain-s" in " ".join(task.pod_command(CONTEXT, 60, gpus_of(task)))
+
+
+def gpus_of(task: BatchLLMGenerateOperator) -> int:
+    return num_gpus(task.build_pod_request_obj(dry_run=True), task.settings)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device"),
+    [
+        ("nvidia", "nvidia.com/mig-3g.40gb"),
+        ("nvidia", "nvidia.com/mig-1g.10gb.me"),
+        ("nvidia", "nvidia.com/gpu.shared"),
+        ("amd", "amd.com/cpx_nps1"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["template", "argument", "requests"])
+def test_a_device_of_the_template_is_the_only_one(gpu: str, device: str, kind: str) -> None:
+    """A slice and a whole GPU are on no node together."""
+    given: dict[str, Any] = {
+        "template": {"pod_template_dict": template(resources={"limits": {device: 2}})},
+        "argument": {"container_resources": k8s.V1ResourceRequirements(limits={device: "2"})},
+        "requests": {"pod_template_dict": template(resources={"requests": {device: "2"}})},
+    }[kind]
+    task = operator(gpu=gpu, gpu_count=2, **given)
+    resources = container_of(pod_of(task))["resources"]
+    assert resources["limits"] == {"memory": "32Gi", device: "2"}
+    assert gpus_of(task) == 2
+    assert gpus_of(operator(gpu=None, runner="kubernetes", **given)) == 2
+    with pytest.raises(ValueError, match=rf"2 x {device}, the operator's gpu_count is 1"):
+        gpus_of(operator(gpu=gpu, **given))
+
+
+def test_a_resource_claim_is_the_only_device() -> None:
+    pod = template(resources={"claims": [{"name": "gpu"}]})
+    claim = {"name": "gpu", "resourceClaimTemplateName": "two-gpus"}
+    pod["spec"]["resourceClaims"] = [claim]
+    task = operator(gpu_count=2, pod_template_dict=pod)
+    made = pod_of(task)
+    assert made["spec"]["resourceClaims"] == [claim]
+    assert container_of(made)["resources"]["claims"] == [{"name": "gpu"}]
+    assert container_of(made)["resources"]["limits"] == {"memory": "32Gi"}
+    assert gpus_of(task) == 2
+
+
+def test_a_claim_beside_gpus_is_for_something_else() -> None:
+    """Such as a network card; so is a share of a GPU's memory."""
+    limits = {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "3000"}
+    given = template(resources={"claims": [{"name": "card"}], "limits": limits})
+    given["spec"]["resourceClaims"] = [{"name": "card", "resourceClaimName": "card"}]
+    task = operator(pod_template_dict=given)
+    assert container_of(pod_of(task))["resources"]["limits"] == {"memory": "32Gi", **limits}
+    assert gpus_of(task) == 1
+
+
+def test_another_vendors_slice_is_refused() -> None:
+    given = template(resources={"limits": {"nvidia.com/mig-3g.40gb": 1}})
+    with pytest.raises(ValueError, match=r"asks for nvidia.com/mig-3g.40gb, the operator for amd"):
+        gpus_of(operator(gpu="amd", pod_template_dict=given))
 
 
 def test_a_pod_without_gpus_has_none() -> None:
-    assert (
-        num_gpus(operator(gpu=None, runner="kubernetes").build_pod_request_obj(dry_run=True)) == 0
-    )
     task = operator(gpu=None, runner="kubernetes")
+    assert gpus_of(task) == 0
     assert "--num-gpus" not in task.pod_command(CONTEXT, 60, 0)
 
 
