@@ -4,6 +4,7 @@ from batchllm_operator.model.adapters import Adapter, find_adapters, warn_of_oth
 from batchllm_operator.model.chat_template import ChatRefusedError, ChatTemplate
 from batchllm_operator.model.files import ModelFiles
 from batchllm_operator.model.folder import folder_digest
+from batchllm_operator.model.length import ModelLength, find_length
 from batchllm_operator.model.stored_tokenizer import StoredTokenizer, read_stored
 from batchllm_operator.model.transformers_tokenizer import TransformersTokenizer
 from batchllm_operator.model.weights import check_weights
@@ -13,10 +14,12 @@ __all__ = [
     "ChatRefusedError",
     "ChatTemplate",
     "ModelFiles",
+    "ModelLength",
     "StoredTokenizer",
     "TransformersTokenizer",
     "check_weights",
     "find_adapters",
+    "find_length",
     "folder_digest",
     "read_stored",
     "warn_of_other_models",

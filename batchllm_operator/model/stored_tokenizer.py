@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
@@ -55,8 +56,8 @@ class StoredTokenizer:
     """Doesn't cut or pad."""
     special_tokens: dict[str, str]
     """Texts by name, such as `eos_token`."""
-    position_limit: int
-    """Most tokens of a prompt with its output."""
+    config: SimpleNamespace
+    """Fields of `config.json`."""
 
     @property
     def commit(self) -> None:
@@ -132,7 +133,9 @@ def read_stored(folder: Path) -> StoredTokenizer | None:
         return None
     backend.no_truncation()
     backend.no_padding()
-    return StoredTokenizer(backend, {name: str(text) for name, text in named.items()}, limit)
+    return StoredTokenizer(
+        backend, {name: str(text) for name, text in named.items()}, SimpleNamespace(**model)
+    )
 
 
 def _adds_nothing(config: dict[str, Any], named: dict[str, Any], stored: dict[str, Any]) -> bool:

@@ -32,7 +32,7 @@ class TransformersTokenizer:
         backend: a copy of what its call passes its texts to, set not to cut or pad; None if the
             call does more than that.
         fingerprint: see `StoredTokenizer`; includes the chat template if it is used.
-        position_limit: the configuration's limit of prompt and output, unchecked.
+        config: the model's configuration.
         commit: the hub's commit; None for a folder.
 
     Raises:
@@ -41,7 +41,7 @@ class TransformersTokenizer:
 
     def __init__(self, model: ModelSpec, prompt: PromptSpec, files: ModelFiles) -> None:
         self._path, self._prompt = model.path, prompt
-        self._tokenizer, config = _load(model, files)
+        self._tokenizer, self.config = _load(model, files)
         self._chat = chat = prompt.chat_template
         template = self._tokenizer.chat_template if chat else ""
         if chat and not template:
@@ -50,10 +50,7 @@ class TransformersTokenizer:
             )
         self.backend = _copy_backend(self._tokenizer)
         self.fingerprint = self._fingerprint(json.dumps(template) if chat else "")
-        self.position_limit: object = getattr(
-            config.get_text_config(), "max_position_embeddings", None
-        )
-        self.commit: str | None = getattr(config, "_commit_hash", None)
+        self.commit: str | None = getattr(self.config, "_commit_hash", None)
 
     def vocabulary(self) -> dict[str, int]:
         found: dict[str, int] = self._tokenizer.get_vocab()

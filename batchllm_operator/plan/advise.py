@@ -127,5 +127,5 @@ def _prompts(
     for batch in sample:
         _, tokens = encode(renderer.render(batch), batch, tokenizer, adapters)
         encoded = map(tokens.prompt, range(len(tokens)))
-        prompts += [ids for ids in encoded if not length_fault(len(ids), tokenizer.max_model_len)]
+        prompts += [ids for ids in encoded if not length_fault(len(ids), tokenizer)]
     return TokenTable.from_lists(prompts)

@@ -93,7 +93,8 @@ def arrange(
         none = np.zeros((0, 2), dtype=np.int64)
         prefix_hashes = hash_prefixes(requests, choice.groups) if learns else none
         estimated = estimate_output_tokens(spec, requests, learned, choice.groups, prefix_hashes)
-        output_tokens = np.minimum(estimated, max_model_len - requests.lengths)
+        room = np.maximum(max_model_len - requests.lengths, 1)  # a pooled prompt may leave none
+        output_tokens = np.minimum(estimated, room)
         progress.advance(1, _STEPS[2])
         decode_tokens = output_tokens if spec.decodes else np.zeros_like(output_tokens)
         cut = Cut.of(spec, requests, ranked, decode_tokens, target)

@@ -219,10 +219,10 @@ def _choose(
     idxs = rendered.idxs
     errors = dict(rendered.errors)
     lengths = tokens.lengths
-    fits = (lengths > 0) & (lengths < tokenizer.max_model_len)
+    fits = (lengths > 0) & (lengths <= tokenizer.max_prompt_len)
     if not fits.all():
         for number in np.flatnonzero(~fits).tolist():
-            fault = length_fault(int(lengths[number]), tokenizer.max_model_len)
+            fault = length_fault(int(lengths[number]), tokenizer)
             assert fault is not None, number
             errors[int(idxs[number])] = fault
         idxs, tokens = idxs[fits], tokens.take(np.flatnonzero(fits))

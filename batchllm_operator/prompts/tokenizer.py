@@ -15,8 +15,10 @@ from batchllm_operator.model import (
     ChatRefusedError,
     ChatTemplate,
     ModelFiles,
+    ModelLength,
     StoredTokenizer,
     TransformersTokenizer,
+    find_length,
     folder_digest,
     read_stored,
 )
@@ -53,6 +55,10 @@ class Tokenizer(Protocol):
     @property
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its output together."""
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Most tokens of a prompt."""
 
     @property
     def vocabulary_bound(self) -> int:
@@ -112,8 +118,9 @@ class ModelTokenizer:
         # Before encoding, which changes the tokenizer's own JSON.
         self.fingerprint = own.fingerprint
         self.vocabulary_bound = _vocabulary_bound(own.vocabulary(), model.path)
-        limit = spec.engine.max_model_len or _position_limit(own.position_limit, model.path)
-        self.max_model_len = limit
+        length = find_length(own.config, files, spec.engine, is_pooled=spec.is_pooled)
+        self.max_model_len = _chosen_length(spec, length)
+        self.max_prompt_len = _max_prompt_len(spec, self.max_model_len)
         self.model_version = f"commit:{own.commit}" if own.commit else folder_digest(folder)
         # Here, so that its memory counts as resident before any row is read.
         self._encoder = PromptEncoder(
@@ -220,6 +227,7 @@ class Utf8Tokenizer:
     def __init__(self, spec: JobSpec) -> None:
         self.files = _local_files(spec.model.path)
         self.max_model_len = spec.engine.max_model_len or _UTF8_MAX_LEN
+        self.max_prompt_len = _max_prompt_len(spec, self.max_model_len)
         self._answer_prefix = spec.prompt.answer_prefix or ""
 
     def be_exact(self) -> None:
@@ -273,16 +281,15 @@ def _local_files(path: str) -> ModelFiles | None:
         return None
 
 
-def length_fault(num_prompt_tokens: int, max_model_len: int) -> str | None:
-    """The row error of a prompt without tokens, or without room for one output token."""
+def length_fault(num_prompt_tokens: int, tokenizer: Tokenizer) -> str | None:
+    """The row error of a prompt without tokens, or with more than the model allows."""
     if num_prompt_tokens == 0:
         return f"{EMPTY_PROMPT}: the tokenizer makes no tokens of this row's text"
-    if num_prompt_tokens < max_model_len:
+    most = tokenizer.max_prompt_len
+    if num_prompt_tokens <= most:
         return None
-    return (
-        f"{PROMPT_TOO_LONG}: {num_prompt_tokens} tokens, the model allows {max_model_len - 1}"
-        " and one of output"
-    )
+    output = " and one of output" if most < tokenizer.max_model_len else ""
+    return f"{PROMPT_TOO_LONG}: {num_prompt_tokens} tokens, the model allows {most}{output}"
 
 
 def _vocabulary_bound(vocabulary: dict[str, int], path: str) -> int:
@@ -296,10 +303,18 @@ def _vocabulary_bound(vocabulary: dict[str, int], path: str) -> int:
     return token_id + 1
 
 
-def _position_limit(limit: object, path: str) -> int:
-    if not isinstance(limit, int) or limit < 2:
+def _chosen_length(spec: JobSpec, known: ModelLength | None) -> int:
+    wanted, path = spec.engine.max_model_len, spec.model.path
+    if known is not None:
+        return known.chosen(wanted, path)
+    if wanted is None:
         raise ModelError(
             f"model {path}: its config.json doesn't say how long a prompt may be; set"
             " engine.max_model_len"
         )
-    return limit
+    return wanted
+
+
+def _max_prompt_len(spec: JobSpec, max_model_len: int) -> int:
+    """Most tokens of a prompt: one of output needs room, unless nothing is generated."""
+    return max_model_len if spec.is_pooled else max_model_len - 1

@@ -47,7 +47,8 @@ class EngineSpec(Section):
     trying out the pipeline. With no model at all, `extra_args: {byte_tokens: true}` takes the bytes
     of a prompt for its tokens."""
     max_model_len: int | None = Field(default=None, ge=2, le=MAX_COUNT)
-    """Most tokens of a prompt and its output together; unset: what the model allows."""
+    """Most tokens of a prompt and its output together; unset: what the model allows. More than the
+    model allows is refused."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of weights and activations."""
     block_size: int | None = Field(default=None, ge=1, le=MAX_COUNT)

@@ -54,6 +54,20 @@ def test_each_row_has_its_vector(tmp_path: Path, task: str) -> None:
             assert published_row["num_prompt_tokens"] == len(expected_prompt(row))
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_a_prompt_of_exactly_the_models_length_has_its_vector(tmp_path: Path, task: str) -> None:
+    rows = document_rows(1, 2)
+    length = len(expected_prompt(rows[0]))
+    rows[1] = {**rows[1], "query": rows[0]["query"] + "!"}
+    write_table(tmp_path / "documents", rows)
+    engine = {"backend": "fake", "max_model_len": length, "extra_args": {"byte_tokens": True}}
+    spec = pooling(tmp_path, task, engine=engine, max_failed_fraction=0.5)
+    run_and_commit(spec)
+    fits, is_longer = published(spec)
+    assert fits[COLUMNS[task]] == vector_of(rows[0])
+    assert is_longer["error"]["kind"] == "prompt_too_long"
+
+
 def test_column_types(tmp_path: Path) -> None:
     write_table(tmp_path / "documents", document_rows(1, 2))
     for task, kind in {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchllm_operator import prompts
-from batchllm_operator.errors import ExitCode, ModelError
+from batchllm_operator.errors import ExitCode, ModelError, SpecError
 from batchllm_operator.model import ModelFiles, TransformersTokenizer
 from batchllm_operator.prompts import Tokenizer, length_fault
 from batchllm_operator.prompts import tokenizer as tokenizer_module
@@ -239,18 +239,41 @@ def test_a_model_that_does_not_say_needs_a_limit_in_the_spec(own_model: Path) ->
     assert load_tokenizer(job(own_model, max_model_len=64)).max_model_len == 64
 
 
+def test_a_limit_above_the_models_is_refused(model: Path) -> None:
+    for backend in ("vllm", "fake"):
+        with pytest.raises(SpecError, match=r"engine\.max_model_len: 322 .* allows: 321 "):
+            load_tokenizer(job(model, max_model_len=322, backend=backend))
+
+
+def limited(num_tokens: int, task: str = "generate") -> Tokenizer:
+    """A tokenizer of bytes with a limit."""
+    extra_args = {"byte_tokens": True}
+    spec = job("none", backend="fake", max_model_len=num_tokens, extra_args=extra_args)
+    return load_tokenizer(
+        JobSpec.model_validate({**spec.model_dump(exclude={"sampling"}), "task": task})
+    )
+
+
 def test_a_prompt_has_tokens() -> None:
-    fault = length_fault(0, 10)
+    fault = length_fault(0, limited(10))
     assert fault is not None and fault.startswith("empty_prompt: ")
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(1, True), (9, True), (10, False), (11, False)])
 def test_a_prompt_must_leave_room_for_one_token(num_tokens: int, fits: bool) -> None:
-    fault = length_fault(num_tokens, 10)
+    fault = length_fault(num_tokens, limited(10))
     assert (fault is None) == fits
     if fault is not None:
-        assert fault.startswith(f"prompt_too_long: {num_tokens} tokens")
-        assert "9" in fault
+        assert (
+            fault == f"prompt_too_long: {num_tokens} tokens, the model allows 9 and one of output"
+        )
+
+
+@pytest.mark.parametrize("task", ["embed", "pool"])
+def test_a_prompt_that_is_pooled_may_have_all_tokens(task: str) -> None:
+    assert length_fault(10, limited(10, task)) is None
+    fault = length_fault(11, limited(10, task))
+    assert fault == "prompt_too_long: 11 tokens, the model allows 10"
 
 
 # Fingerprints

@@ -1,0 +1,178 @@
+"""How long a prompt with its output may be, by the rules of vLLM's `_get_and_verify_max_len`.
+
+vLLM applies them as the engine starts. They are repeated here because a plan is made without vLLM;
+a test compares the two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Final
+
+from batchllm_operator.errors import ModelError, SpecError
+from batchllm_operator.model.files import ModelFiles
+from batchllm_operator.spec import EngineSpec
+
+_CONFIG: Final = "config.json"
+_TOKENIZER: Final = "tokenizer_config.json"
+_KEYS: Final = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+)
+_ENCODERS: Final = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_SCALED: Final = frozenset(
+    {"longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
+)
+"""Kinds of RoPE whose positions in the config are scaled already."""
+_IS_OFFSET: Final = {
+    "bert": False,
+    **dict.fromkeys(("camembert", "roberta", "xlm-roberta", "xlm-roberta-xl"), True),
+}
+"""Encoders with a learned vector for each position; whether the first one's number is that of the
+padding token plus 1. vLLM reads beyond the last without noticing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLength:
+    """Tokens of a prompt with its output."""
+
+    usual: int
+    """What vLLM takes if it isn't told."""
+    most: int
+    """It refuses more."""
+    source: str
+    """The file and the setting that limit it."""
+
+    def chosen(self, wanted: int | None, path: str) -> int:
+        """The length of a job whose spec wants this many tokens, or doesn't say.
+
+        Raises:
+            SpecError: it wants more than the engine would allow.
+        """
+        if wanted is None:
+            return self.usual
+        if wanted > self.most and not _is_allowed_any():
+            raise SpecError(
+                f"engine.max_model_len: {wanted} is more than model {path} allows: {self.most}"
+                f" ({self.source}); leave it out, or write at most that"
+            )
+        return wanted
+
+
+def find_length(
+    config: Any, files: ModelFiles, engine: EngineSpec, *, is_pooled: bool
+) -> ModelLength | None:
+    """The length that vLLM allows; None if the model doesn't say any.
+
+    Args:
+        config: the model's, as transformers has it, or the fields of `config.json` as attributes.
+        is_pooled: whether vLLM runs it as a pooling model.
+
+    Raises:
+        ModelError: a length in the model's files isn't a number of at least 2.
+    """
+    fields = _Fields(config, engine.extra_args.get("hf_overrides"))
+    limit, source = _by_config(fields)
+    window = fields.get("sliding_window")
+    if engine.extra_args.get("disable_sliding_window") and window and window < limit:
+        limit, source = window, f"sliding_window of {_CONFIG}"
+    if is_pooled and fields.get("position_embedding_type", of_text=False) == "absolute":
+        of_tokenizer = (files.read_json(_TOKENIZER) or {}).get("model_max_length", inf)
+        if of_tokenizer < limit:
+            limit, source = of_tokenizer, f"model_max_length of {_TOKENIZER}"
+    if limit == inf:
+        return None
+    parameters = list(_rope_parameters(fields))
+    if "gemma3" not in str(fields.get("model_type")):
+        factor = 1.0
+        for each in parameters:
+            factor = factor if _kind(each) in _SCALED else each.get("factor", factor)
+        limit *= factor or 1.0
+    for name in _ENCODERS:
+        if encoder := files.read_json(name):
+            if "max_seq_length" in encoder:
+                limit, source = encoder["max_seq_length"], f"max_seq_length of {name}"
+            break
+    most, source = _by_positions(fields, _checked(limit, source, files), source)
+    usual = most
+    if any(_kind(each) == "longrope" for each in parameters):
+        usual = int(fields.get("original_max_position_embeddings") or most)
+    more = fields.get("model_max_length")
+    return ModelLength(usual, max(most, more) if isinstance(more, int) else most, source)
+
+
+class _Fields:
+    """Reads a config's fields, with `hf_overrides` of the engine."""
+
+    def __init__(self, config: Any, overrides: object) -> None:
+        has_text = hasattr(config, "get_text_config")
+        self._config, self._text = config, config.get_text_config() if has_text else config
+        given = dict(overrides) if isinstance(overrides, Mapping) else {}
+        of_text = given.get("text_config")
+        given |= of_text if isinstance(of_text, Mapping) else {}
+        if "rope_scaling" in given:  # another name
+            given["rope_parameters"] = given["rope_scaling"]
+        self._given = given
+
+    def get(self, name: str, *, of_text: bool = True) -> Any:
+        if name in self._given:
+            return self._given[name]
+        return getattr(self._text if of_text else self._config, name, None)
+
+
+def _by_config(fields: _Fields) -> tuple[float, str]:
+    """The smallest length of `config.json`, unless `model_max_length` says one."""
+    limit, source = inf, ""
+    for key in _KEYS:
+        found = fields.get(key)
+        if isinstance(found, int | float) and found < limit:
+            limit, source = found, f"{key} of {_CONFIG}"
+    if own := fields.get("model_max_length"):
+        limit, source = own, f"model_max_length of {_CONFIG}"
+    return limit, source
+
+
+def _by_positions(fields: _Fields, limit: int, source: str) -> tuple[int, str]:
+    """At most as many tokens as there are learned positions."""
+    kind, positions = fields.get("model_type"), fields.get("max_position_embeddings")
+    if kind not in _IS_OFFSET or not isinstance(positions, int):
+        return limit, source
+    if fields.get("position_embedding_type") not in (None, "absolute"):
+        return limit, source
+    first = int(fields.get("pad_token_id") or 0) + 1 if _IS_OFFSET[kind] else 0
+    if positions - first >= limit:
+        return limit, source
+    less = f", less {first}" if first else ""
+    return positions - first, f"max_position_embeddings of {_CONFIG}{less}"
+
+
+def _rope_parameters(fields: _Fields) -> Iterator[Mapping[str, Any]]:
+    """Those of all layers, or of each kind of layers."""
+    found = fields.get("rope_parameters") or fields.get("rope_scaling")
+    if not isinstance(found, Mapping) or not found:
+        return
+    nested = [each for each in found.values() if isinstance(each, Mapping)]
+    yield from nested if len(nested) == len(found) else [found]
+
+
+def _kind(parameters: Mapping[str, Any]) -> object:
+    return parameters.get("rope_type") or parameters.get("type") or "default"
+
+
+def _checked(limit: object, source: str, files: ModelFiles) -> int:
+    if not isinstance(limit, int | float) or limit < 2:
+        raise ModelError(
+            f"{files.where}: {source} is {limit}, which is no length of a prompt; correct the file"
+        )
+    return int(limit)
+
+
+def _is_allowed_any() -> bool:
+    """Whether vLLM's own switch lets it read beyond the positions that a model knows."""
+    return os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")

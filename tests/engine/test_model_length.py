@@ -1,0 +1,205 @@
+"""A plan allows the lengths that vLLM allows, for models of all kinds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from batchllm_operator.errors import ModelError, SpecError
+from batchllm_operator.model import ModelFiles, find_length
+from batchllm_operator.spec import EngineSpec
+
+vllm_model = pytest.importorskip("vllm.config.model")
+vllm_config = pytest.importorskip("vllm.transformers_utils.config")
+convertors = pytest.importorskip("vllm.transformers_utils.model_arch_config_convertor")
+
+LLAMA = {"model_type": "llama", "max_position_embeddings": 4096}
+BERT = {"model_type": "bert", "max_position_embeddings": 512, "position_embedding_type": "absolute"}
+ROBERTA = {**BERT, "model_type": "xlm-roberta", "max_position_embeddings": 514, "pad_token_id": 1}
+PHI = {
+    "model_type": "phi3",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+}
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+def rope(**scaling: Any) -> dict[str, Any]:
+    return {**LLAMA, "rope_scaling": scaling}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"config": LLAMA},
+    "linear": {"config": rope(rope_type="linear", factor=2.5)},
+    "dynamic, by its older name": {"config": rope(type="dynamic", factor=4.0)},
+    "llama3": {
+        "config": rope(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=512,
+        )
+    },
+    "longrope": {"config": {**PHI, "rope_scaling": {"type": "longrope", **LONG}}},
+    "rope_parameters": {
+        "config": {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    },
+    "gemma3": {
+        "config": {
+            "model_type": "gemma3_text",
+            "max_position_embeddings": 8192,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        }
+    },
+    "gpt2": {"config": {"model_type": "gpt2", "n_positions": 1024}},
+    "mpt": {"config": {"model_type": "mpt", "max_seq_len": 2048}},
+    "two lengths": {"config": {**LLAMA, "seq_length": 1000}},
+    "model_max_length": {"config": {**LLAMA, "model_max_length": 9000}},
+    "a window": {"config": {**LLAMA, "model_type": "mistral", "sliding_window": 512}},
+    "without its window": {
+        "config": {**LLAMA, "model_type": "mistral", "sliding_window": 512},
+        "arguments": {"disable_sliding_window": True},
+    },
+    "overridden": {
+        "config": LLAMA,
+        "arguments": {"hf_overrides": {"max_position_embeddings": 777}},
+    },
+    "text of several kinds": {
+        "config": {"model_type": "gemma3", "text_config": {"max_position_embeddings": 3000}}
+    },
+    "bert": {"config": BERT},
+    "MiniLM": {"config": BERT, "sentence_bert_config.json": {"max_seq_length": 256}},
+    "a decoder with an encoder's file": {
+        "config": LLAMA,
+        "sentence_xlnet_config.json": {"max_seq_length": 128, "do_lower_case": False},
+    },
+    "an encoder's file without a length": {"config": BERT, "sentence_bert_config.json": {"x": 1}},
+    "the first of two encoder's files": {
+        "config": BERT,
+        "sentence_bert_config.json": {"x": 1},
+        "sentence_roberta_config.json": {"max_seq_length": 99},
+    },
+    "tokenizer": {"config": BERT, "tokenizer_config.json": {"model_max_length": 384}},
+    "tokenizer without a limit": {"config": BERT, "tokenizer_config.json": {}},
+    "tokenizer of any length": {
+        "config": BERT,
+        "tokenizer_config.json": {"model_max_length": 1000000000000000019884624838656},
+    },
+    "tokenizer of a decoder": {
+        "config": LLAMA,
+        "tokenizer_config.json": {"model_max_length": 1024},
+    },
+    "roberta": {"config": ROBERTA, "tokenizer_config.json": {"model_max_length": 512}},
+}
+
+
+def write(folder: Path, config: dict[str, Any], **files: dict[str, Any]) -> ModelFiles:
+    for name, content in {"config.json": config, **files}.items():
+        (folder / name).write_text(json.dumps(content))
+    return ModelFiles(str(folder))
+
+
+def vllms(folder: Path, wanted: int | None, arguments: dict[str, Any], *, is_pooled: bool) -> int:
+    """What vLLM makes of a length; see `ModelConfig.get_and_verify_max_len`."""
+    overrides = arguments.get("hf_overrides", {})
+    config = vllm_config.get_config(folder, False, hf_overrides_kw=overrides)
+    text = vllm_config.get_hf_text_config(config)
+    kinds = convertors.MODEL_ARCH_CONFIG_CONVERTORS
+    kind = kinds.get(config.model_type, convertors.ModelArchConfigConvertorBase)
+    derived = kind(config, text).derive_max_model_len_and_key()
+    is_absolute = getattr(config, "position_embedding_type", "") == "absolute"
+    tokenizer = folder / "tokenizer_config.json"
+    return int(
+        vllm_model._get_and_verify_max_len(
+            hf_config=text,
+            model_arch_config=SimpleNamespace(derived_max_model_len_and_key=derived),
+            tokenizer_config=json.loads(tokenizer.read_text())
+            if is_pooled and is_absolute and tokenizer.exists()
+            else None,
+            max_model_len=wanted,
+            disable_sliding_window=arguments.get("disable_sliding_window", False),
+            sliding_window=getattr(text, "sliding_window", None),
+            encoder_config=vllm_config.get_sentence_transformer_tokenizer_config(folder, None),
+        )
+    )
+
+
+@pytest.mark.parametrize("is_pooled", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_lengths_are_those_that_vllm_allows(tmp_path: Path, name: str, is_pooled: bool) -> None:
+    case = dict(CASES[name])
+    config, arguments = case.pop("config"), case.pop("arguments", {})
+    files = write(tmp_path, config, **case)
+    found = find_length(
+        AutoConfig.from_pretrained(tmp_path),
+        files,
+        EngineSpec(extra_args=arguments),
+        is_pooled=is_pooled,
+    )
+    assert found is not None
+    if config is ROBERTA and not is_pooled:  # vLLM would read beyond the last position
+        assert found.most == 512 < vllms(tmp_path, None, arguments, is_pooled=is_pooled)
+        return
+    assert found.usual == vllms(tmp_path, None, arguments, is_pooled=is_pooled)
+    assert found.most == vllms(tmp_path, found.most, arguments, is_pooled=is_pooled)
+    assert found.chosen(found.most, "m") == found.most
+    with pytest.raises(ValueError, match="greater than the derived"):
+        vllms(tmp_path, found.most + 1, arguments, is_pooled=is_pooled)
+    with pytest.raises(SpecError, match=rf"engine\.max_model_len: .* allows: {found.most} \("):
+        found.chosen(found.most + 1, "m")
+
+
+@pytest.mark.parametrize("name", ["llama", "linear", "dynamic, by its older name", "llama3"])
+def test_the_fields_of_the_file_say_the_same(tmp_path: Path, name: str) -> None:
+    """As for a tokenizer that is read without transformers."""
+    config = CASES[name]["config"]
+    files = write(tmp_path, config)
+    lengths = {
+        find_length(given, files, EngineSpec(), is_pooled=False)
+        for given in (SimpleNamespace(**config), AutoConfig.from_pretrained(tmp_path))
+    }
+    assert len(lengths) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "most"),
+    [
+        (ROBERTA, None, 512),
+        (ROBERTA, 1024, 512),
+        (BERT, 1024, 512),
+        ({**ROBERTA, "position_embedding_type": "rotary"}, 1024, 1024),
+    ],
+)
+def test_no_prompt_is_longer_than_the_learned_positions(
+    tmp_path: Path, config: dict[str, Any], length: int | None, most: int
+) -> None:
+    """vLLM would read beyond the last one."""
+    encoder = {} if length is None else {"sentence_bert_config.json": {"max_seq_length": length}}
+    files = write(tmp_path, config, **encoder)
+    given = AutoConfig.from_pretrained(tmp_path)
+    found = find_length(given, files, EngineSpec(), is_pooled=True)
+    assert found is not None
+    assert (found.usual, found.most) == (most, most)
+
+
+def test_a_length_that_is_none_is_refused(tmp_path: Path) -> None:
+    files = write(tmp_path, BERT, **{"sentence_bert_config.json": {"max_seq_length": None}})
+    given = AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"max_seq_length of sentence_bert_config\.json is None"):
+        find_length(given, files, EngineSpec(), is_pooled=True)
+
+
+def test_vllms_own_switch_lifts_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = write(tmp_path, LLAMA)
+    found = find_length(SimpleNamespace(**LLAMA), files, EngineSpec(), is_pooled=False)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert found is not None
+    assert found.chosen(9000, "m") == 9000 == vllms(tmp_path, 9000, {}, is_pooled=False)
