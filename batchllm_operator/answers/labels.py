@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ from batchllm_operator.spec import JobSpec
 LOW_MASS: Final = 0.1
 """Below this mean of `label_mass`, the model would mostly write something else than a label."""
 _MOST_NAMED: Final = 5
+_MOST_WRITTEN: Final = 3
+_MOST_CHARS: Final = 40
 LOGPROBS_FIELD: Final = pa.field("label_logprobs", pa.list_(pa.float64()))
 """Log-probabilities of the labels' tokens in the model's whole vocabulary, in the order of
 `JobSpec.labels`."""
@@ -142,12 +145,18 @@ def label_mass(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.asarray(np.minimum(np.exp(logprobs).sum(axis=1), 1.0))
 
 
-def low_mass_warning(spec: JobSpec, mean_mass: float) -> str | None:
-    """What a mean `label_mass` below `LOW_MASS` says of a job, and its cures; None above."""
+def low_mass_warning(spec: JobSpec, mean_mass: float, written: Counter[str]) -> str | None:
+    """What a mean `label_mass` below `LOW_MASS` says of a job, and its cures; None above.
+
+    Args:
+        written: how often each token would have been the model's own answer.
+    """
     if mean_mass >= LOW_MASS:
         return None
     answers = [repr(answer) for answer in spec.labels.values()]
     more = f" and {len(answers) - _MOST_NAMED} more" if len(answers) > _MOST_NAMED else ""
+    often = sorted(written, key=lambda text: (-written[text], text))[:_MOST_WRITTEN]
+    likeliest = " or ".join(repr(text[:_MOST_CHARS]) for text in often)
     prompt = spec.prompt
     cures = [
         "ask for exactly these answers in the prompt",
@@ -160,7 +169,7 @@ def low_mass_warning(spec: JobSpec, mean_mass: float) -> str | None:
         cures.append("set prompt.chat_template for a model that is made for chats")
     return (
         f"labels: all together hold {mean_mass:.2g} of the model's probability (mean label_mass;"
-        f" below {LOW_MASS}), so it would mostly write something else, and label, probability and"
-        f" score say little. Answers are {', '.join(answers[:_MOST_NAMED])}{more}. To cure it,"
-        f" {'; or '.join(cures)}"
+        f" below {LOW_MASS}), so it would mostly write something else (most often {likeliest}),"
+        " and label, probability and score say little. Answers are"
+        f" {', '.join(answers[:_MOST_NAMED])}{more}. To cure it, {'; or '.join(cures)}"
     )

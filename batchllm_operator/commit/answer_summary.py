@@ -57,6 +57,7 @@ def summarize_answers(
     means = {name: _Mean() for kind in answers.summarized for name in kind.averaged}
     if not counts and not means:
         return None
+    written = Counter[str]()
     names = ["row_idxs", "generated_text", "error", *(field.name for field in answers.raw_fields)]
     for source in sources:
         for part in source.parts(names):
@@ -64,6 +65,8 @@ def summarize_answers(
             if not answered.num_rows:
                 continue
             num_rows = pc.list_value_length(answered["row_idxs"]).to_numpy().astype(np.int64)
+            if "label_mass" in means:
+                written.update(_rows_by_value(answered["generated_text"], num_rows))
             columns = {"generated_text": answered["generated_text"], **answers.columns(answered)}
             for name, found in counts.items():
                 found.update(_rows_by_value(columns[name], num_rows))
@@ -71,7 +74,7 @@ def summarize_answers(
                 mean.add(columns[name], num_rows)
     known = {name: mean.value for name, mean in means.items() if mean.value is not None}
     mass = known.get("label_mass")
-    warning = None if mass is None else low_mass_warning(spec, mass)
+    warning = None if mass is None else low_mass_warning(spec, mass, written)
     return AnswerSummary(
         counts={name: _most_frequent(found) for name, found in counts.items()},
         means=known,

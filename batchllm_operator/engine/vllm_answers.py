@@ -162,5 +162,4 @@ def sampling_params(
         output_kind=RequestOutputKind.FINAL_ONLY,
         logprob_token_ids=list(label_token_ids) or None,
         structured_outputs=structured_outputs(form),
-        detokenize=not label_token_ids,  # the label is the text
     )

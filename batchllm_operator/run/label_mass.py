@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,7 @@ class LabelMass:
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec, self._sum, self._num = spec, 0.0, 0
+        self._written = Counter[str]()
         self._has_judged = False
 
     @property
@@ -35,6 +37,7 @@ class LabelMass:
         mass = float(label_mass(np.array([logprobs]))[0])
         if np.isfinite(mass):
             self._sum, self._num = self._sum + mass, self._num + 1
+            self._written[output.text or ""] += not self._has_judged
         if self._num == _NUM_FIRST:
             self.judge()
 
@@ -43,5 +46,6 @@ class LabelMass:
         if self._has_judged or not self._num:
             return
         self._has_judged = True
-        if (warning := low_mass_warning(self._spec, self._sum / self._num)) is not None:
+        mean = self._sum / self._num
+        if (warning := low_mass_warning(self._spec, mean, self._written)) is not None:
             _log.warning("the first %d answers: %s", self._num, warning)

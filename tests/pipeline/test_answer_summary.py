@@ -13,14 +13,14 @@ import pyarrow as pa
 import pytest
 from markupsafe import escape
 from support.answers_job import asking, published, run_and_commit
-from support.fake_job import DS, document_rows, write_table
+from support.fake_job import DS, document_rows, expected_prompt, write_table
 
 from batchllm_operator.artifacts.run_report import REPORT_FILE, RunReport
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.answer_summary import summarize_answers
 from batchllm_operator.commit.report import load_report
 from batchllm_operator.commit.stage import commit_run
-from batchllm_operator.engine.fake import FAKE_SIZE, fake_logprobs
+from batchllm_operator.engine.fake import FAKE_SIZE, fake_logprobs, fake_text
 from batchllm_operator.plan.stage import plan_job
 from batchllm_operator.report.comparison import compare
 from batchllm_operator.report.page import render_report
@@ -131,6 +131,9 @@ def test_labels_that_the_model_does_not_choose_are_warned_of(
     assert f"{mean:.2g} of the model's probability" in warning
     assert "'no', 'partly', 'yes'" in warning
     assert "answer begins" in warning
+    prompts = Counter(expected_prompt(row) for row in rows_of_table() if row["document"])
+    [(prompt, _)] = prompts.most_common(1)
+    assert f"(most often {fake_text(list(prompt.encode()))!r} or " in warning
     assert len(in_run) == len(plan.manifest.shards)
     assert caplog.messages[-1] == warning
     assert warning in format_summary(report_of(plan))
