@@ -15,7 +15,7 @@ from batchllm_operator.answers import Answers
 from batchllm_operator.artifacts.buckets import Outputs, spread
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN, ROWS_FILE
 from batchllm_operator.artifacts.outputs import model_name, output_schema, planned_answers
-from batchllm_operator.artifacts.parts import PartEntry, part_schema
+from batchllm_operator.artifacts.parts import PartEntry, part_schema, read_ledger
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.label_prior import find_label_prior
 from batchllm_operator.commit.outcomes import outcomes
@@ -38,7 +38,7 @@ _SLICE_ROWS: Final = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class FinishedShard:
-    """A finished shard: its folder and its ledger."""
+    """A shard, finished unless its reader says otherwise: its folder and its ledger."""
 
     folder: Folder
     entries: Sequence[PartEntry]
@@ -65,6 +65,16 @@ class FinishedShard:
                 chosen, num_rows, num_tokens = [], 0, 0
         if chosen:
             yield chosen
+
+
+def stored_shards(plan: StoredPlan) -> list[FinishedShard]:
+    """The shards in order, each with the parts that it has so far."""
+    folders = [plan.run_folder(shard_idx) for shard_idx in range(len(plan.manifest.shards))]
+    ledgers = [read_ledger(folder, plan.manifest.plan_id) for folder in folders]
+    return [
+        FinishedShard(folder, list(ledger.values()))
+        for folder, ledger in zip(folders, ledgers, strict=True)
+    ]
 
 
 def write_partition(

@@ -10,7 +10,6 @@ from typing import Final
 
 from batchllm_operator.amounts import counted
 from batchllm_operator.artifacts.committed import find_committed, mark_committed
-from batchllm_operator.artifacts.parts import read_ledger
 from batchllm_operator.artifacts.reuse_index import ReusedOutputs, write_index
 from batchllm_operator.artifacts.run_report import REPORT_FILE, RunReport
 from batchllm_operator.artifacts.shard_report import ShardReport
@@ -20,7 +19,8 @@ from batchllm_operator.artifacts.stored_plan import (
     check_publisher,
     job_folder,
 )
-from batchllm_operator.commit.partition import FinishedShard, write_partition
+from batchllm_operator.commit.partition import FinishedShard, stored_shards, write_partition
+from batchllm_operator.commit.refusals import RefusalNote, noting_refusal
 from batchllm_operator.commit.report import describe_run, load_report, store_page, store_report
 from batchllm_operator.commit.row_errors import RowErrors, find_errors
 from batchllm_operator.errors import ConflictError, FailedRowsError, IncompleteRunError, TableError
@@ -57,6 +57,11 @@ def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = Non
         CommitUnknownError: the outputs may have been published; commit again to find out.
     """
     plan = StoredPlan.open(plan)
+    with noting_refusal(plan) as note:
+        return _commit(plan, write or write_partition, note)
+
+
+def _commit(plan: StoredPlan, write: WritePartition, note: RefusalNote) -> RunReport:
     manifest = plan.manifest
     spec = manifest.spec
     table = open_table(spec.output.uri, spec.input.partition_column, spec.output.target_file_bytes)
@@ -66,7 +71,7 @@ def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = Non
     plan.mark_committing()
     shards = _finished_shards(plan)
     seen = check_publisher(table, spec, manifest.ds)
-    errors = find_errors(plan, shards)
+    note.errors = errors = find_errors(plan, shards)
     if seen == plan.publication:
         _log.info("partition %s already holds the outputs of this plan", manifest.ds)
         return _write_report(plan, table, shards, errors)
@@ -74,7 +79,7 @@ def commit_run(plan: str | Path | StoredPlan, write: WritePartition | None = Non
     _check_failed_fraction(plan, errors)
     with tempfile.TemporaryDirectory(prefix="batchllm-commit-") as spool:
         sources: list[FinishedShard | ReusedOutputs] = [*shards, ReusedOutputs(plan)]
-        data = (write or write_partition)(plan, sources, Path(spool), table)
+        data = write(plan, sources, Path(spool), table)
         plan.mark_committing()  # again, as writing may have taken long
         plan.mark_older_plans(seen)
         _publish(plan, table, data, seen)
@@ -97,14 +102,12 @@ def published_plan_uri(spec: JobSpec, ds: str) -> str:
 
 
 def _finished_shards(plan: StoredPlan) -> list[FinishedShard]:
-    shards, unfinished = [], []
-    for shard_idx, shard in enumerate(plan.manifest.shards):
-        folder = plan.run_folder(shard_idx)
-        entries = read_ledger(folder, plan.manifest.plan_id)
-        if set(entries) != set(range(shard.num_parts)):
-            parts = counted(shard.num_parts, "part")
-            unfinished.append(f"shard {shard_idx} ({len(entries)} of {parts})")
-        shards.append(FinishedShard(folder, list(entries.values())))
+    shards = stored_shards(plan)
+    unfinished = [
+        f"shard {shard_idx} ({len(found.entries)} of {counted(shard.num_parts, 'part')})"
+        for shard_idx, (shard, found) in enumerate(zip(plan.manifest.shards, shards, strict=True))
+        if {entry.part_idx for entry in found.entries} != set(range(shard.num_parts))
+    ]
     if unfinished:
         raise IncompleteRunError(
             f"plan {plan.folder.uri}: unfinished: {', '.join(unfinished)}; run"

@@ -1,0 +1,126 @@
+"""The failed rows of any run: of a published one, of one at work, of one that was refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchllm_operator.artifacts.committed import COMMITTED_FILE, find_committed
+from batchllm_operator.artifacts.manifest import ERROR_COLUMN
+from batchllm_operator.artifacts.row_keys import key_texts
+from batchllm_operator.artifacts.stored_plan import StoredPlan
+from batchllm_operator.commit.partition import stored_shards
+from batchllm_operator.commit.row_errors import clip, find_errors
+from batchllm_operator.errors import PlanError
+from batchllm_operator.lake import open_table
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    key: Mapping[str, str]
+    """By column, as text."""
+    kind: str
+    message: str
+    """Clipped to 300 characters with the kind; empty if the error is a kind alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRows:
+    """The rows of a plan that have failed so far."""
+
+    plan_uri: str
+    job: str
+    ds: str
+    is_committed: bool
+    num_rows: int
+    """Rows of the input."""
+    num_rows_done: int
+    """Of them, those with a text or an error in the lake: rows that planning has rejected or that
+    reuse an output, and those of finished parts."""
+    errors_by_kind: Mapping[str, int]
+    """The most frequent first."""
+    rows: tuple[FailedRow, ...]
+    """The first ones in input order, as many as were asked for."""
+
+    @property
+    def num_rows_failed(self) -> int:
+        return sum(self.errors_by_kind.values())
+
+
+def find_failed_rows(plan_uri: str, limit: int) -> FailedRows:
+    """The failed rows of a plan's run, the first `limit` of them with their keys; read-only.
+
+    Those of a published plan are read from the output table, as its parts may be gone; before,
+    those that planning has rejected, and those of finished parts.
+
+    Raises:
+        PlanError: the plan is absent, corrupted or of another version, or its rows are gone.
+        TableError: the output partition holds what another job or program wrote.
+    """
+    plan = StoredPlan.open(plan_uri)
+    counts = plan.manifest.counts
+    is_committed = find_committed(plan) is not None
+    if is_committed:
+        found, kinds = _published(plan, limit)
+        num_done = counts.num_rows
+    else:
+        shards = stored_shards(plan)
+        entries = [entry for shard in shards for entry in shard.entries]
+        if not entries and plan.folder.exists(COMMITTED_FILE):
+            raise PlanError(
+                f"plan {plan.folder.uri}: its outputs have been replaced, and its parts are gone;"
+                f" what is left is in its report: `batchllm report --plan {plan.folder.uri}`"
+            )
+        errors = find_errors(plan, shards, limit)
+        found, kinds = errors.first_rows(plan), errors.counts
+        num_done = sum(entry.num_rows for entry in entries)
+        num_done += counts.num_rejected_rows + counts.num_reused_rows
+    return FailedRows(
+        plan_uri=plan.folder.uri,
+        job=plan.manifest.spec.name,
+        ds=plan.manifest.ds,
+        is_committed=is_committed,
+        num_rows=counts.num_rows,
+        num_rows_done=num_done,
+        errors_by_kind=dict(sorted(kinds.items(), key=lambda each: (-each[1], each[0]))),
+        rows=tuple(_row(key, error) for key, error in found),
+    )
+
+
+def _row(key: Mapping[str, str], error: str) -> FailedRow:
+    kind, _, message = error.partition(":")
+    return FailedRow(key, kind, message.strip())
+
+
+def _published(
+    plan: StoredPlan, limit: int
+) -> tuple[list[tuple[dict[str, str], str]], Counter[str]]:
+    """Key and error of the first failed rows of the output partition, and the number by kind."""
+    spec = plan.manifest.spec
+    table = open_table(spec.output.uri, spec.input.partition_column)
+    kinds: Counter[str] = Counter()
+    first: list[tuple[dict[str, str], str]] = []
+    columns = [*spec.input.key, ERROR_COLUMN]
+    for batch in table.scan(table.snapshot(plan.manifest.ds), columns):
+        failed = batch.filter(pc.is_valid(batch.column(ERROR_COLUMN)))
+        for idx, error in enumerate(_texts(failed.column(ERROR_COLUMN))):
+            kinds[error.partition(":")[0]] += 1
+            if len(first) < limit:
+                first.append((key_texts(failed, idx, spec.input.key), clip(error)))
+    return first, kinds
+
+
+def _texts(errors: pa.Array) -> Iterator[str]:
+    """Errors as texts; tables of new jobs hold kind and message apart."""
+    for error in errors.to_pylist():
+        yield error if isinstance(error, str) else _joined(error)
+
+
+def _joined(error: Mapping[str, Any]) -> str:
+    kind, message = error["kind"], error["message"]
+    return kind if message is None else f"{kind}: {message}"
