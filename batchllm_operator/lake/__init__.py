@@ -26,6 +26,7 @@ from batchllm_operator.lake.row_stream import joined as joined
 from batchllm_operator.lake.scanning import listed_columns as listed_columns
 from batchllm_operator.lake.scanning import row_condition as row_condition
 from batchllm_operator.lake.schema import check_names as check_names
+from batchllm_operator.lake.stored_columns import StoredColumns as StoredColumns
 from batchllm_operator.lake.table import InputFile as InputFile
 from batchllm_operator.lake.table import LakeTable as LakeTable
 from batchllm_operator.lake.table import Publication as Publication

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm_operator.lake.many_files import ahead
+from batchllm_operator.lake.stored_columns import StoredColumns
 
 MAX_GROUP_BYTES: Final = 128 << 20
 """Every group but the last has at least half of this, unless memory is the limit: see
@@ -161,16 +162,20 @@ def files_of(data: Path) -> list[Path]:
     return sorted(data.glob("*.parquet")) if data.is_dir() else [data]
 
 
-def row_groups(data: Iterable[Path], columns: pa.Schema) -> Iterator[pa.Table]:
+def row_groups(data: Iterable[Path], columns: StoredColumns) -> Iterator[pa.Table]:
     """Each row group of local Parquet files that hold `columns`, in these types.
 
-    Raises `pa.ArrowException` for a value that doesn't fit its column's type.
+    Raises `TableError` for a value that the table can't keep.
     """
+    names, first_row = columns.schema.names, 0
     for path in data:
         with pq.ParquetFile(path) as file:
             for idx in range(file.num_row_groups):
-                rows = file.read_row_group(idx, columns=columns.names, use_threads=False)
-                yield rows.select(columns.names).cast(columns)
+                rows = file.read_row_group(idx, columns=names, use_threads=False).select(names)
+                for batch in rows.to_batches():
+                    columns.check(batch, first_row)
+                    first_row += batch.num_rows
+                yield rows.cast(columns.schema)
 
 
 def _most_group_bytes(most_file_bytes: int | None) -> int:

@@ -162,6 +162,25 @@ def check_fit(where: str, table: pa.Schema, rows: pa.Schema, *, add_columns: boo
     return new
 
 
+def check_required(where: str, table: pa.Schema, written: Sequence[str]) -> None:
+    """Raise `TableError` if a column of the table may not be null, and none is written to it."""
+    for field in table:
+        if not field.nullable and field.name not in written:
+            raise TableError(
+                f"{where}: column {field.name!r} may not be null, and the job doesn't write it"
+            )
+
+
+def check_typed(where: str, new: Sequence[pa.Field]) -> None:
+    """Raise `TableError` if a new column has no type, as no row has a value in it."""
+    for field in new:
+        if types.is_null(field.type):
+            raise TableError(
+                f"{where}: no row has a value in a new column, {field.name!r}, so it has no type;"
+                " cast it in a view of the input, or leave it out of output.carry"
+            )
+
+
 def _has_required_parts(kind: pa.DataType) -> bool:
     """Whether a nested field may not be null, apart from keys of maps."""
     if types.is_map(kind):

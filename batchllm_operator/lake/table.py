@@ -10,6 +10,7 @@ from typing import Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.spec import FilterTerm
 
 
@@ -190,8 +191,10 @@ class LakeTable(Protocol):
 
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
-    ) -> None:
+    ) -> StoredColumns:
         """Refuse what `publish` would refuse, as far as the rows' columns tell.
+
+        The returned columns check the rows' values.
 
         Args:
             partition: the one to publish.
@@ -199,7 +202,8 @@ class LakeTable(Protocol):
             add_columns: whether columns that the table lacks may be added to it.
 
         Raises:
-            TableError: the table's schema or partitioning doesn't accept such rows.
+            TableError: the table's schema, partitioning or protocol doesn't accept such rows.
+            StorageError: the storage can't keep concurrent commits apart.
         """
 
     def staging(

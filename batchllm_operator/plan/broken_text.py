@@ -43,11 +43,15 @@ def _refusal(
         return KeyColumnError(
             f"{where}: key column {name!r} isn't valid UTF-8 in {row}: {shown}; fix it in the table"
         )
-    key = ", ".join(f"{key}={shown_key(batch.column(key)[idx])}" for key in spec.input.key)
     return TableError(
-        f"{where}: column {name!r} isn't valid UTF-8 in {row}, {key}; fix it in the table, or"
-        " remove it from output.carry"
+        f"{where}: column {name!r} isn't valid UTF-8 in {row}, {describe_key(spec, batch, idx)};"
+        " fix it in the table, or remove it from output.carry"
     )
+
+
+def describe_key(spec: JobSpec, batch: pa.RecordBatch, idx: int) -> str:
+    """The key of a row, for errors."""
+    return ", ".join(f"{key}={shown_key(batch.column(key)[idx])}" for key in spec.input.key)
 
 
 def _is_broken(value: pa.Scalar) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchllm_operator.artifacts.outputs import output_schema
 from batchllm_operator.artifacts.planned_pooling import PlannedPooling
 from batchllm_operator.artifacts.stored_plan import (
     check_partition,
     check_publisher,
 )
 from batchllm_operator.engine import check_arguments
-from batchllm_operator.lake import LakeTable, Snapshot, open_table
+from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, open_table
 from batchllm_operator.model import check_weights
 from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.plan.estimate import Target, find_target
@@ -22,7 +21,12 @@ from batchllm_operator.plan.input_checks import (
 )
 from batchllm_operator.plan.labels import find_label_tokens
 from batchllm_operator.plan.memory import MemoryBudget
-from batchllm_operator.plan.output_checks import check_apart, check_folders, check_response_format
+from batchllm_operator.plan.output_checks import (
+    check_apart,
+    check_columns_fit,
+    check_folders,
+    check_response_format,
+)
 from batchllm_operator.plan.pooling import find_pooling
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
 from batchllm_operator.spec import JobSpec
@@ -39,6 +43,7 @@ class Given:
     ds: str
     table: LakeTable
     snapshot: Snapshot
+    stored: StoredColumns
     tokenizer: Tokenizer
     label_token_ids: tuple[int, ...]
     adapters: RowAdapters | None
@@ -69,15 +74,14 @@ def find_given(spec: JobSpec, ds: str) -> Given:
     check_publisher(output, spec, ds)
     check_response_format(spec, output)
     pooling = find_pooling(spec, tokenizer.files)
-    columns = output_schema(spec, snapshot.schema, output.columns(ds), pooling)
-    output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
+    stored = check_columns_fit(spec, ds, snapshot, output, pooling)
     check_lengths(spec, tokenizer.max_model_len)
     label_token_ids = find_label_tokens(spec, tokenizer)
     target = find_target(spec)
     replicas = _replica_planner(spec, target)
     budget = MemoryBudget.from_now(spec.planner.memory_budget_bytes)
     known = (label_token_ids, RowAdapters.of(spec, tokenizer), pooling, target, replicas)
-    return Given(spec, ds, table, snapshot, tokenizer, *known, budget)
+    return Given(spec, ds, table, snapshot, stored, tokenizer, *known, budget)
 
 
 def _replica_planner(spec: JobSpec, target: Target | None) -> ReplicaPlanner | None:

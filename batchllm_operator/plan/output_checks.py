@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
 
 from batchllm_operator.answers import Answers
+from batchllm_operator.artifacts.manifest import ERROR_COLUMN
+from batchllm_operator.artifacts.outputs import STATUS_COLUMN, output_schema
+from batchllm_operator.artifacts.planned_pooling import PlannedPooling
 from batchllm_operator.artifacts.stored_plan import job_folder
 from batchllm_operator.engine import check_format
 from batchllm_operator.errors import SpecError, TableError
-from batchllm_operator.lake import Folder, LakeTable, check_conditional_writes, check_names
+from batchllm_operator.lake import (
+    Folder,
+    LakeTable,
+    Snapshot,
+    StoredColumns,
+    check_conditional_writes,
+    check_names,
+)
 from batchllm_operator.spec import JobSpec, TableAddress
+
+_NEVER_NULL: Final = frozenset({STATUS_COLUMN, "model", "run_id"})
 
 
 def check_response_format(spec: JobSpec, output: LakeTable) -> None:
@@ -26,6 +39,34 @@ def check_response_format(spec: JobSpec, output: LakeTable) -> None:
     except TableError as error:
         raise SpecError(f"response_format: {error}") from error
     check_format(spec)
+
+
+def check_columns_fit(
+    spec: JobSpec,
+    ds: str,
+    snapshot: Snapshot,
+    output: LakeTable,
+    pooling: PlannedPooling | None,
+) -> StoredColumns:
+    """Check that the output table takes the job's columns; returns them as it stores them.
+
+    Raises:
+        TableError: see `LakeTable.check_outputs`; or rows that fail would have nulls where the
+            table allows none.
+    """
+    columns = output_schema(spec, snapshot.schema, output.columns(ds), pooling)
+    stored = output.check_outputs(ds, columns, add_columns=spec.output.add_columns)
+    for name in set(spec.output_columns) & set(stored.schema.names) - _NEVER_NULL:
+        if stored.schema.field(name).nullable:
+            continue
+        if name == ERROR_COLUMN or spec.max_failed_fraction:
+            rows = "rows that don't fail" if name == ERROR_COLUMN else "rows that fail"
+            raise TableError(
+                f"{stored.where}: column {name!r} may not be null, but {rows} have no value there;"
+                " let it be null in the table"
+                + ("" if name == ERROR_COLUMN else ", or set max_failed_fraction to 0")
+            )
+    return stored
 
 
 def check_apart(spec: JobSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +15,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.artifacts.manifest import ERROR_COLUMN
-from batchllm_operator.lake import LakeTable, Snapshot, joined
+from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined
 from batchllm_operator.plan.adapters import RowAdapters, encode
-from batchllm_operator.plan.broken_text import check_text
+from batchllm_operator.plan.broken_text import check_text, describe_key
 from batchllm_operator.plan.earlier_outputs import Reuse
 from batchllm_operator.plan.input_checks import describe_rows
 from batchllm_operator.plan.neighbours import OneBehind, one_ahead
@@ -74,6 +75,7 @@ def read_rows(
     rows: Rows,
     path: Path,
     adapters: RowAdapters | None = None,
+    stored: StoredColumns | None = None,
 ) -> None:
     """Read a table into the empty `rows`; write keys, carried columns and faults to a new file.
 
@@ -89,7 +91,7 @@ def read_rows(
         one_ahead(table.scan(snapshot, spec.input_columns, spec.input.filter)) as scanned,
         OneBehind() as keeper,
     ):
-        batches = checked(spec, joined(scanned), where)
+        batches = checked(spec, joined(scanned), where, stored=stored)
         for found in tokenize(spec, batches, tokenizer, adapters, rows.reuse):
             rows.num_rows += found.num_rows
             rows.num_control += found.num_control
@@ -126,19 +128,27 @@ class Tokenized:
 
 
 def checked(
-    spec: JobSpec, batches: Iterable[pa.RecordBatch], where: str, first_row: int = 0
+    spec: JobSpec,
+    batches: Iterable[pa.RecordBatch],
+    where: str,
+    first_row: int = 0,
+    stored: StoredColumns | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """The same batches, unless one has text that can't be published.
+    """The same batches, unless one has a value that can't be published.
 
     Args:
         where: names the rows in errors.
         first_row: number of the first row in errors.
+        stored: the columns in the output table.
 
     Raises:
-        TableError: a key or carried column isn't UTF-8.
+        TableError: a key or carried column isn't UTF-8, or doesn't fit the output table.
     """
     for batch in batches:
         check_text(spec, batch, first_row, where)
+        if stored is not None:
+            kept = batch.select(list(spec.kept_columns))
+            stored.check(kept, first_row, partial(describe_key, spec))
         yield batch
         first_row += batch.num_rows
 

@@ -211,7 +211,9 @@ def _read(given: Given, scratch: Path, stack: ExitStack) -> tuple[Rows, MemoryBu
         budget.check(snapshot.num_rows)
     rows = Rows(prompts, PrefixSearch(budget.row_bytes(snapshot.num_rows)), reuse)
     path = scratch / ROWS_FILE
-    read_rows(spec, given.table, snapshot, given.tokenizer, rows, path, given.adapters)
+    read_rows(
+        spec, given.table, snapshot, given.tokenizer, rows, path, given.adapters, given.stored
+    )
     check_rows(spec, rows.num_rows, rows.num_rejected, given.table, snapshot)
     warn_of_control_tokens(spec, rows.num_control)
     budget.check(rows.num_rows)

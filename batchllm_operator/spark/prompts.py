@@ -179,7 +179,7 @@ def _made(task: Task, part: Part) -> Iterator[pa.RecordBatch]:
         try:
             scanned = reading.scan(part, spec.input_columns)
             first_row = int(task.numbers.firsts[part.number])
-            batches = checked(spec, scanned, task.where, first_row)
+            batches = checked(spec, scanned, task.where, first_row, reading.stored)
             for found in tokenize(spec, batches, tokenizer, adapters):
                 num_rows += found.num_rows
                 num_control += found.num_control

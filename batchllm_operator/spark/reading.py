@@ -12,7 +12,7 @@ from typing import Final
 import pyarrow as pa
 from pydantic import TypeAdapter
 
-from batchllm_operator.lake import LakeTable, Snapshot, joined, open_table
+from batchllm_operator.lake import LakeTable, Snapshot, StoredColumns, joined, open_table
 from batchllm_operator.lake.table import FilePart
 from batchllm_operator.plan.adapters import RowAdapters
 from batchllm_operator.prompts import Tokenizer, load_tokenizer
@@ -59,10 +59,15 @@ class Reading:
     ds: str
     snapshot: Snapshot
     """With one file at most: parts bring their own."""
+    stored: StoredColumns | None = None
+    """The columns in the output table."""
 
     @classmethod
-    def of(cls, spec: JobSpec, ds: str, snapshot: Snapshot) -> Reading:
-        return cls(spec.model_dump_json(), ds, replace(snapshot, files=snapshot.files[:1]))
+    def of(
+        cls, spec: JobSpec, ds: str, snapshot: Snapshot, stored: StoredColumns | None = None
+    ) -> Reading:
+        some = replace(snapshot, files=snapshot.files[:1])
+        return cls(spec.model_dump_json(), ds, some, stored)
 
     @property
     def spec(self) -> JobSpec:

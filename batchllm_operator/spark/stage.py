@@ -119,7 +119,7 @@ def _warn_of_one_file(spec: JobSpec, num_rows: int) -> None:
 def _plan(spark: SparkSession, given: Given, staging: Staging, *, is_exact: bool) -> StoredPlan:
     """Raises `TokenIdsDifferError` unless `is_exact`; see `Task`."""
     spec, ds = given.spec, given.ds
-    reading = Reading.of(spec, ds, given.snapshot)
+    reading = Reading.of(spec, ds, given.snapshot, given.stored)
     parts = parts_of(given.table, given.snapshot)
     where = describe_rows(spec, given.table, given.snapshot)
     # Choosing ranges and naming files count as one each: they are short.

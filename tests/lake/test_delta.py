@@ -149,7 +149,7 @@ def test_partitions_of_a_type_without_one_way_to_write_it(
     folder: Folder, table: DeltaTable
 ) -> None:
     write(folder, pa.table({"n": [1], "ds": [1.5]}))
-    with pytest.raises(TableError, match="holds double; only strings, integers and dates"):
+    with pytest.raises(TableError, match=r"holds double, which can't .* text, integers or dates"):
         table.snapshot("1.5")
 
 
@@ -366,7 +366,7 @@ def test_types_have_deltas_words(folder: Folder, table: DeltaTable, tmp_path: Pa
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (pa.array([1], pa.timestamp("ns")), "don't fit the table's types"),
+        (pa.array([1], pa.timestamp("ns")), "doesn't fit the table's type timestamp"),
         (pa.array([1.5], pa.float16()), "halffloat, which Delta has no type for"),
         (pa.array([2**63], pa.uint64()), "uint64, which Delta has no type for"),
         (pa.array([[1]], pa.list_(pa.time32("s"))), "which Delta has no type for"),

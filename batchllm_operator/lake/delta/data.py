@@ -20,12 +20,23 @@ from batchllm_operator.errors import StorageError, TableError
 from batchllm_operator.lake.data_files import fit, row_groups, write_files
 from batchllm_operator.lake.delta.version import TableVersion
 from batchllm_operator.lake.folder import Folder
-from batchllm_operator.lake.schema import check_fit, plain_type
+from batchllm_operator.lake.publishing import check_name
+from batchllm_operator.lake.schema import (
+    check_cases,
+    check_fit,
+    check_names,
+    check_required,
+    check_typed,
+    plain_type,
+)
+from batchllm_operator.lake.stored_columns import StoredColumns
 
 if TYPE_CHECKING:
     from deltalake.transaction import AddAction
 
 FILE_PREFIX: Final = "batchllm-"
+FORBIDDEN_IN_NAMES: Final = " ,;{}()\n\t=\0"
+"""Of columns, without column mapping."""
 _MOST_STATISTIC_CHARS: Final = 64
 _WIDER: Final = {pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64()}
 _AS_THEY_ARE: Final = (
@@ -51,6 +62,60 @@ def delta_schema(where: str, schema: pa.Schema) -> pa.Schema:
         TableError: Delta has no type for a column.
     """
     return pa.schema([(field.name, _delta_type(where, field, field.type)) for field in schema])
+
+
+def accepted(
+    folder: Folder,
+    seen: TableVersion | None,
+    partition: tuple[str, str],
+    rows: pa.Schema,
+    *,
+    add_columns: bool,
+) -> tuple[pa.Schema, pa.Schema]:
+    """The columns of rows with Delta's types, and those that the table lacks.
+
+    Args:
+        folder: the table's.
+        seen: its version; None if there is no table.
+        partition: the partition column, and its value.
+        rows: columns of the rows to publish.
+        add_columns: see `LakeTable.check_outputs`.
+
+    Raises:
+        TableError: such rows can't be published there.
+    """
+    (column, name), uri = partition, f"delta+{folder.uri}"
+    where = f"output {uri}"
+    check_name(uri, name)
+    if column in rows.names:
+        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+    check_cases(f"table {uri}", [column, *rows.names])
+    columns = delta_schema(where, rows)
+    if seen is None:
+        _check_free(folder, where)
+        new = columns
+    else:
+        new = check_takes(where, seen, {column: name}, columns, add_columns=add_columns)
+    check_typed(where, new)
+    check_names(where, new, "\0")  # delta-rs writes all others
+    return columns, new
+
+
+def stored_schema(seen: TableVersion | None, columns: pa.Schema, new: pa.Schema) -> pa.Schema:
+    """The columns as the table has them, or will have them."""
+    known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
+    return pa.schema([known[name] for name in columns.names])
+
+
+def _check_free(folder: Folder, where: str) -> None:
+    """Refuse to create a table among other files: they would not be part of it."""
+    for name in folder.find():
+        hidden = any(segment.startswith(("_", ".")) for segment in name.split("/"))
+        if not hidden and not name.rpartition("/")[2].startswith(FILE_PREFIX):
+            raise TableError(
+                f"{where}: holds {name!r}, but is no Delta table; move it away or choose another"
+                " output table"
+            )
 
 
 def _has_local_time(kind: pa.DataType) -> bool:
@@ -94,11 +159,7 @@ def check_takes(
             f" {', '.join(version.checks)}; drop them, or choose another output table"
         )
     new = check_fit(where, version.schema, columns, add_columns=add_columns)
-    for field in version.schema:
-        if not field.nullable and field.name not in [*columns.names, partition_column]:
-            raise TableError(
-                f"{where}: column {field.name!r} may not be null, and the job doesn't write it"
-            )
+    check_required(where, version.schema, [*columns.names, partition_column])
     added = pa.schema([columns.field(name) for name in new])
     if any(map(_has_local_time, added.types)) and not version.takes_local_time:
         raise TableError(
@@ -182,14 +243,9 @@ class OutputFiles:
 
     def _rewrite(self, where: str, columns: pa.Schema, target: Path) -> list[Path]:
         """Write the rows to files in the folder `target`, cast to the types of `columns`."""
-        most = self._most_file_bytes
-        try:
-            groups = (
-                group for rows in row_groups(self._data, columns) for group in fit(rows, most)
-            )
-            return write_files(groups, target, columns, most)
-        except pa.ArrowException as error:
-            raise TableError(f"{where}: the rows don't fit the table's types: {error}") from error
+        most, stored = self._most_file_bytes, StoredColumns(where, columns, has_calendar=False)
+        groups = (group for rows in row_groups(self._data, stored) for group in fit(rows, most))
+        return write_files(groups, target, columns, most)
 
 
 def _check_nulls(where: str, columns: pa.Schema, footer: pq.FileMetaData) -> None:
@@ -226,7 +282,11 @@ def _statistics(footer: pq.FileMetaData) -> str:
     highest: dict[str, Any] = {}
     for name, found in _flat_columns(footer):
         known = [each for each in found if each is not None and each.has_min_max]
-        least, greatest = _plain([each.min for each in known]), _plain([each.max for each in known])
+        try:
+            least = _plain([each.min for each in known])
+            greatest = _plain([each.max for each in known])
+        except (OverflowError, ValueError):  # a date that Python doesn't know
+            continue
         if least and greatest and len(known) == len(found):
             lowest[name], highest[name] = min(least), max(greatest)
     described = {

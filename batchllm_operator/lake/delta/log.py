@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,13 +117,42 @@ class DeltaLog:
         Raises:
             CommitRefusedError: it wasn't written, as far as is known.
         """
-        from deltalake.exceptions import DeltaError
-
         try:
             self._write(seen, partition, files, new_columns, metadata)
-        except (OSError, DeltaError) as error:
+        except Exception as error:  # noqa: BLE001 - delta-rs has no common base
             is_storage = isinstance(error, OSError) and not isinstance(error, PermissionError)
             raise CommitRefusedError(_text(error), is_storage=is_storage) from None
+
+    def rehearse(
+        self,
+        seen: TableVersion | None,
+        partition: tuple[str, str],
+        new_columns: pa.Schema,
+        *,
+        replaces: bool,
+    ) -> None:
+        """Write the version after `seen` to an empty copy of the table on local disk.
+
+        The copy has its protocol, properties and columns, and a file of the partition if the commit
+        `replaces` any: what delta-rs refuses of a table shows without one.
+
+        Raises:
+            CommitRefusedError: `commit` would be refused.
+        """
+        from deltalake.transaction import AddAction
+
+        column, value = partition
+        with tempfile.TemporaryDirectory(prefix="batchllm-delta-") as folder:
+            copy = DeltaLog(Folder.open(folder))
+            held = {column: value} if replaces else None
+            try:
+                if seen is not None:
+                    seen.write_empty_copy(Path(folder, "_delta_log"), held)
+                    seen = copy.at(0)
+                added = AddAction("new.parquet", 1, {column: value}, 1, True, "{}")
+                copy.commit(seen, partition, [added], new_columns, {})
+            except TableError as error:
+                raise CommitRefusedError(str(error), is_storage=False) from None
 
     def _write(
         self,
@@ -217,5 +247,6 @@ def _s3_options() -> dict[str, str]:
 
 def _text(error: BaseException) -> str:
     """The error's message in one line, without colours or secrets that an S3 server echoes."""
-    text = Masker.of(os.environ)(" ".join(_COLOUR.sub("", str(error)).split()))
+    message = _COLOUR.sub("", str(error)).partition("stack backtrace:")[0]
+    text = Masker.of(os.environ)(" ".join(message.split()))
     return text if len(text) <= _MOST_MESSAGE_CHARS else f"{text[:_MOST_MESSAGE_CHARS]} ..."

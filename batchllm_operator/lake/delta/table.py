@@ -16,12 +16,16 @@ from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import types
 
 from batchllm_operator.errors import BatchLLMError, CommitUnknownError, StorageError, TableError
 from batchllm_operator.lake.conditional_writes import check_conditional_writes
 from batchllm_operator.lake.data_files import files_of
-from batchllm_operator.lake.delta.data import FILE_PREFIX, OutputFiles, check_takes, delta_schema
+from batchllm_operator.lake.delta.data import (
+    FORBIDDEN_IN_NAMES,
+    OutputFiles,
+    accepted,
+    stored_schema,
+)
 from batchllm_operator.lake.delta.log import CommitRefusedError, DeltaLog
 from batchllm_operator.lake.delta.staging import DeltaStaging, StagedOutputs
 from batchllm_operator.lake.delta.version import DataFile, TableVersion, may_hold
@@ -38,7 +42,7 @@ from batchllm_operator.lake.publishing import (
 )
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
-from batchllm_operator.lake.schema import check_cases
+from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
 from batchllm_operator.spec import TARGET_FILE_BYTES, FilterTerm
 
@@ -51,7 +55,7 @@ _LONGEST_PAUSE_S: Final = 2.0
 class DeltaTable:
     """A Delta table; its partition column holds strings, integers or dates."""
 
-    forbidden_in_names = " ,;{}()\n\t="  # without column mapping
+    forbidden_in_names = FORBIDDEN_IN_NAMES
 
     def __init__(
         self, uri: str, partition_column: str, most_file_bytes: int = TARGET_FILE_BYTES
@@ -123,18 +127,23 @@ class DeltaTable:
 
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
-    ) -> None:
-        check_name(self.uri, partition)
-        check_cases(f"table {self.uri}", [self._partition_column, *columns.names])
+    ) -> StoredColumns:
         check_conditional_writes(self._folder, "IfNoneMatch")
-        self._columns(self._log.latest(), partition, columns, add_columns)
+        seen = self._log.latest()
+        place = (self._partition_column, partition)
+        columns, new = accepted(self._folder, seen, place, columns, add_columns=add_columns)
+        held = seen is not None and bool(self._files_of(seen, partition))
+        try:
+            self._log.rehearse(seen, place, new, replaces=held)
+        except CommitRefusedError as refusal:
+            raise self._failure(refusal, partition) from None
+        stored = stored_schema(seen, columns, new)
+        return StoredColumns(f"output {self.uri}", stored, has_calendar=False)
 
     def staging(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
     ) -> DeltaStaging:
-        check_name(self.uri, partition)
-        seen = self._log.latest()
-        stored = _stored(seen, *self._columns(seen, partition, columns, add_columns))
+        stored = self.check_outputs(partition, columns, add_columns=add_columns).schema
         values = {self._partition_column: partition}
         place = (self.uri, self._folder.uri, self._subfolder(partition))
         most, write_id = self.most_file_bytes, uuid.uuid4().hex
@@ -195,13 +204,18 @@ class DeltaTable:
 
     def _failure(self, refusal: CommitRefusedError, partition: str) -> BatchLLMError:
         """The error for a commit that was refused without a concurrent commit."""
-        if refusal.is_storage and not self._folder.is_local:  # the request may still arrive
-            return CommitUnknownError(
-                f"output {self.uri}: no answer came whether partition {partition!r} was published;"
-                f" commit again to find out: {refusal}"
+        where = f"output {self.uri}: partition {partition!r} wasn't published"
+        if not refusal.is_storage:
+            return TableError(
+                f"{where}: deltalake can't write such a version of the table: {refusal}; drop what"
+                " it lacks from the table, or choose another output table"
             )
-        kind = StorageError if refusal.is_storage else TableError
-        return kind(f"output {self.uri}: partition {partition!r} wasn't published: {refusal}")
+        if self._folder.is_local:
+            return StorageError(f"{where}: {refusal}")
+        return CommitUnknownError(  # the request may still arrive
+            f"output {self.uri}: no answer came whether partition {partition!r} was published;"
+            f" commit again to find out: {refusal}"
+        )
 
     def _look(self, partition: str) -> tuple[TableVersion | None, Publication | None]:
         """The table's latest version, and the publication that the partition holds in it."""
@@ -222,34 +236,14 @@ class DeltaTable:
             TableError: the table doesn't accept the rows.
             StorageError: the files can't be written.
         """
-        where = f"output {self.uri}"
-        column, partition = self._partition_column, publication.partition
-        columns, new = self._columns(seen, partition, rows.schema, add_columns)
-        values = {column: partition}
-        files = rows.put(where, _stored(seen, columns, new), values)
-        if not (seen is None or files or new or self._files_of(seen, partition)):
+        where, place = f"output {self.uri}", (self._partition_column, publication.partition)
+        columns, new = accepted(self._folder, seen, place, rows.schema, add_columns=add_columns)
+        files = rows.put(where, stored_schema(seen, columns, new), dict([place]))
+        if not (seen is None or files or new or self._files_of(seen, place[1])):
             return
         # Even if it is refused: delta-rs repeats requests, and its own first one may have landed.
         rows.may_be_committed = True
-        self._log.commit(seen, (column, partition), files, new, publication.properties)
-
-    def _columns(
-        self, seen: TableVersion | None, partition: str, rows: pa.Schema, add_columns: bool
-    ) -> tuple[pa.Schema, pa.Schema]:
-        """The rows' columns with Delta's types, and those that the table lacks."""
-        where, column = f"output {self.uri}", self._partition_column
-        columns = delta_schema(where, rows)
-        if column in columns.names:
-            raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
-        if seen is None:
-            self._check_free()
-            new = columns
-        else:
-            values = {column: partition}
-            new = check_takes(where, seen, values, columns, add_columns=add_columns)
-        if any(types.is_null(field.type) for field in new):
-            raise TableError(f"{where}: no row has a value in a new column, so it has no type")
-        return columns, new
+        self._log.commit(seen, place, files, new, publication.properties)
 
     def _rows(
         self,
@@ -278,16 +272,6 @@ class DeltaTable:
                         f" version {snapshot.version}: {file.name} vanished, as after a vacuum;"
                         " plan again"
                     ) from error
-
-    def _check_free(self) -> None:
-        """Refuse to create a table among other files: they would not be part of it."""
-        for name in self._folder.find():
-            hidden = any(segment.startswith(("_", ".")) for segment in name.split("/"))
-            if not hidden and not name.rpartition("/")[2].startswith(FILE_PREFIX):
-                raise TableError(
-                    f"output {self.uri}: holds {name!r}, but is no Delta table; move it away or"
-                    " choose another output table"
-                )
 
     def _published_in(self, version: TableVersion, partition: str) -> Publication | None:
         """The publication that the partition holds in this version; see `publisher_in`."""
@@ -354,12 +338,6 @@ class DeltaTable:
                 f"table {self.uri}: isn't partitioned by {self._partition_column!r}, but by"
                 f" {', '.join(version.partition_columns) or 'no column'}"
             )
-
-
-def _stored(seen: TableVersion | None, columns: pa.Schema, new: pa.Schema) -> pa.Schema:
-    """The columns as the table has them, or will have them."""
-    known = {field.name: field for field in [*(seen.schema if seen else ()), *new]}
-    return pa.schema([known[name] for name in columns.names])
 
 
 def _number(version: TableVersion | None) -> int | None:

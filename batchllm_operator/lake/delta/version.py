@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
@@ -63,6 +65,36 @@ class TableVersion:
             takes_local_time="timestampNtz" in (raw.protocol().writer_features or ()),
             raw=raw,
         )
+
+    def write_empty_copy(self, log: Path, held: Mapping[str, str] | None) -> None:
+        """Write a log of one version to the new folder `log`, without this version's files.
+
+        With `held`, it has one file of these partition values, which isn't there.
+        """
+        protocol, metadata = self.raw.protocol(), self.raw.metadata()
+        described = {
+            "minReaderVersion": protocol.min_reader_version,
+            "minWriterVersion": protocol.min_writer_version,
+            "readerFeatures": protocol.reader_features,
+            "writerFeatures": protocol.writer_features,
+        }
+        actions: list[dict[str, Any]] = [
+            {"protocol": {name: each for name, each in described.items() if each is not None}},
+            {
+                "metaData": {
+                    "id": str(metadata.id),
+                    "format": {"provider": "parquet", "options": {}},
+                    "schemaString": self.raw.schema().to_json(),
+                    "partitionColumns": metadata.partition_columns,
+                    "configuration": metadata.configuration,
+                }
+            },
+        ]
+        if held is not None:
+            file = {"path": "old.parquet", "partitionValues": dict(held), "size": 1}
+            actions.append({"add": file | {"modificationTime": 1, "dataChange": True}})
+        log.mkdir()
+        (log / f"{0:020}.json").write_text("\n".join(map(json.dumps, actions)))
 
     def files(self) -> Iterator[DataFile]:
         actions = pa.table(self.raw.get_add_actions())

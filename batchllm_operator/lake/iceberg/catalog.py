@@ -21,12 +21,16 @@ from pyiceberg.exceptions import (
 )
 from pyiceberg.exceptions import ValidationError as IcebergValidationError
 from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
+from pyiceberg.table.metadata import new_table_metadata
+from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.utils.config import Config
 
 from batchllm_operator.errors import BatchLLMError, SpecError, StorageError, TableError
 from batchllm_operator.lake.iceberg.schema import iceberg_schema
+from batchllm_operator.lake.schema import check_typed
 from batchllm_operator.spec import Masker, TableAddress
 
 _FAULTS_OF_THE_TABLE = (
@@ -86,10 +90,12 @@ class CatalogTable:
         self._catalog = self._open()
         return self.load()
 
-    def check_namespace(self) -> None:
-        """Raise `TableError` if the table's namespace doesn't exist."""
+    def check_create(self, rows: pa.Schema, partition_column: str) -> None:
+        """Raise `TableError` if `create` would."""
         with iceberg_errors(self.uri), self._namespace():
             self._catalog.load_namespace_properties(self._identifier[:-1])
+            schema, spec = self._described(rows, partition_column)
+            new_table_metadata(schema, spec, UNSORTED_SORT_ORDER, location="")
 
     def create(self, rows: pa.Schema, partition_column: str) -> Table:
         """Create the table for such rows, with a further partition column of strings.
@@ -98,20 +104,23 @@ class CatalogTable:
             TableError: there is no such namespace, or a column's type isn't one of Iceberg's.
         """
         with iceberg_errors(self.uri), self._namespace():
-            schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
-            source = schema.find_field(partition_column)
-            field: Any = PartitionField(
-                source_id=source.field_id,
-                field_id=PARTITION_FIELD_ID_START,
-                transform=IdentityTransform(),
-                name=partition_column,
-            )
+            schema, spec = self._described(rows, partition_column)
             try:
-                return self._catalog.create_table(
-                    self._identifier, schema, partition_spec=PartitionSpec(field)
-                )
+                return self._catalog.create_table(self._identifier, schema, partition_spec=spec)
             except TableAlreadyExistsError:  # by another writer, just now
                 return self._catalog.load_table(self._identifier)
+
+    def _described(self, rows: pa.Schema, partition_column: str) -> tuple[Schema, PartitionSpec]:
+        """Schema and partitioning of a new table."""
+        check_typed(f"table {self.uri}", list(rows))
+        schema = iceberg_schema(rows.append(pa.field(partition_column, pa.string())))
+        field: Any = PartitionField(
+            source_id=schema.find_field(partition_column).field_id,
+            field_id=PARTITION_FIELD_ID_START,
+            transform=IdentityTransform(),
+            name=partition_column,
+        )
+        return schema, PartitionSpec(field)
 
     def _open(self) -> Catalog:
         """Raises: see `__init__`."""

@@ -23,7 +23,8 @@ from batchllm_operator.lake.iceberg.partition import PartitionView
 from batchllm_operator.lake.iceberg.schema import arrow_schema, iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg.write import StagedFiles
 from batchllm_operator.lake.publishing import check_name, is_published, looking_again, pauses_s
-from batchllm_operator.lake.schema import check_fit
+from batchllm_operator.lake.schema import check_cases, check_fit, check_required, check_typed
+from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import Publication, StagedRows
 
 _NEWEST_FORMAT: Final = 2
@@ -71,6 +72,7 @@ class Publisher:
             footers = [pq.read_metadata(file) for file in data]
             self._num_rows = sum(footer.num_rows for footer in footers)
             rows = footers[0].schema.to_arrow_schema()
+        check_own(f"table {self._uri}", column, rows)
         self._rows = storable_schema(f"table {self._uri}", rows)
         self._staged: StagedFiles | None = None
         self._overwrites: list[Overwrite] = []  # all tried; any may be in the table
@@ -153,21 +155,22 @@ class Publisher:
             if self._staged is not None and not self._is_open:
                 self._staged.remove()
             self._staged = StagedFiles(table, overwrite.metadata, self._column, view.value)
-            self._fill(self._staged)
+            self._fill(self._staged, table)
         if not old and not self._staged.files:
             return None
         self._overwrites.append(overwrite)
         overwrite.stage(old, self._staged.files, self._publication.properties)
         return overwrite
 
-    def _fill(self, staged: StagedFiles) -> None:
+    def _fill(self, staged: StagedFiles, table: Table) -> None:
         """Write the data files, or refer to those that are there.
 
         Raises:
             ConflictError: the table has other columns than when those were written.
         """
         if not isinstance(self._data, StagedRows):
-            staged.write(self._data, self._rows, self._most_file_bytes)
+            stored = stored_columns(self._uri, table, self._rows)
+            staged.write(self._data, stored, self._most_file_bytes)
             return
         if arrow_schema(staged.schema) != self._data.stored:
             raise ConflictError(
@@ -208,4 +211,29 @@ def check_takes(
             f"{where}: partition {view.partition!r} has files from before the table was"
             f" partitioned by {view.column!r}; rewrite them first"
         )
-    return check_fit(where, schema_to_pyarrow(table.schema()), rows, add_columns=add_columns)
+    columns = schema_to_pyarrow(table.schema())
+    check_required(where, columns, [*rows.names, view.column])
+    new = check_fit(where, columns, rows, add_columns=add_columns)
+    check_typed(where, [rows.field(name) for name in new])
+    return new
+
+
+def check_own(where: str, column: str, rows: pa.Schema) -> None:
+    """Check the rows' columns without looking at the table; `column` is that of partitions.
+
+    Raises:
+        TableError: no table can have such columns.
+    """
+    if column in rows.names:
+        raise TableError(f"{where}: the rows have the partition column {column!r} themselves")
+    check_cases(where, [column, *rows.names])
+
+
+def stored_columns(uri: str, table: Table | None, rows: pa.Schema) -> StoredColumns:
+    """The columns of `rows` (from `storable_schema`) in the table, or in a new one."""
+    held = {} if table is None else {field.name: field for field in table.schema().fields}
+    fields = [
+        field.with_nullable(field.name not in held or not held[field.name].required)
+        for field in rows
+    ]
+    return StoredColumns(f"output {uri}", pa.schema(fields), has_calendar=True)

@@ -13,6 +13,7 @@ from batchllm_operator.lake.data_files import files_of
 from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors
 from batchllm_operator.lake.iceberg.commit import Overwrite
 from batchllm_operator.lake.iceberg.partition import PartitionView
+from batchllm_operator.lake.iceberg.publish import stored_columns
 from batchllm_operator.lake.iceberg.schema import arrow_schema, iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg.write import StagedFiles
 from batchllm_operator.lake.table import StagedRows
@@ -63,7 +64,8 @@ class IcebergStaging:
             added = iceberg_schema(pa.schema([rows.field(name) for name in self.new]))
             metadata = Overwrite(table, added).metadata
             staged = StagedFiles(table, metadata, self.column, view.value, number)
-            staged.write(files_of(data), rows, self.most_file_bytes)
+            stored = stored_columns(self.uri, table, rows)
+            staged.write(files_of(data), stored, self.most_file_bytes)
         return staged.entries
 
     def rows(self, files: Sequence[str]) -> StagedRows:

@@ -13,13 +13,19 @@ from pyiceberg.table import Table
 
 from batchllm_operator.errors import TableError
 from batchllm_operator.lake.data_files import files_of
-from batchllm_operator.lake.iceberg.catalog import CatalogTable
+from batchllm_operator.lake.iceberg.catalog import CatalogTable, iceberg_errors
+from batchllm_operator.lake.iceberg.commit import Overwrite
 from batchllm_operator.lake.iceberg.partition import PartitionView, partition_names
-from batchllm_operator.lake.iceberg.publish import Publisher, check_takes
-from batchllm_operator.lake.iceberg.schema import arrow_schema, storable_schema
+from batchllm_operator.lake.iceberg.publish import (
+    Publisher,
+    check_own,
+    check_takes,
+    stored_columns,
+)
+from batchllm_operator.lake.iceberg.schema import arrow_schema, iceberg_schema, storable_schema
 from batchllm_operator.lake.iceberg.staging import IcebergStaging
 from batchllm_operator.lake.publishing import check_name
-from batchllm_operator.lake.schema import check_cases
+from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
 from batchllm_operator.spec import FilterTerm, TableAddress
 
@@ -122,17 +128,21 @@ class IcebergTable:
 
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
-    ) -> None:
+    ) -> StoredColumns:
+        where = f"table {self.uri}"
         check_name(self.uri, partition)
-        check_cases(f"table {self.uri}", [self._partition_column, *columns.names])
-        rows = storable_schema(f"table {self.uri}", columns)
+        check_own(where, self._partition_column, columns)
+        rows = storable_schema(where, columns)
         table = self._catalog_table.load()
         if table is None:
-            self._catalog_table.check_namespace()
-            return
+            self._catalog_table.check_create(rows, self._partition_column)
+            return stored_columns(self.uri, None, rows)
         view = PartitionView.now(table, self.uri, self._partition_column, partition)
         old = [task.file for task in view.tasks()]
-        check_takes(table, view, old, rows, add_columns=add_columns)
+        new = check_takes(table, view, old, rows, add_columns=add_columns)
+        with iceberg_errors(self.uri):
+            Overwrite(table, iceberg_schema(pa.schema([rows.field(name) for name in new])))
+        return stored_columns(self.uri, table, rows)
 
     def staging(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False

@@ -19,6 +19,7 @@ from pyiceberg.table import Table, TableProperties
 from pyiceberg.table.metadata import TableMetadata
 
 from batchllm_operator.lake.data_files import Room, fit, row_groups
+from batchllm_operator.lake.stored_columns import StoredColumns
 
 _NO_LIMIT: Final = {TableProperties.PARQUET_ROW_GROUP_LIMIT: str(1 << 26)}
 """Rows in a row group, unless the table has a limit: groups are cut by their bytes."""
@@ -84,16 +85,16 @@ class StagedFiles:
         self._write_id = uuid.uuid4()
         self._number = number
 
-    def write(self, data: Sequence[Path], rows: pa.Schema, most_file_bytes: int) -> None:
+    def write(self, data: Sequence[Path], rows: StoredColumns, most_file_bytes: int) -> None:
         """Write the rows of local Parquet files; columns that only the table has are null.
 
         Args:
             data: the files, in row order.
-            rows: their columns, as `storable_schema` gives them.
+            rows: their columns.
             most_file_bytes: upper bound of a file, unless one row has more.
 
         Raises:
-            pa.ArrowException: a value doesn't fit its column's type.
+            TableError: a value doesn't fit the table.
             OSError: the storage fails.
         """
         groups = (

@@ -40,6 +40,7 @@ from batchllm_operator.lake.publishing import check_name, is_published, looking_
 from batchllm_operator.lake.row_stream import read_batches
 from batchllm_operator.lake.scanning import check_columns, reading, row_condition
 from batchllm_operator.lake.schema import check_fit, merge_schemas
+from batchllm_operator.lake.stored_columns import StoredColumns
 from batchllm_operator.lake.table import FilePart, InputFile, Publication, Snapshot, StagedRows
 from batchllm_operator.spec import FilterTerm
 
@@ -170,7 +171,7 @@ class ParquetTable:
 
     def check_outputs(
         self, partition: str, columns: pa.Schema, *, add_columns: bool = False
-    ) -> None:
+    ) -> StoredColumns:
         check_name(self.uri, partition)
         if partition == HIVE_NULL:
             raise TableError(
@@ -180,6 +181,8 @@ class ParquetTable:
         self._partitions.check_apart()
         known = self._published_schema(self._others(partition)) or columns
         check_fit(f"table {self.uri}", known, columns, add_columns=add_columns)
+        nullable = pa.schema([field.with_nullable(True) for field in columns])
+        return StoredColumns(f"output {self.uri}", nullable, has_calendar=False)
 
     def staging(self, partition: str, columns: pa.Schema, *, add_columns: bool = False) -> None:
         """A partition is one file."""
