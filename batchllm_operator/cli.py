@@ -131,7 +131,7 @@ def _main(argv: Sequence[str] | None) -> int:
                 _write_result(args.result, args.name, result)
         return ExitCode.OK
     except BatchLLMError as error:
-        say(f"{ERROR_MARK}{error}")
+        say("; ".join([f"{ERROR_MARK}{error}", *getattr(error, "__notes__", [])]))
         return error.exit_code
     except ModuleNotFoundError as error:
         say(f"{ERROR_MARK}{MissingLibraryError.of(error, f'batchllm {args.name}')}")
@@ -139,7 +139,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except OSError as error:  # of the machine or the storage, where no stage expects it
         return standard_streams.code_of(error)
     except Interrupted as stop:
-        say(f"batchllm: {stop}; what was finished is kept: give the same command again to go on")
+        say("; ".join([f"batchllm: {stop}", *getattr(stop, "__notes__", [])]))
         return 128 + stop.signal_number
 
 

@@ -153,7 +153,7 @@ class RunaheadMismatchError(RunaheadError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The command was asked to stop by a signal. Finished parts are kept.
+    """The command was asked to stop by a signal. A note says what is kept of a run.
 
     A `KeyboardInterrupt`, so that no `except Exception` swallows it.
     """

@@ -228,11 +228,11 @@ def test_the_command_prints_and_writes_its_result(batchllm: Batchllm, tmp_path: 
     result = tmp_path / "result.json"
     done = batchllm("status", "--plan", plan.folder.uri, "--result", result)
     assert done.code == ExitCode.OK and not done.err
-    assert "10/30 (33 %) rows, shards: 1 failed" in done.out and "shard 0: broken" in done.out
+    assert "13/30 (43 %) rows, shards: 1 failed" in done.out and "shard 0: broken" in done.out
     found = json.loads(result.read_text())
     assert (found["command"], found["num_rows_done"], found["is_committed"]) == (
         "status",
-        10,
+        13,
         False,
     )
     assert found["shards"][0]["state"] == "failed"

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -53,30 +53,54 @@ _PARQUET_OPTIONS: Final[Mapping[str, Any]] = {
 }
 
 
+Entry = TypeVar("Entry", bound="StoredOutputs")
+
+
 def part_schema(spec: JobSpec) -> pa.Schema:
     """The schema of a job's parts."""
     return pa.schema([*PART_SCHEMA, *Answers.of(spec).raw_fields])
 
 
-class PartEntry(Counts):
-    """The ledger entry of a part."""
+class StoredOutputs(Counts):
+    """A file of outputs in an attempt's folder, as the entry beside it describes it."""
 
-    entry_version: Literal[1, 2] = 2
-    """Version 1, of releases without attempts, has neither `attempt` nor the requests' range."""
     plan_id: str
-    part_idx: Count
     attempt: Count = 0
     """The attempt whose folder it is in; 0 for the shard's own."""
-    first_request_idx: Count | None = None
-    last_request_idx: Count | None = None
-    """The part's requests, both inclusive: `request_idx` counts through all shards."""
     file: str
     """File name in the attempt's folder."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     @property
+    def stem(self) -> str:
+        """The beginning of the file's name, and the entry's name."""
+        raise NotImplementedError
+
+    @property
     def path(self) -> str:
-        return f"{attempt_name(self.attempt)}/{self.file}" if self.attempt else self.file
+        return self._in_folder(self.file)
+
+    @property
+    def entry_path(self) -> str:
+        return self._in_folder(f"{self.stem}.json")
+
+    def _in_folder(self, name: str) -> str:
+        return f"{attempt_name(self.attempt)}/{name}" if self.attempt else name
+
+
+class PartEntry(StoredOutputs):
+    """The ledger entry of a part."""
+
+    entry_version: Literal[1, 2] = 2
+    """Version 1, of releases without attempts, has neither `attempt` nor the requests' range."""
+    part_idx: Count
+    first_request_idx: Count | None = None
+    last_request_idx: Count | None = None
+    """The part's requests, both inclusive: `request_idx` counts through all shards."""
+
+    @property
+    def stem(self) -> str:
+        return f"part-{self.part_idx:05d}"
 
 
 def write_part(
@@ -99,35 +123,28 @@ def write_part(
     """
     outputs = sorted(outputs, key=lambda output: output.request_idx)
     rows = [list(row_idxs[output.request_idx]) for output in outputs]
-    with tempfile.TemporaryDirectory(prefix="batchllm-part-") as spool:
-        path = Path(spool) / "part.parquet"
-        pq.write_table(_table(outputs, rows, schema), path, **_PARQUET_OPTIONS)
-        sha256 = describe_file(path).sha256
-        name = _file_name(part_idx, sha256)
-        attempt.folder.publish_file(path, name)
     counts = Counts.of(zip(outputs, map(len, rows), strict=True), engine_s)
+    table = table_of(outputs, {"row_idxs": rows}, schema)
+    file, sha256 = write_outputs(attempt, f"part-{part_idx:05d}", table)
     entry = PartEntry(
         plan_id=plan_id,
         part_idx=part_idx,
         attempt=attempt.number,
         first_request_idx=outputs[0].request_idx,
         last_request_idx=outputs[-1].request_idx,
-        file=name,
+        file=file,
         sha256=sha256,
         **dict(counts),
     )
-    attempt.check_current()
-    entry_name, data = f"part-{part_idx:05d}.json", entry.model_dump_json(indent=1).encode()
-    if not attempt.folder.create(entry_name, data):
-        raise FencedError(
-            f"{attempt.folder.uri}/{entry_name}: another process has written it, as if it were the"
-            " same attempt; does this storage know conditional writes (If-None-Match)?"
-        )
+    write_entry(attempt, entry)
     return entry
 
 
-def _table(outputs: Sequence[EngineOutput], rows: list[list[int]], schema: pa.Schema) -> pa.Table:
-    columns = {"row_idxs": rows, "generated_text": [output.text for output in outputs]}
+def table_of(
+    outputs: Sequence[EngineOutput], columns: Mapping[str, Sequence[Any]], schema: pa.Schema
+) -> pa.Table:
+    """Outputs as a table of `schema`, which takes further `columns` from there."""
+    columns = {"generated_text": [output.text for output in outputs], **columns}
     for name in schema.names:
         if name in columns:
             continue
@@ -136,6 +153,32 @@ def _table(outputs: Sequence[EngineOutput], rows: list[list[int]], schema: pa.Sc
         else:
             columns[name] = [output.raw.get(name) for output in outputs]
     return pa.table(columns, schema=schema)
+
+
+def write_outputs(attempt: Attempt, stem: str, table: pa.Table) -> tuple[str, str]:
+    """Write a file of outputs, named by its content; returns its name and checksum."""
+    with tempfile.TemporaryDirectory(prefix="batchllm-part-") as spool:
+        path = Path(spool) / "part.parquet"
+        pq.write_table(table, path, **_PARQUET_OPTIONS)
+        sha256 = describe_file(path).sha256
+        name = _file_name(stem, sha256)
+        attempt.folder.publish_file(path, name)
+    return name, sha256
+
+
+def write_entry(attempt: Attempt, entry: StoredOutputs) -> None:
+    """Write the entry by which a file of outputs counts; never replaces one.
+
+    Raises:
+        FencedError: a later attempt has begun, or another process has written the entry.
+    """
+    attempt.check_current()
+    name, data = f"{entry.stem}.json", entry.model_dump_json(indent=1).encode()
+    if not attempt.folder.create(name, data):
+        raise FencedError(
+            f"{attempt.folder.uri}/{name}: another process has written it, as if it were the"
+            " same attempt; does this storage know conditional writes (If-None-Match)?"
+        )
 
 
 def read_ledger(
@@ -152,46 +195,46 @@ def read_ledger(
     contents = read_files(folder, (m[0] for m in matches if int(m[2]) not in trusted))
     candidates: dict[int, list[PartEntry]] = {}
     for path, data in contents.items():
-        if (entry := _parse(folder, path, data, plan_id)) is not None:
+        if (entry := parse_entry(PartEntry, folder, path, data, plan_id)) is not None:
             candidates.setdefault(entry.part_idx, []).append(entry)
     for entries in candidates.values():
         entries.sort(key=lambda entry: entry.attempt)
     while candidates:
-        latest = {part_idx: entries.pop() for part_idx, entries in candidates.items()}
-        trusted |= _whole(folder, latest.values())
+        latest = [entries.pop() for entries in candidates.values()]
+        trusted |= {entry.part_idx: entry for entry in whole_files(folder, latest)}
         candidates = {idx: e for idx, e in candidates.items() if e and idx not in trusted}
     return dict(sorted(trusted.items()))
 
 
-def _parse(folder: Folder, path: str, data: bytes, plan_id: str) -> PartEntry | None:
-    """The entry at `path`, if it matches its path."""
-    match = _ENTRY_PATH.fullmatch(path)
-    assert match is not None, "only paths of entries are read"
+def parse_entry(
+    kind: type[Entry], folder: Folder, path: str, data: bytes, plan_id: str
+) -> Entry | None:
+    """The entry at `path`; None, with a warning, if it can't be read or belongs elsewhere."""
     try:
-        entry = PartEntry.model_validate_json(data)
+        entry = kind.model_validate_json(data)
     except ValidationError:
         _log.warning("%s/%s doesn't count: it can't be read", folder.uri, path)
         return None
-    expected = (plan_id, int(match[1] or 0), int(match[2]), _file_name(int(match[2]), entry.sha256))
-    if (entry.plan_id, entry.attempt, entry.part_idx, entry.file) != expected:
+    expected = (plan_id, path, _file_name(entry.stem, entry.sha256))
+    if (entry.plan_id, entry.entry_path, entry.file) != expected:
         _log.warning("%s/%s doesn't count: it belongs elsewhere", folder.uri, path)
         return None
     return entry
 
 
-def _whole(folder: Folder, entries: Iterable[PartEntry]) -> dict[int, PartEntry]:
-    """Entries whose file has its checksum, by part_idx."""
+def whole_files(folder: Folder, entries: Iterable[Entry]) -> list[Entry]:
+    """Entries whose file has its checksum; warns of the others."""
     entries = list(entries)
     found = hash_files(folder, (entry.path for entry in entries))
-    whole = {}
+    whole = []
     for entry in entries:
         if found.get(entry.path) == entry.sha256:
-            whole[entry.part_idx] = entry
+            whole.append(entry)
         else:
             how = "was altered" if entry.path in found else "is missing"
             _log.warning("%s/%s doesn't count: it %s", folder.uri, entry.path, how)
     return whole
 
 
-def _file_name(part_idx: int, sha256: str) -> str:
-    return f"part-{part_idx:05d}-{sha256[:12]}.parquet"
+def _file_name(stem: str, sha256: str) -> str:
+    return f"{stem}-{sha256[:12]}.parquet"

@@ -45,7 +45,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="at SIGTERM, finish open parts for at most S seconds (default 0: drop them)",
+        help="at SIGTERM, finish open parts for at most S seconds (default 0: stop at once);"
+        " finished rows are kept",
     )
     command.add_argument(
         "--metrics-port",

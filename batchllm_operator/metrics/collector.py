@@ -97,8 +97,8 @@ class ShardCollector(Collector):
     `run --shard` has one attempt, a worker one after another and sometimes two at once. The last
     state of an ended one is shown for five minutes more, so that it is scraped.
 
-    A stopped attempt loses the rows of open parts, but a falling counter would look like a restart,
-    so counters never fall here.
+    An attempt that fails may lose rows that it couldn't store, but a falling counter would look
+    like a restart, so counters never fall here.
 
     Every sample has the labels `job_name` and `ds` (`job` is Prometheus's own), a shard's also
     `shard`, and all of a worker's `worker`.

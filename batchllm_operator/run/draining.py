@@ -37,10 +37,14 @@ class Drain:
         """Begin draining at the first SIGTERM; for the main thread.
 
         `Interrupted` is raised in the main thread at once if no part is open, at a second SIGTERM,
-        or when the open parts take longer than `limit_s`. This uses the timer of SIGALRM.
+        or when the open parts take longer than `limit_s`; after that, a signal ends the process.
+        This uses the timer of SIGALRM.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for each in (signal.SIGINT, signal.SIGTERM):  # one more ends the process
+                signal.signal(each, signal.SIG_DFL)
             raise Interrupted(signal.SIGTERM)
 
         def begin(number: int, frame: FrameType | None) -> None:
@@ -54,8 +58,9 @@ class Drain:
             )
             signal.setitimer(signal.ITIMER_REAL, limit_s)
 
-        handlers = {signal.SIGTERM: begin, signal.SIGALRM: stop}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+        signal.signal(signal.SIGTERM, begin)
+        signal.signal(signal.SIGALRM, stop)
         try:
             yield self
         finally:

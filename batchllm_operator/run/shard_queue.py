@@ -187,6 +187,18 @@ class ShardQueue:
     def num_left(self) -> int:
         return self.num_shards - self.num_finished
 
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self._plan.manifest.shards)
+
+    def num_rows_finished(self) -> int:
+        """See `Shards`; those of begun shards by their latest attempts' progress."""
+        total = sum(self._plan.shard(idx).num_rows for idx in self._finished)
+        for idx in self._sights.keys() - self._finished - self._mine:
+            if (progress := self._sights[idx].progress) is not None:
+                total += progress.num_rows_done
+        return total
+
     def reports(self) -> dict[int, ShardReport]:
         """Reports of finished shards, by shard_idx: the owner's, or without one all.
 

@@ -11,13 +11,17 @@ from types import TracebackType
 from typing import NamedTuple
 
 from batchllm_operator.answers import Answers
+from batchllm_operator.artifacts.counts import Counts
 from batchllm_operator.artifacts.manifest import ReplicaPlacement
 from batchllm_operator.artifacts.parts import PartEntry, part_schema, read_ledger, write_part
 from batchllm_operator.artifacts.shard_report import ShardReport, write_report
+from batchllm_operator.artifacts.spills import SpilledPart, read_spills, write_spill
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.engine import EngineOutput, EngineRequest
+from batchllm_operator.errors import BatchLLMError, FailedRowsError, FencedError
 from batchllm_operator.run.draining import Drain
 from batchllm_operator.run.live_progress import Observe, ProgressWriter, live_progress
+from batchllm_operator.run.open_parts import OpenPart, OpenParts
 from batchllm_operator.run.shard_tally import DEFAULT_INTERVAL_S, ShardTally
 from batchllm_operator.run.shard_work import ShardWork
 from batchllm_operator.run.shards import Claimed
@@ -56,8 +60,11 @@ class Holder(NamedTuple):
 class ShardRun:
     """An attempt at a shard; the context ends it, as `live_progress` does.
 
+    A part is written when all of its requests have an output. Outputs of open parts are spilled
+    from time to time, and when an error or a signal ends the attempt; the next one writes the
+    parts.
+
     Attributes:
-        rows_before: rows in parts that earlier attempts have finished.
         work: what is left to generate.
     """
 
@@ -74,12 +81,20 @@ class ShardRun:
         # An earlier attempt may have finished parts until it saw the claim.
         self._entries = read_ledger(self.attempt.shard_folder, plan.manifest.plan_id, known)
         self._num_resumed = len(self._entries)
-        self.rows_before = sum(entry.num_rows for entry in self._entries.values())
+        self._schema = part_schema(plan.manifest.spec)
+        self._spilled = read_spills(
+            self.attempt.shard_folder,
+            plan.manifest.plan_id,
+            self.shard_idx,
+            self._entries,
+            self._schema,
+        )
         self.tally = ShardTally(
             plan,
             self.shard_idx,
             self.attempt,
             self._entries.values(),
+            [part.counts for part in self._spilled.values()],
             num_gpus=holder.num_gpus,
             interval_s=holder.every_s or DEFAULT_INTERVAL_S,
             worker=holder.worker,
@@ -89,16 +104,18 @@ class ShardRun:
         """Set once a later attempt has taken over: nothing is fed any more."""
         self._answers = Answers.of(plan.manifest.spec)
         self._context = ExitStack()
-        self._open_parts: dict[int, _OpenPart] = {}
+        self._open_parts = OpenParts()
+        self._num_spills = 0
         self._part_of: dict[int, int] = {}  # request_idx -> part_idx, for requests in the engine
 
     def __enter__(self) -> ShardRun:
         if self.attempt.number > 1:
             _log.info(
-                "shard %d, attempt %d: %d parts are finished already",
+                "shard %d, attempt %d: %d parts and %d rows of others are finished already",
                 self.shard_idx,
                 self.attempt.number,
                 self._num_resumed,
+                sum(part.counts.num_rows for part in self._spilled.values()),
             )
         with ExitStack() as undo:
             self._writer: ProgressWriter = undo.enter_context(
@@ -112,7 +129,11 @@ class ShardRun:
                 missing_parts(self.plan, self.shard_idx, self._entries),
                 has_estimates=_has_estimates(self.plan),
                 first=self.placement.first_groups if self.placement else [],
+                finished=[idx for part in self._spilled.values() for idx in part.outputs],
             )
+            self._num_requests = {
+                part_idx: file.metadata.row_group(part_idx).num_rows for part_idx in self._spilled
+            }
             self._context = undo.pop_all()
         return self
 
@@ -122,7 +143,29 @@ class ShardRun:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._context.__exit__(kind, error, traceback)
+        try:
+            if error is not None and not isinstance(error, FencedError):
+                self._keep_finished(error)
+        finally:
+            self.tally.keep(self._stored_counts())
+            self._context.__exit__(kind, error, traceback)
+
+    def _keep_finished(self, why: BaseException) -> None:
+        """Spill what is finished, as the attempt ends early."""
+        is_trusted = isinstance(why, (KeyboardInterrupt, FailedRowsError))
+        try:
+            try:
+                self.spill(with_suspects=is_trusted)
+            except KeyboardInterrupt:  # the signal came while it was written
+                self.spill(with_suspects=is_trusted)
+        except (BatchLLMError, OSError) as error:
+            _log.warning("finished rows of shard %d are lost: %s", self.shard_idx, error)
+
+    def _stored_counts(self) -> Counts:
+        """Of parts and spills."""
+        open_parts = (part.stored_counts for part in self._open_parts)
+        spilled = (part.counts for part in self._spilled.values())
+        return Counts.total([*self._entries.values(), *open_parts, *spilled])
 
     @property
     def num_open_parts(self) -> int:
@@ -154,7 +197,8 @@ class ShardRun:
             part_idx, table = part
             request_idxs = table["request_idx"].to_pylist()
             row_idxs = dict(zip(request_idxs, table["row_idxs"].to_pylist(), strict=True))
-            self._open_parts[part_idx] = _OpenPart(row_idxs, [])
+            spilled = self._spilled.pop(part_idx, SpilledPart())
+            self._open_parts.open(part_idx, OpenPart.of(row_idxs, spilled))
             self._drain.num_open_parts += 1
             known = table.drop_columns(["request_idx", "row_idxs", "prompt_token_ids"]).to_pylist()
             for request_idx, hints, token_ids in zip(
@@ -180,15 +224,18 @@ class ShardRun:
         Raises:
             FencedError: a later attempt has taken over.
         """
-        part_idx = self._part_of.pop(output.request_idx)
+        part_idx = self._part_of[output.request_idx]
         if self.is_given_up:
+            del self._part_of[output.request_idx]
             return 0
-        part, output = self._open_parts[part_idx], self._checked(output)
-        part.outputs.append(output)
-        num_rows = len(part.row_idxs[output.request_idx])
+        output = self._checked(output)
+        num_rows = self._open_parts.add(part_idx, output)
+        del self._part_of[output.request_idx]
         self.tally.count_output(output, num_rows)
-        if len(part.outputs) == len(part.row_idxs):
+        if self._open_parts[part_idx].is_finished:
             self._write(part_idx)
+        elif self._open_parts.is_spill_due:
+            self.spill()
         return num_rows
 
     def _checked(self, output: EngineOutput) -> EngineOutput:
@@ -199,15 +246,52 @@ class ShardRun:
         return output if fault is None else replace(output, error=fault)
 
     def _write(self, part_idx: int) -> None:
-        part = self._open_parts.pop(part_idx)
-        plan_id, part_s = self.plan.manifest.plan_id, self._holder.lap()
-        schema = part_schema(self.plan.manifest.spec)
-        entry = write_part(
-            self.attempt, plan_id, part_idx, part.outputs, part.row_idxs, part_s, schema
-        )
+        part = self._open_parts[part_idx]
+        self._write_part(part_idx, part, self._holder.lap() + part.engine_s)
+        self._open_parts.close(part_idx)
         self._drain.num_open_parts -= 1
-        self.tally.count_part(entry)
+
+    def _write_part(self, part_idx: int, part: OpenPart, part_s: float) -> None:
+        outputs, plan_id = list(part.outputs.values()), self.plan.manifest.plan_id
+        entry = write_part(
+            self.attempt, plan_id, part_idx, outputs, part.row_idxs, part_s, self._schema
+        )
         self._entries[part_idx] = entry
+        self.tally.count_part()
+
+    def write_spilled_parts(self) -> None:
+        """Write the parts of which earlier attempts have spilled all outputs.
+
+        Raises:
+            FencedError: a later attempt has taken over.
+        """
+        for part_idx, spilled in sorted(self._spilled.items()):
+            if len(spilled.outputs) == self._num_requests[part_idx]:
+                self._write_part(part_idx, OpenPart.of({}, spilled), spilled.engine_s)
+                del self._spilled[part_idx]
+
+    def spill(self, *, with_suspects: bool = False) -> None:
+        """Write the outputs of open parts that no file holds to one; see `OpenParts.new_outputs`.
+
+        Raises:
+            FencedError: a later attempt has taken over.
+        """
+        outputs, row_idxs = self._open_parts.new_outputs(with_suspects=with_suspects)
+        if not outputs:
+            return
+        engine_s, spill_idx = self._holder.lap(), self._num_spills
+        self._num_spills += 1  # first: a signal may end the writing, and leave the entry
+        write_spill(
+            self.attempt,
+            self.plan.manifest.plan_id,
+            self.shard_idx,
+            spill_idx,
+            outputs,
+            row_idxs,
+            engine_s,
+            self._schema,
+        )
+        self._open_parts.spilled(outputs, engine_s)
 
     def give_up(self) -> None:
         """Feed and write nothing any more: a later attempt has taken over."""
@@ -223,13 +307,6 @@ class ShardRun:
         """
         self.attempt.check_current()
         return store_report(self.plan, self.shard_idx, self._entries, self._num_resumed)
-
-
-class _OpenPart(NamedTuple):
-    """A part with requests in the engine."""
-
-    row_idxs: dict[int, list[int]]
-    outputs: list[EngineOutput]
 
 
 def missing_parts(plan: StoredPlan, shard_idx: int, entries: Mapping[int, PartEntry]) -> list[int]:

@@ -32,6 +32,7 @@ class ShardTally:
         plan: the plan, with the shard `shard_idx`.
         attempt: the attempt that begins now.
         entries: ledger entries of the parts that earlier attempts have finished.
+        spilled: counts of outputs that they have finished of other parts.
         num_gpus: GPUs that the attempt holds.
         interval_s: seconds between two snapshots in the lake.
         worker: number of the worker that runs the attempt, of `num_workers`; None for a single
@@ -45,6 +46,7 @@ class ShardTally:
         shard_idx: int,
         attempt: Attempt,
         entries: Iterable[PartEntry],
+        spilled: Iterable[Counts] = (),
         *,
         num_gpus: int,
         interval_s: float = DEFAULT_INTERVAL_S,
@@ -61,7 +63,7 @@ class ShardTally:
         self._clock, self._now = clock, now
         self._host = socket.gethostname()
         entries = list(entries)
-        self._done = self._kept = Counts.total(entries)
+        self._done = self._kept = Counts.total([*entries, *spilled])
         self._num_parts, self._num_rows_before = len(entries), self._kept.num_rows
         self._window = _Window()
         self._began_at, self._started_at = clock(), now()
@@ -90,13 +92,31 @@ class ShardTally:
             self._clock(), counts.num_computed_tokens, counts.num_output_tokens, num_rows
         )
 
-    def count_part(self, entry: PartEntry) -> None:
+    def count_part(self) -> None:
         """Count a written part, whose outputs have been counted one by one."""
-        self._kept += entry
         self._num_parts += 1
 
+    def keep(self, stored: Counts) -> None:
+        """Note what is stored, by this attempt and by those before it: the rest may be lost."""
+        self._kept = stored
+
+    @property
+    def num_rows_before(self) -> int:
+        """Rows that earlier attempts have finished."""
+        return self._num_rows_before
+
+    @property
+    def kept(self) -> Counts:
+        """See `keep`."""
+        return self._kept
+
+    @property
+    def num_failed_rows(self) -> int:
+        """Rows that have failed so far, in all attempts."""
+        return self._done.num_failed_rows
+
     def end(self, state: State, error: str | None = None) -> None:
-        """Set the last state; unless it is `finished`, outputs that aren't in a part are lost."""
+        """Set the last state; unless it is `finished`, outputs that aren't stored are lost."""
         if state != "finished":
             self._done = self._kept
         self._error = error

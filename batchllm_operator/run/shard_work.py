@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchllm_operator.artifacts.shard_files import read_parts
@@ -21,6 +22,7 @@ class ShardWork:
         has_estimates: whether the engine gets the planned output lengths.
         first: groups to start with, in this order: their parts come first, and their requests
             first in these. All others follow in file order.
+        finished: request_idxs in these parts that have an output, in any order.
     """
 
     def __init__(
@@ -30,8 +32,10 @@ class ShardWork:
         *,
         has_estimates: bool,
         first: Sequence[int] = (),
+        finished: Sequence[int] = (),
     ) -> None:
         self._file, self._has_estimates = file, has_estimates
+        self._finished = pa.array(finished, pa.int64())
         self._turns = {group_id: turn for turn, group_id in enumerate(first)}
         self._part_with: dict[int, int] = {}  # group of `first` -> its first part
         self._part_idxs = self._in_turn(part_idxs) if first else list(part_idxs)
@@ -58,11 +62,16 @@ class ShardWork:
         return found
 
     def parts(self) -> Iterator[tuple[int, pa.Table]]:
-        """Yield each part's index and requests, with a column `group_size`.
+        """Yield each part's index and its requests without an output, with a column `group_size`.
+
+        Parts without such requests are left out.
 
         `num_output_tokens` is missing if it is no estimate, or in plans of older releases.
         """
         for part_idx, table in read_parts(self._file, self._part_idxs):
+            table = self._missing(table)
+            if not table.num_rows:
+                continue
             if not self._has_estimates and "num_output_tokens" in table.column_names:
                 table = table.drop_columns(["num_output_tokens"])
             if self._turns:
@@ -83,9 +92,16 @@ class ShardWork:
         return sorted(part_idxs, key=lambda idx: (turns[idx], idx))
 
     def _group_ids_of(self, part_idxs: Sequence[int]) -> npt.NDArray[np.int64]:
-        column = self._file.read_row_groups(list(part_idxs), columns=["group_id"])["group_id"]
-        group_ids: npt.NDArray[np.int64] = column.to_numpy()
+        columns = ["group_id", "request_idx"]
+        table = self._missing(self._file.read_row_groups(list(part_idxs), columns=columns))
+        group_ids: npt.NDArray[np.int64] = table["group_id"].to_numpy()
         return group_ids
+
+    def _missing(self, table: pa.Table) -> pa.Table:
+        """The requests without an output."""
+        if not len(self._finished):
+            return table
+        return table.filter(pc.invert(pc.is_in(table["request_idx"], self._finished)))
 
     def _turns_of(self, group_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Positions of the groups in `first`; its length for all others."""

@@ -44,6 +44,13 @@ class Shards(Protocol):
     def num_left(self) -> int:
         """Unfinished shards of all workers, as of the last `take`."""
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all these shards."""
+
+    def num_rows_finished(self) -> int:
+        """Finished rows, but for shards that this process runs, as of the last `take`."""
+
     def ended(self, shard_idx: int) -> None:
         """Note that a shard is finished."""
 
@@ -57,8 +64,10 @@ class OneShard:
     worker = None
     stands_back = False
 
-    def __init__(self, claimed: Claimed) -> None:
+    def __init__(self, claimed: Claimed, num_rows: int) -> None:
         self._claimed: Claimed | None = claimed
+        self.num_rows = num_rows
+        self._is_finished = False
 
     def take(self) -> Claimed | None:
         claimed, self._claimed = self._claimed, None
@@ -73,8 +82,11 @@ class OneShard:
     def num_left(self) -> int:
         return 0
 
+    def num_rows_finished(self) -> int:
+        return self.num_rows if self._is_finished else 0
+
     def ended(self, shard_idx: int) -> None:
-        pass
+        self._is_finished = True
 
     def give_up(self, shard_idx: int, error: FencedError) -> None:
         raise error

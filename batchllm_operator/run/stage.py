@@ -48,9 +48,10 @@ def run_shard(
 ) -> ShardReport:
     """Generate every request of a shard that is in no finished part yet.
 
-    Parts are written as they finish; an interruption drops the open ones, with which the next run
-    starts. If nothing is left to do, no attempt and no engine is started: all parts are finished,
-    the plan is committed, or a small partition needs no shard of that number.
+    Parts are written as they finish. What is finished of others is spilled from time to time and
+    at the end, also after an error or a signal, and the next run goes on from there. If nothing is
+    left to do, no attempt and no engine is started: all parts are finished, the plan is committed,
+    or a small partition needs no shard of that number.
 
     Args:
         plan_uri: the plan.
@@ -86,7 +87,8 @@ def run_shard(
     if num_gpus is None:
         num_gpus = num_gpus_of(plan.manifest.spec)
     holder = Holder(drain or Drain(), Lap(), num_gpus, interval_s(), observe)
-    return _work(Worker(plan, OneShard(claimed), start, holder))[shard_idx]
+    shards = OneShard(claimed, plan.shard(shard_idx).num_rows)
+    return _work(Worker(plan, shards, start, holder))[shard_idx]
 
 
 def run_worker(

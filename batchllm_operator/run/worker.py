@@ -86,8 +86,11 @@ class Worker:
             try:
                 yield from self._run_all(lines)
             except BaseException as error:
+                self._holder.drain.end()
                 for run in reversed(self._runs):
                     run.__exit__(type(error), error, error.__traceback__)
+                if (kept := self._kept(error)) is not None:
+                    error.add_note(kept)
                 raise
             finally:
                 self._mass.judge()
@@ -122,10 +125,25 @@ class Worker:
             run.__enter__()
             self._runs.append(run)
             self._runs[0].tally.hold_gpus()
+            try:
+                run.write_spilled_parts()
+            except FencedError as error:
+                self._give_up(run, error)
+                continue
             if run.num_left:
                 return run
             self._end(run)
         return None
+
+    def _kept(self, error: BaseException) -> str | None:
+        """How many rows are stored, once an error has ended all runs; None if that is no news."""
+        num_kept = sum(run.tally.kept.num_rows for run in self._runs)
+        num_kept += self._shards.num_rows_finished()
+        whose = "shard" if self._shards.worker is None else "plan"
+        kept = f"{num_kept:,} of the {whose}'s {self._shards.num_rows:,} rows are finished and kept"
+        if isinstance(error, KeyboardInterrupt):
+            return f"{kept}: give the same command again to go on"
+        return kept if num_kept else None
 
     def _stream(self, run: ShardRun, lines: ExitStack) -> Iterator[float]:
         """Generate a shard, and those that follow it without a gap."""
@@ -211,8 +229,8 @@ class Worker:
         self._expected, self._counted = {run.shard_idx, *later}, {run.shard_idx}
         total = sum(self._plan.shard(idx).num_rows for idx in self._expected)
         if self._shards.worker is None:
-            return Progress(f"shard {run.shard_idx}", total, initial=run.rows_before)
-        return Progress(f"worker {self._shards.worker}", total - run.rows_before)
+            return Progress(f"shard {run.shard_idx}", total, initial=run.tally.num_rows_before)
+        return Progress(f"worker {self._shards.worker}", total - run.tally.num_rows_before)
 
     def _expect(self, run: ShardRun) -> None:
         """Count a shard's rows in the progress line, if it isn't yet."""
@@ -220,4 +238,5 @@ class Worker:
         if run.shard_idx not in self._counted:
             self._counted.add(run.shard_idx)
             is_expected = run.shard_idx in self._expected
-            self._progress.extend((0 if is_expected else run.shard.num_rows) - run.rows_before)
+            num_rows = 0 if is_expected else run.shard.num_rows
+            self._progress.extend(num_rows - run.tally.num_rows_before)

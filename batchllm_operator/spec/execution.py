@@ -173,8 +173,8 @@ class PlannerSpec(Section):
     """TOML file (relative to the spec file) of GPUs that `target_gpu` can name, in place of the
     built-in `planner/gpus.toml`: rates, achievable shares, prices."""
     part_rows: int = Field(default=500, ge=1, le=MAX_COUNT)
-    """Requests per output part: what a restart may have to generate again. Parts end
-    where a group ends, unless the group alone is larger."""
+    """Requests per output part, the unit that commit reads. Parts end where a group ends, unless
+    the group alone is larger."""
     memory_budget_bytes: ByteSize = Field(default=ByteSize(2 << 30), ge=1, le=MAX_BYTES)
     """Most memory that `plan` takes, as a number of bytes or text like `4GiB`; the rest goes to
     temporary files. It takes some hundred bytes for each row, and says how much if the budget

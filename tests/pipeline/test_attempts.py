@@ -29,7 +29,7 @@ from batchllm_operator.artifacts.attempts import (
     check_free,
     claim_attempt,
 )
-from batchllm_operator.artifacts.parts import PartEntry, read_ledger
+from batchllm_operator.artifacts.parts import read_ledger
 from batchllm_operator.artifacts.shard_progress import PROGRESS_FILE, ShardProgress
 from batchllm_operator.artifacts.stored_plan import StoredPlan
 from batchllm_operator.commit.stage import commit_run
@@ -311,8 +311,8 @@ def test_a_report_is_that_of_the_latest_attempt(
     folder = plan.run_folder(0)
     count_part = ShardTally.count_part
 
-    def claim_after_the_last(tally: ShardTally, entry: PartEntry) -> None:
-        count_part(tally, entry)
+    def claim_after_the_last(tally: ShardTally) -> None:
+        count_part(tally)
         if tally.snapshot().num_parts_done == NUM_PARTS:
             claim_attempt(folder)
 

@@ -190,7 +190,7 @@ def test_the_command_drains_and_says_how_it_ended(tmp_path: Path, commands: Fork
     lines = (tmp_path / "stderr").read_text().splitlines()
     assert code == 143
     assert any("asked to stop: finishing" in line for line in lines), lines
-    assert any("what was finished is kept" in line for line in lines)
+    assert any("rows are finished and kept: give the same command" in line for line in lines)
     assert 1 < len(parts(plan_uri)) < 6
 
 

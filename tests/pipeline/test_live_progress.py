@@ -106,14 +106,14 @@ def test_a_drained_attempt_keeps_what_its_parts_hold(lake_uri: str) -> None:
     assert attempts.gpu_s == pytest.approx(first_s + 2 * second_s)
 
 
-def test_open_parts_of_a_stopped_attempt_do_not_count(plan: StoredPlan) -> None:
+def test_finished_rows_of_open_parts_count_when_an_attempt_is_stopped(plan: StoredPlan) -> None:
     def stop() -> None:
         raise Interrupted(signal.SIGINT)
 
     with pytest.raises(Interrupted):
         run_shard(plan.folder.uri, 0, start=Engines(at=13, act=stop))
     stopped = left(plan)
-    assert (stopped.state, stopped.num_rows_done, stopped.num_parts_done) == ("stopped", 10, 2)
+    assert (stopped.state, stopped.num_rows_done, stopped.num_parts_done) == ("stopped", 13, 2)
 
 
 @pytest.mark.parametrize("in_start", [True, False])

@@ -221,7 +221,7 @@ def test_it_waits_as_long_as_shards_are_free(plan: StoredPlan, clock: Time) -> N
 
     claimed = Claimed(0, claim_attempt(plan.run_folder(0)))
     holder = Holder(Drain(), Lap(), 0, None)
-    for pause_s in Worker(plan, Shards(claimed), Engines(), holder, clock=clock).steps():
+    for pause_s in Worker(plan, Shards(claimed, 5), Engines(), holder, clock=clock).steps():
         clock.s += pause_s
     assert clock.s == pytest.approx(1000.0 + MOST_WAIT_S, abs=5.0)
 
