@@ -89,7 +89,8 @@ def reading(uri: str, partition: str, file: str | None = None) -> Iterator[None]
         # Arrow raises OSError for damaged data too, but without an errno.
         is_storage = isinstance(error, BotoCoreError) or getattr(error, "errno", None)
         kind = StorageError if is_storage else TableError
-        raise kind(f"{where} can't be read: {' '.join(str(error).split())}") from error
+        advice = "" if is_storage else "; write it again, or change what is asked of it"
+        raise kind(f"{where} can't be read: {' '.join(str(error).split())}{advice}") from error
 
 
 def _expression(term: FilterTerm) -> pds.Expression:

@@ -34,6 +34,8 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
     """One schema for a partition's files, with the wider of two compatible types.
 
+    All columns may be null: a file may lack one.
+
     Raises:
         TableError: two files have incompatible types, or one has two columns of the same name.
     """
@@ -45,7 +47,8 @@ def merge_schemas(where: str, schemas: Mapping[str, pa.Schema]) -> pa.Schema:
                     " rename all but one"
                 )
     try:
-        return pa.unify_schemas(list(schemas.values()), promote_options="permissive")
+        merged = pa.unify_schemas(list(schemas.values()), promote_options="permissive")
+        return pa.schema([field.with_nullable(True) for field in merged])
     except pa.ArrowException as error:
         raise TableError(f"{where}: {_disagreement(schemas)}") from error
 

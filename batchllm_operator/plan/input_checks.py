@@ -53,7 +53,6 @@ def check_input(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
     if not snapshot.files and spec.on_empty == "fail":
         raise EmptyPartitionError(f"{describe_empty(spec, table, snapshot)} (on_empty: fail)")
     check_columns(spec, table, snapshot)
-    _check_outer(spec, table, snapshot)
 
 
 def _check_outer(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
@@ -104,10 +103,11 @@ def _are_times(column: str, values: Sequence[str]) -> bool:
 
 
 def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
-    """Check that the table has every column that the spec names.
+    """Check that the table has every column that the spec names, and needs no other.
 
     Raises:
-        SpecError: one is missing, or can't be a part of a prompt or a length; names the field.
+        SpecError: one is missing, or can't be a part of a prompt or a length, or tells apart what
+            would be read as one partition; names the field.
         KeyColumnError, TableError: a key or filter column can't be compared.
     """
     places = {
@@ -148,6 +148,7 @@ def check_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:
                 f"planner.estimated_output_tokens: column {column!r} of table {table.uri} holds"
                 f" {kind}, not integers"
             )
+    _check_outer(spec, table, snapshot)
 
 
 def _check_prompt_columns(spec: JobSpec, table: LakeTable, snapshot: Snapshot) -> None:

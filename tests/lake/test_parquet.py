@@ -342,6 +342,17 @@ def test_files_with_different_schemas(folder: Folder, table: LakeTable) -> None:
     ]
 
 
+def test_a_required_column_that_another_file_lacks_may_be_null(
+    folder: Folder, table: LakeTable
+) -> None:
+    required = pa.schema([pa.field("n", pa.int64(), nullable=False)])
+    put(folder, f"ds={DS}/a.parquet", numbers(1).cast(required))
+    put(folder, f"ds={DS}/b.parquet", pa.table({"doc": ["y"]}))
+    snapshot = table.snapshot(DS)
+    assert snapshot.schema.field("n").nullable
+    assert rows(table, ["n"]) == [{"n": 1}, {"n": None}]
+
+
 @pytest.mark.parametrize(
     "kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str
 )

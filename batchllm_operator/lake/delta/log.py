@@ -80,7 +80,9 @@ class DeltaLog:
         """
         from deltalake.exceptions import TableNotFoundError
 
-        with self._reading("its log can't be read"):
+        with self._reading(
+            "its log is damaged, or has what deltalake can't read; repair or copy the table"
+        ):
             try:
                 return self._load(None)
             except TableNotFoundError:
